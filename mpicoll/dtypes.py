@@ -1,0 +1,207 @@
+"""The dtypes that can be moved and reduced, and the reduce operations: one row each.
+
+Nothing here loads MPI; the MPI datatypes and operations are named, and looked up by whoever has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from mpicoll.errors import ArgumentTypeError
+
+__all__ = [
+    "DTYPES",
+    "OPERATIONS",
+    "DType",
+    "Kind",
+    "ReduceOp",
+    "by_dlpack",
+    "by_name",
+    "by_numpy",
+]
+
+
+class Kind(Enum):
+    """What arithmetic means for a dtype."""
+
+    BOOL = "bool"
+    INTEGER = "integer"
+    FLOAT = "float"
+    #: Floating point too narrow to accumulate in: reduced in float32 and rounded once.
+    NARROW_FLOAT = "narrow float"
+    COMPLEX = "complex"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DType:
+    """One element type.
+
+    name:       the name that NumPy, ml_dtypes and torch share ("float32", "bfloat16", ...).
+    numpy:      the NumPy dtype.
+    kind:       what arithmetic means for it.
+    accumulate: the NumPy dtype in which reductions are computed.
+    mpi:        the MPI datatype in which buffers travel (an attribute of mpi4py.MPI).
+                A narrow float travels as the unsigned integer of its width: MPI never
+                computes with it.
+    dlpack:     (type code, bits) of DLPack 1.1.
+    buffers:    NumPy exports such arrays through the buffer protocol.
+    code:       the position in the table, the same on every rank.
+    """
+
+    name: str
+    numpy: np.dtype[Any]
+    kind: Kind
+    accumulate: np.dtype[Any]
+    mpi: str
+    dlpack: tuple[int, int]
+    buffers: bool
+    code: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return self.numpy.itemsize
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+# name, kind, MPI datatype, DLPack type code (kDLInt 0, kDLUInt 1, kDLFloat 2, kDLBfloat 4,
+# kDLComplex 5, kDLBool 6, float8 and narrower from 7, in the order of dlpack.h).
+_TABLE: tuple[tuple[str, Kind, str, int], ...] = (
+    ("bool", Kind.BOOL, "UINT8_T", 6),
+    ("int8", Kind.INTEGER, "INT8_T", 0),
+    ("int16", Kind.INTEGER, "INT16_T", 0),
+    ("int32", Kind.INTEGER, "INT32_T", 0),
+    ("int64", Kind.INTEGER, "INT64_T", 0),
+    ("uint8", Kind.INTEGER, "UINT8_T", 1),
+    ("uint16", Kind.INTEGER, "UINT16_T", 1),
+    ("uint32", Kind.INTEGER, "UINT32_T", 1),
+    ("uint64", Kind.INTEGER, "UINT64_T", 1),
+    ("float16", Kind.NARROW_FLOAT, "UINT16_T", 2),
+    ("float32", Kind.FLOAT, "FLOAT", 2),
+    ("float64", Kind.FLOAT, "DOUBLE", 2),
+    ("bfloat16", Kind.NARROW_FLOAT, "UINT16_T", 4),
+    ("complex64", Kind.COMPLEX, "C_FLOAT_COMPLEX", 5),
+    ("complex128", Kind.COMPLEX, "C_DOUBLE_COMPLEX", 5),
+    ("float8_e3m4", Kind.NARROW_FLOAT, "UINT8_T", 7),
+    ("float8_e4m3", Kind.NARROW_FLOAT, "UINT8_T", 8),
+    ("float8_e4m3b11fnuz", Kind.NARROW_FLOAT, "UINT8_T", 9),
+    ("float8_e4m3fn", Kind.NARROW_FLOAT, "UINT8_T", 10),
+    ("float8_e4m3fnuz", Kind.NARROW_FLOAT, "UINT8_T", 11),
+    ("float8_e5m2", Kind.NARROW_FLOAT, "UINT8_T", 12),
+    ("float8_e5m2fnuz", Kind.NARROW_FLOAT, "UINT8_T", 13),
+    ("float8_e8m0fnu", Kind.NARROW_FLOAT, "UINT8_T", 14),
+)
+
+
+def _row(code: int, name: str, kind: Kind, mpi: str, dlpack_code: int) -> DType:
+    native = not hasattr(ml_dtypes, name)
+    dtype = np.dtype(name if native else getattr(ml_dtypes, name))
+    accumulate = np.dtype(np.float32) if kind is Kind.NARROW_FLOAT else dtype
+    bits = dtype.itemsize * 8
+    return DType(name, dtype, kind, accumulate, mpi, (dlpack_code, bits), native, code)
+
+
+DTYPES: tuple[DType, ...] = tuple(_row(code, *entry) for code, entry in enumerate(_TABLE))
+
+by_name: dict[str, DType] = {row.name: row for row in DTYPES}
+by_numpy: dict[np.dtype[Any], DType] = {row.numpy: row for row in DTYPES}
+by_dlpack: dict[tuple[int, int], DType] = {row.dlpack: row for row in DTYPES}
+
+_LOGIC = frozenset({Kind.BOOL, Kind.INTEGER})
+_ORDERED = frozenset({Kind.BOOL, Kind.INTEGER, Kind.FLOAT, Kind.NARROW_FLOAT})
+_DIVISIBLE = frozenset({Kind.FLOAT, Kind.NARROW_FLOAT, Kind.COMPLEX})
+
+
+class ReduceOp:
+    """A reduce operation: ``ReduceOp.SUM``, ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``,
+    ``BOR``, ``BXOR``, and ``ReduceOp.PREMUL_SUM(factor)``, which scales each rank's input first.
+
+    name:    torch's name.
+    kinds:   the kinds of dtype for which it has a meaning.
+    ufunc:   the NumPy function that combines two elements.
+    logical: the NumPy function that takes its place for bool (True + True is True).
+    mpi:     the MPI operation that combines two elements (an attribute of mpi4py.MPI).
+    mpi_logical: the MPI operation for bool, on bytes that are 0 or 1.
+    code:    the position in the table, the same on every rank and torch's own number.
+    op:      the row of the table (of PREMUL_SUM(factor): PREMUL_SUM).
+    factor:  what PREMUL_SUM multiplies by; None elsewhere.
+    """
+
+    __slots__ = ("code", "factor", "kinds", "logical", "mpi", "mpi_logical", "name", "op", "ufunc")
+
+    SUM: ClassVar[ReduceOp]
+    AVG: ClassVar[ReduceOp]
+    PRODUCT: ClassVar[ReduceOp]
+    MIN: ClassVar[ReduceOp]
+    MAX: ClassVar[ReduceOp]
+    BAND: ClassVar[ReduceOp]
+    BOR: ClassVar[ReduceOp]
+    BXOR: ClassVar[ReduceOp]
+    PREMUL_SUM: ClassVar[ReduceOp]
+    RedOpType: ClassVar[type[ReduceOp]]
+
+    def __init__(
+        self,
+        name: str,
+        kinds: frozenset[Kind],
+        ufunc: np.ufunc,
+        logical: np.ufunc | None,
+        mpi: str,
+        mpi_logical: str | None,
+        code: int,
+        factor: Any = None,
+        op: ReduceOp | None = None,
+    ) -> None:
+        self.name = name
+        self.kinds = kinds
+        self.ufunc = ufunc
+        self.logical = logical
+        self.mpi = mpi
+        self.mpi_logical = mpi_logical
+        self.code = code
+        self.factor = factor
+        self.op = self if op is None else op
+
+    def __call__(self, factor: Any) -> ReduceOp:
+        """PREMUL_SUM with its factor: a number or an array of one element."""
+        if self is not ReduceOp.PREMUL_SUM:
+            raise ArgumentTypeError(f"ReduceOp.{self.name} takes no factor; only PREMUL_SUM does")
+        return ReduceOp(
+            self.name, self.kinds, self.ufunc, self.logical, self.mpi, self.mpi_logical, self.code,
+            factor, self,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        factor = "" if self.factor is None else f"({self.factor!r})"
+        return f"ReduceOp.{self.name}{factor}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce_op, (self.name, self.factor)
+
+
+def _reduce_op(name: str, factor: Any) -> ReduceOp:
+    row: ReduceOp = getattr(ReduceOp, name)
+    return row if factor is None else row(factor)
+
+
+OPERATIONS: tuple[ReduceOp, ...] = (
+    ReduceOp("SUM", frozenset(Kind), np.add, np.logical_or, "SUM", "BOR", 0),
+    ReduceOp("AVG", _DIVISIBLE, np.add, None, "SUM", None, 1),
+    ReduceOp("PRODUCT", frozenset(Kind), np.multiply, np.logical_and, "PROD", "BAND", 2),
+    ReduceOp("MIN", _ORDERED, np.minimum, np.logical_and, "MIN", "BAND", 3),
+    ReduceOp("MAX", _ORDERED, np.maximum, np.logical_or, "MAX", "BOR", 4),
+    ReduceOp("BAND", _LOGIC, np.bitwise_and, np.logical_and, "BAND", "BAND", 5),
+    ReduceOp("BOR", _LOGIC, np.bitwise_or, np.logical_or, "BOR", "BOR", 6),
+    ReduceOp("BXOR", _LOGIC, np.bitwise_xor, np.logical_xor, "BXOR", "BXOR", 7),
+    ReduceOp("PREMUL_SUM", frozenset(Kind) - {Kind.BOOL}, np.add, None, "SUM", None, 8),
+)
+for _row_of_table in OPERATIONS:
+    setattr(ReduceOp, _row_of_table.name, _row_of_table)
+ReduceOp.RedOpType = ReduceOp

@@ -1,0 +1,111 @@
+"""The exceptions of mpicoll.
+
+::
+
+    MpicollError (RuntimeError)          everything below; also known as ``DistError``
+    ├── UsageError                       found on this rank, before anything was sent
+    │   ├── ArgumentError (ValueError)       a value that cannot be: size, rank, root, state
+    │   │   └── EmptyListError (IndexError)      a list that must not be empty
+    │   ├── ArgumentTypeError (TypeError)    an object of the wrong type
+    │   ├── UnsupportedError (ValueError)    a dtype, operation, device or layout that is refused
+    │   ├── NotInitializedError (ValueError) there is no process group (yet, or any more)
+    │   └── ForkedError                      called in a forked child, which has no MPI
+    ├── LaunchError (ValueError)         the job was started in a way that MPI does not see
+    ├── DistBackendError                 something failed between the ranks
+    │   ├── MPIError                         the MPI library returned an error
+    │   ├── MismatchError                    the ranks made calls that do not belong together
+    │   └── CollectiveTimeoutError (TimeoutError)  somebody did not come in time
+    └── RefusedPickleError (pickle.UnpicklingError)  an object of a type that was not allowed
+
+Every one is a ``RuntimeError``, as errors of ``torch.distributed`` backends are, and carries the
+standard type that ``torch.distributed`` raises in the same place, so that ``except`` clauses
+written for PyTorch keep working.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CollectiveTimeoutError",
+    "DistBackendError",
+    "DistError",
+    "EmptyListError",
+    "ForkedError",
+    "LaunchError",
+    "MPIError",
+    "MismatchError",
+    "MpicollError",
+    "NotInitializedError",
+    "RefusedPickleError",
+    "UnsupportedError",
+    "UsageError",
+]
+
+
+class MpicollError(RuntimeError):
+    """The root of the tree."""
+
+
+DistError = MpicollError
+
+
+class UsageError(MpicollError):
+    """A mistake that this rank found by itself, before anything was sent."""
+
+
+class ArgumentError(UsageError, ValueError):
+    """An argument has the right type and an impossible value."""
+
+
+class EmptyListError(ArgumentError, IndexError):
+    """A list that must have entries has none."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument has the wrong type."""
+
+
+class UnsupportedError(UsageError, ValueError):
+    """What is asked for has a meaning elsewhere and is not offered here."""
+
+
+class NotInitializedError(UsageError, ValueError):
+    """There is no default process group: init_process_group was not called, or it is gone."""
+
+
+class ForkedError(UsageError):
+    """A forked child called in; MPI belongs to the parent."""
+
+
+class LaunchError(MpicollError, ValueError):
+    """Launcher, MPI library and arguments disagree about who is in the job."""
+
+
+class DistBackendError(MpicollError):
+    """An error that arose between the ranks."""
+
+
+class MPIError(DistBackendError):
+    """The MPI library reported an error. ``error_class`` is the MPI error class (an int)."""
+
+    def __init__(self, message: str, error_class: int = 0) -> None:
+        super().__init__(message)
+        self.error_class = error_class
+
+    def __reduce__(self) -> tuple[type[MPIError], tuple[str, int]]:
+        return type(self), (str(self), self.error_class)
+
+
+class MismatchError(DistBackendError):
+    """The ranks made calls that do not belong together; the message lists them by rank."""
+
+
+class CollectiveTimeoutError(DistBackendError, TimeoutError):
+    """An operation did not complete in time."""
+
+
+class RefusedPickleError(MpicollError, pickle.UnpicklingError):
+    """A received object needs a type that restricted_pickle does not allow."""

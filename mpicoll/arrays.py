@@ -1,0 +1,354 @@
+"""Any array becomes a View: where its elements are, how many, of what dtype, on which device.
+
+An array library is recognised by the type of the array, once for each type, and never imported:
+an array of a library can only exist once the library is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpicoll import dlpack
+from mpicoll.dtypes import DType, by_name, by_numpy
+from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+__all__ = ["Parts", "View", "of_numpy", "overlap", "parts", "scratch", "view"]
+
+Array = np.ndarray[Any, Any]
+
+
+class View:
+    """The elements of an array, as the routes see them.
+
+    owner:  the user's object, held as long as the view lives.
+    dtype:  the row of the dtype table.
+    count:  number of elements.
+    buffer: what mpi4py takes as a buffer; None where the elements are not contiguous in C
+            order, and have to be packed first.
+    alias:  makes ``array`` from ``owner``; None where the owner is a NumPy array.
+    device: where the elements are; today always "cpu".
+    """
+
+    __slots__ = ("_array", "alias", "buffer", "count", "dtype", "owner")
+    device = "cpu"
+
+    def __init__(
+        self,
+        owner: Any,
+        dtype: DType,
+        count: int,
+        buffer: Any,
+        alias: Callable[[Any], Array] | None,
+    ) -> None:
+        self.owner = owner
+        self.dtype = dtype
+        self.count = count
+        self.buffer = buffer
+        self.alias = alias
+
+    @property
+    def array(self) -> Array:
+        """A NumPy array of the owner's shape on the owner's memory."""
+        if self.alias is None:
+            return self.owner  # type: ignore[no-any-return]
+        try:
+            return self._array
+        except AttributeError:
+            self._array: Array = self.alias(self.owner)
+            return self._array
+
+    @property
+    def flat(self) -> Array:
+        """The elements as a one-dimensional NumPy array; for contiguous views only."""
+        return self.array.reshape(-1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.array.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def parts(self) -> Sequence[View]:
+        """The arrays that hold the elements, in their order."""
+        return (self,)
+
+    def packed(self) -> View:
+        """A contiguous copy of the elements, each array's in C order."""
+        into = scratch(self.dtype, self.count)
+        flat, start = into.owner, 0
+        for part in self.parts:
+            array = part.array
+            flat[start : start + part.count].reshape(array.shape)[...] = array
+            start += part.count
+        return into
+
+    def fill(self, packed: View) -> None:
+        """Takes the elements over from a contiguous view of as many."""
+        flat, start = packed.flat, 0
+        for part in self.parts:
+            array = part.array
+            array[...] = flat[start : start + part.count].reshape(array.shape)
+            start += part.count
+
+
+class Parts(View):
+    """The elements of a list of arrays of one dtype, one after another."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[View], dtype: DType) -> None:
+        super().__init__(parts, dtype, sum(part.count for part in parts), None, None)
+        self._parts = parts
+
+    @property
+    def parts(self) -> Sequence[View]:
+        """The views of the list."""
+        return self._parts
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of elements of each array."""
+        return tuple(part.count for part in self._parts)
+
+
+def of_numpy(array: Array, dtype: DType) -> View:
+    """The view of a C-contiguous NumPy array whose row is known."""
+    buffer = array if dtype.buffers else array.view(_CARRIERS[dtype.itemsize])
+    return View(array, dtype, array.size, buffer, None)
+
+
+def scratch(dtype: DType, count: int) -> View:
+    """The view of ``count`` new elements, uninitialised."""
+    return of_numpy(np.empty(count, dtype.numpy), dtype)
+
+
+def view(array: Any, writable: bool, where: str) -> View:
+    """The View of any array on the host.
+
+    array:    a NumPy array, a torch CPU tensor, or an object with the buffer protocol or DLPack.
+    writable: the array will be written to.
+    where:    operation and argument, for the message ("broadcast: tensor").
+
+    Raises ArgumentTypeError for what is not an array, ArgumentError for a read-only output and
+    UnsupportedError for a dtype, device or layout that cannot be served.
+    """
+    adapter = _adapters.get(type(array))
+    if adapter is None:
+        adapter = _adapter(array, where)
+    return adapter(array, writable, where)
+
+
+def parts(arrays: Any, writable: bool, where: str, length: int) -> Parts:
+    """The view of a list of ``length`` arrays of one dtype.
+
+    Raises ArgumentTypeError where ``arrays`` is no list or tuple, ArgumentError for another
+    length and UnsupportedError where the dtypes differ.
+    """
+    if not isinstance(arrays, (list, tuple)):
+        raise ArgumentTypeError(f"{where}: expected a list of arrays, got {type(arrays).__name__}")
+    if len(arrays) != length:
+        raise ArgumentError(
+            f"{where}: expected one array for each of the group's {length} ranks, got {len(arrays)}"
+        )
+    found = [view(a, writable, f"{where}[{i}]") for i, a in enumerate(arrays)]
+    dtype = found[0].dtype
+    for i, one in enumerate(found):
+        if one.dtype is not dtype:
+            raise UnsupportedError(
+                f"{where}: different dtypes in one list: [0] is {dtype}, [{i}] is {one.dtype}; "
+                "convert the arrays to one dtype"
+            )
+    return Parts(found, dtype)
+
+
+def overlap(one: View, other: View) -> bool:
+    """True where the memory of two views overlaps; False where one of them must be packed."""
+    if one.buffer is None or other.buffer is None:
+        return False
+    start, begin = _address(one), _address(other)
+    return start < begin + other.nbytes and begin < start + one.nbytes
+
+
+def _address(view: View) -> int:
+    if view.alias is None:
+        return view.buffer.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    buffer = view.buffer
+    return buffer.address if hasattr(buffer, "address") else buffer.ctypes.data  # type: ignore[no-any-return]
+
+
+# --- the array libraries -----------------------------------------------------------------------
+
+Adapter = Callable[[Any, bool, str], View]
+_CARRIERS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+
+
+def _numpy(array: Array, writable: bool, where: str) -> View:
+    dtype = by_numpy.get(array.dtype)
+    if dtype is None:
+        raise UnsupportedError(_dtype_message(array.dtype, where))
+    flags = array.flags
+    # carray: C-contiguous, aligned and writeable, in one look.
+    if flags.carray or (not writable and flags.c_contiguous and flags.aligned):
+        if dtype.buffers:
+            return View(array, dtype, array.size, array, None)
+        return View(array, dtype, array.size, array.view(_CARRIERS[dtype.itemsize]), None)
+    if writable:
+        if not flags.writeable:
+            raise ArgumentError(
+                f"{where}: the array is read-only and would be written to; pass a writable copy"
+            )
+        _refuse_overlap(array.shape, array.strides, where)
+    return View(array, dtype, array.size, None, None)
+
+
+def _dtype_message(dtype: np.dtype[Any], where: str) -> str:
+    if dtype.newbyteorder("=") in by_numpy:
+        return (
+            f"{where}: {dtype.str} is not in this machine's byte order; "
+            "convert with array.astype(array.dtype.newbyteorder('='))"
+        )
+    return f"{where}: dtype {dtype} is not supported; expected one of {', '.join(by_name)}"
+
+
+def _refuse_overlap(shape: Sequence[int], strides: Sequence[int], where: str) -> None:
+    """Refuses an output whose elements share memory, as a broadcast or expanded array's do."""
+    if any(step == 0 and extent > 1 for extent, step in zip(shape, strides, strict=True)):
+        raise ArgumentError(
+            f"{where}: several elements of the output share one place in memory (an expanded or "
+            "broadcast array); pass a copy"
+        )
+
+
+def _masked(array: Any, writable: bool, where: str) -> View:
+    raise UnsupportedError(
+        f"{where}: a numpy.ma.MaskedArray would lose its mask; pass .filled() or .data"
+    )
+
+
+def _buffer(array: Any, writable: bool, where: str) -> View:
+    inner = _numpy(np.asarray(memoryview(array)), writable, where)
+    return View(array, inner.dtype, inner.count, inner.buffer, lambda _: inner.array)
+
+
+def _dlpack(array: Any, writable: bool, where: str) -> View:
+    if int(array.__dlpack_device__()[0]) not in dlpack.CPU_DEVICES:
+        raise UnsupportedError(
+            f"{where}: arrays on {dlpack.device_name(array)} are not supported yet; copy to the "
+            "host first"
+        )
+    try:
+        alias = dlpack.to_numpy(array)
+    except (UnsupportedError, BufferError) as error:
+        raise UnsupportedError(f"{where}: {type(array).__name__}: {error}") from error
+    inner = _numpy(alias, writable, where)
+    return View(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
+
+
+def _torch_adapter(torch: Any) -> Adapter:
+    """The adapter for torch tensors: address and count straight from the tensor."""
+    from mpi4py import MPI
+
+    from_address = MPI.buffer.fromaddress
+    strided = torch.strided
+    rows = {getattr(torch, name): row for name, row in by_name.items() if hasattr(torch, name)}
+    carriers = {1: torch.uint8, 2: torch.int16}
+    direct = {torch.Tensor, torch.nn.Parameter}
+
+    def alias(tensor: Any) -> Array:
+        row = rows[tensor.dtype]
+        tensor = tensor.detach()
+        if row.buffers:
+            return tensor.numpy()  # type: ignore[no-any-return]
+        return tensor.view(carriers[row.itemsize]).numpy().view(row.numpy)  # type: ignore[no-any-return]
+
+    def refuse(tensor: Any, where: str, writable: bool) -> None:
+        kind = type(tensor)
+        if kind not in direct and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise UnsupportedError(
+                f"{where}: a {kind.__name__} is not one block of memory; pass the local tensor"
+            )
+        if tensor.layout is not strided:
+            raise UnsupportedError(
+                f"{where}: a tensor of layout {tensor.layout} is not supported; expected a dense "
+                "tensor (to_dense())"
+            )
+        if not tensor.is_cpu:
+            raise UnsupportedError(
+                f"{where}: tensors on {tensor.device} are not supported yet; copy to the host first"
+            )
+        if tensor.dtype not in rows:
+            raise UnsupportedError(
+                f"{where}: {tensor.dtype} is not supported; expected one of {', '.join(by_name)}"
+            )
+        if writable and (tensor.is_neg() or tensor.is_conj()):
+            raise UnsupportedError(
+                f"{where}: the tensor is a lazy conjugate or negative view and would be written "
+                "to; pass resolve_conj().resolve_neg()"
+            )
+
+    def adapter(tensor: Any, writable: bool, where: str) -> View:
+        row = rows.get(tensor.dtype)
+        if (
+            row is None
+            or not tensor.is_cpu
+            or tensor.layout is not strided
+            or type(tensor) not in direct
+            or tensor.is_neg()
+            or tensor.is_conj()
+        ):
+            refuse(tensor, where, writable)
+            assert row is not None
+            tensor = tensor.resolve_conj().resolve_neg()
+        count = tensor.numel()
+        if tensor.is_contiguous():
+            buffer = from_address(tensor.data_ptr(), count * row.itemsize)
+            return View(tensor, row, count, buffer, alias)
+        if writable:
+            _refuse_overlap(tensor.shape, tensor.stride(), where)
+        return View(tensor, row, count, None, alias)
+
+    return adapter
+
+
+_adapters: dict[type, Adapter] = {np.ndarray: _numpy}
+
+
+def _adapter(array: Any, where: str) -> Adapter:
+    """Finds the adapter for a type that was not met before, and keeps it."""
+    kind = type(array)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        found = _adapters.get(torch.Tensor) or _torch_adapter(torch)
+        _adapters[torch.Tensor] = found
+    elif isinstance(array, np.ma.MaskedArray):
+        found = _masked
+    elif isinstance(array, np.ndarray):
+        found = _numpy
+    elif hasattr(array, "__dlpack__"):
+        found = _dlpack
+    elif _has_buffer(array):
+        found = _buffer
+    else:
+        raise ArgumentTypeError(
+            f"{where}: expected an array (NumPy, torch, or anything with the buffer protocol or "
+            f"DLPack), got {kind.__name__}"
+        )
+    _adapters[kind] = found
+    return found
+
+
+def _has_buffer(array: Any) -> bool:
+    try:
+        memoryview(array)
+    except (TypeError, BufferError, ValueError):
+        return False
+    return True

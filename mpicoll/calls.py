@@ -1,0 +1,296 @@
+"""One collective call on one rank: its views, checked against each other before anything is sent.
+
+There is one function for each layout of the table of primitives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpicoll import arrays
+from mpicoll.arrays import Parts, View
+from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpicoll.primitives import Layout, Primitive
+
+if TYPE_CHECKING:
+    from mpicoll.groups import ProcessGroup
+
+__all__ = ["Call", "check_operation", "prepare"]
+
+
+class Call:
+    """What a route gets to carry out.
+
+    primitive: the row of the table.
+    group:     the group that calls.
+    send:      the view that is read; None where there is none, or where it is ``recv``.
+    recv:      the view that is written; None on ranks that receive nothing.
+    op:        the reduce operation; None where nothing is combined.
+    root:      the root's rank in the group.
+    sends, receives: elements for and from each rank where they may differ from rank to rank; None
+               where all blocks are alike.
+    plan:      the route that carries it out.
+    """
+
+    __slots__ = (
+        "group", "op", "plan", "primitive", "receives", "recv", "root", "send", "sends",
+    )  # fmt: skip
+
+    plan: Callable[[Call], None]
+
+    def __init__(
+        self,
+        primitive: Primitive,
+        group: ProcessGroup,
+        send: View | None,
+        recv: View | None,
+        op: ReduceOp | None,
+        root: int,
+        sends: Sequence[int] | None = None,
+        receives: Sequence[int] | None = None,
+    ) -> None:
+        self.primitive = primitive
+        self.group = group
+        self.send = send
+        self.recv = recv
+        self.op = op
+        self.root = root
+        self.sends = sends
+        self.receives = receives
+
+    @property
+    def dtype(self) -> DType | None:
+        """The dtype of the elements, the same on both sides; None for a barrier."""
+        view = self.recv or self.send
+        return None if view is None else view.dtype
+
+
+#: Split sizes of all_to_all_single: of the output and of the input, in rows of dimension 0.
+Splits = tuple[Sequence[int] | None, Sequence[int] | None]
+
+
+def prepare(
+    primitive: Primitive,
+    group: ProcessGroup,
+    output: Any,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
+    splits: Splits | None,
+) -> Call:
+    """The checked call on the caller's arrays.
+
+    Raises ArgumentTypeError (TypeError) for what is no array, no list or no ReduceOp,
+    ArgumentError (ValueError) for sizes that do not fit and UnsupportedError (ValueError) for
+    what is refused; see mpicoll.errors.
+    """
+    if primitive.layout is Layout.IN_PLACE:
+        return Call(primitive, group, None, arrays.view(output, True, primitive.name), op, root)
+    return _LAYOUTS[primitive.layout](primitive, group, output, input, op, root, splits)
+
+
+def check_operation(primitive: Primitive, op: ReduceOp, dtype: DType) -> None:
+    """Raises ArgumentTypeError for what is no ReduceOp, UnsupportedError for one without a
+    meaning for the dtype, and ArgumentError for a PREMUL_SUM whose factor does not fit.
+    """
+    where = f"{primitive.name}: op"
+    if not isinstance(op, ReduceOp):
+        raise ArgumentTypeError(f"{where}: expected a mpicoll.ReduceOp, got {type(op).__name__}")
+    if dtype.kind not in op.kinds:
+        legal = ", ".join(sorted(kind.value for kind in op.kinds))
+        raise UnsupportedError(
+            f"{where}: {op.name} has no meaning for {dtype}; it is defined for dtypes of the kinds "
+            f"{legal}"
+        )
+    if op.op is not ReduceOp.PREMUL_SUM:
+        return
+    if op.factor is None:
+        raise ArgumentError(f"{where}: expected ReduceOp.PREMUL_SUM(factor), got no factor")
+    factor = np.asarray(op.factor)
+    if factor.size != 1 or factor.dtype.kind not in "biufcV":
+        raise ArgumentError(
+            f"{where}: PREMUL_SUM: expected a number or an array of one, got {op.factor!r}"
+        )
+    if dtype.kind is Kind.INTEGER and factor.dtype.kind not in "biu":
+        raise UnsupportedError(
+            f"{where}: PREMUL_SUM of {dtype} needs an integer factor, got {op.factor!r}"
+        )
+    if dtype.kind is not Kind.COMPLEX and factor.dtype.kind == "c":
+        raise UnsupportedError(
+            f"{where}: PREMUL_SUM of {dtype} needs a real factor, got {op.factor!r}"
+        )
+
+
+def _same_dtype(primitive: Primitive, send: View, recv: View) -> None:
+    if send.dtype is not recv.dtype:
+        raise UnsupportedError(
+            f"{primitive.name}: different dtypes: {primitive.output} is {recv.dtype}, "
+            f"{primitive.input} is {send.dtype}"
+        )
+
+
+def _same_shapes(primitive: Primitive, name: str, parts: Parts, one: View) -> None:
+    for i, part in enumerate(parts.parts):
+        if part.count != one.count:
+            raise ArgumentError(
+                f"{primitive.name}: {name}[{i}] has shape {part.shape}, this rank's array "
+                f"{one.shape}: different shapes across a list; all must have the same"
+            )
+
+
+def _multiple(primitive: Primitive, whole: View, names: tuple[str, str], one: View, n: int) -> None:
+    if whole.count != n * one.count:
+        raise ArgumentError(
+            f"{primitive.name}: {names[0]} has {whole.count} elements, {names[1]} {one.count}; in a "
+            f"group of {n} ranks expected {n} x {one.count} = {n * one.count}"
+        )
+
+
+def _gathered(
+    primitive: Primitive,
+    group: ProcessGroup,
+    output: Any,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
+    splits: Splits | None,
+) -> Call:
+    n = group.size()
+    send = arrays.view(input, False, primitive.where(primitive.input))
+    receiving = not primitive.root or root == group.rank()
+    where = primitive.where(primitive.output)
+    if not receiving:
+        if output:
+            raise ArgumentError(f"{where}: must only be given on the rank that receives, {root}")
+        return Call(primitive, group, send, None, op, root)
+    if not primitive.listed:
+        recv = arrays.view(output, True, where)
+        _same_dtype(primitive, send, recv)
+        _multiple(primitive, recv, (primitive.output, primitive.input), send, n)
+        return Call(primitive, group, send, recv, op, root)
+    if output is None:
+        raise ArgumentError(f"{where}: must be given on the rank that receives, {root}")
+    listed = arrays.parts(output, True, where, n)
+    _same_dtype(primitive, send, listed)
+    if primitive.root:
+        _same_shapes(primitive, primitive.output, listed, send)
+        return Call(primitive, group, send, listed, op, root)
+    counts = listed.counts
+    if counts[group.rank()] != send.count:
+        raise ArgumentError(
+            f"{where}[{group.rank()}] has shape {listed.parts[group.rank()].shape} and holds this "
+            f"rank's {primitive.input}, which has shape {send.shape}"
+        )
+    uneven = len(set(counts)) > 1
+    return Call(primitive, group, send, listed, op, root, receives=counts if uneven else None)
+
+
+def _scattered(
+    primitive: Primitive,
+    group: ProcessGroup,
+    output: Any,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
+    splits: Splits | None,
+) -> Call:
+    n = group.size()
+    recv = arrays.view(output, True, primitive.where(primitive.output))
+    where = primitive.where(primitive.input)
+    if primitive.root and root != group.rank():
+        if input:
+            raise ArgumentError(f"{where}: must only be given on the rank that sends, {root}")
+        return Call(primitive, group, None, recv, op, root)
+    if not primitive.listed:
+        send = arrays.view(input, False, where)
+        _same_dtype(primitive, send, recv)
+        _multiple(primitive, send, (primitive.input, primitive.output), recv, n)
+        return Call(primitive, group, send, recv, op, root)
+    if input is None:
+        raise ArgumentError(f"{where}: must be given on the rank that sends, {root}")
+    listed = arrays.parts(input, False, where, n)
+    _same_dtype(primitive, listed, recv)
+    _same_shapes(primitive, primitive.input, listed, recv)
+    return Call(primitive, group, listed, recv, op, root)
+
+
+def _exchanged(
+    primitive: Primitive,
+    group: ProcessGroup,
+    output: Any,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
+    splits: Splits | None,
+) -> Call:
+    n = group.size()
+    of_output, of_input = primitive.where(primitive.output), primitive.where(primitive.input)
+    if primitive.listed:
+        to = arrays.parts(output, True, of_output, n)
+        out = arrays.parts(input, False, of_input, n)
+        _same_dtype(primitive, out, to)
+        return _own_block(Call(primitive, group, out, to, op, root, out.counts, to.counts))
+    recv = arrays.view(output, True, of_output)
+    send = arrays.view(input, False, of_input)
+    _same_dtype(primitive, send, recv)
+    assert splits is not None
+    receives = _blocks(recv, splits[0], n, of_output, "output_split_sizes")
+    sends = _blocks(send, splits[1], n, of_input, "input_split_sizes")
+    return _own_block(Call(primitive, group, send, recv, op, root, sends, receives))
+
+
+def _own_block(call: Call) -> Call:
+    me = call.group.rank()
+    assert call.sends is not None and call.receives is not None
+    if call.sends[me] != call.receives[me]:
+        raise ArgumentError(
+            f"{call.primitive.name}: rank {me} sends itself {call.sends[me]} elements and expects "
+            f"{call.receives[me]}"
+        )
+    return call
+
+
+def _blocks(view: View, splits: Sequence[int] | None, n: int, where: str, name: str) -> list[int]:
+    """Elements for each rank, from split sizes that count rows of dimension 0."""
+    shape = view.shape
+    rows = shape[0] if shape else 1
+    if not splits:
+        if rows % n:
+            raise ArgumentError(
+                f"{where}: dimension 0 has {rows} rows, which {n} ranks cannot share evenly; give "
+                f"{name}"
+            )
+        return [view.count // n] * n
+    sizes = [int(size) for size in splits]
+    if len(sizes) != n:
+        raise ArgumentError(f"{where}: {name}: expected {n} sizes, one a rank, got {len(sizes)}")
+    if min(sizes) < 0 or sum(sizes) != rows:
+        raise ArgumentError(
+            f"{where}: {name}: split sizes {sizes} do not add up to the {rows} rows of dimension 0"
+        )
+    row = view.count // rows if rows else 0
+    return [size * row for size in sizes]
+
+
+def _empty(
+    primitive: Primitive,
+    group: ProcessGroup,
+    output: Any,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
+    splits: Splits | None,
+) -> Call:
+    return Call(primitive, group, None, None, op, root)
+
+
+_LAYOUTS: dict[Layout, Callable[..., Call]] = {
+    Layout.GATHERED: _gathered,
+    Layout.SCATTERED: _scattered,
+    Layout.EXCHANGED: _exchanged,
+    Layout.EMPTY: _empty,
+}

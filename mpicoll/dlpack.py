@@ -1,0 +1,126 @@
+"""Reading DLPack capsules: any array that speaks the protocol becomes address, shape and dtype.
+
+NumPy's own reader refuses bfloat16 and the 8-bit floats; this one knows every row of the dtype
+table. Structures as in DLPack 1.1 (https://dmlc.github.io/dlpack/latest/c_api.html).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from mpicoll.dtypes import by_dlpack
+from mpicoll.errors import UnsupportedError
+
+__all__ = ["CPU_DEVICES", "device_name", "to_numpy"]
+
+#: kDLCPU and kDLCUDAHost: memory that the host may read and write.
+CPU_DEVICES = frozenset({1, 3})
+_DEVICE_NAMES = {
+    1: "cpu", 2: "cuda", 3: "cuda_host", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm",
+    13: "cuda_managed", 14: "oneapi",
+}  # fmt: skip
+_READ_ONLY = 1
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _ManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class _VersionedTensor(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_capsule_name = ctypes.pythonapi.PyCapsule_GetName
+_capsule_name.restype = ctypes.c_char_p
+_capsule_name.argtypes = (ctypes.py_object,)
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def device_name(array: Any) -> str:
+    """The device of a DLPack array, as ``cpu`` or ``cuda:1``."""
+    kind, index = array.__dlpack_device__()
+    name = _DEVICE_NAMES.get(int(kind), f"device type {int(kind)}")
+    return name if int(kind) in CPU_DEVICES else f"{name}:{index}"
+
+
+class _Memory:
+    """Host memory that belongs to a capsule, offered to NumPy."""
+
+    def __init__(self, capsule: Any, interface: dict[str, Any]) -> None:
+        self.capsule = capsule
+        self.__array_interface__ = interface
+
+
+def to_numpy(array: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array on the memory of ``array``, a DLPack object on the host; zero-copy.
+
+    The result is read-only where the producer says so. The producer's memory lives as long as
+    the result. Raises UnsupportedError for a dtype that is not in the table, and whatever the
+    producer raises when it refuses to export.
+    """
+    try:
+        capsule = array.__dlpack__(max_version=(1, 1))
+    except TypeError:  # a producer from before DLPack 1.0
+        capsule = array.__dlpack__()
+    name = _capsule_name(capsule)
+    pointer = _capsule_pointer(capsule, name)
+    read_only = False
+    if name == b"dltensor_versioned":
+        versioned = _VersionedTensor.from_address(pointer)
+        tensor, read_only = versioned.tensor, bool(versioned.flags & _READ_ONLY)
+    else:
+        tensor = _ManagedTensor.from_address(pointer).tensor
+    code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
+    row = by_dlpack.get((code, bits))
+    if row is None or lanes != 1:
+        raise UnsupportedError(
+            f"DLPack type code {code} with {bits} bits and {lanes} lanes is not supported"
+        )
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    strides = None
+    if tensor.strides:
+        strides = tuple(tensor.strides[i] * row.itemsize for i in range(tensor.ndim))
+    if 0 in shape:
+        return np.empty(shape, row.numpy)
+    # NumPy's array interface has no word for bfloat16: the bytes travel as unsigned integers.
+    carrier = f"<u{row.itemsize}" if not row.buffers else row.numpy.str
+    interface = {
+        "data": (tensor.data + tensor.byte_offset, read_only),
+        "shape": shape,
+        "strides": strides,
+        "typestr": carrier,
+        "version": 3,
+    }
+    return np.asarray(_Memory(capsule, interface)).view(row.numpy)

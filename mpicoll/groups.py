@@ -1,0 +1,291 @@
+"""Process groups: who is in them, their communicators, and the register of all that are alive."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.errors import ArgumentError, ArgumentTypeError, ForkedError, NotInitializedError
+from mpicoll.progress import Worker
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "GroupMember",
+    "ProcessGroup",
+    "create",
+    "default_group",
+    "get_global_rank",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "register",
+    "resolve",
+    "state",
+]
+
+
+class ProcessGroup:
+    """A group of ranks that call collectives together. Made by init_process_group and new_group.
+
+    comm:     the communicator of the collectives and of the exchanges inside them.
+    messages: the communicator of the user's own messages, so that their tags meet nobody.
+    ranks:    the global ranks, in the order of the ranks in the group.
+    timeout:  seconds after which an operation has failed; None never.
+    in_flight: the user's messages that are not through.
+    object_tag: the tag of messages with objects; the user's are below it.
+    lock:     held while a collective runs.
+    worker:   carries asynchronous collectives out.
+    plans:    the ready-made route of each (primitive, dtype, operation) met so far.
+    sequence: number of collectives begun.
+    next_check: the sequence number at which the ranks' calls are compared next.
+    monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        messages: MPI.Intracomm,
+        ranks: Sequence[int],
+        backend: str,
+        timeout: float | None,
+        name: str,
+        description: str,
+    ) -> None:
+        self.comm = comm
+        self.messages = messages
+        self.ranks = tuple(ranks)
+        self.backend = backend
+        self.timeout = timeout
+        self.group_name = name
+        self.group_desc = description
+        self.lock = threading.Lock()
+        self.worker = Worker(f"mpicoll-{name}")
+        self.plans: dict[Any, Callable[[Any], None]] = {}
+        self.sequence = 0
+        self.next_check = 0
+        self.monitored = 0
+        self.splits = 0
+        self.closed: type[Exception] | None = None
+        self.in_flight: set[Any] = set()
+        self.object_tag = greatest_tag(messages)
+        self._rank = comm.Get_rank()
+        self._size = comm.Get_size()
+        self._group_ranks = {rank: i for i, rank in enumerate(self.ranks)}
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self._size
+
+    def name(self) -> str:
+        """The name of the backend that was asked for."""
+        return self.backend
+
+    def group_rank(self, global_rank: int) -> int | None:
+        """The rank in the group of a global rank; None for one that is not a member."""
+        return self._group_ranks.get(global_rank)
+
+    def check_open(self) -> None:
+        """Raises ArgumentError for a group that was destroyed, ForkedError in a forked child."""
+        if self.closed is ForkedError:
+            raise ForkedError(_FORKED)
+        if self.closed is not None:
+            raise self.closed(
+                f"process group {self.group_name!r} was destroyed; make a new one with new_group"
+            )
+
+    def close(self, error: type[Exception] = ArgumentError) -> None:
+        """Makes every later call on the group raise ``error``."""
+        self.closed = error
+        self.plans = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<mpicoll.ProcessGroup {self.group_name!r}: rank {self._rank} of {self._size}, "
+            f"global ranks {list(self.ranks)}>"
+        )
+
+
+def greatest_tag(comm: MPI.Intracomm) -> int:
+    """The greatest tag that MPI takes (MPI_TAG_UB)."""
+    from mpi4py import MPI
+
+    return int(comm.Get_attr(MPI.TAG_UB))
+
+
+_FORKED = (
+    "this process was forked from a rank; MPI belongs to the parent. Start it with "
+    "multiprocessing's 'spawn' method, or fork before init_process_group"
+)
+
+
+class _State:
+    """What is alive in this process."""
+
+    def __init__(self) -> None:
+        self.default: ProcessGroup | None = None
+        self.groups: dict[str, ProcessGroup] = {}
+        self.made = 0  # groups made since init_process_group, members or not
+        self.forked = False
+
+
+state = _State()
+
+
+def _after_fork() -> None:
+    state.forked = state.forked or bool(state.groups)
+    for one in state.groups.values():
+        one.close(ForkedError)
+    state.default = None
+    state.groups = {}
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def default_group() -> ProcessGroup:
+    """The group of all ranks; raises NotInitializedError where there is none."""
+    if state.default is None:
+        if state.forked:
+            raise ForkedError(_FORKED)
+        raise NotInitializedError(
+            "there is no default process group; call init_process_group() first"
+        )
+    return state.default
+
+
+class _WorldMeta(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default process group, None before init_process_group."""
+        return state.default
+
+
+class group(metaclass=_WorldMeta):
+    """``group.WORLD`` is the default process group."""
+
+
+class GroupMember(metaclass=_WorldMeta):
+    """``GroupMember.WORLD`` is the default process group; ``GroupMember.NON_GROUP_MEMBER`` what
+    new_group returns on a rank that is not in the group.
+    """
+
+    NON_GROUP_MEMBER = -100
+
+
+def resolve(candidate: Any) -> ProcessGroup | None:
+    """The group meant by a ``group`` argument; None on a rank outside of it.
+
+    Raises NotInitializedError without a default group and ArgumentTypeError for what is no group.
+    """
+    if candidate is None:
+        return default_group()
+    if isinstance(candidate, ProcessGroup):
+        return candidate
+    if isinstance(candidate, int) and candidate == GroupMember.NON_GROUP_MEMBER:
+        return None
+    raise ArgumentTypeError(
+        f"group: expected a process group made by new_group, got {type(candidate).__name__}"
+    )
+
+
+def register(made: ProcessGroup) -> ProcessGroup:
+    """Puts a new group on the register."""
+    state.groups[made.group_name] = made
+    return made
+
+
+def create(
+    parent: ProcessGroup,
+    members: Sequence[int],
+    ranks: Sequence[int],
+    *,
+    backend: str,
+    timeout: float | None,
+    name: str,
+    description: str,
+) -> ProcessGroup:
+    """Makes and registers the group of ``members``, ranks of ``parent``, in that order.
+
+    ranks: the global ranks of the members. Only members call (MPI_Comm_create_group, MPI-4.1
+    section 7.4.2), each with the same arguments.
+    """
+    parent_group = parent.comm.Get_group()
+    chosen = parent_group.Incl(list(members))
+    try:
+        # The tag keeps groups apart that two threads make at once out of the same parent.
+        comm = parent.comm.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
+    finally:
+        chosen.Free()
+        parent_group.Free()
+    messages = comm.Dup()
+    return register(ProcessGroup(comm, messages, ranks, backend, timeout, name, description))
+
+
+def _registered(candidate: Any, where: str) -> ProcessGroup:
+    found = resolve(candidate)
+    if found is None or found.closed is not None:
+        raise ArgumentError(f"{where}: {candidate!r} is not a group that this rank is in")
+    return found
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank in ``group``, -1 if it is not a member.
+
+    Raises NotInitializedError (a ValueError) before init_process_group.
+    """
+    found = default_group() and resolve(group)
+    return -1 if found is None else found.rank()
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Number of ranks in ``group``, -1 on a rank that is not a member.
+
+    Raises NotInitializedError (a ValueError) before init_process_group.
+    """
+    found = default_group() and resolve(group)
+    return -1 if found is None else found.size()
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """The rank in ``group`` of a global rank.
+
+    Raises ArgumentError (a ValueError) where the group is not alive or the rank not in it.
+    """
+    found = _registered(group, "get_group_rank")
+    rank = found.group_rank(global_rank)
+    if rank is None:
+        raise ArgumentError(
+            f"get_group_rank: global rank {global_rank} is not in the group, which holds "
+            f"{list(found.ranks)}"
+        )
+    return rank
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """The global rank of a rank in ``group``.
+
+    Raises ArgumentError (a ValueError) where the group is not alive or the rank not in it.
+    """
+    found = _registered(group, "get_global_rank")
+    if not 0 <= group_rank < found.size():
+        raise ArgumentError(
+            f"get_global_rank: group rank {group_rank} is not in the group; expected 0 to "
+            f"{found.size() - 1}"
+        )
+    return found.ranks[group_rank]
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """The global ranks of a group, in the order of their ranks in the group."""
+    return list(_registered(group, "get_process_group_ranks").ranks)

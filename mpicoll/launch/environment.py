@@ -1,0 +1,108 @@
+"""What launchers say in environment variables, as data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpicoll.errors import LaunchError
+
+__all__ = ["LAUNCHERS", "Launcher", "check_world", "local_rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """One launcher's variables.
+
+    name:   how messages call it.
+    marks:  variables that are all set in every process that it starts.
+    size:   the variable with the number of ranks.
+    local:  the variable with the rank on the node.
+    remedy: what to do when MPI does not see the ranks that it started.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    size: str
+    local: str
+    remedy: str
+
+
+#: The innermost launcher first: an mpirun inside a Slurm job is an mpirun.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        "Open MPI's mpirun",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "use the mpirun of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
+        "(python -m mpi4py --mpi-library shows which it is)",
+    ),
+    Launcher(
+        "torchrun",
+        ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "torchrun does not start MPI; use mpirun or srun",
+    ),
+    Launcher(
+        "a PMI process manager (MPICH's mpiexec, srun --mpi=pmi2)",
+        ("PMI_RANK", "PMI_SIZE"),
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "the MPI library that mpi4py loads does not speak PMI: start it with its own mpirun (or "
+        "srun --mpi=pmix for Open MPI), or let mpi4py load one of the MPICH family "
+        "(python -m mpi4py --mpi-library shows which it is)",
+    ),
+    Launcher(
+        "srun",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "give srun the process manager of the MPI library: --mpi=pmi2 for MPICH and its family, "
+        "--mpi=pmix for Open MPI (srun --mpi=list shows what the site has)",
+    ),
+    Launcher(
+        "Slurm",
+        ("SLURM_JOB_ID", "SLURM_NTASKS"),
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        "the batch script runs once: start the program in it with srun or mpirun",
+    ),
+)
+
+#: Set to 1 to run a single rank on purpose where a launcher has announced more.
+SINGLETON = "MPICOLL_ALLOW_SINGLETON"
+
+
+def _launcher(environment: Mapping[str, str]) -> Launcher | None:
+    for launcher in LAUNCHERS:
+        if all(mark in environment for mark in launcher.marks):
+            return launcher
+    return None
+
+
+def check_world(size: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises LaunchError where a launcher started several ranks and MPI sees only this one."""
+    if size != 1 or environment.get(SINGLETON) == "1":
+        return
+    launcher = _launcher(environment)
+    if launcher is None:
+        return
+    announced = environment.get(launcher.size, "1")
+    if announced.isdigit() and int(announced) > 1:
+        raise LaunchError(
+            f"init_process_group: {launcher.name} announces {announced} ranks ({launcher.size}="
+            f"{announced}), but MPI sees this process alone: {launcher.remedy}. "
+            f"{SINGLETON}=1 runs a single rank all the same"
+        )
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """This process's rank on its node, as LOCAL_RANK or the launcher says; None if nobody does."""
+    launcher = _launcher(environment)
+    for variable in ("LOCAL_RANK", launcher.local if launcher is not None else ""):
+        if environment.get(variable, "").isdigit():
+            return int(environment[variable])
+    return None

@@ -1,0 +1,244 @@
+"""Collectives and messages of Python objects.
+
+Objects travel as pickles. Unpickling can run any code: receive only from ranks that you trust, or
+name what may arrive with ``restricted_pickle``. NumPy arrays inside objects travel as buffers of
+their own, without a copy into the pickle; sizes are not padded and not limited to 2 GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpicoll import execute
+from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, UnsupportedError
+from mpicoll.groups import ProcessGroup, resolve
+from mpicoll.pickles import Bytes, decode, encode
+from mpicoll.point_to_point import exchange_bytes
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
+
+def _list(name: str, argument: str, value: Any, length: int | None = None) -> list[Any]:
+    """A list argument, checked; at least ``length`` entries where that is given."""
+    if not isinstance(value, list):
+        raise ArgumentTypeError(f"{name}: {argument}: expected a list, got {type(value).__name__}")
+    if length is not None and len(value) != length:
+        raise ArgumentError(
+            f"{name}: {argument}: expected {length} entries, one a rank, got {len(value)}"
+        )
+    return value
+
+
+def _host_only(name: str, device: Any) -> None:
+    kind = getattr(device, "type", device)
+    if kind is not None and str(kind).partition(":")[0] != "cpu":
+        raise UnsupportedError(f"{name}: device: objects travel in host memory, got {device!r}")
+
+
+def _empty(size: int) -> Bytes:
+    return np.empty(size, np.uint8)
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+    """Gives every rank the objects of all ranks.
+
+    object_list: a list with one entry for each rank, which is replaced. obj: any object that can
+    be pickled.
+    """
+    name = "all_gather_object"
+    member = resolve(group)
+    if member is None:
+        execute.outside(name)
+        return
+    found = _list(name, "object_list", object_list, member.size())
+    own = encode(obj)
+    wholes = execute.in_order(member, name, lambda: _all_gather(member, own), root=-1)
+    found[:] = [decode(whole) for whole in wholes]
+
+
+def _all_gather(group: ProcessGroup, own: Bytes) -> list[Bytes]:
+    from mpicoll.routes.wire import all_gather_bytes
+
+    return all_gather_bytes(group.comm, own)
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    group_dst: int | None = None,
+) -> None:
+    """Gives the root the objects of all ranks.
+
+    object_gather_list: on the root a list with one entry for each rank; elsewhere None. dst: the
+    root, global rank 0 where neither dst nor group_dst is given.
+    """
+    name = "gather_object"
+    root = execute.rooted(name, group, "dst", dst, group_dst, default=0)
+    member = resolve(group)
+    if member is None:
+        execute.outside(name)
+        return
+    if (member.rank() == root) != (object_gather_list is not None):
+        raise ArgumentError(
+            f"{name}: object_gather_list: must be given on the rank that receives, {root}, and "
+            "only there"
+        )
+    found = object_gather_list
+    if found is not None:
+        _list(name, "object_gather_list", found, member.size())
+    own = encode(obj)
+
+    def move() -> list[Bytes]:
+        from mpicoll.routes.wire import gather_bytes
+
+        return gather_bytes(member.comm, own, root)
+
+    wholes = execute.in_order(member, name, move, root=root)
+    if found is not None:
+        found[:] = [decode(whole) for whole in wholes]
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: Any = None,
+    group_src: int | None = None,
+) -> None:
+    """Copies the root's list of objects into the lists of all ranks, which are as long.
+
+    src: the root, global rank 0 where neither src nor group_src is given.
+    """
+    name = "broadcast_object_list"
+    root = execute.rooted(name, group, "src", src, group_src, default=0)
+    member = resolve(group)
+    if member is None:
+        execute.outside(name)
+        return
+    _list(name, "object_list", object_list)
+    _host_only(name, device)
+    own = encode(object_list) if member.rank() == root else _empty(0)
+
+    def move() -> Bytes:
+        from mpicoll.routes.wire import broadcast_bytes
+
+        return broadcast_bytes(member.comm, own, root)
+
+    whole = execute.in_order(member, name, move, root=root)
+    if member.rank() != root:
+        _take_over(name, object_list, decode(whole), root)
+
+
+def _take_over(name: str, mine: list[Any], theirs: list[Any], source: int) -> None:
+    if len(mine) != len(theirs):
+        raise MismatchError(
+            f"{name}: object_list has {len(mine)} entries, rank {source} sent {len(theirs)}"
+        )
+    mine[:] = theirs
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Gives each rank its object of the root's list, as first entry of its output list.
+
+    scatter_object_output_list: a list with at least one entry. scatter_object_input_list: on the
+    root one object for each rank; ignored elsewhere. src: the root, global rank 0 where neither
+    is given.
+    """
+    name = "scatter_object_list"
+    root = execute.rooted(name, group, "src", src, group_src, default=0)
+    member = resolve(group)
+    if member is None:
+        execute.outside(name)
+        return
+    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+        raise ArgumentError(
+            f"{name}: scatter_object_output_list: expected a list of at least one entry"
+        )
+    wholes: Sequence[Bytes] | None = None
+    if member.rank() == root:
+        if scatter_object_input_list is None:
+            raise ArgumentError(
+                f"{name}: scatter_object_input_list: must be given on the rank that sends, {root}"
+            )
+        given = _list(name, "scatter_object_input_list", scatter_object_input_list, member.size())
+        wholes = [encode(obj) for obj in given]
+
+    def move() -> Bytes:
+        from mpicoll.routes.wire import scatter_bytes
+
+        return scatter_bytes(member.comm, wholes, root)
+
+    whole = execute.in_order(member, name, move, root=root)
+    scatter_object_output_list[0] = decode(whole)
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    device: Any = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """Sends a list of objects to a rank, which calls recv_object_list with a list as long.
+
+    use_batch has no effect: messages never wait for their order.
+    """
+    name = "send_object_list"
+    peer = execute.rooted(name, group, "dst", dst, group_dst)
+    member = resolve(group)
+    if member is None:
+        execute.outside(name)
+        return
+    _list(name, "object_list", object_list)
+    _host_only(name, device)
+    if peer == member.rank():
+        raise ArgumentError(f"{name}: dst: rank {peer} is this rank")
+    exchange_bytes(member, name, encode(object_list), peer)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: Any = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Receives a list of objects into ``object_list``; returns the sender's global rank, -1 on a
+    rank outside the group.
+
+    src: any rank where neither src nor group_src is given. use_batch has no effect.
+    """
+    name = "recv_object_list"
+    member = resolve(group)
+    if member is None:
+        execute.outside(name)
+        return -1
+    _list(name, "object_list", object_list)
+    _host_only(name, device)
+    peer = None
+    if src is not None or group_src is not None:
+        peer = execute.rooted(name, group, "src", src, group_src)
+    whole, source = exchange_bytes(member, name, None, peer)
+    assert whole is not None
+    _take_over(name, object_list, decode(whole), source)
+    return source

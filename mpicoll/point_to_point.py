@@ -1,0 +1,420 @@
+"""Messages from one rank to another: send, recv, isend, irecv, batch_isend_irecv."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpicoll import arrays, execute
+from mpicoll.arrays import View
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    EmptyListError,
+    MPIError,
+)
+from mpicoll.groups import ProcessGroup, default_group, resolve
+from mpicoll.pickles import Bytes
+from mpicoll.progress import Poller
+from mpicoll.work import Work, deadline
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "P2POp",
+    "batch_isend_irecv",
+    "drain",
+    "exchange_bytes",
+    "irecv",
+    "isend",
+    "recv",
+    "recv_async",
+    "send",
+    "stop_polling",
+]
+
+_poller: Poller | None = None
+_poller_lock = threading.Lock()
+#: Tests without a pause before a waiting thread lets others have the core.
+_SPINS = 200
+_PAUSE = 100e-6
+
+
+def stop_polling() -> None:
+    """Ends the thread that looks after pending messages, if there is one."""
+    global _poller
+    with _poller_lock:
+        if _poller is not None:
+            _poller.stop()
+            _poller = None
+
+
+class MessageWork(Work):
+    """A message on its way.
+
+    It ends when a test of its request finds it complete: by whoever waits, or by the poller.
+    """
+
+    __slots__ = (
+        "_group",
+        "_lock",
+        "_packed",
+        "_receives",
+        "_request",
+        "_source",
+        "_status",
+        "_view",
+    )
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        name: str,
+        view: View,
+        packed: View,
+        receives: bool,
+        post: Callable[[Any], MPI.Request],
+    ) -> None:
+        from mpi4py import MPI
+
+        from mpicoll.routes.wire import message
+
+        outputs = (view.owner,) if receives else ()
+        super().__init__(
+            f"{name} on rank {group.rank()} of {group.group_name}", outputs, group.timeout
+        )
+        self._group = group
+        self._view = view
+        self._packed = packed
+        self._receives = receives
+        self._lock = threading.Lock()
+        self._source = -1
+        self._status = MPI.Status()
+        try:
+            self._request = post(message(packed.buffer, packed.count, packed.dtype))
+        except MPI.Exception as error:
+            raise self._explained(error) from error
+
+    def poll(self) -> bool:
+        """Tests the request, unless another thread is at it; True once the message is through."""
+        if self._finished or not self._lock.acquire(blocking=False):
+            return self._finished
+        try:
+            if not self._finished and self._request.Test(self._status):
+                self._complete()
+        except Exception as error:
+            self._end(self._explained(error))
+        finally:
+            self._lock.release()
+        return self._finished
+
+    def _complete(self) -> None:
+        if self._receives:
+            self._source = self._group.ranks[self._status.Get_source()]
+            self._check_size()
+            if self._packed is not self._view:
+                self._view.fill(self._packed)
+        self._end(None)
+
+    def _check_size(self) -> None:
+        from mpi4py import MPI
+
+        got = self._status.Get_count(MPI.BYTE)
+        expected = self._view.nbytes
+        if got != expected and not (got < 0 and expected > 2**31 - 1):
+            raise MPIError(
+                f"{self.description}: the message from rank {self._source} has {got} bytes, the "
+                f"array {expected}: sender and receiver must give arrays of one size"
+            )
+
+    def _end(self, error: BaseException | None) -> None:
+        self._group.in_flight.discard(self)
+        self.finish(error)
+
+    def _explained(self, error: Exception) -> Exception:
+        from mpi4py import MPI
+
+        if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
+            return MPIError(
+                f"{self.description}: the message is longer than the array of {self._view.nbytes} "
+                "bytes: sender and receiver must give arrays of one size",
+                MPI.ERR_TRUNCATE,
+            )
+        from mpicoll.routes import explained
+
+        return explained(error, self.description, self._group)
+
+    def _join(self, limit: float | None) -> bool:
+        moment = deadline(limit)
+        spins = 0
+        while not self.poll():
+            spins += 1
+            if spins < _SPINS:
+                continue
+            if time.monotonic() > moment:
+                return False
+            # Large messages move only inside tests, so the pause stays short.
+            os.sched_yield() if spins < 50 * _SPINS else time.sleep(_PAUSE)
+        return True
+
+    def cancel(self) -> bool:
+        """Takes a receive back that no message has come for; False for a send, which cannot be."""
+        if not self._receives:
+            return False
+        with self._lock:
+            if not self._finished:
+                self._request.Cancel()
+                self._request.Wait()
+                self._seen = True
+                self._end(CollectiveTimeoutError(f"{self.description}: the group was destroyed"))
+        return True
+
+    def source_rank(self) -> int:
+        """The global rank that the message came from, once it is here."""
+        if not self._receives:
+            return super().source_rank()
+        return self._source
+
+
+def _check_tag(group: ProcessGroup, name: str, tag: Any) -> int:
+    if not isinstance(tag, int):
+        raise ArgumentTypeError(f"{name}: tag: expected an int, got {type(tag).__name__}")
+    if not 0 <= tag < group.object_tag:
+        raise ArgumentError(f"{name}: tag: expected 0 to {group.object_tag - 1}, got {tag}")
+    return tag
+
+
+def _message(
+    group: ProcessGroup, name: str, tensor: Any, peer: int, tag: int, receives: bool
+) -> MessageWork:
+    group.check_open()
+    view = arrays.view(tensor, receives, f"{name}: tensor")
+    packed = view
+    if view.buffer is None:
+        packed = arrays.scratch(view.dtype, view.count) if receives else view.packed()
+    begin = group.messages.Irecv if receives else group.messages.Isend
+    return MessageWork(group, name, view, packed, receives, lambda what: begin(what, peer, tag))
+
+
+def _in_background(work: MessageWork) -> MessageWork:
+    """Hands a message to the poller, which moves it while nobody waits and holds its arrays."""
+    global _poller
+    if not work.poll():
+        work._group.in_flight.add(work)
+        if _poller is None:
+            with _poller_lock:
+                if _poller is None:
+                    _poller = Poller()
+        _poller.add(work)
+    return work
+
+
+def drain(group: ProcessGroup, limit: float) -> None:
+    """Ends a group's pending messages: receives are taken back, sends waited for.
+
+    Raises CollectiveTimeoutError where a send is not received within ``limit`` seconds.
+    """
+    for work in list(group.in_flight):
+        if not work.cancel() and not work._join(limit):
+            raise CollectiveTimeoutError(
+                f"{work.description}: nobody received the message within {limit:g} s"
+            )
+
+
+def _source(name: str, group: Any, src: int | None, group_src: int | None) -> int:
+    """The rank in the group to receive from; MPI_ANY_SOURCE where none is given."""
+    if src is None and group_src is None:
+        from mpi4py import MPI
+
+        return MPI.ANY_SOURCE
+    return execute.rooted(name, group, "src", src, group_src)
+
+
+def exchange_bytes(
+    group: ProcessGroup, name: str, whole: Bytes | None, peer: int | None
+) -> tuple[Bytes, int]:
+    """Sends ``whole`` to a rank in the group, or with None receives from one (None: from any).
+
+    Returns the bytes and the sender's global rank. They go under a tag that users cannot give,
+    their number first.
+    """
+    if whole is not None:
+        assert peer is not None
+        for part in (np.array([whole.nbytes], np.int64), whole):
+            _message(group, name, part, peer, group.object_tag, False).wait()
+        return whole, group.ranks[group.rank()]
+    if peer is None:
+        peer = _source(name, group, None, None)
+    size = np.zeros(1, np.int64)
+    work = _message(group, name, size, peer, group.object_tag, True)
+    work.wait()
+    source = work.source_rank()
+    peer = group.group_rank(source)
+    assert peer is not None
+    whole = np.empty(int(size[0]), np.uint8)
+    _message(group, name, whole, peer, group.object_tag, True).wait()
+    return whole, source
+
+
+def send(
+    tensor: Any,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Sends an array and returns when it may be changed again.
+
+    tensor: any array. dst: a global rank, or group_dst: a rank in the group. tag: 0 to MPI's
+    greatest tag; the receiver names the same one.
+
+    Raises ArgumentError (a ValueError) for this rank itself or one outside the group, MPIError
+    for errors of MPI, CollectiveTimeoutError when nobody receives within the group's timeout.
+    """
+    peer = execute.rooted("send", group, "dst", dst, group_dst)
+    member = resolve(group)
+    if member is None:
+        execute.outside("send")
+        return
+    if peer == member.rank():
+        raise ArgumentError(f"send: dst: rank {peer} is this rank; isend may send to itself")
+    _message(member, "send", tensor, peer, _check_tag(member, "send", tag), False).wait()
+
+
+def recv(
+    tensor: Any,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receives into an array and returns the sender's global rank; -1 on a rank outside.
+
+    tensor: a writable array of as many bytes as the message. src: a global rank, or group_src: a
+    rank in the group; any rank where neither is given.
+
+    Raises MPIError where the message has another size, CollectiveTimeoutError when none comes
+    within the group's timeout.
+    """
+    member = resolve(group)
+    if member is None:
+        execute.outside("recv")
+        return -1
+    peer = _source("recv", member, src, group_src)
+    work = _message(member, "recv", tensor, peer, _check_tag(member, "recv", tag), True)
+    work.wait()
+    return work.source_rank()
+
+
+def isend(
+    tensor: Any,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Begins to send an array and returns its Work; the array must not change until that is done.
+
+    Arguments and errors as in ``send``; a rank may send to itself.
+    """
+    peer = execute.rooted("isend", group, "dst", dst, group_dst)
+    member = resolve(group)
+    if member is None:
+        execute.outside("isend")
+        return None
+    tag = _check_tag(member, "isend", tag)
+    return _in_background(_message(member, "isend", tensor, peer, tag, False))
+
+
+def irecv(
+    tensor: Any,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    """Begins to receive into an array and returns its Work; None on a rank outside the group.
+
+    Arguments and errors as in ``recv``; the Work's ``source_rank()`` names the sender.
+    """
+    member = resolve(group)
+    if member is None:
+        execute.outside("irecv")
+        return None
+    peer = _source("irecv", member, src, group_src)
+    tag = _check_tag(member, "irecv", tag)
+    return _in_background(_message(member, "irecv", tensor, peer, tag, True))
+
+
+recv_async = irecv
+
+
+class P2POp:
+    """One message of batch_isend_irecv.
+
+    op:   mpicoll.isend or mpicoll.irecv.
+    peer: a global rank, or group_peer: a rank in the group.
+    Raises ArgumentError (a ValueError) for another op and for a missing peer.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: Any,
+        peer: int | None = None,
+        group: ProcessGroup | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op is not isend and op is not irecv:
+            raise ArgumentError(f"P2POp: op: expected mpicoll.isend or mpicoll.irecv, got {op!r}")
+        arrays.view(tensor, op is irecv, "P2POp: tensor")
+        self.op = op
+        self.tensor = tensor
+        self.group = default_group() if group is None else group
+        self.tag = tag
+        self.group_peer = execute.rooted("P2POp", self.group, "peer", peer, group_peer)
+        member = resolve(self.group)
+        if member is not None:
+            _check_tag(member, "P2POp", tag)
+        self.peer = peer if member is None else member.ranks[self.group_peer]
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag})"
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Begins all messages of a list, in whatever order, and returns their Works in that order.
+
+    Nothing waits until all are begun, so no order of sends and receives deadlocks. Raises
+    EmptyListError (an IndexError) for an empty list, ArgumentError (a ValueError) where the
+    groups differ and ArgumentTypeError (a TypeError) for what is no P2POp.
+    """
+    where = "batch_isend_irecv"
+    if not isinstance(p2p_op_list, (list, tuple)):
+        raise ArgumentTypeError(
+            f"{where}: p2p_op_list: expected a list of P2POp, got {type(p2p_op_list).__name__}"
+        )
+    if not p2p_op_list:
+        raise EmptyListError(f"{where}: p2p_op_list: expected at least one P2POp")
+    for i, one in enumerate(p2p_op_list):
+        if not isinstance(one, P2POp):
+            raise ArgumentTypeError(
+                f"{where}: p2p_op_list[{i}]: expected a P2POp, got {type(one).__name__}"
+            )
+        if one.group is not p2p_op_list[0].group:
+            raise ArgumentError(f"{where}: p2p_op_list[{i}] has another group than [0]")
+    works = []
+    for one in p2p_op_list:
+        names = {"group_dst" if one.op is isend else "group_src": one.group_peer}
+        work = one.op(one.tensor, group=one.group, tag=one.tag, **names)
+        if work is not None:
+            works.append(work)
+    return works

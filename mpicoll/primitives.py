@@ -1,0 +1,110 @@
+"""The table of primitives: one row each.
+
+A row says how a call's arrays relate: which of them are lists, which side the root is on, whether
+elements are combined. Checks, routes, tests, benchmarks and the support table of the documentation
+read the rows; nothing repeats them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["PRIMITIVES", "Layout", "Primitive", "by_name"]
+
+
+class Layout(Enum):
+    """How the input and the output of a group of n ranks relate."""
+
+    #: One array, read and written in place.
+    IN_PLACE = "in place"
+    #: The output holds the inputs of all n ranks, in rank order.
+    GATHERED = "gathered"
+    #: The input holds one block for each of the n ranks, in rank order.
+    SCATTERED = "scattered"
+    #: Both sides hold one block for each rank.
+    EXCHANGED = "exchanged"
+    #: No array.
+    EMPTY = "empty"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Primitive:
+    """One primitive.
+
+    name:    its name in torch.distributed.
+    layout:  how input and output relate.
+    output:  the name of the argument that is written, "" where there is none.
+    input:   the name of the argument that is read; "" where it is the output.
+    listed:  the argument that holds one array for each rank is a list ("gathered" and
+             "scattered": of that one argument; "exchanged": both).
+    root:    the argument that names the root, "" where all ranks are alike.
+    reduces: elements are combined by a ReduceOp.
+    moved:   the bus-bandwidth factor of nccl-tests: bytes that each rank's link must carry, as a
+             multiple of the bytes of the larger array, for n ranks.
+    aliases: other names of the same function.
+    code:    the position in the table, the same on every rank.
+    """
+
+    name: str
+    layout: Layout
+    output: str
+    input: str
+    listed: bool
+    root: str
+    reduces: bool
+    moved: Callable[[int], float]
+    aliases: tuple[str, ...] = ()
+    code: int = -1
+
+    def where(self, argument: str) -> str:
+        """Operation and argument, as messages begin."""
+        return f"{self.name}: {argument}"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _once(n: int) -> float:
+    return 1.0
+
+
+def _twice(n: int) -> float:
+    return 2.0 * (n - 1) / n
+
+
+def _others(n: int) -> float:
+    return (n - 1) / n
+
+
+def _nothing(n: int) -> float:
+    return 0.0
+
+
+# name, layout, output, input, listed, root, reduces, bus factor, aliases
+_TABLE = (
+    ("broadcast", Layout.IN_PLACE, "tensor", "", False, "src", False, _once),
+    ("all_reduce", Layout.IN_PLACE, "tensor", "", False, "", True, _twice),
+    ("reduce", Layout.IN_PLACE, "tensor", "", False, "dst", True, _once),
+    ("all_gather", Layout.GATHERED, "tensor_list", "tensor", True, "", False, _others),
+    ("all_gather_single", Layout.GATHERED, "output_tensor", "input_tensor", False, "", False,
+     _others, ("all_gather_into_tensor",)),
+    ("gather", Layout.GATHERED, "gather_list", "tensor", True, "dst", False, _others),
+    ("scatter", Layout.SCATTERED, "tensor", "scatter_list", True, "src", False, _others),
+    ("reduce_scatter", Layout.SCATTERED, "output", "input_list", True, "", True, _others),
+    ("reduce_scatter_single", Layout.SCATTERED, "output", "input", False, "", True,
+     _others, ("reduce_scatter_tensor",)),
+    ("all_to_all", Layout.EXCHANGED, "output_tensor_list", "input_tensor_list", True, "", False,
+     _others),
+    ("all_to_all_single", Layout.EXCHANGED, "output", "input", False, "", False, _others),
+    ("barrier", Layout.EMPTY, "", "", False, "", False, _nothing),
+)  # fmt: skip
+
+PRIMITIVES: tuple[Primitive, ...] = tuple(
+    Primitive(*row, **({"code": code}))
+    for code, row in enumerate(_TABLE)  # type: ignore[arg-type]
+)
+by_name: dict[str, Primitive] = {
+    name: row for row in PRIMITIVES for name in (row.name, *row.aliases)
+}

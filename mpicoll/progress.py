@@ -1,0 +1,123 @@
+"""The threads that carry asynchronous work on: one a group for collectives, in order, and one a
+process that keeps point-to-point messages moving while Python computes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+__all__ = ["Poller", "Worker"]
+
+
+class Worker:
+    """A thread that carries tasks out in the order in which they were given.
+
+    The thread starts with the first task.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        # Each number is changed by one side alone, so that neither needs a lock.
+        self._given = 0
+        self._done = 0
+
+    @property
+    def busy(self) -> bool:
+        """Some task is not finished."""
+        return self._given != self._done
+
+    def give(self, task: Callable[[], None], then: Callable[[], None]) -> None:
+        """Runs ``task()``, which must not raise, and then, when the thread counts as idle again,
+        ``then()``. Callers hold the group's issue lock.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._given += 1
+        self._tasks.put(task)
+        self._tasks.put(then)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            then = self._tasks.get()
+            assert then is not None
+            task()
+            self._done += 1
+            then()
+            del task, then  # a task holds arrays; do not keep them while waiting for the next
+
+    def stop(self, limit: float | None) -> bool:
+        """Ends the thread after the tasks it has; False if that takes longer than ``limit``."""
+        if self._thread is None:
+            return True
+        self._tasks.put(None)
+        self._thread.join(limit)
+        return not self._thread.is_alive()
+
+
+class Pollable(Protocol):
+    """What the Poller keeps moving."""
+
+    def poll(self) -> bool:
+        """Looks after the operation; True once it has ended."""
+
+
+class Poller:
+    """The thread that tests pending messages, so that MPI moves them while nobody waits.
+
+    MPI libraries move a large message only inside calls. The thread looks often when something
+    has just begun, ever more rarely while nothing changes, and sleeps when nothing is pending.
+    """
+
+    SHORTEST, LONGEST = 50e-6, 2e-3
+
+    def __init__(self) -> None:
+        self._new: deque[Pollable] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, item: Pollable) -> None:
+        """Takes ``item`` into care, and holds it until it has ended."""
+        self._new.append(item)
+        if not self._wake.is_set():
+            self._wake.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpicoll-poller", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        pending: list[Pollable] = []
+        pause = self.SHORTEST
+        sleep = threading.Event().wait
+        while True:
+            if not pending and not self._new:
+                self._wake.clear()
+                if not self._new:
+                    if self._stopping:
+                        return
+                    self._wake.wait()
+                continue
+            if self._new:
+                pause = self.SHORTEST
+                while self._new:
+                    pending.append(self._new.popleft())
+            sleep(pause)
+            before = len(pending)
+            pending = [item for item in pending if not item.poll()]
+            if self._stopping:
+                return
+            pause = self.SHORTEST if len(pending) < before else min(2 * pause, self.LONGEST)
+
+    def stop(self) -> None:
+        """Ends the thread; what is pending is no longer looked after."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()

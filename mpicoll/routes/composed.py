@@ -1,0 +1,190 @@
+"""Exchange and local reduction: every dtype and operation, rounded once, over any MPI.
+
+The elements are cut into one block a rank. Each rank gets its block of everybody, combines them in
+the order of the ranks, and hands the result on: to all (all_reduce), to the root (reduce), to
+nobody (reduce_scatter). This is Rabenseifner's decomposition of all_reduce (Thakur, Rabenseifner,
+Gropp, Int. J. High Performance Computing Applications 19(1), 2005, section 4.5) with the
+reduce-scatter done by pairwise exchange, so that each element is combined in one place, once, and
+all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from mpicoll import arrays
+from mpicoll.arrays import View
+from mpicoll.calls import Call
+from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
+from mpicoll.reduction import combine, narrow, scale
+from mpicoll.routes.wire import datatype, exchange, message
+
+if TYPE_CHECKING:
+    from mpicoll.groups import ProcessGroup
+
+__all__ = ["all_reduce", "premultiplied", "reduce", "reduce_scatter"]
+
+Plan = Callable[[Call], None]
+
+#: Bytes of the whole message up to which everybody gets everything and combines it alone: one
+#: latency instead of two.
+SMALL = 8 * 1024
+#: Bytes that one rank gets from one other at a time: what combining reads is still in the cache.
+BLOCK = 512 * 1024
+
+
+class _Reducer:
+    """What the three primitives share: one group's blocks of one dtype, combined by one op."""
+
+    def __init__(self, group: ProcessGroup, dtype: DType, op: ReduceOp) -> None:
+        self.comm = group.comm
+        self.n = group.size()
+        self.me = group.rank()
+        self.dtype = dtype
+        self.op = op
+        self.element = datatype(dtype)
+        self.divisor = self.n if op is ReduceOp.AVG else 1
+        self.block = max(1, BLOCK // dtype.itemsize)
+        self._stack = arrays.scratch(dtype, 0)
+
+    def stack(self, count: int) -> View:
+        """Room for ``count`` elements of every rank; the same room each time."""
+        if self._stack.count < self.n * count:
+            self._stack = arrays.scratch(self.dtype, self.n * count)
+        return self._stack
+
+    def combine(self, stack: View, count: int, out: View, start: int = 0) -> None:
+        """Combines ``count`` elements of every rank into ``out`` from ``start`` on."""
+        flat = stack.flat
+        sources = [flat[r * count : (r + 1) * count] for r in range(self.n)]
+        combine(self.op, self.dtype, sources, out.flat[start : start + count], self.divisor)
+
+    def pieces(self, view: View) -> list[tuple[View, list[int], list[int]]]:
+        """The view in pieces of one block a rank: piece, counts, first elements."""
+        found = []
+        step = self.n * self.block
+        for start in range(0, view.count, step):
+            size = min(step, view.count - start)
+            share = -(-size // self.n)
+            counts = [max(0, min(share, size - r * share)) for r in range(self.n)]
+            starts = [min(size, r * share) for r in range(self.n)]
+            piece = view if size == view.count else view.part(start, size)
+            found.append((piece, counts, starts))
+        return found
+
+    def reduce_own(self, piece: View, counts: list[int], starts: list[int], out: View) -> None:
+        """Exchanges a piece; this rank's block of it, combined, goes to the same place in ``out``."""
+        mine = counts[self.me]
+        stack = self.stack(mine)
+        self.comm.Alltoallv(
+            [piece.buffer, (counts, starts), self.element],
+            [stack.buffer, ([mine] * self.n, [r * mine for r in range(self.n)]), self.element],
+        )
+        if mine:
+            self.combine(stack, mine, out, starts[self.me])
+
+
+def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+    """Exchange, combine, MPI_Allgatherv; small messages: MPI_Allgather, combine."""
+    reducer = _Reducer(group, dtype, op)
+    comm, element, n = group.comm, reducer.element, group.size()
+
+    def plan(call: Call) -> None:
+        recv = call.recv
+        assert recv is not None
+        count = recv.count
+        if recv.nbytes * n <= SMALL or count < n:
+            stack = reducer.stack(count)
+            comm.Allgather([recv.buffer, count, element], [stack.buffer, count, element])
+            reducer.combine(stack, count, recv)
+            return
+        for piece, counts, starts in reducer.pieces(recv):
+            reducer.reduce_own(piece, counts, starts, piece)
+            comm.Allgatherv(MPI.IN_PLACE, [piece.buffer, (counts, starts), element])
+
+    return plan
+
+
+def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+    """Exchange, combine, MPI_Gatherv; only the root's array is written."""
+    reducer = _Reducer(group, dtype, op)
+    comm, element, me = group.comm, reducer.element, group.rank()
+
+    def plan(call: Call) -> None:
+        recv, root = call.recv, call.root
+        assert recv is not None
+        for piece, counts, starts in reducer.pieces(recv):
+            out = piece if me == root else arrays.scratch(dtype, piece.count)
+            reducer.reduce_own(piece, counts, starts, out)
+            if me == root:
+                comm.Gatherv(MPI.IN_PLACE, [piece.buffer, (counts, starts), element], root)
+            else:
+                comm.Gatherv([out.buffer, counts[me], starts[me], element], None, root)
+
+    return plan
+
+
+def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+    """Exchange and combine."""
+    reducer = _Reducer(group, dtype, op)
+    n, me = group.size(), group.rank()
+
+    def plan(call: Call) -> None:
+        send, recv = call.send, call.recv
+        assert send is not None and recv is not None
+        count = recv.count
+        for start in range(0, count, reducer.block):
+            size = min(reducer.block, count - start)
+            stack = reducer.stack(size)
+            own = me * count + start
+            stack.flat[me * size : (me + 1) * size] = send.flat[own : own + size]
+            exchange(
+                group.comm,
+                [
+                    message(send.buffer, size, dtype, r * count + start) if r != me else None
+                    for r in range(n)
+                ],
+                [
+                    message(stack.buffer, size, dtype, r * size) if r != me else None
+                    for r in range(n)
+                ],
+            )
+            reducer.combine(stack, size, recv, start)
+
+    return plan
+
+
+def premultiplied(dtype: DType, factor: object, make: Callable[[DType], Plan]) -> Plan:
+    """PREMUL_SUM: each rank's elements times its factor, then ``make(dtype)``'s sum.
+
+    Narrow floats are scaled and summed in float32 and rounded once at the end.
+    """
+    wide = by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT else dtype
+    summed = make(wide)
+
+    def scaled(view: View) -> View:
+        product = arrays.scratch(wide, view.count)
+        scale(dtype, view.flat, factor, product.flat)
+        return product
+
+    def plan(call: Call) -> None:
+        recv = call.recv
+        assert recv is not None
+        if call.send is None:
+            out = scaled(recv)
+            summed(Call(call.primitive, call.group, None, out, ReduceOp.SUM, call.root))
+        else:
+            out = recv if wide is dtype else arrays.scratch(wide, recv.count)
+            source = scaled(call.send)
+            summed(Call(call.primitive, call.group, source, out, ReduceOp.SUM, call.root))
+        if out is recv or (call.primitive.root and call.root != call.group.rank()):
+            return
+        if wide is dtype:
+            recv.flat[...] = out.flat
+        else:
+            narrow(out.flat, recv.flat)
+
+    return plan

@@ -1,0 +1,219 @@
+"""MPI's own collectives: everything that is moved, and what MPI reduces rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.arrays import Parts, View, scratch
+from mpicoll.calls import Call
+from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.routes.wire import INT_MAX, Message, datatype, exchange, message, operation
+
+if TYPE_CHECKING:
+    from mpicoll.groups import ProcessGroup
+
+__all__ = ["MOVES", "all_reduce", "reduce", "reducible"]
+
+Plan = Callable[[Call], None]
+
+#: Elements of one MPI reduction; more are reduced in as many pieces.
+PIECE = 2**28
+
+
+def broadcast(group: ProcessGroup, dtype: DType) -> Plan:
+    """MPI_Bcast (MPI-4.1 section 6.4)."""
+    bcast = group.comm.Bcast
+
+    def plan(call: Call) -> None:
+        recv = call.recv
+        assert recv is not None
+        bcast(message(recv.buffer, recv.count, dtype), call.root)
+
+    return plan
+
+
+def all_gather(group: ProcessGroup, dtype: DType) -> Plan:
+    """MPI_Allgather; where blocks differ, MPI_Allgatherv (MPI-4.1 section 6.7)."""
+    comm, n, me = group.comm, group.size(), group.rank()
+
+    def plan(call: Call) -> None:
+        send, recv, counts = call.send, call.recv, call.receives
+        assert send is not None and recv is not None
+        if counts is None:
+            comm.Allgather(
+                message(send.buffer, send.count, dtype), message(recv.buffer, send.count, dtype)
+            )
+            return
+        starts = [sum(counts[:r]) for r in range(n)]
+        if recv.count <= INT_MAX:
+            comm.Allgatherv(
+                message(send.buffer, send.count, dtype),
+                [recv.buffer, (counts, starts), datatype(dtype)],
+            )
+            return
+        recv.part(starts[me], counts[me]).flat[...] = send.flat
+        for r in range(n):  # displacements are C ints in most MPIs: one rank's block at a time
+            comm.Bcast(message(recv.buffer, counts[r], dtype, starts[r]), r)
+
+    return plan
+
+
+def gather(group: ProcessGroup, dtype: DType) -> Plan:
+    """MPI_Gather (MPI-4.1 section 6.5)."""
+
+    def plan(call: Call) -> None:
+        send, recv = call.send, call.recv
+        assert send is not None
+        into = None if recv is None else message(recv.buffer, send.count, dtype)
+        group.comm.Gather(message(send.buffer, send.count, dtype), into, call.root)
+
+    return plan
+
+
+def scatter(group: ProcessGroup, dtype: DType) -> Plan:
+    """MPI_Scatter (MPI-4.1 section 6.6)."""
+
+    def plan(call: Call) -> None:
+        send, recv = call.send, call.recv
+        assert recv is not None
+        out_of = None if send is None else message(send.buffer, recv.count, dtype)
+        group.comm.Scatter(out_of, message(recv.buffer, recv.count, dtype), call.root)
+
+    return plan
+
+
+def all_to_all(group: ProcessGroup, dtype: DType) -> Plan:
+    """Pairwise exchange of point-to-point messages.
+
+    No rank knows the others' block sizes, and MPI_Alltoall and MPI_Alltoallv must not meet each
+    other: messages, each known to its sender and its receiver, serve every case, from where they
+    lie.
+    """
+    comm, me = group.comm, group.rank()
+
+    def plan(call: Call) -> None:
+        send, recv, sends, receives = call.send, call.recv, call.sends, call.receives
+        assert send is not None and recv is not None and sends and receives
+        outgoing = _blocks(send, sends, True)
+        incoming = _blocks(recv, receives, False)
+        (own, start, count), (target, begin, _) = outgoing[me], incoming[me]
+        if count:
+            target.flat[begin : begin + count] = own.flat[start : start + count]
+        exchange(comm, _messages(outgoing, dtype, me), _messages(incoming, dtype, me))
+        for part, (packed, _, _) in zip(recv.parts, incoming, strict=False):
+            if isinstance(recv, Parts) and packed is not part:
+                part.fill(packed)
+
+    return plan
+
+
+def barrier(group: ProcessGroup, dtype: DType | None) -> Plan:
+    """MPI_Barrier (MPI-4.1 section 6.3)."""
+
+    def plan(call: Call) -> None:
+        group.comm.Barrier()
+
+    return plan
+
+
+Block = tuple[View, int, int]
+
+
+def _blocks(view: View, counts: Sequence[int], filled: bool) -> list[Block]:
+    """The block of each rank: a contiguous view, the block's first element in it, its count."""
+    if isinstance(view, Parts):
+        return [(_contiguous(part, filled), 0, part.count) for part in view.parts]
+    starts = np.cumsum([0, *counts[:-1]]).tolist()
+    return [(view, start, count) for start, count in zip(starts, counts, strict=True)]
+
+
+def _contiguous(part: View, filled: bool) -> View:
+    if part.buffer is not None:
+        return part
+    return part.packed() if filled else scratch(part.dtype, part.count)
+
+
+def _messages(blocks: list[Block], dtype: DType, me: int) -> list[Message | None]:
+    return [
+        message(view.buffer, count, dtype, start) if count and rank != me else None
+        for rank, (view, start, count) in enumerate(blocks)
+    ]
+
+
+#: What only moves, by the name of the primitive.
+MOVES: dict[str, Callable[[ProcessGroup, Any], Plan]] = {
+    "broadcast": broadcast,
+    "all_gather": all_gather,
+    "all_gather_single": all_gather,
+    "gather": gather,
+    "scatter": scatter,
+    "all_to_all": all_to_all,
+    "all_to_all_single": all_to_all,
+    "barrier": barrier,
+}
+
+
+def reducible(op: ReduceOp, dtype: DType) -> bool:
+    """MPI reduces this rightly, and to the same bits on every rank.
+
+    Not narrow floats: MPI has no such types, or rounds at every step. Not the minimum and maximum
+    of floats: MPI leaves open what becomes of NaN, and libraries compare in an order that differs
+    from rank to rank, so that ranks end with different results.
+    """
+    if dtype.kind is Kind.NARROW_FLOAT:
+        return False
+    return not (dtype.kind is Kind.FLOAT and op in (ReduceOp.MIN, ReduceOp.MAX))
+
+
+def _mpi_operation(op: ReduceOp, dtype: DType) -> MPI.Op:
+    name = op.mpi_logical if dtype.kind is Kind.BOOL else op.mpi
+    assert name is not None
+    return operation(name)
+
+
+def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+    """MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
+    reduce_all, n = group.comm.Allreduce, group.size()
+    element, combined = datatype(dtype), _mpi_operation(op, dtype)
+    in_place, averaged = MPI.IN_PLACE, op is ReduceOp.AVG
+
+    def plan(call: Call) -> None:
+        recv = call.recv
+        assert recv is not None
+        count = recv.count
+        if count <= PIECE:
+            reduce_all(in_place, [recv.buffer, count, element], combined)
+        else:
+            for start in range(0, count, PIECE):
+                piece = [recv.buffer, min(PIECE, count - start), start, element]
+                reduce_all(in_place, piece, combined)
+        if averaged:
+            flat = recv.flat
+            np.divide(flat, n, out=flat)
+
+    return plan
+
+
+def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+    """MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
+    comm, n, me = group.comm, group.size(), group.rank()
+    element, combined = datatype(dtype), _mpi_operation(op, dtype)
+
+    def plan(call: Call) -> None:
+        recv, root = call.recv, call.root
+        assert recv is not None
+        for start in range(0, max(recv.count, 1), PIECE):
+            piece = [recv.buffer, min(PIECE, recv.count - start), start, element]
+            if me == root:
+                comm.Reduce(MPI.IN_PLACE, piece, combined, root)
+            else:
+                comm.Reduce(piece, None, combined, root)
+        if me == root and op is ReduceOp.AVG:
+            flat = recv.flat
+            np.divide(flat, n, out=flat)
+
+    return plan

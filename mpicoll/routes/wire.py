@@ -1,0 +1,177 @@
+"""What the routes share of MPI: datatypes and messages, exchanges, the words of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.dtypes import DType, by_name
+from mpicoll.errors import MPIError
+from mpicoll.pickles import Bytes
+
+if TYPE_CHECKING:
+    from mpicoll.groups import ProcessGroup
+
+__all__ = [
+    "INT_MAX",
+    "all_gather_bytes",
+    "broadcast_bytes",
+    "datatype",
+    "exchange",
+    "explained",
+    "gather_bytes",
+    "message",
+    "operation",
+    "scatter_bytes",
+]  # fmt: skip
+
+#: The largest count that every MPI takes (MPI-3 counts are C ints).
+INT_MAX = 2**31 - 1
+
+Message = list[Any]
+
+_derived: dict[tuple[str, int], MPI.Datatype] = {}
+
+
+def datatype(dtype: DType) -> MPI.Datatype:
+    """The MPI datatype in which elements of ``dtype`` travel."""
+    found: MPI.Datatype = getattr(MPI, dtype.mpi)
+    return found
+
+
+def operation(name: str) -> MPI.Op:
+    """The MPI operation of that name."""
+    found: MPI.Op = getattr(MPI, name)
+    return found
+
+
+def message(buffer: Any, count: int, dtype: DType, start: int = 0) -> Message:
+    """``count`` elements of ``buffer`` from element ``start`` on, as mpi4py takes them.
+
+    A count beyond a C int becomes one element of a derived datatype, which every MPI moves.
+    """
+    if count <= INT_MAX:
+        return [buffer, count, start, datatype(dtype)]
+    if start:
+        from_start = MPI.buffer.fromaddress(
+            MPI.Get_address(buffer) + start * dtype.itemsize, count * dtype.itemsize
+        )
+        return [from_start, 1, _many(dtype, count)]
+    return [buffer, 1, _many(dtype, count)]
+
+
+def _many(dtype: DType, count: int) -> MPI.Datatype:
+    """A committed datatype of ``count`` elements: whole blocks, and the rest behind them."""
+    key = (dtype.mpi, count)
+    found = _derived.get(key)
+    if found is None:
+        element, block = datatype(dtype), 2**30
+        whole, rest = divmod(count, block)
+        blocks = element.Create_contiguous(block)
+        found = MPI.Datatype.Create_struct(
+            [whole, rest], [0, whole * block * dtype.itemsize], [blocks, element]
+        ).Commit()
+        blocks.Free()
+        if len(_derived) >= 16:
+            _derived.pop(next(iter(_derived))).Free()
+        _derived[key] = found
+    return found
+
+
+def exchange(
+    comm: MPI.Intracomm, sends: Sequence[Message | None], receives: Sequence[Message | None]
+) -> None:
+    """Every rank sends ``sends[r]`` to each rank r and gets ``receives[r]``; None is nothing.
+
+    Sender and receiver agree on each message; nothing else is shared. Pairwise: in step k rank i
+    begins with rank i + k, so that no rank is everybody's first (Thakur et al., Int. J. High
+    Performance Computing Applications 19(1), 2005, section 4.4). All requests are posted before
+    any is waited for, receives first, so nothing deadlocks.
+    """
+    n, me = len(sends), comm.Get_rank()
+    requests = []
+    for step in range(n):
+        source = (me - step) % n
+        incoming = receives[source]
+        if incoming is not None:
+            requests.append(comm.Irecv(incoming, source))
+    for step in range(n):
+        target = (me + step) % n
+        outgoing = sends[target]
+        if outgoing is not None:
+            requests.append(comm.Isend(outgoing, target))
+    for request in requests:
+        request.Wait()
+
+
+# --- bytes of sizes that only their sender knows ------------------------------------------------
+
+_BYTE = by_name["uint8"]
+
+
+def _bytes(whole: Bytes | None) -> Message | None:
+    return message(whole, whole.nbytes, _BYTE) if whole is not None and whole.nbytes else None
+
+
+def broadcast_bytes(comm: MPI.Intracomm, own: Bytes, root: int) -> Bytes:
+    """The root's bytes, on every rank."""
+    size = np.array([own.nbytes], np.int64)
+    comm.Bcast(size, root)
+    whole = own if comm.Get_rank() == root else np.empty(int(size[0]), np.uint8)
+    comm.Bcast(message(whole, whole.nbytes, _BYTE), root)
+    return whole
+
+
+def all_gather_bytes(comm: MPI.Intracomm, own: Bytes) -> list[Bytes]:
+    """The bytes of every rank, on every rank."""
+    sizes = np.empty(comm.Get_size(), np.int64)
+    comm.Allgather(np.array([own.nbytes], np.int64), sizes)
+    me = comm.Get_rank()
+    found = [own if r == me else np.empty(size, np.uint8) for r, size in enumerate(sizes.tolist())]
+    out = [_bytes(own) if r != me else None for r in range(len(found))]
+    exchange(comm, out, [_bytes(one) if r != me else None for r, one in enumerate(found)])
+    return found
+
+
+def gather_bytes(comm: MPI.Intracomm, own: Bytes, root: int) -> list[Bytes]:
+    """The bytes of every rank, on the root; an empty list on the others."""
+    n, me = comm.Get_size(), comm.Get_rank()
+    sizes = np.empty(n, np.int64)
+    comm.Gather(np.array([own.nbytes], np.int64), sizes if me == root else None, root)
+    nothing: list[Message | None] = [None] * n
+    if me != root:
+        exchange(comm, [_bytes(own) if r == root else None for r in range(n)], nothing)
+        return []
+    found = [own if r == me else np.empty(size, np.uint8) for r, size in enumerate(sizes.tolist())]
+    exchange(comm, nothing, [_bytes(one) if r != me else None for r, one in enumerate(found)])
+    return found
+
+
+def scatter_bytes(comm: MPI.Intracomm, wholes: Sequence[Bytes] | None, root: int) -> Bytes:
+    """This rank's entry of the root's list of bytes."""
+    n, me = comm.Get_size(), comm.Get_rank()
+    size = np.empty(1, np.int64)
+    sizes = None if wholes is None else np.array([one.nbytes for one in wholes], np.int64)
+    comm.Scatter(sizes, size, root)
+    nothing: list[Message | None] = [None] * n
+    if wholes is not None:
+        exchange(comm, [_bytes(one) if r != me else None for r, one in enumerate(wholes)], nothing)
+        return wholes[me]
+    whole = np.empty(int(size[0]), np.uint8)
+    exchange(comm, nothing, [_bytes(whole) if r == root else None for r in range(n)])
+    return whole
+
+
+def explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
+    """An exception of MPI as MPIError with operation and rank; any other as it is."""
+    if not isinstance(error, MPI.Exception):
+        return error
+    return MPIError(
+        f"{name} on rank {group.rank()} of {group.group_name}: MPI: {error.Get_error_string()} "
+        "(a rank that called with other sizes, or is gone, is the usual cause; "
+        "set_debug_level(DebugLevel.DETAIL) compares every call)",
+        error.Get_error_class(),
+    )

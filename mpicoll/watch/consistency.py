@@ -1,0 +1,109 @@
+"""Comparing the ranks' calls, so that a mismatch is an error on every rank and no silent garbage.
+
+MPI does not check that ranks agree on primitive, dtype, operation and count: some libraries abort,
+some reduce integers as floats. The first calls of a group are compared, and then one in a stride:
+a loop that goes wrong is found and a loop that is right pays next to nothing. With
+DebugLevel.DETAIL every call is compared. Which calls are compared depends on their number in the
+group alone, so that all ranks compare at the same moment.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpicoll.errors import MismatchError
+from mpicoll.watch.levels import DebugLevel, get_debug_level
+
+if TYPE_CHECKING:
+    from mpicoll.calls import Call
+    from mpicoll.groups import ProcessGroup
+
+__all__ = ["FIRST", "STRIDE", "check", "of_call", "of_task"]
+
+#: The first calls of a group that are compared, and the stride after them.
+FIRST, STRIDE = 64, 64
+
+
+#: What is compared, and how it is told.
+Record = tuple[int, int, int, int, int]
+
+
+def check(group: ProcessGroup, record: Record, tell: Callable[[], str]) -> None:
+    """Compares this call with the other ranks'; raises MismatchError on all of them alike.
+
+    Called by all ranks for the same number of call. ``tell()`` puts this rank's call in words.
+    """
+    number = group.sequence
+    every = number < FIRST or get_debug_level() is DebugLevel.DETAIL
+    group.next_check = number + (1 if every else STRIDE)
+    if group.size() == 1 or _agreed(group, record):
+        return
+    where: dict[str, list[int]] = {}
+    for rank, text in enumerate(group.comm.allgather(tell())):
+        where.setdefault(text, []).append(rank)
+    listed = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in where.items()
+    )
+    raise MismatchError(
+        f"rank {group.rank()} of {group.group_name}: the ranks made calls that do not belong "
+        f"together as call {number} of the group: {listed}"
+    )
+
+
+def _agreed(group: ProcessGroup, record: Record) -> bool:
+    """All ranks have the same record. One reduction tells: the greatest is also the least."""
+    from mpi4py import MPI
+
+    mine = np.array(record, np.int64)
+    both = np.concatenate([mine, -mine])
+    group.comm.Allreduce(MPI.IN_PLACE, both, MPI.MAX)
+    return bool(np.array_equal(both[: len(mine)], -both[len(mine) :]))
+
+
+def of_call(call: Call) -> tuple[Record, Callable[[], str]]:
+    """The record of a primitive's call."""
+    dtype, op = call.dtype, call.op
+    record = (
+        call.primitive.code,
+        -1 if dtype is None else dtype.code,
+        -1 if op is None else op.code,
+        call.root,
+        zlib.crc32(repr(_counts(call)).encode()),
+    )
+    return record, lambda: _text(call)
+
+
+def of_task(name: str, root: int) -> tuple[Record, Callable[[], str]]:
+    """The record of a call that is no primitive."""
+    text = name if root < 0 else f"{name} with root {root}"
+    return (-2, -1, -1, root, zlib.crc32(name.encode())), lambda: text
+
+
+def _counts(call: Call) -> tuple[int, ...]:
+    """What all ranks must agree on of the sizes; block sizes of an exchange are between two."""
+    if call.primitive.layout.value == "exchanged":
+        return ()
+    if call.receives is not None:
+        return tuple(call.receives)
+    # The smaller side is one block, which every rank has, roots and others.
+    views = [view for view in (call.send, call.recv) if view is not None]
+    return (min(view.count for view in views),) if views else ()
+
+
+def _text(call: Call) -> str:
+    words = [call.primitive.name]
+    if call.dtype is not None:
+        words.append(f"of {call.dtype}")
+    counts = _counts(call)
+    if counts:
+        words.append(f"with {' + '.join(map(str, counts))} elements")
+    if call.op is not None:
+        words.append(call.op.name)
+    if call.primitive.root:
+        words.append(f"{call.primitive.root} {call.root}")
+    return " ".join(words)

@@ -1,0 +1,186 @@
+"""How a process ends: an uncaught exception, sys.exit(1) or Ctrl-C on one rank ends the job, and a
+rank that is stuck in MPI beyond its group's timeout says so instead of hanging.
+
+A rank that goes away while others wait inside MPI leaves them waiting for ever, so whoever goes
+badly takes the job along, its own words first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mpicoll.groups import state
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpicoll.groups import ProcessGroup
+
+__all__ = ["Guard"]
+
+#: Seconds between looks at the groups' timeouts, and seconds that a process blocked in MPI is
+#: given to come out of it by itself after Ctrl-C.
+_TICK, _PATIENCE = 1.0, 1.0
+_INTERRUPTED = 130  # what a shell reports for a process that ended by SIGINT
+
+
+class _Exit(SystemExit):
+    """The SystemExit of sys.exit, which can tell that it ends the interpreter.
+
+    The interpreter drops an uncaught SystemExit when no Python code runs any more and before the
+    functions of atexit are called. One that somebody caught is dropped by Python code.
+    """
+
+    final: Any = None
+
+    def __del__(self) -> None:
+        try:
+            sys._getframe(1)
+        except ValueError:
+            _Exit.final = self.code
+
+
+def _exit(status: Any = None) -> NoReturn:
+    raise _Exit(status)
+
+
+class Guard:
+    """Installed from init_process_group to destroy_process_group.
+
+    abort: ends the whole job with an exit code.
+    at_exit: what is done when the interpreter ends in good order without a destroy.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, at_exit: Callable[[], None]) -> None:
+        self._comm = comm
+        self._at_exit = at_exit
+        self._pid = os.getpid()
+        self._stopping = False
+        self._previous_hook = sys.excepthook
+        self._previous_exit = sys.exit
+        self._previous_fd = -1
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        sys.excepthook = self._excepthook
+        sys.exit = _exit
+        _Exit.final = None
+        atexit.register(self._exiting)
+        self._hears_signals = threading.current_thread() is threading.main_thread()
+        if self._hears_signals:
+            self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            if self._previous_fd != -1:  # somebody else listens, asyncio most likely
+                signal.set_wakeup_fd(self._previous_fd)
+                self._hears_signals = False
+        self._thread = threading.Thread(target=self._watch, name="mpicoll-guard", daemon=True)
+        self._thread.start()
+
+    def remove(self) -> None:
+        """Puts everything back as it was; ends the thread."""
+        atexit.unregister(self._exiting)
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_hook
+        if sys.exit is _exit:
+            sys.exit = self._previous_exit
+        main = threading.current_thread() is threading.main_thread()
+        if self._hears_signals and main:
+            listening = signal.set_wakeup_fd(-1)
+            if listening not in (self._writer, -1):
+                signal.set_wakeup_fd(listening)
+        self._stopping = True
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def abort(self, code: int) -> None:
+        """Ends every rank of the job; what was printed goes out first."""
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError, AttributeError):
+                pass
+        time.sleep(0.1)  # launchers drop what ranks still had in their pipes when the job ends
+        self._comm.Abort(code)
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._previous_hook(kind, error, trace)
+        if os.getpid() == self._pid:
+            self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def _exiting(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        code = _Exit.final
+        if code is not None and code != 0:
+            self.abort(code if isinstance(code, int) else 1)
+        self._at_exit()
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        stuck: dict[ProcessGroup, tuple[int, float]] = {}
+        while True:
+            ready, _, _ = select.select([self._reader], [], [], _TICK)
+            if self._stopping:
+                return
+            if ready and signal.SIGINT in os.read(self._reader, 512):
+                self._interrupted()
+            self._look_at_timeouts(stuck)
+
+    def _inside(self) -> list[ProcessGroup]:
+        """The groups in which a caller's own thread is inside MPI.
+
+        What the group's thread carries out has somebody waiting who sees to the timeout.
+        """
+        groups = list(state.groups.values())
+        return [group for group in groups if group.lock.locked() and not group.worker.busy]
+
+    def _interrupted(self) -> None:
+        """Ctrl-C: Python handles it between two bytecodes, which a blocked MPI call never ends."""
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        before = {group: group.sequence for group in self._inside()}
+        time.sleep(_PATIENCE)
+        if any(before.get(group) == group.sequence for group in self._inside()):
+            self._give_up("interrupted while it waited for other ranks", _INTERRUPTED)
+
+    def _look_at_timeouts(self, stuck: dict[ProcessGroup, tuple[int, float]]) -> None:
+        now = time.monotonic()
+        inside = self._inside()
+        for group in [group for group in stuck if group not in inside]:
+            del stuck[group]
+        for group in inside:
+            number, since = stuck.get(group, (-1, now))
+            if number != group.sequence:
+                stuck[group] = (group.sequence, now)
+            elif group.timeout is not None and now - since > group.timeout:
+                self._give_up(
+                    f"the other ranks of {group.group_name} did not come within its timeout of "
+                    f"{group.timeout:g} s",
+                    1,
+                )
+
+    def _give_up(self, why: str, code: int) -> None:
+        """A thread that is blocked in MPI cannot be sent an exception: the job has to end."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        rank = "?" if state.default is None else state.default.rank()
+        print(
+            f"Traceback (most recent call last):\n{stack}"
+            f"mpicoll: rank {rank}: {why} (in the call above); ending the job",
+            file=sys.stderr,
+        )
+        self.abort(code)

@@ -1,0 +1,244 @@
+"""What an asynchronous call returns: a Work, and the Future that can be had of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from mpicoll.errors import ArgumentError, ArgumentTypeError, CollectiveTimeoutError
+
+__all__ = ["Future", "Work", "seconds"]
+
+
+def seconds(timeout: timedelta | float | None, default: float | None, where: str) -> float | None:
+    """A timeout as seconds: a timedelta, a number of seconds, or None for ``default``.
+
+    Raises ArgumentTypeError for anything else and ArgumentError for less than nothing.
+    """
+    if timeout is None:
+        return default
+    if isinstance(timeout, timedelta):
+        found = timeout.total_seconds()
+    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        found = float(timeout)
+    else:
+        raise ArgumentTypeError(
+            f"{where}: timeout: expected a datetime.timedelta or a number of seconds, "
+            f"got {type(timeout).__name__}"
+        )
+    if not found >= 0:
+        raise ArgumentError(f"{where}: timeout: expected no less than 0 seconds, got {found}")
+    return found
+
+
+class Future:
+    """A value that will be there later.
+
+    ``wait()`` returns it or raises what went wrong, ``value()`` the same but only once done,
+    ``then(f)`` is a Future of ``f(self)``.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Future], Any]] = []
+
+    def done(self) -> bool:
+        """True once there is a value or an error."""
+        return self._done
+
+    def wait(self, timeout: timedelta | float | None = None) -> Any:
+        """The value; raises the error there is, or CollectiveTimeoutError after ``timeout``."""
+        limit = seconds(timeout, None, "Future.wait")
+        with self._condition:
+            if not self._condition.wait_for(self.done, limit):
+                raise CollectiveTimeoutError(f"Future.wait: no value within {limit} s")
+        return self.value()
+
+    def value(self) -> Any:
+        """The value of a Future that is done; raises the error if it has one instead."""
+        if not self._done:
+            raise ArgumentError("Future.value: there is no value yet; wait() for it")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def then(self, callback: Callable[[Future], Any]) -> Future:
+        """A Future of what ``callback(self)`` returns, called once this one is done."""
+        after = Future()
+
+        def run(done: Future) -> None:
+            try:
+                result = callback(done)
+            except Exception as error:
+                after.set_exception(error)
+            else:
+                after.set_result(result)
+
+        self.add_done_callback(run)
+        return after
+
+    def add_done_callback(self, callback: Callable[[Future], Any]) -> None:
+        """Calls ``callback(self)`` once done, at once if that is now."""
+        with self._condition:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def set_result(self, value: Any) -> None:
+        """Ends the Future with a value."""
+        self._end(value, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Ends the Future with an error."""
+        self._end(None, error)
+
+    def _end(self, value: Any, error: BaseException | None) -> None:
+        with self._condition:
+            if self._done:
+                raise ArgumentError("Future: it already has a value")
+            self._value, self._error, self._done = value, error, True
+            callbacks, self._callbacks = self._callbacks, []
+            self._condition.notify_all()
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                sys.excepthook(*sys.exc_info())
+
+
+class Work:
+    """One asynchronous operation.
+
+    It owns the arrays it moves until it is done, whether or not anybody keeps the Work. An error
+    is raised by ``wait()``; one that nobody waited for is printed when the Work goes away.
+
+    description: the operation, as messages name it.
+    outputs:     the arrays that the operation fills, as the caller passed them.
+    limit:       seconds that ``wait()`` waits if it is not told otherwise.
+    """
+
+    __slots__ = (
+        "__weakref__", "_error", "_finished", "_future", "_gate", "_seen", "description", "limit",
+        "outputs",
+    )  # fmt: skip
+
+    def __init__(self, description: str, outputs: Sequence[Any], limit: float | None) -> None:
+        self.description = description
+        self.outputs = outputs
+        self.limit = limit
+        self._gate = threading.Lock()  # held until the work is done
+        self._gate.acquire()
+        self._finished = False
+        self._error: BaseException | None = None
+        self._seen = False
+        self._future: Future | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called once by whoever carries the work out, when it has ended."""
+        self._error = error
+        self._finished = True
+        self._gate.release()
+        if self._future is not None:
+            self._settle(self._future)
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Waits until the outputs hold the result and returns True.
+
+        timeout: seconds or a timedelta; zero or None is the group's timeout.
+        Raises what went wrong, and CollectiveTimeoutError when the time is over; the operation
+        itself goes on then, and can be waited for again.
+        """
+        limit = seconds(timeout, None, "Work.wait") or self.limit
+        if not self._finished and not self._join(limit):
+            raise CollectiveTimeoutError(
+                f"{self.description}: not complete within {limit:g} s; another rank has not made "
+                "this call, or is still on its way"
+            )
+        return self._outcome()
+
+    def _outcome(self) -> bool:
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _join(self, limit: float | None) -> bool:
+        """Waits until the work has ended, ``limit`` seconds at most; False if it has not."""
+        if not self._gate.acquire(timeout=-1 if limit is None else limit):
+            return False
+        self._gate.release()
+        return True
+
+    def is_completed(self) -> bool:
+        """True once the operation has ended, well or not."""
+        return self._finished
+
+    def is_success(self) -> bool:
+        """True once the operation has ended well."""
+        return self._finished and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, None if nothing has."""
+        self._seen = self._seen or self._finished
+        return self._error
+
+    def result(self) -> list[Any]:
+        """The output arrays, once they are filled."""
+        self.wait()
+        return list(self.outputs)
+
+    def synchronize(self) -> None:
+        """The same as ``wait()``: host memory has no stream."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """The same as ``wait()``: host memory has no stream."""
+        self.wait()
+
+    def get_future(self) -> Future:
+        """A Future of the list of output arrays."""
+        if self._future is None:
+            future = Future()
+            self._future = future
+            # finish() reads _future after it set _finished; whoever comes second settles.
+            if self._finished:
+                self._settle(future)
+        return self._future
+
+    def _settle(self, future: Future) -> None:
+        try:
+            if self._error is not None:
+                self._seen = True
+                future.set_exception(self._error)
+            else:
+                future.set_result(list(self.outputs))
+        except ArgumentError:
+            pass  # the other side of the race settled it
+
+    def source_rank(self) -> int:
+        """The global rank that a receive got its message from."""
+        raise ArgumentError(f"{self.description}: only a receive has a source rank")
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._finished else "failed" if self._error else "done"
+        return f"<mpicoll.Work {self.description}: {state}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "_error", None) is not None and not self._seen:
+            print(f"mpicoll: nobody waited for {self!r}: {self._error}", file=sys.stderr)
+
+
+def deadline(limit: float | None) -> float:
+    """The moment on the monotonic clock that is ``limit`` seconds away."""
+    return float("inf") if limit is None else time.monotonic() + limit

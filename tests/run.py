@@ -102,12 +102,13 @@ class Launch:
         if self.ranks == 0:
             report = f"--junitxml={self.logs / 'rank-0.xml'}"
             command = [str(python), "-m", "pytest", *options, report, *arguments]
-            command += ["tests", "--ignore=tests/mpi"]
+            command += [] if any(map(names_a_file, arguments)) else ["tests", "--ignore=tests/mpi"]
         else:
             command = [*mpiexec, "-n", str(self.ranks), str(python), "-m", "mpi4py"]
             command += ["tests/rank.py", str(self.logs), *options]
             # Ranks that write to one cache would trip over each other.
-            command += ["--exitfirst", "-p", "no:cacheprovider", *arguments, "tests/mpi"]
+            command += ["--exitfirst", "-p", "no:cacheprovider", *arguments]
+            command += [] if any(map(names_a_file, arguments)) else ["tests/mpi"]
         environment = os.environ | ENVIRONMENT | {"MPICOLL_TEST_MPIEXEC": shlex.join(mpiexec)}
         start = time.perf_counter()
         code = self._wait(command, environment, timeout)
@@ -178,6 +179,11 @@ class Launch:
             if lines:
                 print(f"---- {self.name.strip()}: {path.relative_to(ROOT)}")
                 print("\n".join(lines[-limit:]))
+
+
+def names_a_file(argument: str) -> bool:
+    """Tell whether a pytest argument chooses the tests: FILE or FILE::TEST."""
+    return (ROOT / argument.partition("::")[0]).exists()
 
 
 def read_report(path: Path) -> Iterator[tuple[str, str, str]]:

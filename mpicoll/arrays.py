@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from mpicoll import dlpack
-from mpicoll.dtypes import DType, by_name, by_numpy
+from mpicoll.dtypes import DType, Kind, by_name, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-__all__ = ["Parts", "View", "of_numpy", "overlap", "parts", "scratch", "view"]
+__all__ = ["Parts", "View", "adapters", "of_numpy", "overlap", "parts", "scratch", "view"]
 
 Array = np.ndarray[Any, Any]
 
@@ -29,37 +29,22 @@ class View:
     count:  number of elements.
     buffer: what mpi4py takes as a buffer; None where the elements are not contiguous in C
             order, and have to be packed first.
-    alias:  makes ``array`` from ``owner``; None where the owner is a NumPy array.
     device: where the elements are; today always "cpu".
     """
 
-    __slots__ = ("_array", "alias", "buffer", "count", "dtype", "owner")
+    __slots__ = ("buffer", "count", "dtype", "owner")
     device = "cpu"
 
-    def __init__(
-        self,
-        owner: Any,
-        dtype: DType,
-        count: int,
-        buffer: Any,
-        alias: Callable[[Any], Array] | None,
-    ) -> None:
+    def __init__(self, owner: Any, dtype: DType, count: int, buffer: Any) -> None:
         self.owner = owner
         self.dtype = dtype
         self.count = count
         self.buffer = buffer
-        self.alias = alias
 
     @property
     def array(self) -> Array:
         """A NumPy array of the owner's shape on the owner's memory."""
-        if self.alias is None:
-            return self.owner  # type: ignore[no-any-return]
-        try:
-            return self._array
-        except AttributeError:
-            self._array: Array = self.alias(self.owner)
-            return self._array
+        return self.owner  # type: ignore[no-any-return]
 
     @property
     def flat(self) -> Array:
@@ -69,7 +54,7 @@ class View:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        return self.array.shape
+        return tuple(self.array.shape)
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +65,10 @@ class View:
     def parts(self) -> Sequence[View]:
         """The arrays that hold the elements, in their order."""
         return (self,)
+
+    def part(self, start: int, count: int) -> View:
+        """The view of ``count`` elements from element ``start`` on; for contiguous views only."""
+        return of_numpy(self.flat[start : start + count], self.dtype)
 
     def packed(self) -> View:
         """A contiguous copy of the elements, each array's in C order."""
@@ -100,13 +89,37 @@ class View:
             start += part.count
 
 
+class Alias(View):
+    """The elements of an array that is not NumPy's, which a NumPy array is made for when needed."""
+
+    __slots__ = ("_array", "_make")
+
+    def __init__(
+        self, owner: Any, dtype: DType, count: int, buffer: Any, make: Callable[[Any], Array]
+    ) -> None:
+        self.owner = owner
+        self.dtype = dtype
+        self.count = count
+        self.buffer = buffer
+        self._make = make
+
+    @property
+    def array(self) -> Array:
+        """A NumPy array of the owner's shape on the owner's memory."""
+        try:
+            return self._array
+        except AttributeError:
+            self._array: Array = self._make(self.owner)
+            return self._array
+
+
 class Parts(View):
     """The elements of a list of arrays of one dtype, one after another."""
 
     __slots__ = ("_parts",)
 
     def __init__(self, parts: Sequence[View], dtype: DType) -> None:
-        super().__init__(parts, dtype, sum(part.count for part in parts), None, None)
+        super().__init__(parts, dtype, sum(part.count for part in parts), None)
         self._parts = parts
 
     @property
@@ -122,8 +135,8 @@ class Parts(View):
 
 def of_numpy(array: Array, dtype: DType) -> View:
     """The view of a C-contiguous NumPy array whose row is known."""
-    buffer = array if dtype.buffers else array.view(_CARRIERS[dtype.itemsize])
-    return View(array, dtype, array.size, buffer, None)
+    buffer: Array = array if dtype.buffers else array.view(_CARRIERS[dtype.itemsize])
+    return View(array, dtype, array.size, buffer)
 
 
 def scratch(dtype: DType, count: int) -> View:
@@ -141,10 +154,7 @@ def view(array: Any, writable: bool, where: str) -> View:
     Raises ArgumentTypeError for what is not an array, ArgumentError for a read-only output and
     UnsupportedError for a dtype, device or layout that cannot be served.
     """
-    adapter = _adapters.get(type(array))
-    if adapter is None:
-        adapter = _adapter(array, where)
-    return adapter(array, writable, where)
+    return adapters[array.__class__](array, writable, where)
 
 
 def parts(arrays: Any, writable: bool, where: str, length: int) -> Parts:
@@ -179,16 +189,16 @@ def overlap(one: View, other: View) -> bool:
 
 
 def _address(view: View) -> int:
-    if view.alias is None:
-        return view.buffer.__array_interface__["data"][0]  # type: ignore[no-any-return]
     buffer = view.buffer
-    return buffer.address if hasattr(buffer, "address") else buffer.ctypes.data  # type: ignore[no-any-return]
+    if isinstance(buffer, np.ndarray):
+        return buffer.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    return buffer.address  # type: ignore[no-any-return]
 
 
 # --- the array libraries -----------------------------------------------------------------------
 
 Adapter = Callable[[Any, bool, str], View]
-_CARRIERS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+_CARRIERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 
 
 def _numpy(array: Array, writable: bool, where: str) -> View:
@@ -199,15 +209,15 @@ def _numpy(array: Array, writable: bool, where: str) -> View:
     # carray: C-contiguous, aligned and writeable, in one look.
     if flags.carray or (not writable and flags.c_contiguous and flags.aligned):
         if dtype.buffers:
-            return View(array, dtype, array.size, array, None)
-        return View(array, dtype, array.size, array.view(_CARRIERS[dtype.itemsize]), None)
+            return View(array, dtype, array.size, array)
+        return View(array, dtype, array.size, array.view(_CARRIERS[dtype.itemsize]))
     if writable:
         if not flags.writeable:
             raise ArgumentError(
                 f"{where}: the array is read-only and would be written to; pass a writable copy"
             )
         _refuse_overlap(array.shape, array.strides, where)
-    return View(array, dtype, array.size, None, None)
+    return View(array, dtype, array.size, None)
 
 
 def _dtype_message(dtype: np.dtype[Any], where: str) -> str:
@@ -236,7 +246,7 @@ def _masked(array: Any, writable: bool, where: str) -> View:
 
 def _buffer(array: Any, writable: bool, where: str) -> View:
     inner = _numpy(np.asarray(memoryview(array)), writable, where)
-    return View(array, inner.dtype, inner.count, inner.buffer, lambda _: inner.array)
+    return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: inner.array)
 
 
 def _dlpack(array: Any, writable: bool, where: str) -> View:
@@ -250,7 +260,7 @@ def _dlpack(array: Any, writable: bool, where: str) -> View:
     except (UnsupportedError, BufferError) as error:
         raise UnsupportedError(f"{where}: {type(array).__name__}: {error}") from error
     inner = _numpy(alias, writable, where)
-    return View(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
+    return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
 
 
 def _torch_adapter(torch: Any) -> Adapter:
@@ -295,40 +305,47 @@ def _torch_adapter(torch: Any) -> Adapter:
                 "to; pass resolve_conj().resolve_neg()"
             )
 
+    # Complex tensors may be lazy conjugates, which takes one more look.
+    plain = {kind: row for kind, row in rows.items() if row.kind is not Kind.COMPLEX}
+
     def adapter(tensor: Any, writable: bool, where: str) -> View:
-        row = rows.get(tensor.dtype)
-        if (
-            row is None
-            or not tensor.is_cpu
-            or tensor.layout is not strided
-            or type(tensor) not in direct
-            or tensor.is_neg()
-            or tensor.is_conj()
-        ):
+        row = plain.get(tensor.dtype)
+        if row is None or not tensor.is_cpu or type(tensor) not in direct or tensor.is_neg():
             refuse(tensor, where, writable)
-            assert row is not None
+            row = rows[tensor.dtype]
             tensor = tensor.resolve_conj().resolve_neg()
         count = tensor.numel()
-        if tensor.is_contiguous():
-            buffer = from_address(tensor.data_ptr(), count * row.itemsize)
-            return View(tensor, row, count, buffer, alias)
+        try:
+            if tensor.is_contiguous():
+                buffer = from_address(tensor.data_ptr(), count * row.itemsize)
+                return Alias(tensor, row, count, buffer, alias)
+        except RuntimeError:  # layouts that are not one block of memory have no such answers
+            refuse(tensor, where, writable)
+            raise
         if writable:
             _refuse_overlap(tensor.shape, tensor.stride(), where)
-        return View(tensor, row, count, None, alias)
+        return Alias(tensor, row, count, None, alias)
 
     return adapter
 
 
-_adapters: dict[type, Adapter] = {np.ndarray: _numpy}
+class _Adapters(dict[type, Adapter]):
+    """The adapter of each type of array; that of a new type is found with its first array."""
+
+    def __missing__(self, kind: type) -> Adapter:
+        return _find
 
 
-def _adapter(array: Any, where: str) -> Adapter:
-    """Finds the adapter for a type that was not met before, and keeps it."""
+adapters = _Adapters({np.ndarray: _numpy})
+
+
+def _find(array: Any, writable: bool, where: str) -> View:
     kind = type(array)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        found = _adapters.get(torch.Tensor) or _torch_adapter(torch)
-        _adapters[torch.Tensor] = found
+        if torch.Tensor not in adapters:
+            adapters[torch.Tensor] = _torch_adapter(torch)
+        found = adapters[torch.Tensor]
     elif isinstance(array, np.ma.MaskedArray):
         found = _masked
     elif isinstance(array, np.ndarray):
@@ -342,8 +359,8 @@ def _adapter(array: Any, where: str) -> Adapter:
             f"{where}: expected an array (NumPy, torch, or anything with the buffer protocol or "
             f"DLPack), got {kind.__name__}"
         )
-    _adapters[kind] = found
-    return found
+    adapters[kind] = found
+    return found(array, writable, where)
 
 
 def _has_buffer(array: Any) -> bool:

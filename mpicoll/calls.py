@@ -1,4 +1,4 @@
-"""One collective call on one rank: its views, checked against each other before anything is sent.
+"""From the arguments of a collective call to its views, checked before anything is sent.
 
 There is one function for each layout of the table of primitives.
 """
@@ -6,7 +6,7 @@ There is one function for each layout of the table of primitives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,78 +19,70 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Call", "check_operation", "prepare"]
+__all__ = ["Blocks", "Plan", "Route", "check_operation", "views"]
 
 
-class Call:
-    """What a route gets to carry out.
+class Plan:
+    """What all calls of one kind in one group share.
 
     primitive: the row of the table.
     group:     the group that calls.
-    send:      the view that is read; None where there is none, or where it is ``recv``.
-    recv:      the view that is written; None on ranks that receive nothing.
     op:        the reduce operation; None where nothing is combined.
-    root:      the root's rank in the group.
-    sends, receives: elements for and from each rank where they may differ from rank to rank; None
-               where all blocks are alike.
-    plan:      the route that carries it out.
+    dtype:     the dtype of the elements; None where there are none.
+    route:     carries a call out.
     """
 
-    __slots__ = (
-        "group", "op", "plan", "primitive", "receives", "recv", "root", "send", "sends",
-    )  # fmt: skip
-
-    plan: Callable[[Call], None]
+    __slots__ = ("dtype", "group", "op", "primitive", "route")
 
     def __init__(
         self,
         primitive: Primitive,
         group: ProcessGroup,
-        send: View | None,
-        recv: View | None,
         op: ReduceOp | None,
-        root: int,
-        sends: Sequence[int] | None = None,
-        receives: Sequence[int] | None = None,
+        dtype: DType | None,
+        route: Route,
     ) -> None:
         self.primitive = primitive
         self.group = group
-        self.send = send
-        self.recv = recv
         self.op = op
-        self.root = root
-        self.sends = sends
-        self.receives = receives
+        self.dtype = dtype
+        self.route = route
 
-    @property
-    def dtype(self) -> DType | None:
-        """The dtype of the elements, the same on both sides; None for a barrier."""
-        view = self.recv or self.send
-        return None if view is None else view.dtype
 
+class Blocks(NamedTuple):
+    """Elements for and from each rank, where they may differ from rank to rank."""
+
+    sends: Sequence[int]
+    receives: Sequence[int]
+
+
+#: The input, the output, the root's rank in the group, and the blocks: what a route gets to carry
+#: out. The input is None where it is the output, or where there is none; the output is None on
+#: ranks that receive nothing; blocks are None where all are alike.
+Route = Callable[["View | None", "View | None", int, "Blocks | None"], None]
+
+#: The views of a call, and its blocks.
+Views = tuple[View | None, View | None, Blocks | None]
 
 #: Split sizes of all_to_all_single: of the output and of the input, in rows of dimension 0.
 Splits = tuple[Sequence[int] | None, Sequence[int] | None]
 
 
-def prepare(
+def views(
     primitive: Primitive,
     group: ProcessGroup,
     output: Any,
     input: Any,
-    op: ReduceOp | None,
     root: int,
     splits: Splits | None,
-) -> Call:
-    """The checked call on the caller's arrays.
+) -> Views:
+    """The views on the caller's arrays, checked against each other.
 
-    Raises ArgumentTypeError (TypeError) for what is no array, no list or no ReduceOp,
-    ArgumentError (ValueError) for sizes that do not fit and UnsupportedError (ValueError) for
-    what is refused; see mpicoll.errors.
+    Raises ArgumentTypeError (TypeError) for what is no array or no list, ArgumentError
+    (ValueError) for sizes that do not fit and UnsupportedError (ValueError) for what is refused;
+    see mpicoll.errors.
     """
-    if primitive.layout is Layout.IN_PLACE:
-        return Call(primitive, group, None, arrays.view(output, True, primitive.name), op, root)
-    return _LAYOUTS[primitive.layout](primitive, group, output, input, op, root, splits)
+    return _LAYOUTS[primitive.layout](primitive, group, output, input, root, splits)
 
 
 def check_operation(primitive: Primitive, op: ReduceOp, dtype: DType) -> None:
@@ -145,9 +137,20 @@ def _same_shapes(primitive: Primitive, name: str, parts: Parts, one: View) -> No
 def _multiple(primitive: Primitive, whole: View, names: tuple[str, str], one: View, n: int) -> None:
     if whole.count != n * one.count:
         raise ArgumentError(
-            f"{primitive.name}: {names[0]} has {whole.count} elements, {names[1]} {one.count}; in a "
-            f"group of {n} ranks expected {n} x {one.count} = {n * one.count}"
+            f"{primitive.name}: {names[0]} has {whole.count} elements, {names[1]} {one.count}; in "
+            f"a group of {n} ranks expected {n} x {one.count} = {n * one.count}"
         )
+
+
+def _in_place(
+    primitive: Primitive,
+    group: ProcessGroup,
+    output: Any,
+    input: Any,
+    root: int,
+    splits: Splits | None,
+) -> Views:
+    return None, arrays.view(output, True, primitive.name), None
 
 
 def _gathered(
@@ -155,10 +158,9 @@ def _gathered(
     group: ProcessGroup,
     output: Any,
     input: Any,
-    op: ReduceOp | None,
     root: int,
     splits: Splits | None,
-) -> Call:
+) -> Views:
     n = group.size()
     send = arrays.view(input, False, primitive.where(primitive.input))
     receiving = not primitive.root or root == group.rank()
@@ -166,19 +168,19 @@ def _gathered(
     if not receiving:
         if output:
             raise ArgumentError(f"{where}: must only be given on the rank that receives, {root}")
-        return Call(primitive, group, send, None, op, root)
+        return send, None, None
     if not primitive.listed:
         recv = arrays.view(output, True, where)
         _same_dtype(primitive, send, recv)
         _multiple(primitive, recv, (primitive.output, primitive.input), send, n)
-        return Call(primitive, group, send, recv, op, root)
+        return send, recv, None
     if output is None:
         raise ArgumentError(f"{where}: must be given on the rank that receives, {root}")
     listed = arrays.parts(output, True, where, n)
     _same_dtype(primitive, send, listed)
     if primitive.root:
         _same_shapes(primitive, primitive.output, listed, send)
-        return Call(primitive, group, send, listed, op, root)
+        return send, listed, None
     counts = listed.counts
     if counts[group.rank()] != send.count:
         raise ArgumentError(
@@ -186,7 +188,7 @@ def _gathered(
             f"rank's {primitive.input}, which has shape {send.shape}"
         )
     uneven = len(set(counts)) > 1
-    return Call(primitive, group, send, listed, op, root, receives=counts if uneven else None)
+    return send, listed, Blocks([send.count] * n, counts) if uneven else None
 
 
 def _scattered(
@@ -194,28 +196,27 @@ def _scattered(
     group: ProcessGroup,
     output: Any,
     input: Any,
-    op: ReduceOp | None,
     root: int,
     splits: Splits | None,
-) -> Call:
+) -> Views:
     n = group.size()
     recv = arrays.view(output, True, primitive.where(primitive.output))
     where = primitive.where(primitive.input)
     if primitive.root and root != group.rank():
         if input:
             raise ArgumentError(f"{where}: must only be given on the rank that sends, {root}")
-        return Call(primitive, group, None, recv, op, root)
+        return None, recv, None
     if not primitive.listed:
         send = arrays.view(input, False, where)
         _same_dtype(primitive, send, recv)
         _multiple(primitive, send, (primitive.input, primitive.output), recv, n)
-        return Call(primitive, group, send, recv, op, root)
+        return send, recv, None
     if input is None:
         raise ArgumentError(f"{where}: must be given on the rank that sends, {root}")
     listed = arrays.parts(input, False, where, n)
     _same_dtype(primitive, listed, recv)
     _same_shapes(primitive, primitive.input, listed, recv)
-    return Call(primitive, group, listed, recv, op, root)
+    return listed, recv, None
 
 
 def _exchanged(
@@ -223,35 +224,33 @@ def _exchanged(
     group: ProcessGroup,
     output: Any,
     input: Any,
-    op: ReduceOp | None,
     root: int,
     splits: Splits | None,
-) -> Call:
+) -> Views:
     n = group.size()
     of_output, of_input = primitive.where(primitive.output), primitive.where(primitive.input)
     if primitive.listed:
         to = arrays.parts(output, True, of_output, n)
         out = arrays.parts(input, False, of_input, n)
         _same_dtype(primitive, out, to)
-        return _own_block(Call(primitive, group, out, to, op, root, out.counts, to.counts))
+        return out, to, _agreeing(primitive, group, Blocks(out.counts, to.counts))
     recv = arrays.view(output, True, of_output)
     send = arrays.view(input, False, of_input)
     _same_dtype(primitive, send, recv)
     assert splits is not None
     receives = _blocks(recv, splits[0], n, of_output, "output_split_sizes")
     sends = _blocks(send, splits[1], n, of_input, "input_split_sizes")
-    return _own_block(Call(primitive, group, send, recv, op, root, sends, receives))
+    return send, recv, _agreeing(primitive, group, Blocks(sends, receives))
 
 
-def _own_block(call: Call) -> Call:
-    me = call.group.rank()
-    assert call.sends is not None and call.receives is not None
-    if call.sends[me] != call.receives[me]:
+def _agreeing(primitive: Primitive, group: ProcessGroup, blocks: Blocks) -> Blocks:
+    me = group.rank()
+    if blocks.sends[me] != blocks.receives[me]:
         raise ArgumentError(
-            f"{call.primitive.name}: rank {me} sends itself {call.sends[me]} elements and expects "
-            f"{call.receives[me]}"
+            f"{primitive.name}: rank {me} sends itself {blocks.sends[me]} elements and expects "
+            f"{blocks.receives[me]}"
         )
-    return call
+    return blocks
 
 
 def _blocks(view: View, splits: Sequence[int] | None, n: int, where: str, name: str) -> list[int]:
@@ -281,14 +280,14 @@ def _empty(
     group: ProcessGroup,
     output: Any,
     input: Any,
-    op: ReduceOp | None,
     root: int,
     splits: Splits | None,
-) -> Call:
-    return Call(primitive, group, None, None, op, root)
+) -> Views:
+    return None, None, None
 
 
-_LAYOUTS: dict[Layout, Callable[..., Call]] = {
+_LAYOUTS: dict[Layout, Callable[..., Views]] = {
+    Layout.IN_PLACE: _in_place,
     Layout.GATHERED: _gathered,
     Layout.SCATTERED: _scattered,
     Layout.EXCHANGED: _exchanged,

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from mpicoll import arrays, calls
-from mpicoll.arrays import Parts
-from mpicoll.calls import Call
-from mpicoll.dtypes import ReduceOp
+from mpicoll.arrays import Parts, View, adapters
+from mpicoll.calls import Blocks, Plan
+from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import ArgumentError, MpicollError, UnsupportedError
 from mpicoll.groups import ProcessGroup, default_group, resolve, state
 from mpicoll.primitives import Layout, Primitive
@@ -41,15 +41,28 @@ def run(
         if member is None:
             outside(primitive.name)
             return None
-    call = calls.prepare(primitive, member, output, input, op, root, splits)
-    call.plan = _plan(call)
+    send: View | None
+    recv: View | None
+    if primitive.in_place:
+        send, recv, blocks = None, adapters[output.__class__](output, True, primitive.name), None
+        dtype: DType | None = recv.dtype
+    else:
+        send, recv, blocks = calls.views(primitive, member, output, input, root, splits)
+        dtype = recv.dtype if recv is not None else None if send is None else send.dtype
+    try:
+        plan = member.plans[primitive, dtype, op]
+    except KeyError:
+        plan = _plan(primitive, member, op, dtype)
+    worker = member.worker
     if async_op:
         written = () if output is None else output if isinstance(output, list) else (output,)
-        return submit(member, partial(perform, call), primitive.name, written)
-    if member.worker.busy:
-        submit(member, partial(perform, call), primitive.name, ()).wait()
+        return submit(
+            member, partial(perform, plan, send, recv, root, blocks), primitive.name, written
+        )
+    if worker.given != worker.done:
+        submit(member, partial(perform, plan, send, recv, root, blocks), primitive.name, ()).wait()
     else:
-        perform(call)
+        perform(plan, send, recv, root, blocks)
     return None
 
 
@@ -68,80 +81,84 @@ def run_all(
     if member is None:
         outside(name)
         return None
-    ready = [calls.prepare(primitive, member, out, into, op, 0, None) for out, into in pairs]
-    for i, call in enumerate(ready):
-        if call.dtype is not ready[0].dtype:
+    ready = []
+    for i, (output, input) in enumerate(pairs):
+        send, recv, blocks = calls.views(primitive, member, output, input, 0, None)
+        assert recv is not None
+        plan = _plan(primitive, member, op, recv.dtype)
+        ready.append((plan, send, recv, 0, blocks))
+        if plan.dtype is not ready[0][0].dtype:
             raise UnsupportedError(
-                f"{name}: different dtypes in one list: [0] is {ready[0].dtype}, [{i}] is "
-                f"{call.dtype}"
+                f"{name}: different dtypes in one list: [0] is {ready[0][0].dtype}, [{i}] is "
+                f"{recv.dtype}"
             )
-        call.plan = _plan(call)
 
     def perform_all() -> None:
         for call in ready:
-            perform(call)
+            perform(*call)
 
-    return submit(member, perform_all, name, [out for out, _ in pairs])
+    return submit(member, perform_all, name, [output for output, _ in pairs])
 
 
-def _plan(call: Call) -> Callable[[Call], None]:
+def _plan(
+    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType | None
+) -> Plan:
     """The plan for calls of this kind, made when the first one comes."""
-    primitive, group, op, dtype = call.primitive, call.group, call.op, call.dtype
-    if op is None:
-        key: Any = (primitive, dtype)
-    else:
-        key = (primitive, dtype, op)
-    try:
+    key = (primitive, dtype, op)
+    if key in group.plans:
         return group.plans[key]
-    except KeyError:
-        from mpicoll import routes  # loads MPI, which importing this module must not
+    from mpicoll import routes  # loads MPI, which importing this module must not
 
-        group.check_open()
-        if op is not None:
-            assert dtype is not None
-            calls.check_operation(primitive, op, dtype)
-            if op.factor is not None:  # each factor is a new object: no plan to keep
-                return routes.plan(primitive, group, op, dtype)
-        plan = group.plans[key] = routes.plan(primitive, group, op, dtype)
-        return plan
+    group.check_open()
+    if op is not None:
+        assert dtype is not None
+        calls.check_operation(primitive, op, dtype)
+    plan = Plan(primitive, group, op, dtype, routes.choose(primitive, group, op, dtype))
+    if op is None or op.factor is None:  # every PREMUL_SUM(factor) is a new object
+        group.plans[key] = plan
+    return plan
 
 
-def perform(call: Call) -> None:
+def perform(
+    plan: Plan, send: View | None, recv: View | None, root: int, blocks: Blocks | None
+) -> None:
     """Carries a call out and returns when this rank's part is done."""
-    group = call.group
+    group = plan.group
     try:
         with group.lock:
             group.sequence = sequence = group.sequence + 1
             if sequence >= group.next_check:
-                consistency.check(group, *consistency.of_call(call))
-            if call.send is None and (call.recv is None or call.recv.buffer is not None):
-                call.plan(call)
+                consistency.check(group, *consistency.of_call(plan, send, recv, root, blocks))
+            if send is None and (recv is None or recv.buffer is not None):
+                plan.route(None, recv, root, blocks)
             else:
-                _perform_packed(call)
+                _perform_packed(plan, send, recv, root, blocks)
     except MpicollError:
         raise
     except Exception as error:
-        raise _explained(error, call.primitive.name, group) from error
+        raise _explained(error, plan.primitive.name, group) from error
 
 
-def _perform_packed(call: Call) -> None:
+def _perform_packed(
+    plan: Plan, send: View | None, recv: View | None, root: int, blocks: Blocks | None
+) -> None:
     """Carries out a call whose memory may be scattered, listed, or shared by both sides."""
-    send, recv = call.send, call.recv
+    layout = plan.primitive.layout
     # Exchanges send and receive the arrays of a list one by one, where they are.
-    listed = call.primitive.layout is Layout.EXCHANGED
+    listed = layout is Layout.EXCHANGED
     if (
         send is not None
         and not (listed and isinstance(send, Parts))
         and (send.buffer is None or (recv is not None and arrays.overlap(send, recv)))
     ):
-        call.send = send.packed()
+        send = send.packed()
     if recv is None or recv.buffer is not None or (listed and isinstance(recv, Parts)):
-        call.plan(call)
+        plan.route(send, recv, root, blocks)
         return
-    read = call.primitive.layout is Layout.IN_PLACE
-    call.recv = recv.packed() if read else arrays.scratch(recv.dtype, recv.count)
-    call.plan(call)
-    recv.fill(call.recv)
+    read = layout is Layout.IN_PLACE
+    packed = recv.packed() if read else arrays.scratch(recv.dtype, recv.count)
+    plan.route(send, packed, root, blocks)
+    recv.fill(packed)
 
 
 def _explained(error: Exception, name: str, group: ProcessGroup) -> Exception:

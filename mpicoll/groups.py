@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.errors import ArgumentError, ArgumentTypeError, ForkedError, NotInitializedError
@@ -13,6 +13,8 @@ from mpicoll.progress import Worker
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpicoll.calls import Plan
 
 __all__ = [
     "GroupMember",
@@ -42,7 +44,7 @@ class ProcessGroup:
     object_tag: the tag of messages with objects; the user's are below it.
     lock:     held while a collective runs.
     worker:   carries asynchronous collectives out.
-    plans:    the ready-made route of each (primitive, dtype, operation) met so far.
+    plans:    the plan of each (primitive, dtype, operation) met so far.
     sequence: number of collectives begun.
     next_check: the sequence number at which the ranks' calls are compared next.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
@@ -67,7 +69,7 @@ class ProcessGroup:
         self.group_desc = description
         self.lock = threading.Lock()
         self.worker = Worker(f"mpicoll-{name}")
-        self.plans: dict[Any, Callable[[Any], None]] = {}
+        self.plans: dict[Any, Plan] = {}
         self.sequence = 0
         self.next_check = 0
         self.monitored = 0
@@ -120,7 +122,9 @@ def greatest_tag(comm: MPI.Intracomm) -> int:
     """The greatest tag that MPI takes (MPI_TAG_UB)."""
     from mpi4py import MPI
 
-    return int(comm.Get_attr(MPI.TAG_UB))
+    found = comm.Get_attr(MPI.TAG_UB)
+    assert isinstance(found, int)
+    return found
 
 
 _FORKED = (

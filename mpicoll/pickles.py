@@ -36,9 +36,10 @@ def encode(obj: Any) -> Bytes:
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
     chunks: list[Any] = [data, *(buffer.raw() for buffer in buffers)]
-    sizes = np.array([len(chunks), *(memoryview(c).nbytes for c in chunks)], np.int64)
-    chunks.insert(0, sizes.view(np.uint8))
-    lengths = [memoryview(chunk).nbytes for chunk in chunks]
+    lengths = [len(chunk) for chunk in chunks]
+    sizes = np.array([len(chunks), *lengths], np.int64)
+    chunks.insert(0, sizes.tobytes())
+    lengths.insert(0, sizes.nbytes)
     whole = np.empty(sum(_aligned(length) for length in lengths), np.uint8)
     start = 0
     for chunk, length in zip(chunks, lengths, strict=True):
@@ -59,7 +60,7 @@ def decode(whole: Bytes) -> Any:
     for size in sizes:
         chunks.append(whole[start : start + size])
         start += _aligned(size)
-    data, buffers = chunks[0].tobytes(), [memoryview(chunk) for chunk in chunks[1:]]
+    data, buffers = chunks[0].tobytes(), [chunk.data for chunk in chunks[1:]]
     if _allowed is None:
         return pickle.loads(data, buffers=buffers)
     return _Restricted(io.BytesIO(data), buffers=buffers).load()
@@ -69,16 +70,24 @@ def decode(whole: Bytes) -> Any:
 _allowed: frozenset[tuple[str, str]] | None = None
 
 # What pickles of well-known types refer to besides the type itself.
-_NUMPY = tuple(
-    (f"numpy.{core}.{module}", name)
-    for core in ("_core", "core")
-    for module, name in (
-        ("multiarray", "_reconstruct"),
-        ("multiarray", "scalar"),
-        ("numeric", "_frombuffer"),
-    )
-) + (("numpy", "ndarray"), ("numpy", "dtype"))
+_NUMPY = (
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    *(
+        (f"numpy.{core}.{module}", name)
+        for core in ("_core", "core")
+        for module, name in (
+            ("multiarray", "_reconstruct"),
+            ("multiarray", "scalar"),
+            ("numeric", "_frombuffer"),
+        )
+    ),
+)
 _HELPERS: dict[type, tuple[tuple[str, str], ...]] = {np.ndarray: _NUMPY, np.generic: _NUMPY}
+
+
+#: Builtins that pickles refer to by name, and that hold no more than their own elements.
+_HARMLESS = ("bytearray", "complex", "frozenset", "range", "set", "slice")
 
 
 class _Restricted(pickle.Unpickler):
@@ -121,9 +130,7 @@ class restricted_pickle:
             for base, helpers in _HELPERS.items():
                 if isinstance(one, type) and issubclass(one, base):
                     found.update(helpers)
-        # Pickles of protocol 5 name these builtins where they are no opcode.
-        found.update((builtins.__name__, name) for name in ("complex", "bytearray", "set",
-                                                            "frozenset", "slice", "range"))  # fmt: skip
+        found.update((builtins.__name__, name) for name in _HARMLESS)
         _allowed = frozenset(found)
 
     def __enter__(self) -> restricted_pickle:

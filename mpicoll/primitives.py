@@ -8,7 +8,7 @@ read the rows; nothing repeats them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 __all__ = ["PRIMITIVES", "Layout", "Primitive", "by_name"]
@@ -45,6 +45,7 @@ class Primitive:
              multiple of the bytes of the larger array, for n ranks.
     aliases: other names of the same function.
     code:    the position in the table, the same on every rank.
+    in_place: the layout is "in place".
     """
 
     name: str
@@ -57,6 +58,12 @@ class Primitive:
     moved: Callable[[int], float]
     aliases: tuple[str, ...] = ()
     code: int = -1
+
+    in_place: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A look that every call takes: an attribute, not a property.
+        object.__setattr__(self, "in_place", self.layout is Layout.IN_PLACE)
 
     def where(self, argument: str) -> str:
         """Operation and argument, as messages begin."""
@@ -82,28 +89,34 @@ def _nothing(n: int) -> float:
     return 0.0
 
 
+_IN_PLACE, _GATHERED, _SCATTERED, _EXCHANGED = (
+    Layout.IN_PLACE,
+    Layout.GATHERED,
+    Layout.SCATTERED,
+    Layout.EXCHANGED,
+)
+
 # name, layout, output, input, listed, root, reduces, bus factor, aliases
 _TABLE = (
-    ("broadcast", Layout.IN_PLACE, "tensor", "", False, "src", False, _once),
-    ("all_reduce", Layout.IN_PLACE, "tensor", "", False, "", True, _twice),
-    ("reduce", Layout.IN_PLACE, "tensor", "", False, "dst", True, _once),
-    ("all_gather", Layout.GATHERED, "tensor_list", "tensor", True, "", False, _others),
-    ("all_gather_single", Layout.GATHERED, "output_tensor", "input_tensor", False, "", False,
-     _others, ("all_gather_into_tensor",)),
-    ("gather", Layout.GATHERED, "gather_list", "tensor", True, "dst", False, _others),
-    ("scatter", Layout.SCATTERED, "tensor", "scatter_list", True, "src", False, _others),
-    ("reduce_scatter", Layout.SCATTERED, "output", "input_list", True, "", True, _others),
-    ("reduce_scatter_single", Layout.SCATTERED, "output", "input", False, "", True,
-     _others, ("reduce_scatter_tensor",)),
-    ("all_to_all", Layout.EXCHANGED, "output_tensor_list", "input_tensor_list", True, "", False,
-     _others),
-    ("all_to_all_single", Layout.EXCHANGED, "output", "input", False, "", False, _others),
-    ("barrier", Layout.EMPTY, "", "", False, "", False, _nothing),
+    Primitive("broadcast", _IN_PLACE, "tensor", "", False, "src", False, _once),
+    Primitive("all_reduce", _IN_PLACE, "tensor", "", False, "", True, _twice),
+    Primitive("reduce", _IN_PLACE, "tensor", "", False, "dst", True, _once),
+    Primitive("all_gather", _GATHERED, "tensor_list", "tensor", True, "", False, _others),
+    Primitive("all_gather_single", _GATHERED, "output_tensor", "input_tensor", False, "", False,
+              _others, ("all_gather_into_tensor",)),
+    Primitive("gather", _GATHERED, "gather_list", "tensor", True, "dst", False, _others),
+    Primitive("scatter", _SCATTERED, "tensor", "scatter_list", True, "src", False, _others),
+    Primitive("reduce_scatter", _SCATTERED, "output", "input_list", True, "", True, _others),
+    Primitive("reduce_scatter_single", _SCATTERED, "output", "input", False, "", True, _others,
+              ("reduce_scatter_tensor",)),
+    Primitive("all_to_all", _EXCHANGED, "output_tensor_list", "input_tensor_list", True, "", False,
+              _others),
+    Primitive("all_to_all_single", _EXCHANGED, "output", "input", False, "", False, _others),
+    Primitive("barrier", Layout.EMPTY, "", "", False, "", False, _nothing),
 )  # fmt: skip
 
 PRIMITIVES: tuple[Primitive, ...] = tuple(
-    Primitive(*row, **({"code": code}))
-    for code, row in enumerate(_TABLE)  # type: ignore[arg-type]
+    replace(row, code=code) for code, row in enumerate(_TABLE)
 )
 by_name: dict[str, Primitive] = {
     name: row for row in PRIMITIVES for name in (row.name, *row.aliases)

@@ -23,14 +23,15 @@ class Worker:
         self._name = name
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Each number is changed by one side alone, so that neither needs a lock.
-        self._given = 0
-        self._done = 0
+        #: Tasks given and tasks finished: each number is changed by one side alone, so that
+        #: neither needs a lock.
+        self.given = 0
+        self.done = 0
 
     @property
     def busy(self) -> bool:
         """Some task is not finished."""
-        return self._given != self._done
+        return self.given != self.done
 
     def give(self, task: Callable[[], None], then: Callable[[], None]) -> None:
         """Runs ``task()``, which must not raise, and then, when the thread counts as idle again,
@@ -39,7 +40,7 @@ class Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._given += 1
+        self.given += 1
         self._tasks.put(task)
         self._tasks.put(then)
 
@@ -48,7 +49,7 @@ class Worker:
             then = self._tasks.get()
             assert then is not None
             task()
-            self._done += 1
+            self.done += 1
             then()
             del task, then  # a task holds arrays; do not keep them while waiting for the next
 

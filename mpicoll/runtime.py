@@ -103,8 +103,8 @@ class Backend(str):
     ) -> None:
         """Refused: mpicoll carries everything over MPI and takes no plug-ins."""
         raise UnsupportedError(
-            f"Backend.register_backend: {name!r}: mpicoll takes no other backends; register it with "
-            "torch.distributed"
+            f"Backend.register_backend: {name!r}: mpicoll takes no other backends; register it "
+            "with torch.distributed"
         )
 
 
@@ -335,7 +335,8 @@ def _check(expected: dict[str, tuple[str, int]], rank: int, size: int) -> None:
         if value != own:
             raise LaunchError(
                 f"init_process_group: {name}{value} disagrees with MPI's own {what}, {own} "
-                f"(MPI sees rank {rank} of {size}); leave it out, or start the job so that both agree"
+                f"(MPI sees rank {rank} of {size}); leave it out, or start the job so that both "
+                "agree"
             )
 
 
@@ -514,7 +515,8 @@ def new_subgroups(
         sizes = set(execute.in_order(default_group(), where, _node_sizes))
         if len(sizes) != 1:
             raise ArgumentError(
-                f"{where}: the nodes run different numbers of ranks, {sorted(sizes)}; give group_size"
+                f"{where}: the nodes run different numbers of ranks, {sorted(sizes)}; give "
+                "group_size"
             )
         group_size = sizes.pop()
     if group_size <= 0:

@@ -6,10 +6,9 @@ of what all ranks share. Never of contiguity, alignment or anything that one ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mpicoll.calls import Call
+from mpicoll.calls import Route
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
 from mpicoll.routes import composed, native
@@ -18,29 +17,34 @@ from mpicoll.routes.wire import explained
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["explained", "plan"]
+__all__ = ["choose", "explained"]
 
 
-def plan(
+def choose(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType | None
-) -> Callable[[Call], None]:
+) -> Route:
     """The function that carries out calls of this kind in this group."""
     if op is None:
         return native.MOVES[primitive.name](group, dtype)
     assert dtype is not None
     if op.op is ReduceOp.PREMUL_SUM:
+        everywhere = not primitive.root
         return composed.premultiplied(
-            dtype, op.factor, lambda wide: _reduction(primitive, group, ReduceOp.SUM, wide)
+            group,
+            dtype,
+            op.factor,
+            everywhere,
+            lambda wide: _reduction(primitive, group, ReduceOp.SUM, wide),
         )
     return _reduction(primitive, group, op, dtype)
 
 
-def _reduction(
-    primitive: Primitive, group: ProcessGroup, op: ReduceOp, dtype: DType
-) -> Callable[[Call], None]:
-    route = native if native.reducible(op, dtype) else composed
+def _reduction(primitive: Primitive, group: ProcessGroup, op: ReduceOp, dtype: DType) -> Route:
+    whole = native.reducible(op, dtype)
     if primitive.name == "all_reduce":
-        return route.all_reduce(group, dtype, op)
+        return (
+            native.all_reduce(group, dtype, op) if whole else composed.all_reduce(group, dtype, op)
+        )
     if primitive.name == "reduce":
-        return route.reduce(group, dtype, op)
+        return native.reduce(group, dtype, op) if whole else composed.reduce(group, dtype, op)
     return composed.reduce_scatter(group, dtype, op)

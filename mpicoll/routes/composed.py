@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpicoll import arrays
 from mpicoll.arrays import View
-from mpicoll.calls import Call
+from mpicoll.calls import Blocks, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.reduction import combine, narrow, scale
 from mpicoll.routes.wire import datatype, exchange, message
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
 __all__ = ["all_reduce", "premultiplied", "reduce", "reduce_scatter"]
-
-Plan = Callable[[Call], None]
 
 #: Bytes of the whole message up to which everybody gets everything and combines it alone: one
 #: latency instead of two.
@@ -76,7 +74,7 @@ class _Reducer:
         return found
 
     def reduce_own(self, piece: View, counts: list[int], starts: list[int], out: View) -> None:
-        """Exchanges a piece; this rank's block of it, combined, goes to the same place in ``out``."""
+        """Exchanges a piece; this rank's block of it goes, combined, to its place in ``out``."""
         mine = counts[self.me]
         stack = self.stack(mine)
         self.comm.Alltoallv(
@@ -87,13 +85,12 @@ class _Reducer:
             self.combine(stack, mine, out, starts[self.me])
 
 
-def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
     """Exchange, combine, MPI_Allgatherv; small messages: MPI_Allgather, combine."""
     reducer = _Reducer(group, dtype, op)
     comm, element, n = group.comm, reducer.element, group.size()
 
-    def plan(call: Call) -> None:
-        recv = call.recv
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert recv is not None
         count = recv.count
         if recv.nbytes * n <= SMALL or count < n:
@@ -105,16 +102,15 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
             reducer.reduce_own(piece, counts, starts, piece)
             comm.Allgatherv(MPI.IN_PLACE, [piece.buffer, (counts, starts), element])
 
-    return plan
+    return route
 
 
-def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
     """Exchange, combine, MPI_Gatherv; only the root's array is written."""
     reducer = _Reducer(group, dtype, op)
     comm, element, me = group.comm, reducer.element, group.rank()
 
-    def plan(call: Call) -> None:
-        recv, root = call.recv, call.root
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert recv is not None
         for piece, counts, starts in reducer.pieces(recv):
             out = piece if me == root else arrays.scratch(dtype, piece.count)
@@ -124,16 +120,15 @@ def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
             else:
                 comm.Gatherv([out.buffer, counts[me], starts[me], element], None, root)
 
-    return plan
+    return route
 
 
-def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
     """Exchange and combine."""
     reducer = _Reducer(group, dtype, op)
     n, me = group.size(), group.rank()
 
-    def plan(call: Call) -> None:
-        send, recv = call.send, call.recv
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert send is not None and recv is not None
         count = recv.count
         for start in range(0, count, reducer.block):
@@ -154,14 +149,22 @@ def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
             )
             reducer.combine(stack, size, recv, start)
 
-    return plan
+    return route
 
 
-def premultiplied(dtype: DType, factor: object, make: Callable[[DType], Plan]) -> Plan:
+def premultiplied(
+    group: ProcessGroup,
+    dtype: DType,
+    factor: object,
+    everywhere: bool,
+    make: Callable[[DType], Route],
+) -> Route:
     """PREMUL_SUM: each rank's elements times its factor, then ``make(dtype)``'s sum.
 
-    Narrow floats are scaled and summed in float32 and rounded once at the end.
+    everywhere: the result goes to all ranks, not to the root alone. Narrow floats are scaled and
+    summed in float32 and rounded once at the end.
     """
+    me = group.rank()
     wide = by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT else dtype
     summed = make(wide)
 
@@ -170,21 +173,19 @@ def premultiplied(dtype: DType, factor: object, make: Callable[[DType], Plan]) -
         scale(dtype, view.flat, factor, product.flat)
         return product
 
-    def plan(call: Call) -> None:
-        recv = call.recv
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert recv is not None
-        if call.send is None:
+        if send is None:
             out = scaled(recv)
-            summed(Call(call.primitive, call.group, None, out, ReduceOp.SUM, call.root))
+            summed(None, out, root, None)
         else:
             out = recv if wide is dtype else arrays.scratch(wide, recv.count)
-            source = scaled(call.send)
-            summed(Call(call.primitive, call.group, source, out, ReduceOp.SUM, call.root))
-        if out is recv or (call.primitive.root and call.root != call.group.rank()):
+            summed(scaled(send), out, root, blocks)
+        if out is recv or not (everywhere or root == me):
             return
         if wide is dtype:
             recv.flat[...] = out.flat
         else:
             narrow(out.flat, recv.flat)
 
-    return plan
+    return route

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays import Parts, View, scratch
-from mpicoll.calls import Call
+from mpicoll.calls import Blocks, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.routes.wire import INT_MAX, Message, datatype, exchange, message, operation
 
@@ -18,36 +18,33 @@ if TYPE_CHECKING:
 
 __all__ = ["MOVES", "all_reduce", "reduce", "reducible"]
 
-Plan = Callable[[Call], None]
-
 #: Elements of one MPI reduction; more are reduced in as many pieces.
 PIECE = 2**28
 
 
-def broadcast(group: ProcessGroup, dtype: DType) -> Plan:
+def broadcast(group: ProcessGroup, dtype: DType) -> Route:
     """MPI_Bcast (MPI-4.1 section 6.4)."""
     bcast = group.comm.Bcast
 
-    def plan(call: Call) -> None:
-        recv = call.recv
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert recv is not None
-        bcast(message(recv.buffer, recv.count, dtype), call.root)
+        bcast(message(recv.buffer, recv.count, dtype), root)
 
-    return plan
+    return route
 
 
-def all_gather(group: ProcessGroup, dtype: DType) -> Plan:
+def all_gather(group: ProcessGroup, dtype: DType) -> Route:
     """MPI_Allgather; where blocks differ, MPI_Allgatherv (MPI-4.1 section 6.7)."""
     comm, n, me = group.comm, group.size(), group.rank()
 
-    def plan(call: Call) -> None:
-        send, recv, counts = call.send, call.recv, call.receives
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert send is not None and recv is not None
-        if counts is None:
+        if blocks is None:
             comm.Allgather(
                 message(send.buffer, send.count, dtype), message(recv.buffer, send.count, dtype)
             )
             return
+        counts = blocks.receives
         starts = [sum(counts[:r]) for r in range(n)]
         if recv.count <= INT_MAX:
             comm.Allgatherv(
@@ -59,34 +56,32 @@ def all_gather(group: ProcessGroup, dtype: DType) -> Plan:
         for r in range(n):  # displacements are C ints in most MPIs: one rank's block at a time
             comm.Bcast(message(recv.buffer, counts[r], dtype, starts[r]), r)
 
-    return plan
+    return route
 
 
-def gather(group: ProcessGroup, dtype: DType) -> Plan:
+def gather(group: ProcessGroup, dtype: DType) -> Route:
     """MPI_Gather (MPI-4.1 section 6.5)."""
 
-    def plan(call: Call) -> None:
-        send, recv = call.send, call.recv
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert send is not None
         into = None if recv is None else message(recv.buffer, send.count, dtype)
-        group.comm.Gather(message(send.buffer, send.count, dtype), into, call.root)
+        group.comm.Gather(message(send.buffer, send.count, dtype), into, root)
 
-    return plan
+    return route
 
 
-def scatter(group: ProcessGroup, dtype: DType) -> Plan:
+def scatter(group: ProcessGroup, dtype: DType) -> Route:
     """MPI_Scatter (MPI-4.1 section 6.6)."""
 
-    def plan(call: Call) -> None:
-        send, recv = call.send, call.recv
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert recv is not None
         out_of = None if send is None else message(send.buffer, recv.count, dtype)
-        group.comm.Scatter(out_of, message(recv.buffer, recv.count, dtype), call.root)
+        group.comm.Scatter(out_of, message(recv.buffer, recv.count, dtype), root)
 
-    return plan
+    return route
 
 
-def all_to_all(group: ProcessGroup, dtype: DType) -> Plan:
+def all_to_all(group: ProcessGroup, dtype: DType) -> Route:
     """Pairwise exchange of point-to-point messages.
 
     No rank knows the others' block sizes, and MPI_Alltoall and MPI_Alltoallv must not meet each
@@ -95,11 +90,10 @@ def all_to_all(group: ProcessGroup, dtype: DType) -> Plan:
     """
     comm, me = group.comm, group.rank()
 
-    def plan(call: Call) -> None:
-        send, recv, sends, receives = call.send, call.recv, call.sends, call.receives
-        assert send is not None and recv is not None and sends and receives
-        outgoing = _blocks(send, sends, True)
-        incoming = _blocks(recv, receives, False)
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        assert send is not None and recv is not None and blocks is not None
+        outgoing = _blocks(send, blocks.sends, True)
+        incoming = _blocks(recv, blocks.receives, False)
         (own, start, count), (target, begin, _) = outgoing[me], incoming[me]
         if count:
             target.flat[begin : begin + count] = own.flat[start : start + count]
@@ -108,16 +102,16 @@ def all_to_all(group: ProcessGroup, dtype: DType) -> Plan:
             if isinstance(recv, Parts) and packed is not part:
                 part.fill(packed)
 
-    return plan
+    return route
 
 
-def barrier(group: ProcessGroup, dtype: DType | None) -> Plan:
+def barrier(group: ProcessGroup, dtype: DType | None) -> Route:
     """MPI_Barrier (MPI-4.1 section 6.3)."""
 
-    def plan(call: Call) -> None:
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         group.comm.Barrier()
 
-    return plan
+    return route
 
 
 Block = tuple[View, int, int]
@@ -145,7 +139,7 @@ def _messages(blocks: list[Block], dtype: DType, me: int) -> list[Message | None
 
 
 #: What only moves, by the name of the primitive.
-MOVES: dict[str, Callable[[ProcessGroup, Any], Plan]] = {
+MOVES: dict[str, Callable[[ProcessGroup, Any], Route]] = {
     "broadcast": broadcast,
     "all_gather": all_gather,
     "all_gather_single": all_gather,
@@ -175,14 +169,13 @@ def _mpi_operation(op: ReduceOp, dtype: DType) -> MPI.Op:
     return operation(name)
 
 
-def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
     """MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
     reduce_all, n = group.comm.Allreduce, group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     in_place, averaged = MPI.IN_PLACE, op is ReduceOp.AVG
 
-    def plan(call: Call) -> None:
-        recv = call.recv
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert recv is not None
         count = recv.count
         if count <= PIECE:
@@ -195,16 +188,15 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
             flat = recv.flat
             np.divide(flat, n, out=flat)
 
-    return plan
+    return route
 
 
-def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
+def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
     """MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
     comm, n, me = group.comm, group.size(), group.rank()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
 
-    def plan(call: Call) -> None:
-        recv, root = call.recv, call.root
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert recv is not None
         for start in range(0, max(recv.count, 1), PIECE):
             piece = [recv.buffer, min(PIECE, recv.count - start), start, element]
@@ -216,4 +208,4 @@ def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Plan:
             flat = recv.flat
             np.divide(flat, n, out=flat)
 
-    return plan
+    return route

@@ -10,16 +10,18 @@ group alone, so that all ranks compare at the same moment.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpicoll.errors import MismatchError
+from mpicoll.primitives import Layout
 from mpicoll.watch.levels import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
-    from mpicoll.calls import Call
+    from mpicoll.arrays import View
+    from mpicoll.calls import Blocks, Plan
     from mpicoll.groups import ProcessGroup
 
 __all__ = ["FIRST", "STRIDE", "check", "of_call", "of_task"]
@@ -65,45 +67,43 @@ def _agreed(group: ProcessGroup, record: Record) -> bool:
     return bool(np.array_equal(both[: len(mine)], -both[len(mine) :]))
 
 
-def of_call(call: Call) -> tuple[Record, Callable[[], str]]:
+def of_call(
+    plan: Plan, send: View | None, recv: View | None, root: int, blocks: Blocks | None
+) -> tuple[Record, Callable[[], str]]:
     """The record of a primitive's call."""
-    dtype, op = call.dtype, call.op
+    primitive, dtype, op = plan.primitive, plan.dtype, plan.op
+    if primitive.layout is Layout.EXCHANGED:
+        counts: Sequence[int] = ()  # each size is between two ranks
+    elif blocks is not None:
+        counts = blocks.receives
+    else:
+        # The smaller side is one block, which every rank has, roots and others.
+        sides = [view.count for view in (send, recv) if view is not None]
+        counts = [min(sides)] if sides else ()
     record = (
-        call.primitive.code,
+        primitive.code,
         -1 if dtype is None else dtype.code,
         -1 if op is None else op.code,
-        call.root,
-        zlib.crc32(repr(_counts(call)).encode()),
+        root,
+        zlib.crc32(repr(list(counts)).encode()),
     )
-    return record, lambda: _text(call)
+    return record, lambda: _text(plan, root, counts)
+
+
+def _text(plan: Plan, root: int, counts: Sequence[int]) -> str:
+    words = [plan.primitive.name]
+    if plan.dtype is not None:
+        words.append(f"of {plan.dtype}")
+    if counts:
+        words.append(f"with {' + '.join(map(str, counts))} elements")
+    if plan.op is not None:
+        words.append(plan.op.name)
+    if plan.primitive.root:
+        words.append(f"{plan.primitive.root} {root}")
+    return " ".join(words)
 
 
 def of_task(name: str, root: int) -> tuple[Record, Callable[[], str]]:
     """The record of a call that is no primitive."""
     text = name if root < 0 else f"{name} with root {root}"
     return (-2, -1, -1, root, zlib.crc32(name.encode())), lambda: text
-
-
-def _counts(call: Call) -> tuple[int, ...]:
-    """What all ranks must agree on of the sizes; block sizes of an exchange are between two."""
-    if call.primitive.layout.value == "exchanged":
-        return ()
-    if call.receives is not None:
-        return tuple(call.receives)
-    # The smaller side is one block, which every rank has, roots and others.
-    views = [view for view in (call.send, call.recv) if view is not None]
-    return (min(view.count for view in views),) if views else ()
-
-
-def _text(call: Call) -> str:
-    words = [call.primitive.name]
-    if call.dtype is not None:
-        words.append(f"of {call.dtype}")
-    counts = _counts(call)
-    if counts:
-        words.append(f"with {' + '.join(map(str, counts))} elements")
-    if call.op is not None:
-        words.append(call.op.name)
-    if call.primitive.root:
-        words.append(f"{call.primitive.root} {call.root}")
-    return " ".join(words)

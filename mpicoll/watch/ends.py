@@ -8,6 +8,7 @@ badly takes the job along, its own words first.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import signal
@@ -106,10 +107,8 @@ class Guard:
     def abort(self, code: int) -> None:
         """Ends every rank of the job; what was printed goes out first."""
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-            except (OSError, ValueError, AttributeError):
-                pass
         time.sleep(0.1)  # launchers drop what ranks still had in their pipes when the job ends
         self._comm.Abort(code)
 

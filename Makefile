@@ -77,6 +77,7 @@ docs: $(VENV)/.docs  ## the pages of docs/ as HTML, in .cache/site
 	printf 'site_name: mpicoll\n' | $(VENV)/bin/mkdocs build --quiet -f - -d .cache/site
 
 environment: $(VENV)/.test torch  ## what the tests need with MPI=..., and no more
+	@:
 
 # With Intel MPI the tests run without torch, as they do on a machine that has none.
 torch: $(VENV)/.test

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpicoll.errors import LaunchError
+from mpicoll.launch.serialized import serialize
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -13,7 +14,8 @@ __all__ = ["start"]
 
 
 def start() -> MPI.Intracomm:
-    """MPI_COMM_WORLD of an initialised MPI, asked for MPI_THREAD_MULTIPLE.
+    """MPI_COMM_WORLD of an initialised MPI; with one lock around it where MPI gives less than
+    MPI_THREAD_MULTIPLE.
 
     Importing mpi4py.MPI initialises MPI. Raises LaunchError where there is no MPI library, or
     where it was finalised.
@@ -29,4 +31,5 @@ def start() -> MPI.Intracomm:
         raise LaunchError("init_process_group: MPI was finalised; it cannot start again")
     if not MPI.Is_initialized():  # the program told mpi4py to leave that to somebody
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    return MPI.COMM_WORLD
+    world = MPI.COMM_WORLD
+    return world if MPI.Query_thread() == MPI.THREAD_MULTIPLE else serialize(world)

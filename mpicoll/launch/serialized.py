@@ -1,0 +1,115 @@
+"""Communicators for MPI libraries that let one thread in at a time.
+
+Where MPI gives less than MPI_THREAD_MULTIPLE, one lock serves the whole process. A thread that
+blocked inside MPI would keep the lock from others whose messages it may be waiting for, so
+blocking calls become their non-blocking twins, tested under the lock and waited for outside of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["serialize"]
+
+_lock = threading.RLock()
+#: Seconds between two tests of what is not complete yet, at the longest.
+_LONGEST = 200e-6
+
+
+def serialize(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """The communicator, with every call under the process's one lock."""
+    return cast("MPI.Intracomm", _Communicator(comm))
+
+
+class _Request:
+    """A request whose every call is under the lock."""
+
+    def __init__(self, request: MPI.Request) -> None:
+        self._request = request
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        with _lock:
+            return self._request.Test(status)
+
+    def Wait(self, status: MPI.Status | None = None) -> None:
+        pause = 1e-6
+        while not self.Test(status):
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def Cancel(self) -> None:
+        with _lock:
+            self._request.Cancel()
+
+
+class _Communicator:
+    """The calls of a communicator that mpicoll makes.
+
+    What has no twin below, creating communicators above all, blocks with the lock held.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._comm, name)
+
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with _lock:
+                return method(*args, **kwargs)
+
+        return locked
+
+    def _begin(self, start: Callable[..., MPI.Request], *args: Any) -> _Request:
+        with _lock:
+            return _Request(start(*args))
+
+    def Create_group(self, *args: Any) -> _Communicator:
+        with _lock:
+            return _Communicator(self._comm.Create_group(*args))
+
+    def Dup(self) -> _Communicator:
+        with _lock:
+            return _Communicator(self._comm.Dup())
+
+    def Isend(self, *args: Any) -> _Request:
+        return self._begin(self._comm.Isend, *args)
+
+    def Irecv(self, *args: Any) -> _Request:
+        return self._begin(self._comm.Irecv, *args)
+
+    def Barrier(self) -> None:
+        self._begin(self._comm.Ibarrier).Wait()
+
+    def Bcast(self, *args: Any) -> None:
+        self._begin(self._comm.Ibcast, *args).Wait()
+
+    def Reduce(self, *args: Any) -> None:
+        self._begin(self._comm.Ireduce, *args).Wait()
+
+    def Allreduce(self, *args: Any) -> None:
+        self._begin(self._comm.Iallreduce, *args).Wait()
+
+    def Gather(self, *args: Any) -> None:
+        self._begin(self._comm.Igather, *args).Wait()
+
+    def Gatherv(self, *args: Any) -> None:
+        self._begin(self._comm.Igatherv, *args).Wait()
+
+    def Scatter(self, *args: Any) -> None:
+        self._begin(self._comm.Iscatter, *args).Wait()
+
+    def Allgather(self, *args: Any) -> None:
+        self._begin(self._comm.Iallgather, *args).Wait()
+
+    def Allgatherv(self, *args: Any) -> None:
+        self._begin(self._comm.Iallgatherv, *args).Wait()
+
+    def Alltoallv(self, *args: Any) -> None:
+        self._begin(self._comm.Ialltoallv, *args).Wait()

@@ -1,0 +1,77 @@
+"""Writes the support tables of api.md from the project's own tables.
+
+    python docs/support.py          rewrite the part between the two marks
+    python docs/support.py --check  exit code 1 if that would change anything
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mpicoll.dtypes import DTYPES, OPERATIONS, Kind
+from mpicoll.primitives import PRIMITIVES, Layout
+
+PAGE = Path(__file__).with_name("api.md")
+BEGIN, END = "<!-- tables: begin (docs/support.py) -->\n", "<!-- tables: end -->\n"
+
+_IN_WORDS = {
+    Layout.IN_PLACE: "one array, in place",
+    Layout.GATHERED: "the inputs of all ranks, in rank order",
+    Layout.SCATTERED: "one block for each rank, in rank order",
+    Layout.EXCHANGED: "one block for and from each rank",
+    Layout.EMPTY: "no array",
+}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def tables() -> str:
+    """The table of primitives and the table of dtypes and operations."""
+    primitives = [
+        [
+            f"`{row.name}`" + "".join(f", `{alias}`" for alias in row.aliases),
+            _IN_WORDS[row.layout] + (", as a list" if row.listed else ""),
+            f"`{row.root}`" if row.root else "",
+            "yes" if row.reduces else "",
+        ]
+        for row in PRIMITIVES
+    ]
+    dtypes = [
+        [
+            f"`{row.name}`",
+            "logical" if row.kind is Kind.BOOL else row.accumulate.name,
+            *("yes" if row.kind in op.kinds else "refused" for op in OPERATIONS),
+        ]
+        for row in DTYPES
+    ]
+    return (
+        table(["primitive", "arrays", "root", "combines"], primitives)
+        + "\nEvery dtype is moved by every primitive; these are the reductions:\n\n"
+        + table(["dtype", "computed in", *(op.name for op in OPERATIONS)], dtypes)
+    )
+
+
+def page(text: str) -> str:
+    """The page with its tables written anew."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+
+
+def main() -> int:
+    """Write or check."""
+    old = PAGE.read_text(encoding="utf-8")
+    new = page(old)
+    if "--check" in sys.argv[1:]:
+        return int(new != old)
+    PAGE.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

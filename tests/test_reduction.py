@@ -1,0 +1,494 @@
+"""The local reduction against oracles written in another way, bit for bit."""
+
+import functools
+import itertools
+import math
+import operator
+import struct
+import threading
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpicoll import reduction
+from mpicoll.dtypes import DTYPES, Kind, ReduceOp, by_name
+from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+NARROW = [dtype for dtype in DTYPES if dtype.kind is Kind.NARROW_FLOAT]
+WIDE = [dtype for dtype in DTYPES if dtype.kind is not Kind.NARROW_FLOAT]
+NARROW_OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
+COUNTS = [0, 1, 7, 1000, 100003]
+
+by_dtype = pytest.mark.parametrize("dtype", NARROW, ids=repr)
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def kernels(request, monkeypatch):
+    """Either implementation in turn."""
+    if request.param == "numpy":
+        monkeypatch.setattr(reduction, "_kernels", dict.fromkeys(NARROW, reduction._NumPy()))
+    elif not reduction.COMPILED:
+        pytest.skip(reduction.how())
+    return request.param
+
+
+def bits(array):
+    return array.view(f"u{array.itemsize}")
+
+
+def assert_same_bits(got, expected):
+    differ = np.flatnonzero(bits(got) != bits(expected))
+    where = differ[:5]
+    assert not differ.size, f"{differ.size} differ: {where}: {got[where]} for {expected[where]}"
+
+
+# ---- The oracle: whole float32 arrays, one astype; comparisons where NumPy has minimum -----------
+
+
+def astype(values, dtype):
+    """The conversion of NumPy and ml_dtypes, with one NaN for all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return np.where(values != values, np.float32("nan"), values).astype(dtype.numpy)
+
+
+def choose(better):
+    return lambda a, b: np.where(better(a, b) | (a != a), a, b)
+
+
+FOLDS = {
+    "SUM": operator.add,
+    "AVG": operator.add,
+    "PREMUL_SUM": operator.add,
+    "PRODUCT": operator.mul,
+    "MIN": choose(operator.lt),
+    "MAX": choose(operator.gt),
+}
+
+
+def oracle(op, dtype, sources, divisor=1):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wide = [source.astype(np.float32) for source in sources]
+        return astype(functools.reduce(FOLDS[op.name], wide) / np.float32(divisor), dtype)
+
+
+def random_bits(dtype, count, seed):
+    """Any bits: NaN, infinities, subnormals and zeros of both signs are among them."""
+    words = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, count)
+    return words.astype(f"u{dtype.itemsize}").view(dtype.numpy)
+
+
+def near_one(dtype, count, seed):
+    """Numbers whose sums and products need rounding and stay finite."""
+    values = np.random.default_rng(seed).normal(1, 0.5, count)
+    return abs(values).astype(np.float32).astype(dtype.numpy)
+
+
+# ---- Narrow floats -------------------------------------------------------------------------------
+
+
+@by_dtype
+@pytest.mark.parametrize("op", NARROW_OPS, ids=repr)
+def test_combine(kernels, dtype, op):
+    for make, n, count in itertools.product((random_bits, near_one), range(1, 6), COUNTS):
+        sources = [make(dtype, count, seed) for seed in range(n)]
+        kept = [source.tobytes() for source in sources]
+        out = np.empty(count, dtype.numpy)
+        for divisor in (1, n, 7) if op is ReduceOp.AVG else (1,):
+            reduction.combine(op, dtype, sources, out, divisor)
+            assert_same_bits(out, oracle(op, dtype, sources, divisor))
+        assert kept == [source.tobytes() for source in sources]
+
+
+@by_dtype
+def test_all_pairs_of_8_bits(kernels, dtype):
+    """Every pair of 8-bit floats; of 16-bit floats, pairs with a stride prime to the period."""
+    if dtype.itemsize == 1:
+        a, b = (side.ravel() for side in np.mgrid[0:256, 0:256].astype(np.uint8))
+    else:
+        a = np.arange(1 << 16, dtype=np.uint16)
+        b = a * np.uint16(40503)
+    sources = [np.ascontiguousarray(side).view(dtype.numpy) for side in (a, b)]
+    out = np.empty(1 << 16, dtype.numpy)
+    for op in NARROW_OPS:
+        reduction.combine(op, dtype, sources, out)
+        assert_same_bits(out, oracle(op, dtype, sources))
+
+
+@by_dtype
+@pytest.mark.parametrize("count", [5, 70001])
+def test_out_may_be_a_source(kernels, dtype, count):
+    for op, n in itertools.product(NARROW_OPS, (1, 2, 4)):
+        for aliased in range(n):
+            sources = [random_bits(dtype, count, seed) for seed in range(n)]
+            expected = oracle(op, dtype, sources)
+            reduction.combine(op, dtype, sources, sources[aliased])
+            assert_same_bits(sources[aliased], expected)
+
+
+@by_dtype
+def test_one_rounding(kernels, dtype):
+    """1 + e + e, where 1 + e alone would round to 1 again: the float32 knows better."""
+    one = np.array([1], dtype.numpy)
+    ulp = float(ml_dtypes.finfo(dtype.numpy).eps)
+    half = np.array([ulp / 2], np.float32).astype(dtype.numpy)
+    assert float(half[0]) == ulp / 2
+    out = np.empty_like(one)
+    reduction.combine(ReduceOp.SUM, dtype, [one, half, half], out)
+    assert float(out[0]) == 1 + ulp
+
+
+def test_result_is_exact_arithmetic_rounded_once(kernels):
+    """bfloat16 sums of three that float32 holds exactly, rounded by integers instead of floats."""
+    rng = np.random.default_rng(0)
+    sources = [rng.integers(-256, 257, 5000).astype(ml_dtypes.bfloat16) for _ in range(3)]
+    out = np.empty(5000, ml_dtypes.bfloat16)
+    reduction.combine(ReduceOp.SUM, by_name["bfloat16"], sources, out)
+    for *numbers, got in zip(*sources, out, strict=True):
+        exact = sum(int(number) for number in numbers)
+        unit = 1 << max(abs(exact).bit_length() - 8, 0)
+        assert int(got) == round(exact / unit) * unit  # Python rounds ties to even
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_special_values(kernels, name):
+    dtype = by_name[name]
+    nan, inf, big = float("nan"), float("inf"), float(ml_dtypes.finfo(dtype.numpy).max)
+    tiny = float(ml_dtypes.finfo(dtype.numpy).smallest_subnormal)
+    cases = [
+        (ReduceOp.SUM, inf, -inf, nan),
+        (ReduceOp.SUM, big, big, inf),
+        (ReduceOp.SUM, -big, -big, -inf),
+        (ReduceOp.SUM, tiny, tiny, 2 * tiny),
+        (ReduceOp.SUM, -0.0, -0.0, -0.0),
+        (ReduceOp.SUM, -0.0, 0.0, 0.0),
+        (ReduceOp.SUM, big, -big, 0.0),
+        (ReduceOp.PRODUCT, tiny, 0.5, 0.0),  # a tie, to even
+        (ReduceOp.PRODUCT, -tiny, 0.5, -0.0),
+        (ReduceOp.PRODUCT, 3 * tiny, 0.5, 2 * tiny),
+        (ReduceOp.PRODUCT, inf, 0.0, nan),
+        (ReduceOp.MIN, nan, 1.0, nan),
+        (ReduceOp.MIN, 1.0, nan, nan),
+        (ReduceOp.MAX, nan, 1.0, nan),
+        (ReduceOp.MAX, 1.0, nan, nan),
+        (ReduceOp.MIN, -inf, tiny, -inf),
+        (ReduceOp.MAX, -inf, tiny, tiny),
+    ]
+    for count in (1, 40):  # alone, and in full vectors
+        for op, a, b, expected in cases:
+            sources = [np.full(count, x, np.float32).astype(dtype.numpy) for x in (a, b)]
+            out = np.empty(count, dtype.numpy)
+            reduction.combine(op, dtype, sources, out)
+            assert_same_bits(out, np.full(count, expected, np.float32).astype(dtype.numpy))
+
+
+@by_dtype
+def test_average_divides_before_rounding(kernels, dtype):
+    """The sum of the greatest numbers overflows the dtype, their average does not."""
+    greatest = np.array([ml_dtypes.finfo(dtype.numpy).max] * 9, dtype.numpy)
+    if dtype.name in ("bfloat16", "float8_e8m0fnu"):  # as wide as float32
+        greatest = (greatest.astype(np.float32) / 8).astype(dtype.numpy)
+    out = np.empty_like(greatest)
+    reduction.combine(ReduceOp.AVG, dtype, [greatest] * 4, out, 4)
+    assert_same_bits(out, greatest)
+
+
+@by_dtype
+def test_nan_has_one_form(kernels, dtype):
+    """Whatever the operands' signs and payloads, and wherever in a vector they are."""
+    nan = np.array([np.nan], np.float32).astype(dtype.numpy)
+    everything = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype.numpy)
+    nans = everything[np.isnan(everything.astype(np.float32))]
+    for a, b in itertools.product(nans[[0, len(nans) // 2, -1]], repeat=2):
+        for op in NARROW_OPS:
+            out = np.zeros(37, dtype.numpy)
+            reduction.combine(op, dtype, [np.full(37, a), np.full(37, b)], out)
+            assert set(bits(out)) == set(bits(nan))
+
+
+# ---- Conversions ---------------------------------------------------------------------------------
+
+
+def to_float(name, word):
+    """What the bits of a number mean, in Python; float16 by struct, bfloat16 by its definition."""
+    if name == "float16":
+        return struct.unpack("<e", struct.pack("<H", word))[0]
+    return struct.unpack("<f", struct.pack("<I", word << 16))[0]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_all_16_bit_numbers_come_back(kernels, name):
+    dtype = by_name[name]
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype.numpy)
+    wide = np.empty(1 << 16, np.float32)
+    reduction.scale(dtype, numbers, 1.0, wide)
+    expected = np.array([to_float(name, word) for word in range(1 << 16)], np.float32)
+    np.testing.assert_array_equal(wide, expected)
+    ordered = ~np.isnan(expected)
+    assert_same_bits(wide[ordered], expected[ordered])
+    back = np.empty_like(numbers)
+    reduction.narrow(wide, back)
+    assert_same_bits(back[ordered], numbers[ordered])
+
+
+@by_dtype
+def test_all_roundings(kernels, dtype):
+    """At and around every number, and at and around the middle between every two neighbours."""
+    everything = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype.numpy)
+    numbers = everything.astype(np.float32)
+    numbers = np.unique(numbers[np.isfinite(numbers)])
+    beyond = 2 * numbers[-1].astype(np.float64) - numbers[-2]
+    grid = np.append(numbers.astype(np.float64), beyond)
+    points = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, -grid])
+    with np.errstate(over="ignore"):
+        points = points.astype(np.float32)
+    up, down = (np.nextafter(points, np.float32(end)) for end in (np.inf, -np.inf))
+    extremes = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-38, 3e38, -3e38, np.inf, -np.inf, np.nan])
+    source = np.concatenate([points, up, down, extremes.astype(np.float32)])
+    out = np.empty(source.size, dtype.numpy)
+    reduction.narrow(source, out)
+    assert_same_bits(out, astype(source, dtype))
+
+
+@by_dtype
+def test_random_roundings(kernels, dtype):
+    source = np.random.default_rng(1).integers(0, 1 << 32, 300001, np.uint32).view(np.float32)
+    kept = source.tobytes()
+    out = np.empty(source.size, dtype.numpy)
+    reduction.narrow(source, out)
+    assert_same_bits(out, astype(source, dtype))
+    assert source.tobytes() == kept
+
+
+@pytest.mark.parametrize("offset", [1, 3])
+def test_unaligned_memory(kernels, offset):
+    dtype = by_name["float16"]
+    for count in (9, 3000):
+        sources = [
+            np.zeros(2 * count + 4, np.uint8)[offset : offset + 2 * count].view(dtype.numpy)
+            for _ in range(2)
+        ]
+        for seed, source in enumerate(sources):
+            source[:] = random_bits(dtype, count, seed)
+        expected = oracle(ReduceOp.SUM, dtype, sources)
+        reduction.combine(ReduceOp.SUM, dtype, sources, sources[1])
+        assert_same_bits(sources[1].copy(), expected)
+
+
+def test_threads(kernels):
+    dtype = by_name["bfloat16"]
+    sources = [random_bits(dtype, 100003, seed) for seed in range(3)]
+    outs = [np.empty(100003, dtype.numpy) for _ in range(4)]
+
+    def work(out):
+        for _ in range(5):
+            reduction.combine(ReduceOp.SUM, dtype, sources, out)
+
+    threads = [threading.Thread(target=work, args=(out,)) for out in outs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for out in outs:
+        assert_same_bits(out, oracle(ReduceOp.SUM, dtype, sources))
+
+
+# ---- Scaling -------------------------------------------------------------------------------------
+
+
+@by_dtype
+@pytest.mark.parametrize("count", COUNTS)
+def test_scale_narrow(kernels, dtype, count):
+    source = random_bits(dtype, count, 0)
+    with np.errstate(all="ignore"):
+        expected = source.astype(np.float32) * np.float32(1 / 3)
+    wide, out = np.empty(count, np.float32), np.empty(count, dtype.numpy)
+    reduction.scale(dtype, source, 1 / 3, wide)
+    np.testing.assert_array_equal(wide, expected)
+    reduction.scale(dtype, source, 1 / 3, out)
+    assert_same_bits(out, astype(expected, dtype))
+    reduction.scale(dtype, source, 1 / 3, source)
+    assert_same_bits(source, out)
+
+
+@pytest.mark.parametrize("factor", [0, 3, -1, 255, -(1 << 70) - 5])
+@pytest.mark.parametrize("name", [dtype.name for dtype in WIDE if dtype.kind is Kind.INTEGER])
+def test_scale_integers_wraps(name, factor):
+    dtype = by_name[name]
+    info = np.iinfo(dtype.numpy)
+    source = np.array([0, 1, 2, 77, info.max, info.min], dtype.numpy)
+    out = np.empty_like(source)
+    reduction.scale(dtype, source, factor, out)
+    for number, got in zip(source.tolist(), out.tolist(), strict=True):
+        assert (number * factor - got) % (info.max - info.min + 1) == 0
+
+
+def test_scale_wide():
+    source = np.array([1.5, -2.0, np.inf, 3e38], np.float32)
+    out = np.empty_like(source)
+    reduction.scale(by_name["float32"], source, 0.1, out)
+    assert_same_bits(out, np.array([float(x) * float(np.float32(0.1)) for x in source], np.float32))
+    numbers = np.array([1 + 2j, complex(math.inf, 1), -1j])
+    out = np.empty_like(numbers)
+    reduction.scale(by_name["complex128"], numbers, 2.0, out)
+    assert out.tolist() == [2 + 4j, complex(math.inf, 2), -2j]
+    reduction.scale(by_name["complex128"], numbers, 1j, out)
+    assert out[0] == -2 + 1j
+
+
+# ---- Wide dtypes ---------------------------------------------------------------------------------
+
+
+def wide_values(dtype, count, seed):
+    rng = np.random.default_rng(seed)
+    if dtype.kind is Kind.BOOL:
+        return rng.random(count) < 0.5
+    if dtype.kind is Kind.INTEGER:
+        return rng.integers(0, 256, (count, dtype.itemsize), np.uint8).view(dtype.numpy).ravel()
+    parts = rng.standard_normal(count * (2 if dtype.kind is Kind.COMPLEX else 1))
+    return parts.astype(np.finfo(dtype.numpy).dtype).view(dtype.numpy)
+
+
+def by_element(op, dtype, elements):
+    """One element's reduction in Python; floats by NumPy scalars of the dtype."""
+    if dtype.kind is Kind.BOOL:
+        folds = {"SUM": any, "BOR": any, "MAX": any, "BXOR": lambda x: sum(x) % 2 == 1}
+        return folds.get(op.name, all)([bool(x) for x in elements])
+    if dtype.kind is Kind.INTEGER:
+        folds = dict(FOLDS, MIN=min, MAX=max, BAND=operator.and_, BOR=operator.or_)
+        folds["BXOR"] = operator.xor
+        number = functools.reduce(folds[op.name], [int(x) for x in elements])
+        modulus = 1 << 8 * dtype.itemsize
+        number %= modulus
+        signed = np.iinfo(dtype.numpy).min < 0
+        return number - modulus if signed and number >= modulus // 2 else number
+    return functools.reduce(FOLDS[op.name], elements)
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=repr)
+def test_combine_wide(dtype):
+    with np.errstate(all="ignore"):
+        ops = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+        for name, n, count in itertools.product(ops, range(1, 6), (0, 1, 7, 300)):
+            op = getattr(ReduceOp, name)
+            if dtype.kind not in op.kinds:
+                continue
+            sources = [wide_values(dtype, count, seed) for seed in range(n)]
+            if dtype.kind is Kind.COMPLEX:  # where NumPy's scalars round differently from arrays
+                expected = functools.reduce(FOLDS[op.name], sources)
+            else:
+                elements = zip(*sources, strict=True)
+                expected = [by_element(op, dtype, each) for each in elements]
+            for aliased in (None, *range(n)):
+                inputs = [source.copy() for source in sources]
+                out = np.empty(count, dtype.numpy) if aliased is None else inputs[aliased]
+                reduction.combine(op, dtype, inputs, out)
+                assert out.tobytes() == np.array(expected, dtype.numpy).tobytes()
+
+
+@pytest.mark.parametrize("name", ["complex64", "complex128"])
+def test_blocks_do_not_show(name):
+    """A long product, in place, and the same product one by one and in threes."""
+    dtype = by_name[name]
+    sources = [wide_values(dtype, 20001, seed) for seed in range(3)]
+    last = sources[2].copy()
+    reduction.combine(ReduceOp.PRODUCT, dtype, [*sources[:2], last], last)
+    for length in (1, 3):
+        for start in (0, 8191, 8192, 16383, 16384, 20000):
+            pieces = [source[start : start + length] for source in sources]
+            out = np.empty_like(pieces[0])
+            reduction.combine(ReduceOp.PRODUCT, dtype, pieces, out)
+            assert out.tobytes() == last[start : start + length].tobytes()
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
+def test_long_average_of_wide(name):
+    dtype = by_name[name]
+    sources = [wide_values(dtype, 100003, seed) for seed in range(4)]
+    a, b, c, d = (source.view(np.finfo(dtype.numpy).dtype) for source in sources)
+    expected = (((a + b) + c) + d) / np.array(3, a.dtype)
+    reduction.combine(ReduceOp.AVG, dtype, sources, sources[3], 3)
+    assert_same_bits(sources[3].view(a.dtype), expected)
+
+
+def test_average_keeps_infinite_parts():
+    source = np.array([complex(math.inf, 3)])
+    out = np.empty_like(source)
+    reduction.combine(ReduceOp.AVG, by_name["complex128"], [source], out, 3)
+    assert out[0] == complex(math.inf, 1)
+
+
+def test_long_integers_wrap():
+    dtype = by_name["int8"]
+    sources = [np.full(300001, 100, np.int8) for _ in range(3)]
+    reduction.combine(ReduceOp.SUM, dtype, sources, sources[2])
+    assert set(sources[2].tolist()) == {300 - 256}
+
+
+def test_no_warnings(kernels):
+    big = np.array([3e38, np.inf, np.nan], np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reduction.combine(ReduceOp.SUM, by_name["float32"], [big, -big, big], np.empty_like(big))
+        half = np.array([6e4, np.inf, np.nan], np.float16)
+        reduction.combine(ReduceOp.PRODUCT, by_name["float16"], [half, -half], half)
+        reduction.narrow(big, half)
+        reduction.scale(by_name["float32"], big, 1e300, big)
+
+
+# ---- Refusals and choices ------------------------------------------------------------------------
+
+
+def test_errors():
+    bfloat16, int32 = by_name["bfloat16"], by_name["int32"]
+    good = np.zeros(4, ml_dtypes.bfloat16)
+    read_only = good.copy()
+    read_only.flags.writeable = False
+
+    def refused(error, sources, out=good, op=ReduceOp.SUM, dtype=bfloat16, divisor=1):
+        with pytest.raises(error):
+            reduction.combine(op, dtype, sources, out, divisor)
+
+    refused(ArgumentError, [])
+    refused(ArgumentError, [good, good[:3]])
+    refused(ArgumentError, [good.reshape(2, 2)])
+    refused(ArgumentError, [np.zeros(8, good.dtype)[::2]])
+    refused(ArgumentError, [good], read_only)
+    refused(ArgumentTypeError, [good, np.zeros(4, np.uint16)])
+    refused(ArgumentTypeError, [good], np.zeros(4, np.float16))
+    refused(UnsupportedError, [good], op=ReduceOp.BAND)
+    numbers = np.zeros(4, np.int32)
+    refused(UnsupportedError, [numbers], numbers, ReduceOp.AVG, int32)
+    refused(UnsupportedError, [numbers], numbers, ReduceOp.SUM, int32, 2)
+
+    with pytest.raises(ArgumentTypeError):
+        reduction.scale(int32, numbers, 0.5, numbers)
+    with pytest.raises(ArgumentTypeError):
+        reduction.scale(bfloat16, good, 1j, good)
+    with pytest.raises(ArgumentTypeError):
+        reduction.scale(bfloat16, good, 1.0, np.zeros(4))
+    with pytest.raises(UnsupportedError):
+        reduction.scale(by_name["bool"], np.zeros(1, bool), 1, np.zeros(1, bool))
+    with pytest.raises(ArgumentTypeError):
+        reduction.narrow(np.zeros(4), good)
+    with pytest.raises(ArgumentTypeError):
+        reduction.narrow(np.zeros(4, np.float32), np.zeros(4, np.float32))
+
+
+def test_the_environment_forces_numpy(monkeypatch):
+    monkeypatch.setenv("MPICOLL_KERNELS", "numpy")
+    assert reduction._choose()[1].startswith("numpy")
+
+
+def test_a_broken_library_is_not_used(monkeypatch, tmp_path):
+    broken = tmp_path / "_reduction.so"
+    broken.write_bytes(b"nothing")
+    spec = type("Spec", (), {"origin": str(broken)})
+    monkeypatch.setattr(reduction.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.delenv("MPICOLL_KERNELS", raising=False)
+    assert "does not load" in reduction._choose()[1]
+    monkeypatch.setattr(reduction.importlib.util, "find_spec", lambda _: None)
+    assert "not built" in reduction._choose()[1]

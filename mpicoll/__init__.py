@@ -23,6 +23,11 @@ __version__ = "0.1.0"
 
 #: Where each public name lives.
 _HOMES = {
+    "backends": (
+        "Backend", "get_default_backend_for_device", "is_available", "is_backend_available",
+        "is_gloo_available", "is_mpi_available", "is_nccl_available", "is_torchelastic_launched",
+        "is_ucc_available", "is_xccl_available",
+    ),
     "collectives": (
         "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
         "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier",
@@ -49,12 +54,12 @@ _HOMES = {
         "P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_async", "send",
     ),
     "runtime": (
-        "SHRINK_ABORT", "SHRINK_DEFAULT", "Backend", "destroy_process_group", "get_backend",
-        "get_backend_config", "get_default_backend_for_device", "get_node_local_rank",
-        "get_pg_count", "init_process_group", "is_available", "is_backend_available",
-        "is_gloo_available", "is_initialized", "is_mpi_available", "is_nccl_available",
-        "is_torchelastic_launched", "is_ucc_available", "is_xccl_available", "new_group",
-        "new_subgroups", "new_subgroups_by_enumeration", "shrink_group", "split_group",
+        "destroy_process_group", "get_backend", "get_backend_config", "get_node_local_rank",
+        "get_pg_count", "init_process_group", "is_initialized",
+    ),
+    "subgroups": (
+        "SHRINK_ABORT", "SHRINK_DEFAULT", "new_group", "new_subgroups",
+        "new_subgroups_by_enumeration", "shrink_group", "split_group",
     ),
     "watch.levels": (
         "DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env",
@@ -80,6 +85,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from mpicoll.backends import *  # noqa: F403
     from mpicoll.collectives import *  # noqa: F403
     from mpicoll.dtypes import ReduceOp as ReduceOp
     from mpicoll.errors import *  # noqa: F403
@@ -88,6 +94,7 @@ if TYPE_CHECKING:
     from mpicoll.pickles import restricted_pickle as restricted_pickle
     from mpicoll.point_to_point import *  # noqa: F403
     from mpicoll.runtime import *  # noqa: F403
+    from mpicoll.subgroups import *  # noqa: F403
     from mpicoll.watch.levels import *  # noqa: F403
     from mpicoll.work import Future as Future
     from mpicoll.work import Work as Work

@@ -105,8 +105,9 @@ def _plan(
 ) -> Plan:
     """The plan for calls of this kind, made when the first one comes."""
     key = (primitive, dtype, op)
-    if key in group.plans:
-        return group.plans[key]
+    known: Plan | None = group.plans.get(key)
+    if known is not None:
+        return known
     from mpicoll import routes  # loads MPI, which importing this module must not
 
     group.check_open()

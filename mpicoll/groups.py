@@ -14,8 +14,6 @@ from mpicoll.progress import Worker
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.calls import Plan
-
 __all__ = [
     "GroupMember",
     "ProcessGroup",
@@ -69,7 +67,7 @@ class ProcessGroup:
         self.group_desc = description
         self.lock = threading.Lock()
         self.worker = Worker(f"mpicoll-{name}")
-        self.plans: dict[Any, Plan] = {}
+        self.plans: dict[Any, Any] = {}
         self.sequence = 0
         self.next_check = 0
         self.monitored = 0

@@ -1,0 +1,139 @@
+"""The names of backends, and what is available."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any, ClassVar
+
+from mpicoll.errors import ArgumentError, UnsupportedError
+
+__all__ = [
+    "Backend",
+    "get_default_backend_for_device",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "named",
+]
+
+
+class Backend(str):
+    """The name of a backend in lower case: ``Backend("MPI") == Backend.MPI == "mpi"``.
+
+    Everything is carried by MPI. "gloo" and "nccl" are names under which existing scripts keep
+    running: host buffers and device buffers.
+    """
+
+    __slots__ = ()
+
+    UNDEFINED: ClassVar[str] = "undefined"
+    MPI: ClassVar[str] = "mpi"
+    GLOO: ClassVar[str] = "gloo"
+    NCCL: ClassVar[str] = "nccl"
+    UCC: ClassVar[str] = "ucc"
+    XCCL: ClassVar[str] = "xccl"
+    FAKE: ClassVar[str] = "fake"
+
+    backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "mpi"]
+    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": "mpi", "cuda": "mpi"}
+    backend_capability: ClassVar[dict[str, list[str]]] = {
+        "mpi": ["cpu"],
+        "gloo": ["cpu"],
+        "nccl": ["cpu"],
+    }
+
+    def __new__(cls, name: str) -> Backend:
+        """The backend of that name; raises ArgumentError (a ValueError) for what is no string."""
+        if not isinstance(name, str):
+            raise ArgumentError(f"Backend: expected a name, got {type(name).__name__}")
+        return super().__new__(cls, name.lower())
+
+    @classmethod
+    def register_backend(
+        cls,
+        name: str,
+        func: Any,
+        extended_api: bool = False,
+        devices: str | list[str] | None = None,
+    ) -> None:
+        """Refused: mpicoll carries everything over MPI and takes no plug-ins."""
+        raise UnsupportedError(
+            f"Backend.register_backend: {name!r}: mpicoll takes no other backends; register it "
+            "with torch.distributed"
+        )
+
+
+def named(name: str | None, where: str) -> str:
+    """The backend asked for, "mpi" where none is; raises ArgumentError for one that is not ours."""
+    if name is None:
+        return Backend.MPI
+    found = str(Backend(name))
+    devices = [part.partition(":")[2] or part for part in found.split(",")]
+    for device in devices:
+        if not is_backend_available(device):
+            raise ArgumentError(
+                f"{where}: backend {found!r} is not available; expected mpi, or gloo or nccl as "
+                "names under which scripts run over MPI"
+            )
+    return found
+
+
+def is_available() -> bool:
+    """True: mpicoll is here."""
+    return True
+
+
+def is_mpi_available() -> bool:
+    """True where mpi4py is installed; what MPI library it loads shows at init_process_group."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def is_gloo_available() -> bool:
+    """True where MPI is: "gloo" is a name under which host buffers go over MPI."""
+    return is_mpi_available()
+
+
+def is_nccl_available() -> bool:
+    """False: NCCL itself is not used yet. backend="nccl" is accepted all the same."""
+    return False
+
+
+def is_ucc_available() -> bool:
+    """False: there is no UCC backend."""
+    return False
+
+
+def is_xccl_available() -> bool:
+    """False: there is no XCCL backend."""
+    return False
+
+
+def is_backend_available(backend: str) -> bool:
+    """True for the names that init_process_group takes: "mpi", "gloo", "nccl"."""
+    return backend.lower() in (Backend.MPI, Backend.GLOO, Backend.NCCL) and is_mpi_available()
+
+
+def is_torchelastic_launched() -> bool:
+    """True where torchrun (torchelastic) started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def get_default_backend_for_device(device: Any) -> str:
+    """The backend of a device ("cpu", "cuda:1" or a torch.device).
+
+    Raises ArgumentError (a ValueError) for a device that has none.
+    """
+    kind = str(getattr(device, "type", device)).partition(":")[0]
+    try:
+        return Backend.default_device_backend_map[kind]
+    except KeyError:
+        raise ArgumentError(
+            f"get_default_backend_for_device: no backend serves device {device!r}; expected one of "
+            f"{', '.join(Backend.default_device_backend_map)}"
+        ) from None

@@ -1,0 +1,302 @@
+"""Groups made of groups: new_group, new_subgroups, split_group, shrink_group."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from mpicoll import backends, execute, groups
+from mpicoll.backends import Backend
+from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError, UnsupportedError
+from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.runtime import end, member, node_size
+from mpicoll.work import seconds
+
+__all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "shrink_group",
+    "split_group",
+]
+
+SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> ProcessGroup | int | None:
+    """Makes the group of some global ranks.
+
+    ranks:      global ranks, None for all; sorted unless ``sort_ranks`` is False.
+    timeout:    seconds or a timedelta; the default group's where None.
+    use_local_synchronization: ranks that are not members need not call, and get None.
+
+    Every rank of the default group calls, in the same order; only members communicate. Returns the
+    group, on others GroupMember.NON_GROUP_MEMBER. Raises ArgumentError (a ValueError) for ranks
+    that are given twice or do not exist.
+    """
+    where = "new_group"
+    world = default_group()
+    chosen = world.backend if backend is None else backends.named(backend, where)
+    limit = seconds(timeout, world.timeout, where)
+    _refuse_options(where, pg_options, device_id)
+    size = world.size()
+    members = list(range(size)) if ranks is None else [_rank(r, size, where) for r in ranks]
+    if len(set(members)) != len(members):
+        raise ArgumentError(f"{where}: ranks: some rank is given twice in {members}")
+    if sort_ranks:
+        members.sort()
+    if use_local_synchronization:
+        # Others may not call, so the count of groups is no common ground: the name tells what
+        # the members know.
+        same = sum(1 for g in state.groups.values() if g.ranks == tuple(members))
+        name = f"local:{','.join(map(str, members))}:{same}"
+    else:
+        state.made += 1
+        name = str(state.made)
+    if world.rank() not in members:
+        return None if use_local_synchronization else GroupMember.NON_GROUP_MEMBER
+    return execute.in_order(  # type: ignore[no-any-return]
+        world,
+        where,
+        lambda: groups.create(
+            world,
+            members,
+            members,
+            backend=chosen,
+            timeout=limit,
+            name=name,
+            description=group_desc or "undefined",
+        ),
+    )
+
+
+def _rank(rank: Any, size: int, where: str) -> int:
+    try:
+        found = int(rank)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"{where}: ranks: expected ints, got {type(rank).__name__}"
+        ) from None
+    if not 0 <= found < size:
+        raise ArgumentError(f"{where}: ranks: rank {found} is out of range 0 to {size - 1}")
+    return found
+
+
+def _refuse_options(where: str, pg_options: Any, device_id: Any = None) -> None:
+    if pg_options is not None:
+        raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
+    if device_id is not None:
+        raise UnsupportedError(f"{where}: device_id: devices are not supported yet")
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | None, list[Any]]:
+    """Divides a group into subgroups of ``group_size`` neighbouring ranks.
+
+    group_size: ranks a subgroup; where None, the ranks of a node. Returns this rank's subgroup and
+    the list of all. Raises ArgumentError (a ValueError) for a size that does not divide the group.
+    """
+    where = "new_subgroups"
+    ranks = groups.get_process_group_ranks(group)
+    if group_size is None:
+        world = default_group()
+        sizes = set(execute.in_order(world, where, lambda: world.comm.allgather(node_size())))
+        if len(sizes) != 1:
+            raise ArgumentError(
+                f"{where}: the nodes run different numbers of ranks, {sorted(sizes)}; give "
+                "group_size"
+            )
+        group_size = sizes.pop()
+    if group_size <= 0:
+        raise ArgumentError(f"{where}: group_size: expected more than 0, got {group_size}")
+    if len(ranks) < group_size or len(ranks) % group_size:
+        raise ArgumentError(
+            f"{where}: group_size: {group_size} does not divide the group's {len(ranks)} ranks"
+        )
+    return new_subgroups_by_enumeration(
+        [ranks[i : i + group_size] for i in range(0, len(ranks), group_size)],
+        timeout,
+        backend,
+        pg_options,
+        group_desc,
+    )
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | None, list[Any]]:
+    """Makes one group for each list of global ranks; the lists must not overlap.
+
+    Returns this rank's group (None if it is in no list) and the list of all groups. Raises
+    ArgumentError (a ValueError) for an empty or overlapping enumeration, before any is made.
+    """
+    where = "new_subgroups_by_enumeration"
+    if not ranks_per_subgroup_list:
+        raise ArgumentError(
+            f"{where}: ranks_per_subgroup_list: expected at least one list of ranks"
+        )
+    owner: dict[int, int] = {}
+    for i, ranks in enumerate(ranks_per_subgroup_list):
+        for rank in ranks:
+            if owner.setdefault(rank, i) != i:
+                raise ArgumentError(f"{where}: rank {rank} is in subgroup {owner[rank]} and in {i}")
+    mine, made = None, []
+    for ranks in ranks_per_subgroup_list:
+        one = new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
+        made.append(one)
+        if isinstance(one, ProcessGroup):
+            mine = one
+    return mine, made
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | float | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | Backend | None = None,
+) -> ProcessGroup | None:
+    """Splits a group; every rank of it calls.
+
+    split_ranks: a list of lists of ranks of the parent group. Returns this rank's new group, None
+    where it is in no list. Raises ArgumentError (a ValueError) for lists that are empty, overlap
+    or name ranks that the parent does not have.
+    """
+    where = "split_group"
+    parent = member(parent_pg, where)
+    if not split_ranks:
+        raise ArgumentError(f"{where}: split_ranks: expected at least one list of ranks")
+    _refuse_options(where, pg_options)
+    chosen = parent.backend if backend is None else backends.named(backend, where)
+    limit = seconds(timeout, parent.timeout, where)
+    lists = [sorted(_rank(r, parent.size(), where) for r in ranks) for ranks in split_ranks]
+    everyone = [rank for ranks in lists for rank in ranks]
+    if not all(lists) or len(set(everyone)) != len(everyone):
+        raise ArgumentError(
+            f"{where}: split_ranks: lists must have ranks, and each rank at most once; got "
+            f"{split_ranks}"
+        )
+    parent.splits += 1
+    mine = next((ranks for ranks in lists if parent.rank() in ranks), None)
+    if mine is None:
+        return None
+    name = f"{parent.group_name}:split:{parent.splits}:{mine[0]}"
+    return execute.in_order(  # type: ignore[no-any-return]
+        parent,
+        where,
+        lambda: groups.create(
+            parent,
+            mine,
+            [parent.ranks[r] for r in mine],
+            backend=chosen,
+            timeout=limit,
+            name=name,
+            description=group_desc or f"{parent.group_desc}:split:{parent.splits - 1}",
+        ),
+    )
+
+
+def shrink_group(
+    ranks_to_exclude: list[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = SHRINK_DEFAULT,
+    pg_options: Any = None,
+) -> ProcessGroup:
+    """Makes the group without some of its ranks; only the ranks that stay call.
+
+    ranks_to_exclude: ranks of the group. The old group is gone afterwards; shrinking the default
+    group ends all others, and the result, whose global ranks count anew from 0, becomes the
+    default group. With SHRINK_ABORT pending work of the old group is not waited for.
+
+    Raises ArgumentTypeError (a TypeError) for what is no list of ints, ArgumentError (a
+    ValueError) for ranks that are not in the group, given twice, or all of them, and MpicollError
+    (a RuntimeError) on a rank that is excluded.
+    """
+    where = "shrink_group"
+    old = member(group, where)
+    if not isinstance(ranks_to_exclude, list):
+        raise ArgumentTypeError(
+            f"{where}: ranks_to_exclude: expected a list, got {type(ranks_to_exclude).__name__}"
+        )
+    if not ranks_to_exclude:
+        raise ArgumentError(f"{where}: ranks_to_exclude: expected at least one rank")
+    if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+        raise ArgumentError(
+            f"{where}: shrink_flags: expected SHRINK_DEFAULT or SHRINK_ABORT, got {shrink_flags}"
+        )
+    _refuse_options(where, pg_options)
+    size = old.size()
+    if size < 2:
+        raise ArgumentError(f"{where}: a group of {size} cannot shrink")
+    for rank in ranks_to_exclude:
+        if not isinstance(rank, int):
+            raise ArgumentTypeError(f"{where}: ranks_to_exclude: expected ints, got {rank!r}")
+        if not 0 <= rank < size:
+            raise ArgumentError(f"{where}: ranks_to_exclude: rank {rank} is not in 0 to {size - 1}")
+    excluded = set(ranks_to_exclude)
+    if len(excluded) != len(ranks_to_exclude) or len(excluded) == size:
+        raise ArgumentError(
+            f"{where}: ranks_to_exclude: each rank once and not all of them, got {ranks_to_exclude}"
+        )
+    if old.rank() in excluded:
+        raise MpicollError(
+            f"{where}: rank {old.rank()} is excluded and must not call; it may end by itself"
+        )
+    is_default = old is state.default
+    staying = [rank for rank in range(size) if rank not in excluded]
+    others = [one for one in state.groups.values() if one is not old]
+    if is_default and others:
+        warnings.warn(
+            f"{where}: shrinking the default group ends {len(others)} other group(s): global ranks "
+            "count anew",
+            stacklevel=2,
+        )
+    old.splits += 1
+
+    def make() -> ProcessGroup:
+        return groups.create(
+            old,
+            staying,
+            range(len(staying)) if is_default else [old.ranks[r] for r in staying],
+            backend=old.backend,
+            timeout=old.timeout,
+            name=f"{old.group_name}:shrunk:{old.splits}",
+            description="default:shrunken" if is_default else f"{old.group_name}:shrunk",
+        )
+
+    made: ProcessGroup = (
+        make() if shrink_flags == SHRINK_ABORT else execute.in_order(old, where, make)
+    )
+    for one in [*others, old] if is_default else [old]:
+        if shrink_flags == SHRINK_ABORT:
+            one.close()
+            del state.groups[one.group_name]
+        else:
+            end(one)
+    if is_default:
+        state.default = made
+    return made

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from mpicoll import arrays
 from mpicoll.arrays import Parts, View
 from mpicoll.dtypes import DType, Kind, ReduceOp
@@ -19,7 +17,7 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Blocks", "Plan", "Route", "check_operation", "views"]
+__all__ = ["Blocks", "Plan", "Route", "operation", "views"]
 
 
 class Plan:
@@ -85,36 +83,39 @@ def views(
     return _LAYOUTS[primitive.layout](primitive, group, output, input, root, splits)
 
 
-def check_operation(primitive: Primitive, op: ReduceOp, dtype: DType) -> None:
-    """Raises ArgumentTypeError for what is no ReduceOp, UnsupportedError for one without a
-    meaning for the dtype, and ArgumentError for a PREMUL_SUM whose factor does not fit.
+def operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
+    """The reduce operation meant by ``op``: a ReduceOp, mpicoll's or torch.distributed's.
+
+    Raises ArgumentTypeError for anything else, UnsupportedError for one that has no meaning for
+    the dtype or whose factor does not fit it, ArgumentError for a PREMUL_SUM without a factor.
     """
     where = f"{primitive.name}: op"
-    if not isinstance(op, ReduceOp):
+    found = op if isinstance(op, ReduceOp) else _of_torch(op)
+    if found is None:
         raise ArgumentTypeError(f"{where}: expected a mpicoll.ReduceOp, got {type(op).__name__}")
-    if dtype.kind not in op.kinds:
-        legal = ", ".join(sorted(kind.value for kind in op.kinds))
+    if dtype.kind not in found.kinds:
+        legal = ", ".join(sorted(kind.value for kind in found.kinds))
         raise UnsupportedError(
-            f"{where}: {op.name} has no meaning for {dtype}; it is defined for dtypes of the kinds "
-            f"{legal}"
+            f"{where}: {found.name} has no meaning for {dtype}; it is defined for dtypes of the "
+            f"kinds {legal}"
         )
-    if op.op is not ReduceOp.PREMUL_SUM:
-        return
-    if op.factor is None:
+    if found is ReduceOp.PREMUL_SUM:
         raise ArgumentError(f"{where}: expected ReduceOp.PREMUL_SUM(factor), got no factor")
-    factor = np.asarray(op.factor)
-    if factor.size != 1 or factor.dtype.kind not in "biufcV":
-        raise ArgumentError(
-            f"{where}: PREMUL_SUM: expected a number or an array of one, got {op.factor!r}"
-        )
-    if dtype.kind is Kind.INTEGER and factor.dtype.kind not in "biu":
-        raise UnsupportedError(
-            f"{where}: PREMUL_SUM of {dtype} needs an integer factor, got {op.factor!r}"
-        )
-    if dtype.kind is not Kind.COMPLEX and factor.dtype.kind == "c":
-        raise UnsupportedError(
-            f"{where}: PREMUL_SUM of {dtype} needs a real factor, got {op.factor!r}"
-        )
+    factor = found.factor
+    if dtype.kind is Kind.INTEGER and isinstance(factor, (float, complex)):
+        raise UnsupportedError(f"{where}: PREMUL_SUM of {dtype} needs an integer, got {factor!r}")
+    if dtype.kind is not Kind.COMPLEX and isinstance(factor, complex):
+        raise UnsupportedError(f"{where}: PREMUL_SUM of {dtype} needs a real, got {factor!r}")
+    return found
+
+
+def _of_torch(op: Any) -> ReduceOp | None:
+    """The row of a ReduceOp or RedOpType of torch.distributed."""
+    if type(op).__module__.partition(".")[0] != "torch":
+        return None
+    name = getattr(getattr(op, "op", op), "name", "")
+    row: ReduceOp | None = getattr(ReduceOp, name, None)
+    return row(op.factor) if row is ReduceOp.PREMUL_SUM and hasattr(op, "factor") else row
 
 
 def _same_dtype(primitive: Primitive, send: View, recv: View) -> None:

@@ -131,7 +131,7 @@ class ReduceOp:
     mpi_logical: the MPI operation for bool, on bytes that are 0 or 1.
     code:    the position in the table, the same on every rank and torch's own number.
     op:      the row of the table (of PREMUL_SUM(factor): PREMUL_SUM).
-    factor:  what PREMUL_SUM multiplies by; None elsewhere.
+    factor:  what PREMUL_SUM multiplies by, a plain number; None elsewhere.
     """
 
     __slots__ = ("code", "factor", "kinds", "logical", "mpi", "mpi_logical", "name", "op", "ufunc")
@@ -170,12 +170,23 @@ class ReduceOp:
         self.op = self if op is None else op
 
     def __call__(self, factor: Any) -> ReduceOp:
-        """PREMUL_SUM with its factor: a number or an array of one element."""
+        """PREMUL_SUM with its factor: a number, or an array of one element.
+
+        Raises ArgumentTypeError for any other operation, and for what is no number.
+        """
         if self is not ReduceOp.PREMUL_SUM:
             raise ArgumentTypeError(f"ReduceOp.{self.name} takes no factor; only PREMUL_SUM does")
+        try:
+            number = factor.item() if hasattr(factor, "item") else factor
+        except (ValueError, RuntimeError):  # more than one element
+            number = None
+        if not isinstance(number, (int, float, complex)):
+            raise ArgumentTypeError(
+                f"ReduceOp.PREMUL_SUM: expected a number or an array of one, got {factor!r}"
+            )
         return ReduceOp(
             self.name, self.kinds, self.ufunc, self.logical, self.mpi, self.mpi_logical, self.code,
-            factor, self,
+            number, self,
         )  # fmt: skip
 
     def __repr__(self) -> str:

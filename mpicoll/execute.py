@@ -111,11 +111,12 @@ def _plan(
     from mpicoll import routes  # loads MPI, which importing this module must not
 
     group.check_open()
+    meant = None
     if op is not None:
         assert dtype is not None
-        calls.check_operation(primitive, op, dtype)
-    plan = Plan(primitive, group, op, dtype, routes.choose(primitive, group, op, dtype))
-    if op is None or op.factor is None:  # every PREMUL_SUM(factor) is a new object
+        meant = calls.operation(primitive, op, dtype)
+    plan = Plan(primitive, group, meant, dtype, routes.choose(primitive, group, meant, dtype))
+    if meant is None or meant.factor is None:  # every PREMUL_SUM(factor) is a new object
         group.plans[key] = plan
     return plan
 

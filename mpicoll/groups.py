@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpicoll.errors import ArgumentError, ArgumentTypeError, ForkedError, NotInitializedError
 from mpicoll.progress import Worker
 
@@ -43,6 +45,7 @@ class ProcessGroup:
     lock:     held while a collective runs.
     worker:   carries asynchronous collectives out.
     plans:    the plan of each (primitive, dtype, operation) met so far.
+    scratch:  memory that routes use, one call at a time.
     sequence: number of collectives begun.
     next_check: the sequence number at which the ranks' calls are compared next.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
@@ -68,6 +71,7 @@ class ProcessGroup:
         self.lock = threading.Lock()
         self.worker = Worker(f"mpicoll-{name}")
         self.plans: dict[Any, Any] = {}
+        self.scratch = np.empty(0, np.uint8)
         self.sequence = 0
         self.next_check = 0
         self.monitored = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicoll import arrays
@@ -32,12 +33,15 @@ __all__ = ["all_reduce", "premultiplied", "reduce", "reduce_scatter"]
 SMALL = 8 * 1024
 #: Bytes that one rank gets from one other at a time: what combining reads is still in the cache.
 BLOCK = 512 * 1024
+#: Bytes of the blocks of all ranks together, the most scratch that a group keeps.
+STACK = 32 * 1024 * 1024
 
 
 class _Reducer:
     """What the three primitives share: one group's blocks of one dtype, combined by one op."""
 
     def __init__(self, group: ProcessGroup, dtype: DType, op: ReduceOp) -> None:
+        self.group = group
         self.comm = group.comm
         self.n = group.size()
         self.me = group.rank()
@@ -45,14 +49,14 @@ class _Reducer:
         self.op = op
         self.element = datatype(dtype)
         self.divisor = self.n if op is ReduceOp.AVG else 1
-        self.block = max(1, BLOCK // dtype.itemsize)
-        self._stack = arrays.scratch(dtype, 0)
+        self.block = max(1, min(BLOCK, STACK // self.n) // dtype.itemsize)
 
     def stack(self, count: int) -> View:
-        """Room for ``count`` elements of every rank; the same room each time."""
-        if self._stack.count < self.n * count:
-            self._stack = arrays.scratch(self.dtype, self.n * count)
-        return self._stack
+        """Room for ``count`` elements of every rank: the group's scratch, which grows as needed."""
+        nbytes = self.n * count * self.dtype.itemsize
+        if self.group.scratch.nbytes < nbytes:
+            self.group.scratch = np.empty(nbytes, np.uint8)
+        return arrays.of_numpy(self.group.scratch[:nbytes].view(self.dtype.numpy), self.dtype)
 
     def combine(self, stack: View, count: int, out: View, start: int = 0) -> None:
         """Combines ``count`` elements of every rank into ``out`` from ``start`` on."""

@@ -10,11 +10,11 @@ all ranks hold the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-from mpi4py import MPI
 
 from mpicoll import arrays
 from mpicoll.arrays import View
@@ -32,7 +32,7 @@ __all__ = ["all_reduce", "premultiplied", "reduce", "reduce_scatter"]
 #: latency instead of two.
 SMALL = 8 * 1024
 #: Bytes that one rank gets from one other at a time: what combining reads is still in the cache.
-BLOCK = 512 * 1024
+BLOCK = 1024 * 1024
 #: Bytes of the blocks of all ranks together, the most scratch that a group keeps.
 STACK = 32 * 1024 * 1024
 
@@ -47,7 +47,6 @@ class _Reducer:
         self.me = group.rank()
         self.dtype = dtype
         self.op = op
-        self.element = datatype(dtype)
         self.divisor = self.n if op is ReduceOp.AVG else 1
         self.block = max(1, min(BLOCK, STACK // self.n) // dtype.itemsize)
 
@@ -58,41 +57,57 @@ class _Reducer:
             self.group.scratch = np.empty(nbytes, np.uint8)
         return arrays.of_numpy(self.group.scratch[:nbytes].view(self.dtype.numpy), self.dtype)
 
-    def combine(self, stack: View, count: int, out: View, start: int = 0) -> None:
-        """Combines ``count`` elements of every rank into ``out`` from ``start`` on."""
-        flat = stack.flat
-        sources = [flat[r * count : (r + 1) * count] for r in range(self.n)]
-        combine(self.op, self.dtype, sources, out.flat[start : start + count], self.divisor)
+    def exchange(self, out: Sides, into: Sides) -> None:
+        """Sends and receives: for each rank a view, the first element and the count, or None."""
+        exchange(
+            self.comm,
+            [message(v.buffer, count, self.dtype, start) if v else None for v, start, count in out],
+            [
+                message(v.buffer, count, self.dtype, start) if v else None
+                for v, start, count in into
+            ],
+        )
 
-    def pieces(self, view: View) -> list[tuple[View, list[int], list[int]]]:
-        """The view in pieces of one block a rank: piece, counts, first elements."""
-        found = []
+    def pieces(self, count: int) -> Iterator[list[tuple[int, int]]]:
+        """``count`` elements in pieces of one block a rank: first element and count of each."""
         step = self.n * self.block
-        for start in range(0, view.count, step):
-            size = min(step, view.count - start)
+        for begin in range(0, count, step):
+            size = min(step, count - begin)
             share = -(-size // self.n)
-            counts = [max(0, min(share, size - r * share)) for r in range(self.n)]
-            starts = [min(size, r * share) for r in range(self.n)]
-            piece = view if size == view.count else view.part(start, size)
-            found.append((piece, counts, starts))
-        return found
+            shares = [min(size, r * share) for r in range(self.n + 1)]
+            yield [(begin + start, end - start) for start, end in pairwise(shares)]
 
-    def reduce_own(self, piece: View, counts: list[int], starts: list[int], out: View) -> None:
-        """Exchanges a piece; this rank's block of it goes, combined, to its place in ``out``."""
-        mine = counts[self.me]
+    def combine_own(self, source: View, blocks: list[tuple[int, int]], out: View, at: int) -> None:
+        """Sends each rank its block of ``source`` and combines this rank's of all into ``out``.
+
+        blocks: first element and count of each rank's block. The result goes to ``out`` from
+        element ``at`` on, which may be this rank's block of ``source``.
+        """
+        start, mine = blocks[self.me]
         stack = self.stack(mine)
-        self.comm.Alltoallv(
-            [piece.buffer, (counts, starts), self.element],
-            [stack.buffer, ([mine] * self.n, [r * mine for r in range(self.n)]), self.element],
+        self.exchange(
+            [self.others(r, source, *block) for r, block in enumerate(blocks)],
+            [self.others(r, stack, r * mine, mine) for r in range(self.n)],
         )
         if mine:
-            self.combine(stack, mine, out, starts[self.me])
+            flat = stack.flat
+            sources = [flat[r * mine : (r + 1) * mine] for r in range(self.n)]
+            sources[self.me] = source.flat[start : start + mine]
+            combine(self.op, self.dtype, sources, out.flat[at : at + mine], self.divisor)
+
+    def others(self, rank: int, view: View, start: int, count: int) -> Side:
+        """A block for or from another rank; nothing where that is this one, or it is empty."""
+        return (view if rank != self.me and count else None), start, count
+
+
+Side = tuple["View | None", int, int]
+Sides = Sequence[Side]
 
 
 def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
-    """Exchange, combine, MPI_Allgatherv; small messages: MPI_Allgather, combine."""
+    """Exchange, combine, exchange; small messages: MPI_Allgather, combine."""
     reducer = _Reducer(group, dtype, op)
-    comm, element, n = group.comm, reducer.element, group.size()
+    comm, element, n, me = group.comm, datatype(dtype), group.size(), group.rank()
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert recv is not None
@@ -100,29 +115,40 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
         if recv.nbytes * n <= SMALL or count < n:
             stack = reducer.stack(count)
             comm.Allgather([recv.buffer, count, element], [stack.buffer, count, element])
-            reducer.combine(stack, count, recv)
+            flat = stack.flat
+            sources = [flat[r * count : (r + 1) * count] for r in range(n)]
+            combine(op, dtype, sources, recv.flat, reducer.divisor)
             return
-        for piece, counts, starts in reducer.pieces(recv):
-            reducer.reduce_own(piece, counts, starts, piece)
-            comm.Allgatherv(MPI.IN_PLACE, [piece.buffer, (counts, starts), element])
+        for piece in reducer.pieces(count):
+            own = piece[me]
+            reducer.combine_own(recv, piece, recv, own[0])
+            reducer.exchange(
+                [reducer.others(r, recv, *own) for r in range(n)],
+                [reducer.others(r, recv, *block) for r, block in enumerate(piece)],
+            )
 
     return route
 
 
 def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
-    """Exchange, combine, MPI_Gatherv; only the root's array is written."""
+    """Exchange, combine, send to the root; only the root's array is written."""
     reducer = _Reducer(group, dtype, op)
-    comm, element, me = group.comm, reducer.element, group.rank()
+    n, me = group.size(), group.rank()
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert recv is not None
-        for piece, counts, starts in reducer.pieces(recv):
-            out = piece if me == root else arrays.scratch(dtype, piece.count)
-            reducer.reduce_own(piece, counts, starts, out)
+        nothing: Side = (None, 0, 0)
+        for piece in reducer.pieces(recv.count):
+            start, mine = piece[me]
             if me == root:
-                comm.Gatherv(MPI.IN_PLACE, [piece.buffer, (counts, starts), element], root)
+                reducer.combine_own(recv, piece, recv, start)
+                incoming = [reducer.others(r, recv, *block) for r, block in enumerate(piece)]
+                reducer.exchange([nothing] * n, incoming)
             else:
-                comm.Gatherv([out.buffer, counts[me], starts[me], element], None, root)
+                own = arrays.scratch(dtype, mine)
+                reducer.combine_own(recv, piece, own, 0)
+                outgoing = [(own, 0, mine) if r == root and mine else nothing for r in range(n)]
+                reducer.exchange(outgoing, [nothing] * n)
 
     return route
 
@@ -130,28 +156,15 @@ def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
 def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
     """Exchange and combine."""
     reducer = _Reducer(group, dtype, op)
-    n, me = group.size(), group.rank()
+    n = group.size()
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert send is not None and recv is not None
         count = recv.count
         for start in range(0, count, reducer.block):
             size = min(reducer.block, count - start)
-            stack = reducer.stack(size)
-            own = me * count + start
-            stack.flat[me * size : (me + 1) * size] = send.flat[own : own + size]
-            exchange(
-                group.comm,
-                [
-                    message(send.buffer, size, dtype, r * count + start) if r != me else None
-                    for r in range(n)
-                ],
-                [
-                    message(stack.buffer, size, dtype, r * size) if r != me else None
-                    for r in range(n)
-                ],
-            )
-            reducer.combine(stack, size, recv, start)
+            piece = [(r * count + start, size) for r in range(n)]
+            reducer.combine_own(send, piece, recv, start)
 
     return route
 

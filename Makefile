@@ -65,15 +65,17 @@ test:  ## lint, then the tests with each MPI, or with MPI=...
 	$(PYTHON) tests/run.py $(foreach mpi,$(TESTED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
 
-lint: $(VENV)/.test  ## ruff and mypy
+lint: $(VENV)/.test  ## ruff, mypy, and whether the support tables are those of the code
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python docs/support.py --check
 
 bench: environment  ## what a call costs, beside mpi4py, on two ranks
 	$(START) -n 2 $(VENV)/bin/python benchmarks/overhead.py
 
-docs: $(VENV)/.docs  ## the pages of docs/ as HTML, in .cache/site
+docs: $(VENV)/.docs  ## write the support tables, then the pages as HTML in .cache/site
+	$(VENV)/bin/python docs/support.py
 	printf 'site_name: mpicoll\n' | $(VENV)/bin/mkdocs build --quiet -f - -d .cache/site
 
 environment: $(VENV)/.test torch  ## what the tests need with MPI=..., and no more

@@ -175,7 +175,9 @@ def submit(
     group: ProcessGroup, task: Callable[[], None], name: str, outputs: Sequence[Any]
 ) -> Work:
     """Gives a task to the group's thread, behind what is pending there."""
-    work = Work(f"{name} on rank {group.rank()} of {group.group_name}", outputs, group.timeout)
+    work = Work(
+        f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
+    )
     error: list[BaseException] = []
 
     def guarded() -> None:

@@ -41,7 +41,9 @@ class ProcessGroup:
     ranks:    the global ranks, in the order of the ranks in the group.
     timeout:  seconds after which an operation has failed; None never.
     in_flight: the user's messages that are not through.
-    object_tag: the tag of messages with objects; the user's are below it.
+    departed: the ranks that ended, and how many collectives they had begun.
+    object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
+              are below them.
     lock:     held while a collective runs.
     worker:   carries asynchronous collectives out.
     plans:    the plan of each (primitive, dtype, operation) met so far.
@@ -78,7 +80,9 @@ class ProcessGroup:
         self.splits = 0
         self.closed: type[Exception] | None = None
         self.in_flight: set[Any] = set()
+        self.departed: dict[int, int] = {}
         self.object_tag = greatest_tag(messages)
+        self.leave_tag = self.object_tag - 1
         self._rank = comm.Get_rank()
         self._size = comm.Get_size()
         self._group_ranks = {rank: i for i, rank in enumerate(self.ranks)}

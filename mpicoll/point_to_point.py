@@ -16,12 +16,14 @@ from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
+    DistBackendError,
     EmptyListError,
     MPIError,
 )
 from mpicoll.groups import ProcessGroup, default_group, resolve
 from mpicoll.pickles import Bytes
 from mpicoll.progress import Poller
+from mpicoll.watch import departures
 from mpicoll.work import Work, deadline
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ _poller_lock = threading.Lock()
 #: Tests without a pause before a waiting thread lets others have the core.
 _SPINS = 200
 _PAUSE = 100e-6
+#: Seconds between looks at whether the other rank has ended.
+_LOOK = 0.5
 
 
 def stop_polling() -> None:
@@ -66,6 +70,7 @@ class MessageWork(Work):
         "_group",
         "_lock",
         "_packed",
+        "_peer",
         "_receives",
         "_request",
         "_source",
@@ -80,6 +85,7 @@ class MessageWork(Work):
         view: View,
         packed: View,
         receives: bool,
+        peer: int,
         post: Callable[[Any], MPI.Request],
     ) -> None:
         from mpi4py import MPI
@@ -88,12 +94,13 @@ class MessageWork(Work):
 
         outputs = (view.owner,) if receives else ()
         super().__init__(
-            f"{name} on rank {group.rank()} of {group.group_name}", outputs, group.timeout
+            f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
         )
         self._group = group
         self._view = view
         self._packed = packed
         self._receives = receives
+        self._peer = peer
         self._lock = threading.Lock()
         self._source = -1
         self._status = MPI.Status()
@@ -153,16 +160,35 @@ class MessageWork(Work):
 
     def _join(self, limit: float | None) -> bool:
         moment = deadline(limit)
+        look = time.monotonic() + _LOOK
         spins = 0
         while not self.poll():
             spins += 1
             if spins < _SPINS:
                 continue
-            if time.monotonic() > moment:
+            now = time.monotonic()
+            if now > moment:
                 return False
+            if now > look:
+                self._check_peer()
+                look = now + _LOOK
             # Large messages move only inside tests, so the pause stays short.
             os.sched_yield() if spins < 50 * _SPINS else time.sleep(_PAUSE)
         return True
+
+    def _check_peer(self) -> None:
+        """Ends the wait for a rank that has ended, and had its last message looked for."""
+        gone = set(self._group.departed)
+        everybody = len(gone) == self._group.size() - 1
+        if (self._peer in gone or (self._peer < 0 and everybody)) and not self.poll():
+            with self._lock:
+                self._end(
+                    DistBackendError(
+                        f"{self.description}: the other rank has ended, the message will not come "
+                        "through"
+                    )
+                )
+        departures.look(self._group)
 
     def cancel(self) -> bool:
         """Takes a receive back that no message has come for; False for a send, which cannot be."""
@@ -186,8 +212,8 @@ class MessageWork(Work):
 def _check_tag(group: ProcessGroup, name: str, tag: Any) -> int:
     if not isinstance(tag, int):
         raise ArgumentTypeError(f"{name}: tag: expected an int, got {type(tag).__name__}")
-    if not 0 <= tag < group.object_tag:
-        raise ArgumentError(f"{name}: tag: expected 0 to {group.object_tag - 1}, got {tag}")
+    if not 0 <= tag < group.leave_tag:
+        raise ArgumentError(f"{name}: tag: expected 0 to {group.leave_tag - 1}, got {tag}")
     return tag
 
 
@@ -200,7 +226,9 @@ def _message(
     if view.buffer is None:
         packed = arrays.scratch(view.dtype, view.count) if receives else view.packed()
     begin = group.messages.Irecv if receives else group.messages.Isend
-    return MessageWork(group, name, view, packed, receives, lambda what: begin(what, peer, tag))
+    return MessageWork(
+        group, name, view, packed, receives, peer, lambda what: begin(what, peer, tag)
+    )
 
 
 def _in_background(work: MessageWork) -> MessageWork:

@@ -17,6 +17,7 @@ from mpicoll.errors import (
     UnsupportedError,
 )
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.watch import departures
 from mpicoll.watch.ends import Guard
 from mpicoll.work import seconds
 
@@ -260,7 +261,8 @@ def _close_quietly() -> None:
     """
     global _guard
     guard, _guard = _guard, None
-    for group in list(state.groups.values()):
+    living = list(state.groups.values())
+    for group in living:
         try:
             done = group.worker.stop(_LAST_CHANCE)
             point_to_point.drain(group, _LAST_CHANCE)
@@ -268,12 +270,14 @@ def _close_quietly() -> None:
             done = False
         if not done:
             print(
-                f"mpicoll: rank {group.rank()} of {group.group_name} ends with work pending that "
-                "other ranks have not joined; ending the job",
+                f"mpicoll: rank {group.rank()} of group {group.group_name} ends with work pending "
+                "that other ranks have not joined; ending the job",
                 flush=True,
             )
             if guard is not None:
                 guard.abort(1)
+    for group in living:
+        departures.announce(group)
     point_to_point.stop_polling()
     if guard is not None:
         guard.remove()

@@ -170,7 +170,8 @@ def explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
     if not isinstance(error, MPI.Exception):
         return error
     return MPIError(
-        f"{name} on rank {group.rank()} of {group.group_name}: MPI: {error.Get_error_string()} "
+        f"{name} on rank {group.rank()} of group {group.group_name}: MPI: "
+        f"{error.Get_error_string()} "
         "(a rank that called with other sizes, or is gone, is the usual cause; "
         "set_debug_level(DebugLevel.DETAIL) compares every call)",
         error.Get_error_class(),

@@ -90,7 +90,7 @@ def _lead(group: ProcessGroup, limit: float, wait_all: bool) -> None:
     if missing:
         named = [group.ranks[r] for r in (missing if wait_all else missing[:1])]
         raise CollectiveTimeoutError(
-            f"monitored_barrier on rank 0 of {group.group_name}: "
+            f"monitored_barrier on rank 0 of group {group.group_name}: "
             f"{'ranks' if len(named) > 1 else 'rank'} {', '.join(map(str, named))} did not arrive "
             f"within {limit:g} s"
             + ("" if wait_all else "; wait_all_ranks=True names every missing rank")
@@ -100,7 +100,7 @@ def _lead(group: ProcessGroup, limit: float, wait_all: bool) -> None:
 def _follow(group: ProcessGroup, limit: float) -> None:
     _post(group.comm, 0, _ARRIVED, group.monitored, 0)
     inbox = _Inbox(group.comm, [0], _VERDICT, group.monitored)
-    where = f"monitored_barrier on rank {group.rank()} of {group.group_name}"
+    where = f"monitored_barrier on rank {group.rank()} of group {group.group_name}"
     if inbox.wait(time.monotonic() + limit + _GRACE):
         raise CollectiveTimeoutError(
             f"{where}: rank 0 (global rank {group.ranks[0]}) did not arrive within {limit:g} s"

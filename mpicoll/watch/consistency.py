@@ -52,7 +52,7 @@ def check(group: ProcessGroup, record: Record, tell: Callable[[], str]) -> None:
         for text, ranks in where.items()
     )
     raise MismatchError(
-        f"rank {group.rank()} of {group.group_name}: the ranks made calls that do not belong "
+        f"rank {group.rank()} of group {group.group_name}: the ranks made calls that do not belong "
         f"together as call {number} of the group: {listed}"
     )
 

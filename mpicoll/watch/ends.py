@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpicoll.groups import state
+from mpicoll.watch import departures
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -137,26 +138,22 @@ class Guard:
                 return
             if ready and signal.SIGINT in os.read(self._reader, 512):
                 self._interrupted()
-            self._look_at_timeouts(stuck)
+            self._look_around(stuck)
 
     def _inside(self) -> list[ProcessGroup]:
-        """The groups in which a caller's own thread is inside MPI.
-
-        What the group's thread carries out has somebody waiting who sees to the timeout.
-        """
-        groups = list(state.groups.values())
-        return [group for group in groups if group.lock.locked() and not group.worker.busy]
+        """The groups that are inside a collective."""
+        return [group for group in list(state.groups.values()) if group.lock.locked()]
 
     def _interrupted(self) -> None:
         """Ctrl-C: Python handles it between two bytecodes, which a blocked MPI call never ends."""
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
-        before = {group: group.sequence for group in self._inside()}
+        before = {group: group.sequence for group in self._inside() if not group.worker.busy}
         time.sleep(_PATIENCE)
         if any(before.get(group) == group.sequence for group in self._inside()):
             self._give_up("interrupted while it waited for other ranks", _INTERRUPTED)
 
-    def _look_at_timeouts(self, stuck: dict[ProcessGroup, tuple[int, float]]) -> None:
+    def _look_around(self, stuck: dict[ProcessGroup, tuple[int, float]]) -> None:
         now = time.monotonic()
         inside = self._inside()
         for group in [group for group in stuck if group not in inside]:
@@ -165,10 +162,17 @@ class Guard:
             number, since = stuck.get(group, (-1, now))
             if number != group.sequence:
                 stuck[group] = (group.sequence, now)
-            elif group.timeout is not None and now - since > group.timeout:
+                continue
+            gone = departures.missing(group)
+            if gone:
+                who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
+                self._give_up(f"{who} ended without making this call", 1)
+            # What the group's thread carries out has somebody waiting who sees to the timeout.
+            late = group.timeout is not None and now - since > group.timeout
+            if late and not group.worker.busy:
                 self._give_up(
-                    f"the other ranks of {group.group_name} did not come within its timeout of "
-                    f"{group.timeout:g} s",
+                    f"the other ranks of group {group.group_name} did not come within its timeout "
+                    f"of {group.timeout:g} s",
                     1,
                 )
 

@@ -4,9 +4,9 @@
 
 Prints the median time of a synchronous all_reduce (float32, sum, in place) for 4 B to 64 KiB:
 mpi4py with a ready ``[buffer, count, datatype]``, mpi4py with a NumPy array, mpicoll with a NumPy
-array, and, where torch is installed, mpi4py and mpicoll with a torch CPU tensor. Then bfloat16 beside
-float32 of as many elements, and the time to import mpicoll. Repetitions are interleaved, so that
-what else the machine does meets all alike; +- is half the distance between the quartiles.
+array, and, where torch is installed, mpi4py and mpicoll with a torch CPU tensor. Then bfloat16
+beside float32 of as many elements, and the time to import mpicoll. Repetitions are interleaved, so
+that what else the machine does meets all alike; +- is half the distance between the quartiles.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the support tables of api.md from the project's own tables.
 
-    python docs/support.py          rewrite the part between the two marks
-    python docs/support.py --check  exit code 1 if that would change anything
+python docs/support.py          rewrite the part between the two marks
+python docs/support.py --check  exit code 1 if that would change anything
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,6 +206,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", help="these, and not the plain tests")
     parser.add_argument("--plain", action="store_true", help="the plain tests alone")
     parser.add_argument("--mpiexec", default="", help="instead of the one of the environment")
+    parser.add_argument("--keep-going", action="store_true", help="past a launch that fails")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a launch (%(default)s)")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments = parser.parse_args(sys.argv[1:split])
@@ -224,7 +226,7 @@ def versions_of(python: Path, mpiexec: list[str]) -> list[str]:
 def run_environment(
     mpi: str, venv: Path, arguments: argparse.Namespace, left_out: list[str]
 ) -> Iterator[Launch]:
-    """Yield the launches in one environment as they end, up to the first that fails."""
+    """Yield the launches in one environment as they end."""
     python = venv / "bin" / "python"
     mpiexec = shlex.split(arguments.mpiexec) or [str(venv / "bin" / "mpiexec")]
     if not python.exists():
@@ -246,8 +248,6 @@ def run_environment(
         if launch.problem == "NO TESTS" and arguments.pytest:
             launch.problem = ""  # the arguments may have left none
         yield launch
-        if launch.problem:
-            return
 
 
 def main() -> int:
@@ -255,15 +255,17 @@ def main() -> int:
     launches: list[Launch] = []
     left_out: list[str] = []
     start = time.perf_counter()
-    for environment in arguments.environments:
-        mpi, _, venv = environment.partition("=")
-        for launch in run_environment(mpi, ROOT / venv, arguments, left_out):
-            launches.append(launch)
-            print(launch, flush=True)
-        if launches and launches[-1].problem:
-            launches[-1].show_logs()
-            left_out.append("whatever comes after the launch that failed")
-            break
+    pairs = [environment.partition("=") for environment in arguments.environments]
+    for launch in chain.from_iterable(
+        run_environment(mpi, ROOT / venv, arguments, left_out) for mpi, _, venv in pairs
+    ):
+        launches.append(launch)
+        print(launch, flush=True)
+        if launch.problem:
+            launch.show_logs()
+            if not arguments.keep_going:
+                left_out.append("whatever comes after the launch that failed")
+                break
 
     print(f"\n---- summary, {time.perf_counter() - start:.0f} s")
     reasons: Counter[str] = Counter()

@@ -63,6 +63,8 @@ class ProcessGroup:
         name: str,
         description: str,
     ) -> None:
+        for one in (comm, messages):
+            return_errors(one)
         self.comm = comm
         self.messages = messages
         self.ranks = tuple(ranks)
@@ -122,6 +124,13 @@ class ProcessGroup:
             f"<mpicoll.ProcessGroup {self.group_name!r}: rank {self._rank} of {self._size}, "
             f"global ranks {list(self.ranks)}>"
         )
+
+
+def return_errors(comm: MPI.Intracomm) -> None:
+    """Makes errors of MPI exceptions, whatever the program chose for its own communicators."""
+    from mpi4py import MPI
+
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
 def greatest_tag(comm: MPI.Intracomm) -> int:

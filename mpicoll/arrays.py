@@ -257,7 +257,7 @@ def _dlpack(array: Any, writable: bool, where: str) -> View:
         )
     try:
         alias = dlpack.to_numpy(array)
-    except (UnsupportedError, BufferError) as error:
+    except Exception as error:  # whatever the producer raises when it refuses
         raise UnsupportedError(f"{where}: {type(array).__name__}: {error}") from error
     inner = _numpy(alias, writable, where)
     return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)

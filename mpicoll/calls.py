@@ -151,7 +151,7 @@ def _in_place(
     root: int,
     splits: Splits | None,
 ) -> Views:
-    return None, arrays.view(output, True, primitive.name), None
+    return None, arrays.view(output, True, primitive.at_output), None
 
 
 def _gathered(
@@ -163,9 +163,9 @@ def _gathered(
     splits: Splits | None,
 ) -> Views:
     n = group.size()
-    send = arrays.view(input, False, primitive.where(primitive.input))
+    send = arrays.view(input, False, primitive.at_input)
     receiving = not primitive.root or root == group.rank()
-    where = primitive.where(primitive.output)
+    where = primitive.at_output
     if not receiving:
         if output:
             raise ArgumentError(f"{where}: must only be given on the rank that receives, {root}")
@@ -201,8 +201,8 @@ def _scattered(
     splits: Splits | None,
 ) -> Views:
     n = group.size()
-    recv = arrays.view(output, True, primitive.where(primitive.output))
-    where = primitive.where(primitive.input)
+    recv = arrays.view(output, True, primitive.at_output)
+    where = primitive.at_input
     if primitive.root and root != group.rank():
         if input:
             raise ArgumentError(f"{where}: must only be given on the rank that sends, {root}")
@@ -229,7 +229,7 @@ def _exchanged(
     splits: Splits | None,
 ) -> Views:
     n = group.size()
-    of_output, of_input = primitive.where(primitive.output), primitive.where(primitive.input)
+    of_output, of_input = primitive.at_output, primitive.at_input
     if primitive.listed:
         to = arrays.parts(output, True, of_output, n)
         out = arrays.parts(input, False, of_input, n)

@@ -44,7 +44,11 @@ def run(
     send: View | None
     recv: View | None
     if primitive.in_place:
-        send, recv, blocks = None, adapters[output.__class__](output, True, primitive.name), None
+        send, recv, blocks = (
+            None,
+            adapters[output.__class__](output, True, primitive.at_output),
+            None,
+        )
         dtype: DType | None = recv.dtype
     else:
         send, recv, blocks = calls.views(primitive, member, output, input, root, splits)

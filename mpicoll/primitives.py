@@ -46,6 +46,7 @@ class Primitive:
     aliases: other names of the same function.
     code:    the position in the table, the same on every rank.
     in_place: the layout is "in place".
+    at_output, at_input: operation and argument, as messages begin ("broadcast: tensor").
     """
 
     name: str
@@ -60,14 +61,14 @@ class Primitive:
     code: int = -1
 
     in_place: bool = field(init=False)
+    at_output: str = field(init=False)
+    at_input: str = field(init=False)
 
     def __post_init__(self) -> None:
-        # A look that every call takes: an attribute, not a property.
+        # Every call looks at these: attributes, not properties.
         object.__setattr__(self, "in_place", self.layout is Layout.IN_PLACE)
-
-    def where(self, argument: str) -> str:
-        """Operation and argument, as messages begin."""
-        return f"{self.name}: {argument}"
+        object.__setattr__(self, "at_output", f"{self.name}: {self.output}")
+        object.__setattr__(self, "at_input", f"{self.name}: {self.input}")
 
     def __repr__(self) -> str:
         return self.name

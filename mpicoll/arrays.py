@@ -16,7 +16,7 @@ from mpicoll import dlpack
 from mpicoll.dtypes import DType, Kind, by_name, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-__all__ = ["Parts", "View", "adapters", "of_numpy", "overlap", "parts", "scratch", "view"]
+__all__ = ["Parts", "View", "glances", "of_numpy", "overlap", "parts", "scratch", "view"]
 
 Array = np.ndarray[Any, Any]
 
@@ -154,7 +154,7 @@ def view(array: Any, writable: bool, where: str) -> View:
     Raises ArgumentTypeError for what is not an array, ArgumentError for a read-only output and
     UnsupportedError for a dtype, device or layout that cannot be served.
     """
-    return adapters[array.__class__](array, writable, where)
+    return _adapters[array.__class__](array, writable, where)
 
 
 def parts(arrays: Any, writable: bool, where: str, length: int) -> Parts:
@@ -198,7 +198,18 @@ def _address(view: View) -> int:
 # --- the array libraries -----------------------------------------------------------------------
 
 Adapter = Callable[[Any, bool, str], View]
+#: The quick look at an array that may be written to: dtype, buffer and count where it is one
+#: contiguous block with nothing unusual about it, else None; never raises.
+Glance = Callable[[Any], "tuple[DType, Any, int] | None"]
 _CARRIERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+
+
+def _glance_numpy(array: Array) -> tuple[DType, Any, int] | None:
+    dtype = by_numpy.get(array.dtype)
+    # carray: C-contiguous, aligned and writeable, in one look.
+    if dtype is None or not array.flags.carray:
+        return None
+    return dtype, array if dtype.buffers else array.view(_CARRIERS[dtype.itemsize]), array.size
 
 
 def _numpy(array: Array, writable: bool, where: str) -> View:
@@ -206,11 +217,8 @@ def _numpy(array: Array, writable: bool, where: str) -> View:
     if dtype is None:
         raise UnsupportedError(_dtype_message(array.dtype, where))
     flags = array.flags
-    # carray: C-contiguous, aligned and writeable, in one look.
     if flags.carray or (not writable and flags.c_contiguous and flags.aligned):
-        if dtype.buffers:
-            return View(array, dtype, array.size, array)
-        return View(array, dtype, array.size, array.view(_CARRIERS[dtype.itemsize]))
+        return of_numpy(array, dtype)
     if writable:
         if not flags.writeable:
             raise ArgumentError(
@@ -263,8 +271,8 @@ def _dlpack(array: Any, writable: bool, where: str) -> View:
     return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
 
 
-def _torch_adapter(torch: Any) -> Adapter:
-    """The adapter for torch tensors: address and count straight from the tensor."""
+def _torch(torch: Any) -> tuple[Glance, Adapter]:
+    """For torch tensors: address and count straight from the tensor."""
     from mpi4py import MPI
 
     from_address = MPI.buffer.fromaddress
@@ -308,25 +316,33 @@ def _torch_adapter(torch: Any) -> Adapter:
     # Complex tensors may be lazy conjugates, which takes one more look.
     plain = {kind: row for kind, row in rows.items() if row.kind is not Kind.COMPLEX}
 
-    def adapter(tensor: Any, writable: bool, where: str) -> View:
+    def glance(tensor: Any) -> tuple[DType, Any, int] | None:
         row = plain.get(tensor.dtype)
-        if row is None or not tensor.is_cpu or type(tensor) not in direct or tensor.is_neg():
-            refuse(tensor, where, writable)
-            row = rows[tensor.dtype]
-            tensor = tensor.resolve_conj().resolve_neg()
-        count = tensor.numel()
+        if row is None or not tensor.is_cpu or tensor.is_neg():
+            return None
         try:
+            if not tensor.is_contiguous():
+                return None
+            count = tensor.numel()
+            return row, from_address(tensor.data_ptr(), count * row.itemsize), count
+        except RuntimeError:  # layouts that are not one block of memory have no such answers
+            return None
+
+    def adapter(tensor: Any, writable: bool, where: str) -> View:
+        seen = glance(tensor) if type(tensor) in direct else None
+        if seen is None:
+            refuse(tensor, where, writable)
+            tensor = tensor.resolve_conj().resolve_neg()
+            row, count, buffer = rows[tensor.dtype], tensor.numel(), None
             if tensor.is_contiguous():
                 buffer = from_address(tensor.data_ptr(), count * row.itemsize)
-                return Alias(tensor, row, count, buffer, alias)
-        except RuntimeError:  # layouts that are not one block of memory have no such answers
-            refuse(tensor, where, writable)
-            raise
-        if writable:
-            _refuse_overlap(tensor.shape, tensor.stride(), where)
-        return Alias(tensor, row, count, None, alias)
+            elif writable:
+                _refuse_overlap(tensor.shape, tensor.stride(), where)
+            return Alias(tensor, row, count, buffer, alias)
+        row, buffer, count = seen
+        return Alias(tensor, row, count, buffer, alias)
 
-    return adapter
+    return glance, adapter
 
 
 class _Adapters(dict[type, Adapter]):
@@ -336,16 +352,18 @@ class _Adapters(dict[type, Adapter]):
         return _find
 
 
-adapters = _Adapters({np.ndarray: _numpy})
+_adapters = _Adapters({np.ndarray: _numpy})
+glances: dict[type, Glance] = {np.ndarray: _glance_numpy}
 
 
 def _find(array: Any, writable: bool, where: str) -> View:
     kind = type(array)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        if torch.Tensor not in adapters:
-            adapters[torch.Tensor] = _torch_adapter(torch)
-        found = adapters[torch.Tensor]
+        if torch.Tensor not in _adapters:
+            glance, _adapters[torch.Tensor] = _torch(torch)
+            glances[torch.Tensor] = glances[torch.nn.Parameter] = glance
+        found = _adapters[torch.Tensor]
     elif isinstance(array, np.ma.MaskedArray):
         found = _masked
     elif isinstance(array, np.ndarray):
@@ -359,7 +377,7 @@ def _find(array: Any, writable: bool, where: str) -> View:
             f"{where}: expected an array (NumPy, torch, or anything with the buffer protocol or "
             f"DLPack), got {kind.__name__}"
         )
-    adapters[kind] = found
+    _adapters[kind] = found
     return found(array, writable, where)
 
 

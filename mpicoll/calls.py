@@ -17,7 +17,7 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Blocks", "Plan", "Route", "operation", "views"]
+__all__ = ["Blocks", "Direct", "Plan", "Route", "counts", "operation", "views"]
 
 
 class Plan:
@@ -28,9 +28,11 @@ class Plan:
     op:        the reduce operation; None where nothing is combined.
     dtype:     the dtype of the elements; None where there are none.
     route:     carries a call out.
+    direct:    the same for one array in place, given as buffer, count and root; None where the
+               route needs more than that.
     """
 
-    __slots__ = ("dtype", "group", "op", "primitive", "route")
+    __slots__ = ("direct", "dtype", "group", "op", "primitive", "route")
 
     def __init__(
         self,
@@ -39,12 +41,14 @@ class Plan:
         op: ReduceOp | None,
         dtype: DType | None,
         route: Route,
+        direct: Direct | None,
     ) -> None:
         self.primitive = primitive
         self.group = group
         self.op = op
         self.dtype = dtype
         self.route = route
+        self.direct = direct
 
 
 class Blocks(NamedTuple):
@@ -58,6 +62,8 @@ class Blocks(NamedTuple):
 #: out. The input is None where it is the output, or where there is none; the output is None on
 #: ranks that receive nothing; blocks are None where all are alike.
 Route = Callable[["View | None", "View | None", int, "Blocks | None"], None]
+
+Direct = Callable[[Any, int, int], None]
 
 #: The views of a call, and its blocks.
 Views = tuple[View | None, View | None, Blocks | None]
@@ -81,6 +87,19 @@ def views(
     see mpicoll.errors.
     """
     return _LAYOUTS[primitive.layout](primitive, group, output, input, root, splits)
+
+
+def counts(
+    primitive: Primitive, send: View | None, recv: View | None, blocks: Blocks | None
+) -> Sequence[int]:
+    """What all ranks must agree on of the sizes of a call."""
+    if primitive.layout is Layout.EXCHANGED:
+        return ()  # each size is between two ranks
+    if blocks is not None:
+        return blocks.receives
+    # The smaller side is one block, which every rank has, roots and others.
+    sides = [view.count for view in (send, recv) if view is not None]
+    return (min(sides),) if sides else ()
 
 
 def operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:

@@ -21,7 +21,7 @@ from typing import Any
 
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
-from mpicoll.execute import in_order, outside, rooted, run, run_all
+from mpicoll.execute import in_order, outside, rooted, run, run_all, run_in_place
 from mpicoll.groups import ProcessGroup, resolve
 from mpicoll.primitives import by_name
 from mpicoll.work import Future, Work, seconds
@@ -74,7 +74,7 @@ def broadcast(
     everywhere. src: the root, global rank 0 where neither src nor group_src is given.
     """
     root = rooted("broadcast", group, "src", src, group_src, default=0)
-    return run(_BROADCAST, group, async_op, tensor, root=root)
+    return run_in_place(_BROADCAST, group, async_op, tensor, None, root)
 
 
 def all_reduce(
@@ -88,7 +88,7 @@ def all_reduce(
     tensor: read and written; the same dtype and number of elements everywhere. float16, bfloat16
     and the float8 types are accumulated in float32 and rounded once.
     """
-    return run(_ALL_REDUCE, group, async_op, tensor, None, op)
+    return run_in_place(_ALL_REDUCE, group, async_op, tensor, op, 0)
 
 
 def reduce(
@@ -104,7 +104,7 @@ def reduce(
     tensor: read, and on the root written; on the others its content does not change.
     """
     root = rooted("reduce", group, "dst", dst, group_dst)
-    return run(_REDUCE, group, async_op, tensor, None, op, root)
+    return run_in_place(_REDUCE, group, async_op, tensor, op, root)
 
 
 def all_gather(

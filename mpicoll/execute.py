@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mpicoll import arrays, calls
-from mpicoll.arrays import Parts, View, adapters
+from mpicoll.arrays import Parts, View, glances
 from mpicoll.calls import Blocks, Plan
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import ArgumentError, MpicollError, UnsupportedError
@@ -17,7 +17,7 @@ from mpicoll.primitives import Layout, Primitive
 from mpicoll.watch import consistency
 from mpicoll.work import Work
 
-__all__ = ["in_order", "outside", "rooted", "run", "run_all", "submit"]
+__all__ = ["in_order", "outside", "rooted", "run", "run_all", "run_in_place", "submit"]
 
 
 def run(
@@ -41,32 +41,50 @@ def run(
         if member is None:
             outside(primitive.name)
             return None
-    send: View | None
-    recv: View | None
-    if primitive.in_place:
-        send, recv, blocks = (
-            None,
-            adapters[output.__class__](output, True, primitive.at_output),
-            None,
-        )
-        dtype: DType | None = recv.dtype
-    else:
-        send, recv, blocks = calls.views(primitive, member, output, input, root, splits)
-        dtype = recv.dtype if recv is not None else None if send is None else send.dtype
-    try:
-        plan = member.plans[primitive, dtype, op]
-    except KeyError:
-        plan = _plan(primitive, member, op, dtype)
-    worker = member.worker
-    if async_op:
-        written = () if output is None else output if isinstance(output, list) else (output,)
-        return submit(
-            member, partial(perform, plan, send, recv, root, blocks), primitive.name, written
-        )
-    if worker.given != worker.done:
-        submit(member, partial(perform, plan, send, recv, root, blocks), primitive.name, ()).wait()
-    else:
+    send, recv, blocks = calls.views(primitive, member, output, input, root, splits)
+    dtype = recv.dtype if recv is not None else None if send is None else send.dtype
+    plan = _plan(primitive, member, op, dtype)
+    if not async_op and not member.worker.busy:
         perform(plan, send, recv, root, blocks)
+        return None
+    written = () if output is None else output if isinstance(output, list) else (output,)
+    work = submit(member, partial(perform, plan, send, recv, root, blocks), primitive.name, written)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def run_in_place(
+    primitive: Primitive, group: Any, async_op: bool, tensor: Any, op: ReduceOp | None, root: int
+) -> Work | None:
+    """The same for one array in place: a short way where nothing about the call is unusual.
+
+    The group has made such a call before, nothing is pending, and a glance shows the array to be
+    one block of memory. Everything else, errors too, takes the way of all calls.
+    """
+    member: Any = state.default if group is None else group
+    try:
+        dtype, buffer, count = glances[tensor.__class__](tensor)  # type: ignore[misc]
+        plan = member.plans[primitive, dtype, op]
+        direct = plan.direct
+        worker = member.worker
+    except (KeyError, TypeError, AttributeError):
+        return run(primitive, group, async_op, tensor, None, op, root)
+    if async_op or direct is None or worker.given != worker.done:
+        return run(primitive, group, async_op, tensor, None, op, root)
+    member.lock.acquire()  # a with statement would take three times as long
+    try:
+        member.sequence = sequence = member.sequence + 1
+        if sequence >= member.next_check:
+            consistency.check(member, *consistency.of_call(plan, root, (count,)))
+        direct(buffer, count, root)
+    except MpicollError:
+        raise
+    except Exception as error:
+        raise _explained(error, primitive.name, member) from error
+    finally:
+        member.lock.release()
     return None
 
 
@@ -119,7 +137,7 @@ def _plan(
     if op is not None:
         assert dtype is not None
         meant = calls.operation(primitive, op, dtype)
-    plan = Plan(primitive, group, meant, dtype, routes.choose(primitive, group, meant, dtype))
+    plan = Plan(primitive, group, meant, dtype, *routes.choose(primitive, group, meant, dtype))
     if meant is None or meant.factor is None:  # every PREMUL_SUM(factor) is a new object
         group.plans[key] = plan
     return plan
@@ -130,21 +148,20 @@ def perform(
 ) -> None:
     """Carries a call out and returns when this rank's part is done."""
     group = plan.group
-    group.lock.acquire()  # a with statement would take three times as long
     try:
-        group.sequence = sequence = group.sequence + 1
-        if sequence >= group.next_check:
-            consistency.check(group, *consistency.of_call(plan, send, recv, root, blocks))
-        if send is None and (recv is None or recv.buffer is not None):
-            plan.route(None, recv, root, blocks)
-        else:
-            _perform_packed(plan, send, recv, root, blocks)
+        with group.lock:
+            group.sequence += 1
+            if group.sequence >= group.next_check:
+                counts = calls.counts(plan.primitive, send, recv, blocks)
+                consistency.check(group, *consistency.of_call(plan, root, counts))
+            if send is None and (recv is None or recv.buffer is not None):
+                plan.route(None, recv, root, blocks)
+            else:
+                _perform_packed(plan, send, recv, root, blocks)
     except MpicollError:
         raise
     except Exception as error:
         raise _explained(error, plan.primitive.name, group) from error
-    finally:
-        group.lock.release()
 
 
 def _perform_packed(

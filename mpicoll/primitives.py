@@ -45,7 +45,6 @@ class Primitive:
              multiple of the bytes of the larger array, for n ranks.
     aliases: other names of the same function.
     code:    the position in the table, the same on every rank.
-    in_place: the layout is "in place".
     at_output, at_input: operation and argument, as messages begin ("broadcast: tensor").
     """
 
@@ -60,13 +59,10 @@ class Primitive:
     aliases: tuple[str, ...] = ()
     code: int = -1
 
-    in_place: bool = field(init=False)
     at_output: str = field(init=False)
     at_input: str = field(init=False)
 
     def __post_init__(self) -> None:
-        # Every call looks at these: attributes, not properties.
-        object.__setattr__(self, "in_place", self.layout is Layout.IN_PLACE)
         object.__setattr__(self, "at_output", f"{self.name}: {self.output}")
         object.__setattr__(self, "at_input", f"{self.name}: {self.input}")
 

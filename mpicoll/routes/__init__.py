@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpicoll.calls import Route
+from mpicoll.arrays import View
+from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
 from mpicoll.routes import composed, native
@@ -22,10 +23,13 @@ __all__ = ["choose", "explained"]
 
 def choose(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType | None
-) -> Route:
-    """The function that carries out calls of this kind in this group."""
+) -> tuple[Route, Direct | None]:
+    """What carries out calls of this kind in this group; see Plan."""
     if op is None:
-        return native.MOVES[primitive.name](group, dtype)
+        if primitive.name == "broadcast":
+            assert dtype is not None
+            return _whole(native.broadcast(group, dtype))
+        return native.MOVES[primitive.name](group, dtype), None
     assert dtype is not None
     if op.op is ReduceOp.PREMUL_SUM:
         everywhere = not primitive.root
@@ -34,17 +38,31 @@ def choose(
             dtype,
             op.factor,
             everywhere,
-            lambda wide: _reduction(primitive, group, ReduceOp.SUM, wide),
-        )
+            lambda wide: _reduction(primitive, group, ReduceOp.SUM, wide)[0],
+        ), None
     return _reduction(primitive, group, op, dtype)
 
 
-def _reduction(primitive: Primitive, group: ProcessGroup, op: ReduceOp, dtype: DType) -> Route:
+def _reduction(
+    primitive: Primitive, group: ProcessGroup, op: ReduceOp, dtype: DType
+) -> tuple[Route, Direct | None]:
     whole = native.reducible(op, dtype)
     if primitive.name == "all_reduce":
-        return (
-            native.all_reduce(group, dtype, op) if whole else composed.all_reduce(group, dtype, op)
-        )
+        if whole:
+            return _whole(native.all_reduce(group, dtype, op))
+        return composed.all_reduce(group, dtype, op), None
     if primitive.name == "reduce":
-        return native.reduce(group, dtype, op) if whole else composed.reduce(group, dtype, op)
-    return composed.reduce_scatter(group, dtype, op)
+        if whole:
+            return _whole(native.reduce(group, dtype, op))
+        return composed.reduce(group, dtype, op), None
+    return composed.reduce_scatter(group, dtype, op), None
+
+
+def _whole(direct: Direct) -> tuple[Route, Direct]:
+    """The route of a primitive that works in place, from what it does with a buffer."""
+
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        assert recv is not None
+        direct(recv.buffer, recv.count, root)
+
+    return route, direct

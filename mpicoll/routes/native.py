@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays import Parts, View, scratch
-from mpicoll.calls import Blocks, Route
+from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.routes.wire import INT_MAX, Message, datatype, exchange, message, operation
 
@@ -22,15 +22,14 @@ __all__ = ["MOVES", "all_reduce", "reduce", "reducible"]
 PIECE = 2**28
 
 
-def broadcast(group: ProcessGroup, dtype: DType) -> Route:
+def broadcast(group: ProcessGroup, dtype: DType) -> Direct:
     """MPI_Bcast (MPI-4.1 section 6.4)."""
     bcast = group.comm.Bcast
 
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert recv is not None
-        bcast(message(recv.buffer, recv.count, dtype), root)
+    def direct(buffer: Any, count: int, root: int) -> None:
+        bcast(message(buffer, count, dtype), root)
 
-    return route
+    return direct
 
 
 def all_gather(group: ProcessGroup, dtype: DType) -> Route:
@@ -140,7 +139,6 @@ def _messages(blocks: list[Block], dtype: DType, me: int) -> list[Message | None
 
 #: What only moves, by the name of the primitive.
 MOVES: dict[str, Callable[[ProcessGroup, Any], Route]] = {
-    "broadcast": broadcast,
     "all_gather": all_gather,
     "all_gather_single": all_gather,
     "gather": gather,
@@ -169,43 +167,44 @@ def _mpi_operation(op: ReduceOp, dtype: DType) -> MPI.Op:
     return operation(name)
 
 
-def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
+def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     """MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
     reduce_all, n = group.comm.Allreduce, group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     in_place, averaged = MPI.IN_PLACE, op is ReduceOp.AVG
 
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert recv is not None
-        count = recv.count
+    def direct(buffer: Any, count: int, root: int) -> None:
         if count <= PIECE:
-            reduce_all(in_place, [recv.buffer, count, element], combined)
+            reduce_all(in_place, [buffer, count, element], combined)
         else:
             for start in range(0, count, PIECE):
-                piece = [recv.buffer, min(PIECE, count - start), start, element]
+                piece = [buffer, min(PIECE, count - start), start, element]
                 reduce_all(in_place, piece, combined)
         if averaged:
-            flat = recv.flat
-            np.divide(flat, n, out=flat)
+            _divide(buffer, count, dtype, n)
 
-    return route
+    return direct
 
 
-def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
+def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     """MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
     comm, n, me = group.comm, group.size(), group.rank()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
 
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert recv is not None
-        for start in range(0, max(recv.count, 1), PIECE):
-            piece = [recv.buffer, min(PIECE, recv.count - start), start, element]
+    def direct(buffer: Any, count: int, root: int) -> None:
+        for start in range(0, max(count, 1), PIECE):
+            piece = [buffer, min(PIECE, count - start), start, element]
             if me == root:
                 comm.Reduce(MPI.IN_PLACE, piece, combined, root)
             else:
                 comm.Reduce(piece, None, combined, root)
         if me == root and op is ReduceOp.AVG:
-            flat = recv.flat
-            np.divide(flat, n, out=flat)
+            _divide(buffer, count, dtype, n)
 
-    return route
+    return direct
+
+
+def _divide(buffer: Any, count: int, dtype: DType, n: int) -> None:
+    if count:
+        flat = np.frombuffer(buffer, dtype.numpy, count)
+        np.divide(flat, n, out=flat)

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpicoll.errors import MismatchError
-from mpicoll.primitives import Layout
 from mpicoll.watch.levels import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
-    from mpicoll.arrays import View
-    from mpicoll.calls import Blocks, Plan
+    from mpicoll.calls import Plan
     from mpicoll.groups import ProcessGroup
 
 __all__ = ["FIRST", "STRIDE", "check", "of_call", "of_task"]
@@ -67,19 +65,9 @@ def _agreed(group: ProcessGroup, record: Record) -> bool:
     return bool(np.array_equal(both[: len(mine)], -both[len(mine) :]))
 
 
-def of_call(
-    plan: Plan, send: View | None, recv: View | None, root: int, blocks: Blocks | None
-) -> tuple[Record, Callable[[], str]]:
-    """The record of a primitive's call."""
+def of_call(plan: Plan, root: int, counts: Sequence[int]) -> tuple[Record, Callable[[], str]]:
+    """The record of a primitive's call; counts are what all ranks must agree on of the sizes."""
     primitive, dtype, op = plan.primitive, plan.dtype, plan.op
-    if primitive.layout is Layout.EXCHANGED:
-        counts: Sequence[int] = ()  # each size is between two ranks
-    elif blocks is not None:
-        counts = blocks.receives
-    else:
-        # The smaller side is one block, which every rank has, roots and others.
-        sides = [view.count for view in (send, recv) if view is not None]
-        counts = [min(sides)] if sides else ()
     record = (
         primitive.code,
         -1 if dtype is None else dtype.code,

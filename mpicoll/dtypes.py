@@ -51,6 +51,7 @@ class DType:
     dlpack:     (type code, bits) of DLPack 1.1.
     buffers:    NumPy exports such arrays through the buffer protocol.
     code:       the position in the table, the same on every rank.
+    itemsize:   bytes an element.
     """
 
     name: str
@@ -61,11 +62,7 @@ class DType:
     dlpack: tuple[int, int]
     buffers: bool
     code: int
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes an element."""
-        return self.numpy.itemsize
+    itemsize: int
 
     def __repr__(self) -> str:
         return self.name
@@ -104,8 +101,8 @@ def _row(code: int, name: str, kind: Kind, mpi: str, dlpack_code: int) -> DType:
     native = not hasattr(ml_dtypes, name)
     dtype = np.dtype(name if native else getattr(ml_dtypes, name))
     accumulate = np.dtype(np.float32) if kind is Kind.NARROW_FLOAT else dtype
-    bits = dtype.itemsize * 8
-    return DType(name, dtype, kind, accumulate, mpi, (dlpack_code, bits), native, code)
+    size = dtype.itemsize
+    return DType(name, dtype, kind, accumulate, mpi, (dlpack_code, 8 * size), native, code, size)
 
 
 DTYPES: tuple[DType, ...] = tuple(_row(code, *entry) for code, entry in enumerate(_TABLE))

@@ -84,6 +84,19 @@ class _Communicator:
     def Irecv(self, *args: Any) -> _Request:
         return self._begin(self._comm.Irecv, *args)
 
+    def Send(self, *args: Any) -> None:
+        self._begin(self._comm.Isend, *args).Wait()
+
+    def Recv(self, *args: Any) -> None:
+        self._begin(self._comm.Irecv, *args).Wait()
+
+    def Sendrecv(
+        self, out: Any, target: int, tag: int, into: Any, source: int, recvtag: int
+    ) -> None:
+        receive = self._begin(self._comm.Irecv, into, source, recvtag)
+        self._begin(self._comm.Isend, out, target, tag).Wait()
+        receive.Wait()
+
     def Barrier(self) -> None:
         self._begin(self._comm.Ibarrier).Wait()
 

@@ -84,27 +84,24 @@ def _many(dtype: DType, count: int) -> MPI.Datatype:
 def exchange(
     comm: MPI.Intracomm, sends: Sequence[Message | None], receives: Sequence[Message | None]
 ) -> None:
-    """Every rank sends ``sends[r]`` to each rank r and gets ``receives[r]``; None is nothing.
+    """Every rank sends ``sends[r]`` to each other rank r and gets ``receives[r]``; None is nothing.
 
     Sender and receiver agree on each message; nothing else is shared. Pairwise: in step k rank i
-    begins with rank i + k, so that no rank is everybody's first (Thakur et al., Int. J. High
-    Performance Computing Applications 19(1), 2005, section 4.4). All requests are posted before
-    any is waited for, receives first, so nothing deadlocks.
+    sends to rank i + k and receives from rank i - k, so that no rank is everybody's first (Thakur,
+    Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19(1), 2005, section 4.4).
+    A step sends and receives at once, so nothing deadlocks.
     """
     n, me = len(sends), comm.Get_rank()
-    requests = []
-    for step in range(n):
-        source = (me - step) % n
-        incoming = receives[source]
-        if incoming is not None:
-            requests.append(comm.Irecv(incoming, source))
-    for step in range(n):
-        target = (me + step) % n
-        outgoing = sends[target]
-        if outgoing is not None:
-            requests.append(comm.Isend(outgoing, target))
-    for request in requests:
-        request.Wait()
+    for step in range(1, n):
+        target, source = (me + step) % n, (me - step) % n
+        out, into = sends[target], receives[source]
+        if out is None:
+            if into is not None:
+                comm.Recv(into, source, 0)
+        elif into is None:
+            comm.Send(out, target, 0)
+        else:
+            comm.Sendrecv(out, target, 0, into, source, 0)
 
 
 # --- bytes of sizes that only their sender knows ------------------------------------------------

@@ -152,11 +152,14 @@ MOVES: dict[str, Callable[[ProcessGroup, Any], Route]] = {
 def reducible(op: ReduceOp, dtype: DType) -> bool:
     """MPI reduces this rightly, and to the same bits on every rank.
 
-    Not narrow floats: MPI has no such types, or rounds at every step. Not the minimum and maximum
-    of floats: MPI leaves open what becomes of NaN, and libraries compare in an order that differs
-    from rank to rank, so that ranks end with different results.
+    Not narrow floats: MPI has no such types, or rounds at every step. Not sums of 8 and 16-bit
+    integers: Open MPI's vector code saturates instead of wrapping around (open-mpi/ompi#8045). Not
+    the minimum and maximum of floats: MPI leaves open what becomes of NaN, and libraries compare in
+    an order that differs from rank to rank, so that ranks end with different results.
     """
     if dtype.kind is Kind.NARROW_FLOAT:
+        return False
+    if dtype.kind is Kind.INTEGER and dtype.itemsize < 4 and op is ReduceOp.SUM:
         return False
     return not (dtype.kind is Kind.FLOAT and op in (ReduceOp.MIN, ReduceOp.MAX))
 

@@ -30,8 +30,11 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Some task is not finished."""
-        return self.given != self.done
+        """Some task is not finished, and a caller has to queue behind it.
+
+        Not so on the thread itself: what a task's callbacks call belongs right behind that task.
+        """
+        return self.given != self.done and threading.current_thread() is not self._thread
 
     def give(self, task: Callable[[], None], then: Callable[[], None]) -> None:
         """Runs ``task()``, which must not raise, and then, when the thread counts as idle again,

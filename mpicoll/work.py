@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -111,7 +112,7 @@ class Future:
             try:
                 callback(self)
             except Exception:
-                sys.excepthook(*sys.exc_info())
+                traceback.print_exc()  # nobody waits for what a callback does
 
 
 class Work:

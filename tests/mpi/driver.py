@@ -1,0 +1,247 @@
+"""Calls of the primitives, made from the rows of their table, with what must come out.
+
+A new row is called without a word here, as long as its layout is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import oracle
+from conftest import Team
+from oracle import Array, Between
+
+import mpicoll as dist
+from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
+from mpicoll.primitives import PRIMITIVES, Layout, Primitive
+
+#: Every public name of a primitive, with its row.
+NAMES = {name: row for row in PRIMITIVES for name in (row.name, *row.aliases)}
+MOVES = [n for n, row in NAMES.items() if not row.reduces and row.layout is not Layout.EMPTY]
+REDUCTIONS = [name for name, row in NAMES.items() if row.reduces]
+
+#: Elements on either side of an array that nobody may touch.
+GUARD = 4
+
+#: Gives an array of that shape: what the call gets, and NumPy's view of its elements.
+Maker = Callable[[tuple[int, ...], DType], tuple[Any, Array]]
+
+
+def legal(dtype: DType) -> list[ReduceOp]:
+    """The operations that have a meaning for a dtype."""
+    return [op for op in OPERATIONS if dtype.kind in op.kinds]
+
+
+def guarded(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Array]:
+    """A contiguous NumPy array in the middle of a greater one."""
+    count = int(np.prod(shape))
+    memory = np.full((count + 2 * GUARD) * dtype.itemsize, 0xA5, np.uint8).view(dtype.numpy)
+    array = memory[GUARD : GUARD + count].reshape(shape)
+    return array, array
+
+
+def unharmed(array: Array) -> bool:
+    """Nothing was written beside an array that ``guarded`` made."""
+    memory = array
+    while isinstance(memory.base, np.ndarray):
+        memory = memory.base
+    edge = GUARD * array.dtype.itemsize
+    ends = memory.view(np.uint8)
+    return bool((ends[:edge] == 0xA5).all() and (ends[len(ends) - edge :] == 0xA5).all())
+
+
+@lru_cache(maxsize=128)
+def combined(op: ReduceOp, dtype: DType, count: int, ranks: tuple[int, ...]) -> Between:
+    """What the ranks' operands give."""
+    by = oracle.factors(dtype, len(ranks)) if op is ReduceOp.PREMUL_SUM else None
+    return oracle.reduced(op, dtype, [oracle.operands(op, dtype, count, r) for r in ranks], by)
+
+
+class Call:
+    """One rank's call of a primitive: made when it is called, checked once it is done.
+
+    count:  elements of a block: what one rank gives to, or gets from, one other.
+    op:     a row of the table; PREMUL_SUM gets a factor that differs from rank to rank.
+    root:   a rank in the group.
+    make:   makes this rank's arrays.
+    shape:  of one block, in place of (count,).
+    stacked: an array of all blocks has a dimension more; else its first one is longer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        team: Team,
+        dtype: DType,
+        count: int,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        make: Maker = guarded,
+        shape: tuple[int, ...] | None = None,
+        stacked: bool = False,
+    ) -> None:
+        assert team.me is not None
+        row = NAMES[name]
+        self.what = f"{name} of {dtype} {op} {count} from {root} in {team.name}, {team.me}"
+        self.name, self.row, self.team, self.dtype, self.op = name, row, team, dtype, op
+        self.count, self.root, self.me = count, root, team.me
+        self.shape = (count,) if shape is None else shape
+        self.stacked, self.make = stacked, make
+        self.arguments: dict[str, Any] = {}
+        self.watched: list[tuple[str, Array, Between]] = []
+        rooted = not row.root or root == team.me
+        mine = self.given(team.me)
+        self._LAYOUTS[row.layout](self, row, mine, rooted)
+
+    def given(self, rank: int) -> Array:
+        """The input of a rank in the group."""
+        many = self.row.layout in (Layout.SCATTERED, Layout.EXCHANGED)
+        count = self.count * (self.team.size if many else 1)
+        if self.op is None:
+            return oracle.any_bits(self.dtype, count, self.team.ranks[rank])
+        return oracle.operands(self.op, self.dtype, count, self.team.ranks[rank])
+
+    def result(self) -> Between:
+        """All ranks' operands combined."""
+        assert self.op is not None
+        return combined(self.op, self.dtype, self.given(0).size, self.team.ranks)
+
+    # --- arrays ---------------------------------------------------------------------------------
+
+    def read(self, argument: str, whole: bool, values: Array) -> None:
+        """Gives an argument an array, or a list of one a rank, that must stay as it is."""
+        self._place(argument, whole, values, Between(values))
+
+    def written(self, argument: str, whole: bool, expected: Between) -> None:
+        """Gives an argument an array, or a list of one a rank, that gets that result."""
+        self._place(argument, whole, None, expected)
+
+    def _place(self, argument: str, whole: bool, values: Array | None, expected: Between) -> None:
+        if not whole:
+            self.arguments[argument] = self._one(argument, self.shape, values, expected)
+        elif self.row.listed:
+            parts = [(r * self.count, self.count) for r in range(self.team.size)]
+            self.arguments[argument] = [
+                self._one(
+                    f"{argument}[{r}]",
+                    self.shape,
+                    None if values is None else values[start : start + count],
+                    expected.part(start, count),
+                )
+                for r, (start, count) in enumerate(parts)
+            ]
+        else:
+            n = self.team.size
+            if self.stacked or not self.shape:
+                shape = (n, *self.shape)
+            else:
+                shape = (n * self.shape[0], *self.shape[1:])
+            self.arguments[argument] = self._one(argument, shape, values, expected)
+
+    def _one(
+        self, name: str, shape: tuple[int, ...], values: Array | None, expected: Between
+    ) -> Any:
+        array, alias = self.make(shape, self.dtype)
+        if values is not None:
+            alias[...] = values.reshape(shape)
+        self.watched.append((name, alias, expected))
+        return array
+
+    # --- layouts --------------------------------------------------------------------------------
+
+    def _in_place(self, row: Primitive, mine: Array, rooted: bool) -> None:
+        if not row.reduces:
+            expected = Between(self.given(self.root))
+        else:
+            expected = self.result() if rooted else Between(mine)
+        self._place(row.output, False, mine, expected)
+
+    def _gathered(self, row: Primitive, mine: Array, rooted: bool) -> None:
+        self.read(row.input, False, mine)
+        if rooted:
+            everything = [self.given(r) for r in range(self.team.size)]
+            self.written(row.output, True, Between(np.concatenate(everything)))
+
+    def _scattered(self, row: Primitive, mine: Array, rooted: bool) -> None:
+        whole = self.result() if row.reduces else Between(self.given(self.root))
+        self.written(row.output, False, whole.part(self.me * self.count, self.count))
+        if rooted:
+            self.read(row.input, True, mine)
+
+    def _exchanged(self, row: Primitive, mine: Array, rooted: bool) -> None:
+        start = self.me * self.count
+        blocks = [self.given(r)[start : start + self.count] for r in range(self.team.size)]
+        self.read(row.input, True, mine)
+        self.written(row.output, True, Between(np.concatenate(blocks)))
+
+    _LAYOUTS: ClassVar = {
+        Layout.IN_PLACE: _in_place,
+        Layout.GATHERED: _gathered,
+        Layout.SCATTERED: _scattered,
+        Layout.EXCHANGED: _exchanged,
+    }
+
+    # --- the call -------------------------------------------------------------------------------
+
+    def start(self, async_op: bool = False, by_group_rank: bool = False) -> Any:
+        """Calls; the root goes as a global rank or as a rank in the group."""
+        arguments = dict(self.arguments)
+        if self.row.root and by_group_rank:
+            arguments[f"group_{self.row.root}"] = self.root
+        elif self.row.root:
+            arguments[self.row.root] = self.team.ranks[self.root]
+        if self.op is ReduceOp.PREMUL_SUM:
+            factor = oracle.factors(self.dtype, self.team.size)[self.me]
+            arguments["op"] = ReduceOp.PREMUL_SUM(factor)
+        elif self.op is not None:
+            arguments["op"] = self.op
+        group = None if self.team.name == "world" else self.team.group
+        work = getattr(dist, self.name)(**arguments, group=group, async_op=async_op)
+        assert isinstance(work, dist.Work) if async_op else work is None, self.what
+        return work
+
+    def check(self) -> None:
+        """Compares all arrays with what must be in them."""
+        for name, array, expected in self.watched:
+            what = f"{self.what}: {name}"
+            expected.check(np.ascontiguousarray(array).reshape(-1), what)
+            assert self.make is not guarded or unharmed(array), f"{what}: written beside it"
+
+    def run(self, by_group_rank: bool = False) -> None:
+        """Calls and checks."""
+        self.start(False, by_group_rank)
+        self.check()
+
+
+def meet(mpi: Any) -> None:
+    """A barrier that leaves the cores to those who still compute, where ranks outnumber them.
+
+    The ranks outside a group come here while its members call.
+    """
+    request = mpi.Ibarrier()
+    while not request.Test():
+        time.sleep(2e-4)
+
+
+def same_on_all(mpi: Any, calls: Sequence[Call]) -> None:
+    """Raises AssertionError unless the members of each group have the same bits in all results.
+
+    All ranks call, with calls in the same order; the bytes go by way of MPI itself.
+    """
+    mine: dict[str, list[bytes]] = {}
+    for call in calls:
+        (_, array, _), *_ = call.watched
+        mine.setdefault(call.team.name, []).append(array.tobytes())
+    everybody = mpi.allgather(mine)
+    for call in calls:
+        for rank in call.team.ranks:
+            assert everybody[rank][call.team.name] == mine[call.team.name], (
+                f"{call.name} of {call.dtype}: ranks {rank} and {mpi.rank} hold different bits"
+            )
+
+
+__all__ = ["DTYPES", "MOVES", "NAMES", "REDUCTIONS", "Call", "Kind", "legal", "meet", "same_on_all"]

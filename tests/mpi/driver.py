@@ -54,7 +54,7 @@ def unharmed(array: Array) -> bool:
     return bool((ends[:edge] == 0xA5).all() and (ends[len(ends) - edge :] == 0xA5).all())
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=512)
 def combined(op: ReduceOp, dtype: DType, count: int, ranks: tuple[int, ...]) -> Between:
     """What the ranks' operands give."""
     by = oracle.factors(dtype, len(ranks)) if op is ReduceOp.PREMUL_SUM else None

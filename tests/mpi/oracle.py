@@ -40,6 +40,8 @@ def any_bits(dtype: DType, count: int, rank: int) -> Array:
 @lru_cache(maxsize=1024)
 def operands(op: ReduceOp, dtype: DType, count: int, rank: int) -> Array:
     """Numbers for an operation to work on."""
+    if op is ReduceOp.AVG:
+        return operands(ReduceOp.SUM, dtype, count, rank)
     if dtype.kind in (Kind.BOOL, Kind.INTEGER):
         return any_bits(dtype, count, rank)
     rng = np.random.default_rng([dtype.code, op.code, count, rank])

@@ -66,14 +66,14 @@ def test_the_sweep_is_complete():
         assert len(legal(dtype)) >= 4
 
 
-@by_dtype
 @pytest.mark.parametrize("name", MOVES)
+@by_dtype
 def test_moves(teams, mpi, name, dtype):
     assert sum(1 for _ in sweep(name, dtype, None, teams, mpi)) >= 8
 
 
-@by_dtype
 @pytest.mark.parametrize("name", REDUCTIONS)
+@by_dtype
 def test_reduces(teams, mpi, name, dtype):
     calls = [call for op in legal(dtype) for call in sweep(name, dtype, op, teams, mpi)]
     assert len(calls) >= 8 * len(legal(dtype))
@@ -82,8 +82,8 @@ def test_reduces(teams, mpi, name, dtype):
         same_on_all(mpi, [call for call in calls if call.count > 1000])
 
 
-@by_dtype
 @pytest.mark.parametrize("name", REDUCTIONS)
+@by_dtype
 def test_refuses_operations_without_a_meaning(teams, name, dtype):
     refused = [op for op in OPERATIONS if op not in legal(dtype)]
     for team in teams:

@@ -44,7 +44,7 @@ def run(
     send, recv, blocks = calls.views(primitive, member, output, input, root, splits)
     dtype = recv.dtype if recv is not None else None if send is None else send.dtype
     plan = _plan(primitive, member, op, dtype)
-    if not async_op and not member.worker.busy:
+    if not async_op and not member.busy():
         perform(plan, send, recv, root, blocks)
         return None
     written = () if output is None else output if isinstance(output, list) else (output,)
@@ -68,10 +68,9 @@ def run_in_place(
         dtype, buffer, count = glances[tensor.__class__](tensor)  # type: ignore[misc]
         plan = member.plans[primitive, dtype, op]
         direct = plan.direct
-        worker = member.worker
     except (KeyError, TypeError, AttributeError):
         return run(primitive, group, async_op, tensor, None, op, root)
-    if async_op or direct is None or worker.given != worker.done:
+    if async_op or direct is None or (member.worker is not None and member.busy()):
         return run(primitive, group, async_op, tensor, None, op, root)
     member.lock.acquire()  # a with statement would take three times as long
     try:
@@ -207,7 +206,7 @@ def submit(
         except BaseException as caught:
             error.append(caught)
 
-    group.worker.give(guarded, lambda: work.finish(error[0] if error else None))
+    group.give(guarded, lambda: work.finish(error[0] if error else None))
     return work
 
 
@@ -235,7 +234,7 @@ def in_order(
         except Exception as error:
             raise _explained(error, name, group) from error
 
-    if group.worker.busy:
+    if group.busy():
         submit(group, locked, name, ()).wait()
     else:
         locked()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class ProcessGroup:
     object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
               are below them.
     lock:     held while a collective runs.
-    worker:   carries asynchronous collectives out.
+    worker:   carries asynchronous collectives out; None before the first.
     plans:    the plan of each (primitive, dtype, operation) met so far.
     scratch:  memory that routes use, one call at a time.
     sequence: number of collectives begun.
@@ -73,7 +73,8 @@ class ProcessGroup:
         self.group_name = name
         self.group_desc = description
         self.lock = threading.Lock()
-        self.worker = Worker(f"mpicoll-{name}")
+        self._giving = threading.Lock()
+        self.worker: Worker | None = None
         self.plans: dict[Any, Any] = {}
         self.scratch = np.empty(0, np.uint8)
         self.sequence = 0
@@ -104,6 +105,21 @@ class ProcessGroup:
     def group_rank(self, global_rank: int) -> int | None:
         """The rank in the group of a global rank; None for one that is not a member."""
         return self._group_ranks.get(global_rank)
+
+    def busy(self) -> bool:
+        """Asynchronous collectives are pending, and a caller has to queue behind them."""
+        return self.worker is not None and self.worker.busy
+
+    def give(self, task: Callable[[], None], then: Callable[[], None]) -> None:
+        """Hands a task to the group's thread; see Worker."""
+        with self._giving:
+            if self.worker is None:
+                self.worker = Worker(f"mpicoll-{self.group_name}")
+            self.worker.give(task, then)
+
+    def finish(self, limit: float | None) -> bool:
+        """Ends the group's thread after what is pending; False if that takes longer."""
+        return self.worker is None or self.worker.stop(limit)
 
     def check_open(self) -> None:
         """Raises ArgumentError for a group that was destroyed, ForkedError in a forked child."""

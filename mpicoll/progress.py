@@ -13,6 +13,10 @@ from typing import Protocol
 __all__ = ["Poller", "Worker"]
 
 
+#: What is to be done, and what then.
+Task = tuple[Callable[[], None], Callable[[], None]]
+
+
 class Worker:
     """A thread that carries tasks out in the order in which they were given.
 
@@ -21,7 +25,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         #: Tasks given and tasks finished: each number is changed by one side alone, so that
         #: neither needs a lock.
@@ -38,23 +42,21 @@ class Worker:
 
     def give(self, task: Callable[[], None], then: Callable[[], None]) -> None:
         """Runs ``task()``, which must not raise, and then, when the thread counts as idle again,
-        ``then()``. Callers hold the group's issue lock.
+        ``then()``. One caller at a time.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self.given += 1
-        self._tasks.put(task)
-        self._tasks.put(then)
+        self._tasks.put((task, then))
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            then = self._tasks.get()
-            assert then is not None
+        while (given := self._tasks.get()) is not None:
+            task, then = given
             task()
             self.done += 1
             then()
-            del task, then  # a task holds arrays; do not keep them while waiting for the next
+            del given, task, then  # they hold arrays: not while waiting for the next
 
     def stop(self, limit: float | None) -> bool:
         """Ends the thread after the tasks it has; False if that takes longer than ``limit``."""

@@ -242,7 +242,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
     """Waits for what is pending in a group, frees its communicators, strikes it off."""
-    if not group.worker.stop(limit):
+    if not group.finish(limit):
         raise CollectiveTimeoutError(
             f"destroy_process_group: {group.group_name}: asynchronous work is still pending after "
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
@@ -264,7 +264,7 @@ def _close_quietly() -> None:
     living = list(state.groups.values())
     for group in living:
         try:
-            done = group.worker.stop(_LAST_CHANCE)
+            done = group.finish(_LAST_CHANCE)
             point_to_point.drain(group, _LAST_CHANCE)
         except MpicollError:
             done = False

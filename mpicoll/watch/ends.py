@@ -148,7 +148,7 @@ class Guard:
         """Ctrl-C: Python handles it between two bytecodes, which a blocked MPI call never ends."""
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
-        before = {group: group.sequence for group in self._inside() if not group.worker.busy}
+        before = {group: group.sequence for group in self._inside() if not group.busy()}
         time.sleep(_PATIENCE)
         if any(before.get(group) == group.sequence for group in self._inside()):
             self._give_up("interrupted while it waited for other ranks", _INTERRUPTED)
@@ -169,7 +169,7 @@ class Guard:
                 self._give_up(f"{who} ended without making this call", 1)
             # What the group's thread carries out has somebody waiting who sees to the timeout.
             late = group.timeout is not None and now - since > group.timeout
-            if late and not group.worker.busy:
+            if late and not group.busy():
                 self._give_up(
                     f"the other ranks of group {group.group_name} did not come within its timeout "
                     f"of {group.timeout:g} s",

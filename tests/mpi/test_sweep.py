@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import pytest
+from conftest import team as group_of
 from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, legal, meet, same_on_all
 
 import mpicoll as dist
-from mpicoll.dtypes import OPERATIONS, ReduceOp
+from mpicoll.dtypes import OPERATIONS, Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.routes import composed, native, wire
 
 SMALL = [0, 1, 7, 1000]
 LARGE = 70001
@@ -105,3 +110,111 @@ def test_refuses_operations_without_a_meaning(teams, name, dtype):
             with pytest.raises(ValueError, match="factor"):
                 getattr(dist, name)(**arguments)
         Call(name, team, dtype, 7, legal(dtype)[0]).run()
+
+
+# ---- The same with seams everywhere --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cut(world):
+    """A group whose routes cut messages that others take as a whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composed, "SMALL", 0)
+        patch.setattr(composed, "BLOCK", 64)  # bytes
+        patch.setattr(native, "PIECE", 50)  # elements
+        for module in (native, wire):
+            patch.setattr(module, "INT_MAX", 60)  # more elements travel as one of a derived type
+        yield group_of("cut", range(world.size))
+
+
+@by_dtype
+def test_seams(cut, dtype):
+    """Pieces, blocks and derived datatypes, with sizes around their borders."""
+    for count in (1, 8, 60, 61, 150, 1003):
+        root = count % cut.size
+        for name in MOVES:
+            Call(name, cut, dtype, count, None, root).run()
+        for name in REDUCTIONS:
+            for op in legal(dtype):
+                Call(name, cut, dtype, count, op, root).run()
+
+
+def test_real_blocks(world, mpi):
+    """Several of the blocks that composed routes exchange, with a rest."""
+    for dtype, op in ((by_name["bfloat16"], ReduceOp.SUM), (by_name["float32"], ReduceOp.MAX)):
+        count = (2 * composed.BLOCK // dtype.itemsize) * world.size + 4099
+        call = Call("all_reduce", world, dtype, count, op)
+        call.run()
+        same_on_all(mpi, [call])
+        Call("reduce", world, dtype, count, op, world.size - 1).run()
+        Call("reduce_scatter_single", world, dtype, count // world.size, op).run()
+
+
+# ---- What has no table ---------------------------------------------------------------------------
+
+
+def test_same_bits_with_nan_and_zeros(world, mpi):
+    """NaN of any sign and payload, and zeros of both signs, from every rank.
+
+    MPI's own sums keep the payload of one of several NaN, not of the same one on every rank: there
+    only the place of the NaN is compared.
+    """
+    for name in ("float32", "float64", "float16", "bfloat16", "complex64"):
+        dtype = by_name[name]
+        for count in (1, 40, 4099):
+            calls = []
+            for op in legal(dtype):
+                call = Call("all_reduce", world, dtype, count, op)
+                (_, array, _) = call.watched[0]
+                parts = array.view(array.real.dtype)
+                word = np.dtype(f"u{parts.itemsize}")
+                bits = parts.view(word)
+                bits[::5] = np.array(np.nan, parts.dtype).view(word) + word.type(world.me + 1)
+                if world.me % 2:
+                    bits[::10] |= word.type(1 << (8 * word.itemsize - 1))
+                parts[1::5] = -0.0 if world.me % 2 else 0.0
+                call.start()
+                nan = np.isnan(parts)
+                assert nan[::5].all()
+                assert dtype.kind is Kind.COMPLEX or not nan[1::5].any()
+                if native.reducible(op, dtype):
+                    parts[nan] = np.nan
+                calls.append(call)
+            same_on_all(mpi, calls)
+
+
+def test_barrier(teams, tmp_path_factory, mpi):
+    """Nobody leaves before all have come."""
+    name = mpi.bcast(str(tmp_path_factory.mktemp("barrier") / "here") if mpi.rank == 0 else None)
+    if mpi.rank == 0:
+        np.zeros(1 + 9 * len(teams) * mpi.size, np.uint8).tofile(name)
+    meet(mpi)
+    here = np.memmap(name, np.uint8, "r+").reshape(-1)[1:].reshape(len(teams), 9, mpi.size)
+    for team, mine in zip(teams, here, strict=True):
+        if team.me is None:
+            continue
+        for i, come in enumerate(mine):
+            if i % team.size == team.me:
+                time.sleep(0.01)
+            come[mpi.rank] = 1
+            if i % 3 == 0:
+                assert dist.barrier(team.group) is None
+            elif i % 3 == 1:
+                assert dist.barrier(group=team.group, timeout=30) is None
+            else:
+                work = dist.barrier(group=team.group, async_op=True)
+                assert work.wait() and work.result() == []
+            assert come[list(team.ranks)].all()
+
+
+def test_ranks_outside(teams):
+    """They are warned and get None; nothing of theirs is touched or waited for."""
+    for team in teams:
+        if team.me is not None:
+            continue
+        for name, row in NAMES.items():
+            arguments = {argument: object() for argument in (row.output, row.input) if argument}
+            if row.root:
+                arguments[f"group_{row.root}"] = 0
+            with pytest.warns(UserWarning, match=row.name):
+                assert getattr(dist, name)(**arguments, group=team.group) is None

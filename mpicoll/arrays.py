@@ -271,6 +271,15 @@ def _dlpack(array: Any, writable: bool, where: str) -> View:
     return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
 
 
+def _jax(array: Any, writable: bool, where: str) -> View:
+    # JAX's capsules have no word for what JAX promises: that an array never changes.
+    if writable:
+        raise ArgumentError(
+            f"{where}: a JAX array is read-only and would be written to; pass a NumPy array"
+        )
+    return _dlpack(array, writable, where)
+
+
 def _torch(torch: Any) -> tuple[Glance, Adapter]:
     """For torch tensors: address and count straight from the tensor."""
     from mpi4py import MPI
@@ -358,7 +367,7 @@ glances: dict[type, Glance] = {np.ndarray: _glance_numpy}
 
 def _find(array: Any, writable: bool, where: str) -> View:
     kind = type(array)
-    torch = sys.modules.get("torch")
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(array, torch.Tensor):
         if torch.Tensor not in _adapters:
             glance, _adapters[torch.Tensor] = _torch(torch)
@@ -368,6 +377,8 @@ def _find(array: Any, writable: bool, where: str) -> View:
         found = _masked
     elif isinstance(array, np.ndarray):
         found = _numpy
+    elif jax is not None and isinstance(array, jax.Array):
+        found = _jax
     elif hasattr(array, "__dlpack__"):
         found = _dlpack
     elif _has_buffer(array):

@@ -1,0 +1,261 @@
+"""Objects: every collective and message of them, every root, and what may be refused."""
+
+from __future__ import annotations
+
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import mpicoll as dist
+from mpicoll.pickles import decode, encode
+
+
+class Named:
+    """An object of a type of its own."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, Named) and self.value == other.value
+
+    __hash__ = None
+
+
+def thing(rank):
+    """Another object for each rank: sizes differ by orders of magnitude, one is empty."""
+    return [
+        {"rank": rank, "text": "é" * (10**rank)},
+        None,
+        np.arange(100000 * rank, dtype=np.int64),
+        Named((rank, b"x" * rank)),
+    ][rank % 4]
+
+
+def same(one, other):
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and np.array_equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+def test_all_gather_object(teams):
+    for team in teams:
+        found = ["old"] * team.size
+        if team.me is None:
+            with pytest.warns(UserWarning, match="all_gather_object"):
+                assert dist.all_gather_object(found, 1, group=team.group) is None
+            assert found == ["old"] * team.size
+            continue
+        dist.all_gather_object(found, thing(dist.get_rank()), group=team.group)
+        assert all(same(a, thing(r)) for a, r in zip(found, team.ranks, strict=True))
+
+
+def test_gather_object_to_every_root(teams):
+    for team in teams:
+        if team.me is None:
+            continue
+        for i, root in enumerate(team.ranks):
+            for to in ({"dst": root}, {"group_dst": i}):
+                found = ["old"] * team.size if team.me == i else None
+                dist.gather_object(thing(dist.get_rank()), found, group=team.group, **to)
+                if found is not None:
+                    assert all(same(a, thing(r)) for a, r in zip(found, team.ranks, strict=True))
+
+
+def test_broadcast_object_list_from_every_root(teams):
+    for team in teams:
+        if team.me is None:
+            continue
+        for i, root in enumerate(team.ranks):
+            for of in ({"src": root}, {"group_src": i}):
+                mine = [thing(r) if team.me == i else "old" for r in range(3)]
+                dist.broadcast_object_list(mine, group=team.group, **of)
+                assert all(same(a, thing(r)) for r, a in enumerate(mine))
+
+
+def test_scatter_object_list_from_every_root(teams):
+    for team in teams:
+        if team.me is None:
+            continue
+        for i, root in enumerate(team.ranks):
+            for of in ({"src": root}, {"group_src": i}):
+                given = [thing(r) for r in team.ranks] if team.me == i else None
+                found = ["old", "kept"]
+                dist.scatter_object_list(found, given, group=team.group, **of)
+                assert same(found[0], thing(dist.get_rank())) and found[1] == "kept"
+
+
+def test_messages_of_objects(world):
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    left, right = (world.me - 1) % world.size, (world.me + 1) % world.size
+    for batch in (False, True):
+        found = ["old", "old"]
+        sent = [thing(world.me), {"from": world.me}]
+        if world.me % 2:
+            assert dist.recv_object_list(found, src=left, use_batch=batch) == left
+            dist.send_object_list(sent, dst=right, use_batch=batch)
+        else:
+            dist.send_object_list(sent, dst=right, use_batch=batch)
+            assert dist.recv_object_list(found, group_src=left, use_batch=batch) == left
+        assert same(found[0], thing(left)) and found[1] == {"from": left}
+
+
+def test_an_object_from_any_rank(world):
+    if world.me == 0:
+        seen = set()
+        for _ in range(world.size - 1):
+            found = [None]
+            source = dist.recv_object_list(found)
+            assert same(found[0], thing(source))
+            seen.add(source)
+        assert seen == set(range(1, world.size))
+    else:
+        dist.send_object_list([thing(world.me)], dst=0)
+
+
+def test_arrays_inside_objects_arrive_writable_and_aligned(world):
+    sent = {"a": np.arange(3, dtype=np.uint8), "b": np.arange(5, dtype=np.complex128)}
+    found = [None] * world.size
+    dist.all_gather_object(found, sent)
+    for one in found:
+        for name, array in one.items():
+            assert np.array_equal(array, sent[name]) and array.flags.aligned
+            array += 1  # writable, and nobody else's memory
+    # What a rank gets of itself is a copy like the others': the object that was sent is as it was.
+    assert np.array_equal(sent["a"], np.arange(3)) and np.array_equal(sent["b"], np.arange(5))
+
+
+def test_large_buffers_stay_out_of_the_pickle():
+    array = np.ones(1 << 20)
+    whole = encode({"array": array})
+    assert array.nbytes < whole.nbytes < array.nbytes + 4096
+    assert np.shares_memory(decode(whole)["array"], whole)
+
+
+def test_no_rank_pads_to_the_largest(world, monkeypatch):
+    """What travels is what each rank has: bytes are counted where they go out and come in."""
+    from mpicoll.routes import wire
+
+    moved = []
+    original = wire.exchange
+
+    def counted(comm, sends, receives):
+        moved.extend(m[1] for m in [*sends, *receives] if m is not None)
+        return original(comm, sends, receives)
+
+    monkeypatch.setattr(wire, "exchange", counted)
+    mine = b"x" * (100 if world.me else 100000)
+    dist.all_gather_object([None] * world.size, mine)
+    small, large = encode(b"x" * 100).nbytes, encode(b"x" * 100000).nbytes
+    others = world.size - 1
+    if world.me == 0:
+        assert sorted(moved) == sorted([large] * others + [small] * others)
+    else:
+        assert sorted(moved) == sorted([small] * others + [large] + [small] * (others - 1))
+
+
+def test_what_cannot_be_pickled_is_raised_before_anything_is_sent(world):
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        dist.all_gather_object([None] * world.size, lambda: None)
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        dist.gather_object(lambda: None, [None] * world.size if world.me == 0 else None)
+    found = [None] * world.size
+    dist.all_gather_object(found, world.me)
+    assert found == list(range(world.size))
+
+
+def test_lists_of_other_lengths(world):
+    with pytest.raises(ValueError, match="object_list"):
+        dist.all_gather_object([None] * (world.size + 1), 1)
+    with pytest.raises(TypeError, match="object_list"):
+        dist.all_gather_object((None,) * world.size, 1)
+    with pytest.raises(ValueError, match="scatter_object_output_list"):
+        dist.scatter_object_list([], [1] * world.size)
+    with pytest.raises(ValueError, match="gather"):
+        dist.gather_object(1, None if world.me == 0 else [None] * world.size)
+    if world.me == 0:
+        with pytest.raises(ValueError, match="scatter_object_input_list"):
+            dist.scatter_object_list([None], None)
+    if world.size > 1:
+        objects = [1, 2] if world.me == 0 else [None]
+        if world.me == 0:
+            dist.broadcast_object_list(objects)
+        else:
+            with pytest.raises(dist.MismatchError, match=r"1 entries.*sent 2"):
+                dist.broadcast_object_list(objects)
+    objects = []
+    dist.broadcast_object_list(objects)
+    assert objects == []
+
+
+def test_objects_are_of_the_host(world):
+    with pytest.raises(ValueError, match="device"):
+        dist.broadcast_object_list([1], device="cuda:0")
+    objects = [world.me]
+    dist.broadcast_object_list(objects, device="cpu")
+    assert objects == [0]
+
+
+def test_restricted_pickle_refuses_what_it_does_not_name(world):
+    plain = {"a": [1, 2.5, "x", b"y", None, True, (1,), {3}, frozenset({4}), 1j, bytearray(b"z")]}
+    for obj, allowed, refused in (
+        (plain, (), None),
+        (Fraction(1, 3), (), "Fraction"),
+        (Fraction(1, 3), (Fraction,), None),
+        (np.arange(3.0), (), "numpy"),
+        (np.arange(3.0), (np.ndarray,), None),
+        ([np.float32(2), np.arange(3)[::2]], (np.ndarray,), None),
+        (print, (np.ndarray,), "print"),
+        (Named(1), (Fraction,), "Named"),
+    ):
+        found = [None] * world.size
+        with dist.restricted_pickle(*allowed):
+            if refused:
+                with pytest.raises(dist.RefusedPickleError, match=refused):
+                    dist.all_gather_object(found, obj)
+                with pytest.raises(pickle.UnpicklingError):
+                    dist.all_gather_object(found, obj)
+            else:
+                dist.all_gather_object(found, obj)
+                assert repr(found) == repr([obj] * world.size)
+    dist.all_gather_object(found, Named(2))  # outside, everything is allowed again
+    assert found == [Named(2)] * world.size
+
+
+def test_restricted_pickle_nests_and_is_lifted(world):
+    found = [None] * world.size
+    outer = dist.restricted_pickle(Fraction)
+    try:
+        with dist.restricted_pickle(Named):
+            with pytest.raises(dist.RefusedPickleError):
+                dist.all_gather_object(found, Fraction(1, 2))
+            dist.all_gather_object(found, Named(1))
+        dist.all_gather_object(found, Fraction(1, 2))
+        with pytest.raises(dist.RefusedPickleError):
+            dist.all_gather_object(found, Named(1))
+    finally:
+        outer.lift()
+    dist.all_gather_object(found, Named(1))
+    assert found == [Named(1)] * world.size
+    with pytest.raises(TypeError, match="restricted_pickle"):
+        dist.restricted_pickle("builtins.eval")
+
+
+def test_an_object_of_more_than_two_gibibytes(world):
+    if world.size != 2:
+        pytest.skip("once is enough: on two ranks")
+    with open("/proc/meminfo") as file:  # noqa: PTH123
+        free = {line.split(":")[0]: int(line.split()[1]) for line in file}["MemAvailable"] >> 20
+    if free < 14:
+        pytest.skip(f"takes 14 GiB of free memory, there are {free}")
+    size = 2**31 + 16
+    found = [np.full(size, 7, np.uint8) if world.me == 0 else None]
+    if world.me == 0:
+        found[0][-1] = 9
+    dist.broadcast_object_list(found, src=0)
+    (array,) = found
+    assert len(array) == size
+    assert (array[0], array[size // 2], array[-2], array[-1]) == (7, 7, 7, 9)

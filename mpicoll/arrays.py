@@ -7,7 +7,9 @@ an array of a library can only exist once the library is loaded.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,17 @@ from mpicoll import dlpack
 from mpicoll.dtypes import DType, Kind, by_name, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-__all__ = ["Parts", "View", "glances", "of_numpy", "overlap", "parts", "scratch", "view"]
+__all__ = [
+    "Parts",
+    "View",
+    "glances",
+    "of_numpy",
+    "overlap",
+    "overlapping",
+    "parts",
+    "scratch",
+    "view",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -186,6 +198,19 @@ def overlap(one: View, other: View) -> bool:
         return False
     start, begin = _address(one), _address(other)
     return start < begin + other.nbytes and begin < start + one.nbytes
+
+
+def overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
+    """For each of some contiguous views whether its memory overlaps that of any of the others."""
+    spans = sorted((_address(one), _address(one) + one.nbytes) for one in others)
+    begins = [begin for begin, _ in spans]
+    ends = list(accumulate((end for _, end in spans), max))
+    found = []
+    for one in views:
+        begin = _address(one)
+        before = bisect_left(begins, begin + one.nbytes)
+        found.append(before > 0 and ends[before - 1] > begin)
+    return found
 
 
 def _address(view: View) -> int:

@@ -277,7 +277,7 @@ def _blocks(view: View, splits: Sequence[int] | None, n: int, where: str, name: 
     """Elements for each rank, from split sizes that count rows of dimension 0."""
     shape = view.shape
     rows = shape[0] if shape else 1
-    if not splits:
+    if splits is None or len(splits) == 0:
         if rows % n:
             raise ArgumentError(
                 f"{where}: dimension 0 has {rows} rows, which {n} ranks cannot share evenly; give "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.arrays import Parts, View, scratch
+from mpicoll.arrays import Parts, View, overlapping, scratch
 from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.routes.wire import INT_MAX, Message, datatype, exchange, message, operation
@@ -93,6 +93,8 @@ def all_to_all(group: ProcessGroup, dtype: DType) -> Route:
         assert send is not None and recv is not None and blocks is not None
         outgoing = _blocks(send, blocks.sends, True)
         incoming = _blocks(recv, blocks.receives, False)
+        if isinstance(send, Parts):
+            outgoing = _apart(outgoing, incoming)
         (own, start, count), (target, begin, _) = outgoing[me], incoming[me]
         if count:
             target.flat[begin : begin + count] = own.flat[start : start + count]
@@ -128,6 +130,15 @@ def _contiguous(part: View, filled: bool) -> View:
     if part.buffer is not None:
         return part
     return part.packed() if filled else scratch(part.dtype, part.count)
+
+
+def _apart(outgoing: list[Block], incoming: list[Block]) -> list[Block]:
+    """The blocks to send, copies where their memory is received into before they may be sent."""
+    shared = overlapping([view for view, _, _ in outgoing], [view for view, _, _ in incoming])
+    return [
+        (view.packed() if both else view, start, count)
+        for (view, start, count), both in zip(outgoing, shared, strict=True)
+    ]
 
 
 def _messages(blocks: list[Block], dtype: DType, me: int) -> list[Message | None]:

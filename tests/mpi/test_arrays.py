@@ -1,0 +1,630 @@
+"""Arrays of every library and layout, right where they are taken and refused by name elsewhere."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import re
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+from driver import DTYPES, NAMES, Call, guarded, legal
+
+import mpicoll as dist
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.primitives import PRIMITIVES, Layout
+
+ROWS = [row for row in PRIMITIVES if row.layout is not Layout.EMPTY]
+by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+# ---- Layouts: each makes a writable NumPy array of a shape ---------------------------------------
+
+
+def strided(shape, dtype):
+    """Every other element of the last dimension."""
+    return np.zeros((*shape[:-1], 2 * shape[-1]), dtype.numpy)[..., ::2]
+
+
+def backwards(shape, dtype):
+    return np.zeros(shape, dtype.numpy)[tuple(slice(None, None, -1) for _ in shape)]
+
+
+def transposed(shape, dtype):
+    return np.zeros(shape[::-1], dtype.numpy).T
+
+
+def fortran(shape, dtype):
+    return np.zeros(shape, dtype.numpy, order="F")
+
+
+def inner(shape, dtype):
+    """A block in the middle of a greater array."""
+    whole = np.zeros([extent + 2 for extent in shape], dtype.numpy)
+    return whole[tuple(slice(1, -1) for _ in shape)]
+
+
+def column(shape, dtype):
+    return np.zeros((*shape, 3), dtype.numpy)[..., 1]
+
+
+def unaligned(shape, dtype):
+    count = int(np.prod(shape))
+    memory = np.zeros(count * dtype.itemsize + 1, np.uint8)
+    return memory[1:].view(dtype.numpy).reshape(shape)
+
+
+LAYOUTS = [strided, backwards, transposed, fortran, inner, column, unaligned]
+SHAPES = [(6,), (4, 3), (2, 3, 4), (1, 5), (0, 3), (2, 0), ()]
+
+
+def maker(of, wrap=lambda made: made):
+    def make(shape, dtype):
+        made = of(shape, dtype) if shape else np.zeros((2,), dtype.numpy)[1:].reshape(())
+        assert made.shape == shape
+        return wrap(made), made
+
+    return make
+
+
+def calls_of(row, world, dtype, make):
+    """Calls with every shape; blocks are stacked in some, concatenated in others."""
+    for i, shape in enumerate(SHAPES):
+        stacked = (i + row.code + dtype.code) % 2 == 0
+        op = ReduceOp.MAX if row.reduces and ReduceOp.MAX in legal(dtype) else ReduceOp.SUM
+        count = int(np.prod(shape))
+        yield Call(
+            row.name, world, dtype, count, op if row.reduces else None, world.size - 1,
+            make, shape, stacked,
+        )  # fmt: skip
+
+
+@by_row
+@pytest.mark.parametrize("name", ["bool", "int64", "bfloat16", "complex64", "float32"])
+def test_layouts(world, row, name):
+    """Each rank has another layout, and gets the same elements."""
+    for i in range(len(LAYOUTS)):
+        layout = LAYOUTS[(i + world.me) % len(LAYOUTS)]
+        for call in calls_of(row, world, by_name[name], maker(layout)):
+            call.run()
+    layout = LAYOUTS[(row.code + world.me) % len(LAYOUTS)]
+    pending = []
+    for call in calls_of(row, world, by_name[name], maker(layout)):
+        pending.append((call, call.start(async_op=True)))
+    for call, work in pending:
+        work.wait()
+        call.check()
+
+
+@by_row
+def test_some_ranks_strided(world, row):
+    """One rank packs, the others have contiguous memory; also beyond the small messages."""
+    for count, odd in itertools.product((5, 30011), range(world.size)):
+        make = maker(strided) if odd == world.me else guarded
+        op = ReduceOp.SUM if row.reduces else None
+        Call(row.name, world, by_name["float16"], count, op, 0, make).run()
+
+
+def test_memmap(world, tmp_path):
+    """Written to the file."""
+    path = tmp_path / f"{world.me}"
+    mapped = np.memmap(path, np.float32, "w+", shape=(5, 3))
+    mapped[...] = world.me
+    dist.all_reduce(mapped)
+    mapped.flush()
+    assert (np.fromfile(path, np.float32) == sum(range(world.size))).all()
+    assert np.fromfile(path, np.float32).size == 15
+
+
+def test_expanded_inputs(world):
+    """An input may say the same element many times."""
+    n = world.size
+    out = np.zeros((n, 4, 3), np.int32)
+    dist.all_gather_single(out, np.broadcast_to(np.arange(3, dtype=np.int32) + world.me, (4, 3)))
+    for r in range(n):
+        assert (out[r] == np.arange(3) + r).all()
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def as_torch(torch, made):
+    """A tensor on the memory of a NumPy array."""
+    try:
+        return torch.from_numpy(made)
+    except TypeError:  # the dtypes of ml_dtypes
+        carrier = made.view(f"i{made.itemsize}") if made.size or made.ndim else made
+        return torch.from_numpy(carrier).view(getattr(torch, made.dtype.name))
+
+
+@by_dtype
+def test_torch_tensors(world, torch, dtype):
+    """Every primitive; contiguous and other layouts; with NumPy on some ranks."""
+    if not hasattr(torch, dtype.name):
+        pytest.skip(f"torch has no {dtype}")
+    layouts = [strided, transposed, fortran, inner, column]
+    for i, row in enumerate(ROWS):
+        kinds = [maker(layouts[(i + world.me) % 5], lambda made: as_torch(torch, made)), guarded]
+        plain = maker(lambda s, d: np.zeros(s, d.numpy), lambda made: as_torch(torch, made))
+        for make in (kinds[0], [*kinds, plain][(world.me + i) % 3]):
+            for call in calls_of(row, world, dtype, make):
+                call.run()
+        for op in legal(dtype) if row.reduces else [None]:
+            Call(row.name, world, dtype, 3001, op, 0, plain).run()
+
+
+def test_torch_grad(world, torch):
+    """Leaves, parameters and results of autograd are read and written, unseen by autograd."""
+    n = world.size
+    leaf = torch.full((3, 2), float(world.me), requires_grad=True)
+    parameter = torch.nn.Parameter(torch.full((4,), 2.0))
+    dist.all_reduce(leaf)
+    dist.all_reduce(parameter, ReduceOp.PRODUCT)
+    assert leaf.requires_grad and leaf.is_leaf and (leaf == sum(range(n))).all()
+    assert parameter.requires_grad and (parameter == 2.0**n).all()
+    computed = leaf * 2
+    out = torch.zeros(n, 3, 2, requires_grad=True)
+    dist.all_gather_single(out, computed)
+    assert (out == 2 * sum(range(n))).all()
+    dist.broadcast(computed.T, 0)
+    leaf.sum().backward()
+    assert (leaf.grad == 1).all()
+    strided_leaf = torch.zeros(6, requires_grad=True)
+    view = strided_leaf.detach()[::2]
+    view += world.me + 1
+    dist.all_reduce(view)
+    expected = sum(range(n + 1))
+    assert strided_leaf.tolist() == [expected, 0, expected, 0, expected, 0]
+
+
+def test_torch_lazy_views(world, torch):
+    """Conjugates and negatives are right as inputs and refused as outputs."""
+    n = world.size
+    values = torch.arange(6).reshape(2, 3) * (1 + 2j) + world.me
+    out = torch.zeros(n, 2, 3, dtype=torch.complex64)
+    assert values.conj().is_conj()
+    for lazy in (values.conj(), values.conj().T.contiguous().T, values.conj().T.T):
+        dist.all_gather_single(out, lazy)
+        for r in range(n):
+            expected = torch.arange(6).reshape(2, 3) * (1 - 2j) + r
+            assert torch.equal(out[r], expected)
+    negative = values.conj().imag
+    assert negative.is_neg()
+    got = torch.zeros(n, 2, 3)
+    dist.all_gather_single(got, negative)
+    for r in range(n):
+        assert torch.equal(got[r], -2.0 * torch.arange(6).reshape(2, 3))
+    for lazy, word in ((values.conj(), "conj"), (negative, "negative")):
+        kept = lazy.clone()
+        with pytest.raises(ValueError, match=f"broadcast: tensor: .*{word}"):
+            dist.broadcast(lazy, 0)
+        assert torch.equal(lazy, kept)
+
+
+def test_torch_refusals(world, torch):
+    """Each with the operation, the argument and the reason; afterwards the group works."""
+
+    class Plain(torch.Tensor):
+        pass
+
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    sparse = torch.eye(3).to_sparse()
+    wrapped = torch.Tensor._make_wrapper_subclass(Wrapper, (3,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of features that are in beta, and of old ones
+        quantized = torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8)
+        compressed = torch.eye(3).to_sparse_csr()
+        half = torch.zeros(3, dtype=torch.complex32)
+    refused = [
+        (torch.zeros(3).expand(2, 3), "share one place"),
+        (sparse, "layout torch.sparse_coo"),
+        (compressed, "layout torch.sparse_csr"),
+        (torch.zeros(3, device="meta"), "meta"),
+        (quantized, "quint8"),
+        (half, "complex32"),
+        (wrapped, "Wrapper"),
+    ]
+    for tensor, words in refused:
+        with pytest.raises(ValueError, match=rf"(?s)all_reduce: tensor: .*{re.escape(words)}"):
+            dist.all_reduce(tensor)
+        if words != "share one place":
+            out = torch.zeros(world.size, 3)
+            with pytest.raises(ValueError, match="all_gather_single: input_tensor: "):
+                dist.all_gather_single(out, tensor)
+    subclass = torch.full((3,), 1.0).as_subclass(Plain)
+    dist.all_reduce(subclass)
+    assert subclass.tolist() == [world.size] * 3
+
+
+def test_torch_reduce_ops(world, torch):
+    """torch's own operations mean the same."""
+    ops = torch.distributed.ReduceOp
+    for name, expected in (("SUM", 2.0 * world.size), ("AVG", 2.0), ("MAX", 2.0)):
+        for op in (getattr(ops, name), ops(getattr(ops, name))):
+            x = np.full(3, 2.0)
+            dist.all_reduce(x, op)
+            assert (x == expected).all()
+
+
+# ---- Buffers and DLPack --------------------------------------------------------------------------
+
+
+def test_buffers(world):
+    """bytearray, array.array and memoryview are read and written; bytes are read."""
+    n, me = world.size, world.me
+    raw = bytearray([me + 1] * 5)
+    dist.all_reduce(raw)
+    assert raw == bytearray([sum(range(n + 1))] * 5)
+    for code in "bBhHiIlLqQfd":
+        numbers = array.array(code, [me + 1, 2, 3])
+        dist.all_reduce(numbers)
+        assert numbers == array.array(code, [sum(range(n + 1)), 2 * n, 3 * n])
+    memory = memoryview(bytearray(6 * 8)).cast("B").cast("d", (2, 3))
+    dist.broadcast(np.arange(6.0) if me == 0 else memory)
+    assert me == 0 or memory.tolist() == [[0, 1, 2], [3, 4, 5]]
+    every_other = memoryview(bytearray(range(10)))[::2]
+    dist.all_reduce(every_other, ReduceOp.MAX)
+    assert bytes(every_other) == bytes([0, 2, 4, 6, 8])
+    truth = memoryview(bytearray(3)).cast("?")
+    truth[1] = me == 0
+    dist.all_reduce(truth)
+    assert truth.tolist() == [False, True, False]
+    out = bytearray(4 * n)
+    dist.all_gather_single(out, bytes([me] * 4))
+    assert bytes(out) == b"".join(bytes([r] * 4) for r in range(n))
+    lists = [bytearray(4) for _ in range(n)]
+    dist.all_gather(lists, memoryview(bytes([me] * 4)))
+    assert lists == [bytearray([r] * 4) for r in range(n)]
+    for read_only in (bytes(3), memoryview(bytes(3)), memoryview(bytearray(3)).toreadonly()):
+        with pytest.raises(ValueError, match=r"all_reduce: tensor: .*read-only"):
+            dist.all_reduce(read_only)
+
+
+class Exporter:
+    """An array that speaks DLPack and nothing else."""
+
+    def __init__(self, array, device=None):
+        self.array = array
+        self.device = device
+
+    def __dlpack__(self, **options):
+        assert self.device is None, "asked for the memory of another device"
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.device or self.array.__dlpack_device__()
+
+
+class OldExporter(Exporter):
+    """A producer from before DLPack 1.0."""
+
+    def __dlpack__(self, stream=None):
+        return self.array.__dlpack__()
+
+
+@pytest.mark.parametrize("kind", [Exporter, OldExporter])
+def test_dlpack_of_numpy(world, kind):
+    for row in ROWS:
+        for name in ("float64", "bool"):
+            for of in (transposed, lambda s, d: np.zeros(s, d.numpy)):
+                for call in calls_of(row, world, by_name[name], maker(of, kind)):
+                    call.run()
+
+
+@by_dtype
+@pytest.mark.parametrize("kind", [Exporter, OldExporter])
+def test_dlpack_of_torch(world, torch, kind, dtype):
+    """bfloat16 and float8 among them."""
+    if not hasattr(torch, dtype.name):
+        pytest.skip(f"torch has no {dtype}")
+    for row in ROWS[:: len(ROWS) // 4]:
+        for of in (strided, lambda s, d: np.zeros(s, d.numpy)):
+            make = maker(of, lambda made: kind(as_torch(torch, made)))
+            for call in calls_of(row, world, dtype, make):
+                call.run()
+
+
+def test_dlpack_refusals(world):
+    for device, name in (((2, 1), "cuda:1"), ((10, 0), "rocm:0"), ((13, 0), "cuda_managed:0")):
+        there = Exporter(np.zeros(3), device)
+        for call in (
+            lambda a: dist.all_reduce(a),
+            lambda a: dist.all_gather_single(np.zeros(3 * world.size), a),
+            lambda a: dist.isend(a, (world.me + 1) % world.size),
+        ):
+            with pytest.raises(ValueError, match=rf"{name} are not supported yet"):
+                call(there)
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="all_reduce: tensor"):
+        dist.all_reduce(Exporter(frozen))
+
+
+def test_jax_inputs(world):
+    """JAX arrays are read; they are read-only."""
+    jax = pytest.importorskip("jax")
+    n, me = world.size, world.me
+    for name in ("float32", "bfloat16", "int32", "bool", "float8_e4m3fn"):
+        row = by_name[name]
+        out = np.zeros((n, 2, 3), row.numpy)
+        dist.all_gather_single(out, jax.numpy.full((2, 3), me % 2, row.numpy))
+        assert [out[r].astype(float).sum() for r in range(n)] == [6 * (r % 2) for r in range(n)]
+        constant = jax.numpy.zeros(3, row.numpy)
+        with pytest.raises(ValueError, match=r"all_reduce: tensor: .*read-only"):
+            dist.all_reduce(constant)
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+
+
+def arguments_of(row, world, **changed):
+    """Good arguments for a row on this rank, root 0, but for those that are changed."""
+    call = Call(row.name, world, by_name["float32"], 2, ReduceOp.SUM if row.reduces else None)
+    arguments = {**call.arguments, **changed}
+    if row.root:
+        arguments[row.root] = 0
+    return arguments
+
+
+def spoilt(row, world, argument, make):
+    """The good argument with one array, of the same count, in place of the good one; None: none."""
+    good = arguments_of(row, world).get(argument)
+    if good is None:
+        return None
+    if isinstance(good, list):
+        return [*good[:-1], make(good[-1])]
+    return make(good)
+
+
+def read_only(good):
+    made = good.copy()
+    made.flags.writeable = False
+    return made
+
+
+def structured(good):
+    return np.zeros(good.size, [("a", "f4")])
+
+
+BAD_INPUTS = {
+    "other byte order": (lambda good: good.astype(">f4"), "byte order"),
+    "structured": (structured, "dtype"),
+    "datetime": (lambda good: np.zeros(good.shape, "M8[s]"), "dtype"),
+    "object": (lambda good: good.astype(object), "dtype object"),
+    "text": (lambda good: good.astype("U4"), "dtype <U4"),
+    "longdouble": (lambda good: good.astype(np.longdouble), "dtype float128|dtype longdouble"),
+    "int4": (lambda good: good.astype(ml_dtypes.int4), "dtype int4"),
+    "masked": (np.ma.array, "MaskedArray"),
+}
+BAD_OUTPUTS = {
+    "read-only": (read_only, "read-only"),
+    "expanded": (lambda good: np.lib.stride_tricks.as_strided(good, strides=(0,)), "share one"),
+}
+
+
+@by_row
+def test_refused_arrays(world, row):
+    """Every rank that gives such an array is told which argument it was."""
+    for argument in filter(None, (row.output, row.input)):
+        writes = argument == row.output
+        for make, words in [*BAD_INPUTS.values(), *(BAD_OUTPUTS.values() if writes else ())]:
+            bad = spoilt(row, world, argument, make)
+            if bad is None:
+                continue
+            part = r"(\[\d\])?" if row.listed else ""
+            with pytest.raises(ValueError, match=rf"^{row}: {argument}{part}: .*({words})"):
+                getattr(dist, row.name)(**arguments_of(row, world, **{argument: bad}))
+    Call(row.name, world, by_name["int32"], 3, ReduceOp.SUM if row.reduces else None).run()
+
+
+@by_row
+def test_refused_types(world, row):
+    """Lists in place of arrays, arrays in place of lists, and what is neither: TypeError."""
+    for argument in filter(None, (row.output, row.input)):
+        good = arguments_of(row, world).get(argument)
+        if good is None:
+            continue
+        values = [[1.0, 2.0], 3.5, "text", None, object(), np.float32(1)]
+        if isinstance(good, list):
+            wrong = [[*good[:-1], value] for value in values[:-1]]
+            wrong += [np.zeros((world.size, 2), np.float32), (one for one in good), 7]
+        else:
+            wrong = [value for value in values[:-1] if value is not None or not row.root]
+        for bad in wrong:
+            with pytest.raises(TypeError, match=rf"^{row}: {argument}"):
+                getattr(dist, row.name)(**arguments_of(row, world, **{argument: bad}))
+    if row.reduces:
+        for op in ("SUM", 0, np.add, sum):
+            with pytest.raises(TypeError, match=f"{row}: op"):
+                getattr(dist, row.name)(**arguments_of(row, world, op=op))
+    Call(row.name, world, by_name["int32"], 3, ReduceOp.SUM if row.reduces else None).run()
+
+
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="op=None is taken for no reduction at all")
+@pytest.mark.parametrize("row", [row for row in ROWS if row.reduces], ids=repr)
+def test_refused_none_for_an_operation(world, row):
+    with pytest.raises(TypeError, match=f"{row}: op"):
+        getattr(dist, row.name)(**arguments_of(row, world, op=None))
+
+
+@by_row
+def test_refused_mixtures(world, row):
+    """dtypes, counts and lengths of lists that do not go together: ValueError."""
+    for argument in filter(None, (row.output, row.input)):
+        good = arguments_of(row, world).get(argument)
+        if good is None or row.layout is Layout.IN_PLACE or (row.root and world.me != 0):
+            continue  # nothing to compare with on this rank
+        wrong = []
+        other = spoilt(row, world, argument, lambda good: good.astype(np.float64))
+        if not isinstance(good, list) or world.size > 1 or row.input:
+            wrong.append((other, "different dtypes"))
+        if isinstance(good, list):
+            wrong += [(good[:-1], "one array for each"), ([*good, good[0]], "one array for each")]
+            if row.name not in ("all_gather", "all_to_all"):
+                longer = spoilt(row, world, argument, lambda good: np.zeros(3, np.float32))
+                wrong.append((longer, "shape"))
+        elif row.layout is not Layout.EXCHANGED:
+            wrong.append((np.zeros(2 * world.size + 1, np.float32), "elements|shape"))
+        for bad, words in wrong:
+            with pytest.raises(ValueError, match=rf"^{row}.*({words})"):
+                getattr(dist, row.name)(**arguments_of(row, world, **{argument: bad}))
+    Call(row.name, world, by_name["int32"], 3, ReduceOp.SUM if row.reduces else None).run()
+
+
+def test_refused_splits(world):
+    n = world.size
+    x, y = np.zeros((n, 2)), np.zeros((n, 2))
+    good = [1] * n
+    for sizes, words in (
+        ([1] * (n + 1), "sizes, one a rank"),
+        ([2] + [1] * (n - 1), "do not add up"),
+        ([-1, 2] + [1] * (n - 1), "sizes, one a rank"),
+        ([n + 1] + [0] * (n - 2) + [-1] * (n > 1), "do not add up"),
+    ):
+        for pair, name in (((sizes, good), "output"), ((good, sizes), "input")):
+            with pytest.raises(ValueError, match=f"all_to_all_single: {name}.*{words}"):
+                dist.all_to_all_single(x, y, *pair)
+    if n > 1:
+        with pytest.raises(ValueError, match="share evenly"):
+            dist.all_to_all_single(np.zeros(n + 1), np.zeros(n + 1))
+    Call("all_to_all_single", world, by_name["int32"], 3).run()
+
+
+# ---- Both sides on one memory --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int32", "bfloat16", "bool", "float64"])
+@pytest.mark.parametrize("count", [1, 5, 20011])
+def test_aliasing(world, name, count):
+    """The input may be a part of the output, the output a part of the input, or both be one."""
+    dtype, n, me = by_name[name], world.size, world.me
+    op = ReduceOp.MAX
+    for where in range(n):  # not only this rank's own place
+        call = Call("all_gather_single", world, dtype, count)
+        whole = call.watched[1][1]
+        part = whole[where * count : (where + 1) * count]
+        part[...] = call.given(me)
+        dist.all_gather_single(whole, part)
+        call.watched[1][2].check(whole, call.what)
+
+        call = Call("reduce_scatter_single", world, dtype, count, op)
+        (_, _, result), (_, whole, _) = call.watched
+        part = whole[where * count : (where + 1) * count]
+        dist.reduce_scatter_single(part, whole, op)
+        result.check(part, call.what)
+
+        call = Call("scatter", world, dtype, count, root=0)
+        (_, out, result), *inputs = call.watched
+        if me == 0:
+            out = inputs[where][1]
+        dist.scatter(out, [one for _, one, _ in inputs] or None, src=0)
+        result.check(out, call.what)
+
+    call = Call("all_to_all_single", world, dtype, count)
+    (_, whole, _), (_, _, result) = call.watched
+    dist.all_to_all_single(whole, whole)
+    result.check(whole, call.what)
+
+    call = Call("all_gather", world, dtype, count)
+    (_, _, _), *outputs = call.watched
+    outputs[me][1][...] = call.given(me)
+    dist.all_gather([one for _, one, _ in outputs], outputs[me][1])
+    for _, one, result in outputs:
+        result.check(one, call.what)
+
+    call = Call("all_to_all", world, dtype, count)
+    inputs, outputs = call.watched[:n], call.watched[n:]
+    lists = [one for _, one, _ in inputs]
+    dist.all_to_all(lists, lists)
+    for one, (_, _, result) in zip(lists, outputs, strict=True):
+        result.check(one, call.what)
+
+
+# ---- Blocks of different sizes -------------------------------------------------------------------
+
+
+def block(rank, to, count, dtype):
+    return (np.arange(count) * 3 + 5 * rank + 7 * to).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, ml_dtypes.bfloat16, np.bool_, np.complex64])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_uneven_all_gather(teams, dtype, async_op):
+    for team in teams:
+        if team.me is None:
+            continue
+        for counts in ([3, 0, 7, 1], [0, 0, 5, 0], [1, 2, 3, 4], [0, 9, 0, 20000], [2, 2, 2, 2]):
+            made = [np.zeros((counts[r], 2), dtype) for r in range(team.size)]
+            mine = block(team.me, 0, 2 * counts[team.me], dtype).reshape(-1, 2)
+            if team.me % 2:
+                mine = np.asfortranarray(mine)
+                made = [np.zeros((2, counts[r]), dtype).T for r in range(team.size)]
+            work = dist.all_gather(made, mine, team.group, async_op)
+            if async_op:
+                work.wait()
+            for r, one in enumerate(made):
+                assert (one == block(r, 0, 2 * counts[r], dtype).reshape(-1, 2)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, ml_dtypes.bfloat16, np.bool_, np.complex64])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_uneven_all_to_all(teams, dtype, async_op):
+    """Lists and split sizes, zeros among them; a rank that sends and gets nothing at all."""
+    for team in teams:
+        if team.me is None:
+            continue
+        n, me = team.size, team.me
+
+        def even(r, to):
+            return 4
+
+        def mixed(r, to):
+            return (3 * r + 5 * to) % 4
+
+        def silent(r, to, n=n):
+            return 0 if n - 1 in (r, to) else r + 2 * to + 1
+
+        def large(r, to):
+            return 10007 * ((r + to) % 2)
+
+        for count in (even, mixed, silent, large):
+            out = [block(me, to, 2 * count(me, to), dtype).reshape(-1, 2) for to in range(n)]
+            expected = [block(r, me, 2 * count(r, me), dtype).reshape(-1, 2) for r in range(n)]
+            got = [np.zeros_like(one) for one in expected]
+            if me % 2:
+                out = [np.asfortranarray(one) for one in out]
+                got = [np.zeros(one.shape[::-1], dtype).T for one in got]
+            work = dist.all_to_all(got, out, team.group, async_op)
+            if async_op:
+                work.wait()
+            for one, right in zip(got, expected, strict=True):
+                assert (one == right).all()
+
+            whole, into = np.concatenate(out), np.zeros_like(np.concatenate(expected))
+            sizes = [one.shape[0] for one in expected], [one.shape[0] for one in out]
+            if count is even and me % 2:  # with whole blocks some may leave the sizes out
+                sizes = None, None if me % 3 else []
+            elif me == 0:
+                sizes = tuple(sizes[0]), np.array(sizes[1])
+            if me % 2:
+                whole = np.asfortranarray(whole)
+            work = dist.all_to_all_single(into, whole, *sizes, team.group, async_op)
+            if async_op:
+                work.wait()
+            assert (into == np.concatenate(expected)).all()
+
+
+def test_the_names_are_those_of_the_table():
+    assert {row.name for row in ROWS} <= set(NAMES)

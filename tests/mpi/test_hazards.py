@@ -1,0 +1,321 @@
+"""What goes wrong elsewhere, by silent garbage, an abort or a hang: right here, or an error."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpicoll as dist
+from mpicoll.watch import consistency
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture
+def pair(world):
+    """A new group of all ranks, for what counts a group's calls or leaves one broken."""
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    group = dist.new_group()
+    yield group
+    dist.destroy_process_group(group)
+
+
+@pytest.fixture
+def detail():
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    yield
+    dist.set_debug_level(before)
+
+
+# ---- dtypes that mpi4py or MPI take for something else -------------------------------------------
+
+
+def test_narrow_floats_of_torch_are_numbers_and_not_bytes(world, torch):
+    for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
+        x = torch.full((5,), 1.0).to(getattr(torch, name))
+        dist.all_reduce(x)
+        assert x.float().tolist() == [float(world.size)] * 5, name
+
+
+def test_bool_can_be_summed(world):
+    x = np.array([True, False, world.me == 0])
+    dist.all_reduce(x)
+    assert x.tolist() == [True, False, True]
+
+
+def test_half_is_rounded_once(world):
+    # 2048 + 1 is no float16: rounding at every step would lose each of the ones.
+    x = np.array([2048 if world.me == 0 else 1], np.float16)
+    dist.all_reduce(x)
+    assert x[0] == np.float16(2048 + world.size - 1)
+
+
+def test_transposed_arrays_are_reduced_by_index_and_not_by_memory(world):
+    n = world.size
+    x = np.arange(6.0).reshape(2, 3)
+    y = np.asfortranarray(x) if world.me % 2 else x.copy()
+    dist.all_reduce(y)
+    assert np.array_equal(y, n * x)
+    out = np.zeros((2 * n, 3))
+    dist.all_gather_single(out, np.asfortranarray(x) if world.me % 2 else x)
+    assert np.array_equal(out, np.tile(x, (n, 1)))
+
+
+def test_tensors_that_require_gradients(world, torch):
+    x = torch.ones(3, requires_grad=True)
+    version = x._version
+    dist.all_reduce(x)
+    assert x.detach().tolist() == [world.size] * 3
+    assert x.requires_grad and x.grad_fn is None and x._version == version
+
+
+def test_eight_and_sixteen_bit_integers_wrap_around(world):
+    for dtype in (np.int8, np.uint8, np.int16, np.uint16):
+        top = np.iinfo(dtype).max
+        x = np.full(100, top, dtype)
+        dist.all_reduce(x)
+        assert (x == np.array(int(top) * world.size).astype(dtype)).all(), dtype
+
+
+# ---- the same bits on every rank ---------------------------------------------------------------
+
+
+def test_sums_of_floats_are_the_same_bits_on_every_rank(world, mpi):
+    rng = np.random.default_rng(world.me)
+    for dtype in (np.float32, np.float64, np.complex64, ml_dtypes.bfloat16, np.float16):
+        for count in (1, 3, 1000, 65537, 600001):
+            x = (rng.standard_normal(count) * 10.0 ** rng.integers(-3, 4, count)).astype(dtype)
+            dist.all_reduce(x)
+            assert len(set(mpi.allgather(x.tobytes()))) == 1, (dtype, count)
+
+
+def test_nan_in_minimum_and_maximum_is_nan_on_every_rank(world):
+    for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
+        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            for holder in range(world.size):
+                x = np.full(7, world.me, dtype)
+                if world.me == holder:
+                    x[2] = np.nan
+                dist.all_reduce(x, op)
+                expected = 0 if op is dist.ReduceOp.MIN else world.size - 1
+                assert np.isnan(x[2]) and (np.delete(x, 2) == expected).all(), (dtype, op)
+
+
+# ---- ranks that do not agree -------------------------------------------------------------------
+
+X = np.float32
+
+
+def differing(me):
+    """Calls that do not belong together: name of the case, this rank's call, words of the error."""
+    last = me == 1
+    root = 1 if last else 0
+    mpi_sum, mpi_max = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+    ones = lambda count=4, dtype=X: np.ones(count, dtype)  # noqa: E731
+    return {
+        "count": (lambda g: dist.all_reduce(ones(5 if last else 4), group=g), "5 elements"),
+        "dtype": (
+            lambda g: dist.all_reduce(ones(4, np.int32 if last else X), group=g),
+            "of int32",
+        ),
+        "op": (lambda g: dist.all_reduce(ones(), mpi_max if last else mpi_sum, group=g), "MAX"),
+        "root": (lambda g: dist.broadcast(ones(), root, group=g), "src 1"),
+        "greater receiver": (lambda g: dist.broadcast(ones(6 if last else 4), 0, group=g), "6"),
+        "primitive": (
+            lambda g: (
+                dist.broadcast(ones(), 0, group=g) if last else dist.all_reduce(ones(), group=g)
+            ),
+            "broadcast",
+        ),
+        "barrier": (
+            lambda g: dist.barrier(g) if last else dist.all_reduce(ones(), group=g),
+            "barrier",
+        ),
+        "objects": (
+            lambda g: (
+                dist.broadcast_object_list([1], 0, group=g)
+                if last
+                else dist.all_reduce(ones(), group=g)
+            ),
+            "broadcast_object_list",
+        ),
+        "gather": (
+            lambda g: dist.all_gather_single(
+                np.zeros(dist.get_world_size() * (3 if last else 4), X),
+                ones(3 if last else 4),
+                group=g,
+            ),
+            "3 elements",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", differing(0))
+def test_ranks_that_disagree_all_get_the_same_error(pair, world, case):
+    call, word = differing(world.me)[case]
+    with pytest.raises(dist.MismatchError, match="do not belong together") as caught:
+        call(pair)
+    text = str(caught.value)
+    assert word in text and "rank 1:" in text, text
+    after = np.ones(3)
+    dist.all_reduce(after, group=pair)  # nothing is left over from the calls that failed
+    assert (after == world.size).all()
+
+
+def test_an_asynchronous_call_that_disagrees(pair, world):
+    call, _ = differing(world.me)["count"]
+    x = np.ones(5 if world.me == 1 else 4, X)
+    work = dist.all_reduce(x, group=pair, async_op=True)
+    with pytest.raises(dist.MismatchError, match="5 elements"):
+        work.wait()
+    assert isinstance(work.exception(), dist.MismatchError) and not work.is_success()
+    with pytest.raises(dist.MismatchError):
+        call(pair)
+
+
+def test_calls_are_compared_in_a_sample_after_the_first(pair, world):
+    """A loop that goes wrong late is found within a stride."""
+    x = np.ones(4, X)
+    for _ in range(consistency.FIRST + 10):
+        dist.all_reduce(x, group=pair)
+    with pytest.raises(dist.MismatchError, match="MAX"):
+        for _ in range(consistency.STRIDE + 1):
+            op = dist.ReduceOp.MAX if world.me == 1 else dist.ReduceOp.MIN
+            dist.all_reduce(np.ones(4, np.int32), op, group=pair)
+
+
+def test_detail_compares_every_call(pair, world, detail):
+    x = np.ones(4, X)
+    for _ in range(consistency.FIRST + 10):
+        dist.all_reduce(x, group=pair)
+    for case in ("count", "dtype", "op", "root", "primitive"):
+        call, word = differing(world.me)[case]
+        with pytest.raises(dist.MismatchError, match=word):
+            call(pair)
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+
+def test_a_message_of_another_size_is_an_error(world):
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    for sent, received in ((4, 6), (6, 4), (0, 1), (70000, 70001)):
+        if world.me == 0:
+            dist.send(np.ones(sent), 1)
+        elif world.me == 1:
+            with pytest.raises(dist.MPIError, match="one size"):
+                dist.recv(np.zeros(received), 0)
+        dist.barrier()
+
+
+# ---- threads -----------------------------------------------------------------------------------
+
+
+def test_two_threads_on_two_groups(world):
+    groups = [dist.new_group(), dist.new_group()]
+    wrong = []
+
+    def work(group):
+        try:
+            for i in range(50):
+                x = np.full(1000, i + 1.0)
+                dist.all_reduce(x, group=group)
+                assert (x == (i + 1) * world.size).all()
+                y = np.full(1000, world.me, ml_dtypes.bfloat16)
+                dist.all_reduce(y, dist.ReduceOp.MAX, group=group)
+                assert (y == world.size - 1).all()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_two_threads_give_one_group_its_work(world):
+    """The order among them is the program's affair; none is lost, none disturbs another."""
+    group = dist.new_group()
+    works, lock = [], threading.Lock()
+
+    def give():
+        for _ in range(200):
+            x = np.ones(3)
+            with lock:
+                works.append((dist.all_reduce(x, group=group, async_op=True), x))
+
+    threads = [threading.Thread(target=give) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for work, x in works:
+        work.wait()
+        assert (x == world.size).all()
+    dist.destroy_process_group(group)
+
+
+# ---- ranks that do not come --------------------------------------------------------------------
+
+
+def test_monitored_barrier_of_ranks_that_all_come(teams):
+    for team in teams:
+        if team.me is not None:
+            for _ in range(3):
+                assert dist.monitored_barrier(team.group, timeout=30) is None
+
+
+@pytest.mark.parametrize("wait_all", [False, True])
+def test_monitored_barrier_names_who_is_missing(pair, world, mpi, wait_all):
+    late = list(range(1, world.size))
+    for _ in range(2):  # what is left of the first time must not count in the second
+        mpi.Barrier()
+        if world.me in late:
+            time.sleep(1.5)
+            with pytest.raises(RuntimeError, match="monitored_barrier"):
+                dist.monitored_barrier(pair, timeout=20, wait_all_ranks=wait_all)
+        else:
+            named = ", ".join(map(str, late)) if wait_all else "1"
+            with pytest.raises(RuntimeError, match=rf"ranks? {named} did not arrive"):
+                dist.monitored_barrier(pair, timeout=0.5, wait_all_ranks=wait_all)
+        mpi.Barrier()
+        dist.monitored_barrier(pair, timeout=30)
+
+
+def test_monitored_barrier_without_rank_0(pair, world, mpi):
+    if world.me == 0:
+        mpi.Barrier()
+    else:
+        with pytest.raises(dist.CollectiveTimeoutError, match="rank 0"):
+            dist.monitored_barrier(pair, timeout=0.1)
+        mpi.Barrier()
+
+
+def test_a_barrier_and_a_work_that_others_join_late(pair, world, mpi):
+    if world.me == 0:
+        with pytest.raises(TimeoutError, match="barrier"):
+            dist.barrier(pair, timeout=0.3)
+        work = dist.all_reduce(np.ones(2), group=pair, async_op=True)
+        with pytest.raises(dist.CollectiveTimeoutError, match="not complete within 0.2"):
+            work.wait(0.2)
+        assert not work.is_completed()
+        mpi.Barrier()
+        assert work.wait(30)
+    else:
+        mpi.Barrier()
+        dist.barrier(pair)
+        dist.all_reduce(np.ones(2), group=pair)

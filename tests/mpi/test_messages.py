@@ -1,0 +1,409 @@
+"""send, recv, isend, irecv, batch_isend_irecv."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from driver import DTYPES, meet
+
+import mpicoll as dist
+from mpicoll.dtypes import by_name
+
+LARGE = 8 * 2**20
+
+
+def ring(team):
+    """The global ranks after and before this one."""
+    return team.ranks[(team.me + 1) % team.size], team.ranks[team.me - 1]
+
+
+def sent(dtype, count, rank):
+    return oracle.any_bits(dtype, count, rank)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+def test_ring(teams, dtype):
+    """Every dtype and count, by global rank and by rank in the group, blocking and not."""
+    for team in teams:
+        if team.me is None or team.size == 1:
+            continue
+        after, before = ring(team)
+        for count in (0, 1, 7, 1000, 70001):
+            mine, expected = sent(dtype, count, dist.get_rank()), sent(dtype, count, before)
+            got = np.zeros(count, dtype.numpy)
+            if team.me % 2:
+                assert dist.send(mine, after, team.group, tag=count) is None
+                assert dist.recv(got, before, team.group, tag=count) == before
+            else:
+                sending = dist.isend(mine, after, team.group, tag=count)
+                assert dist.recv(got, before, team.group, tag=count) == before
+                assert sending.wait() is True
+            oracle.same_bits(got, expected, f"{count} of {dtype} in {team.name}")
+            got[...] = np.zeros((), dtype.numpy)
+            by_place = {"group": team.group, "tag": 3}
+            receiving = dist.irecv(got, group_src=(team.me - 1) % team.size, **by_place)
+            dist.send(mine, group_dst=(team.me + 1) % team.size, **by_place)
+            assert receiving.wait() is True
+            assert receiving.source_rank() == before and receiving._source_rank() == before
+            (result,) = receiving.result()
+            assert result is got and receiving.is_completed() and receiving.is_success()
+            oracle.same_bits(got, expected, f"{count} of {dtype} in {team.name}")
+
+
+def test_tags_in_reverse_order(world):
+    """The receiver's order of tags counts, not the sender's; the same tag keeps its order."""
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    after, before = ring(world)
+    tags = [5, 0, 7, 5, 5]
+    works = [dist.isend(np.array([i, world.me]), after, tag=tag) for i, tag in enumerate(tags)]
+    for tag, place in ((7, 2), (5, 0), (0, 1), (5, 3), (5, 4)):
+        got = np.zeros(2, np.int64)
+        assert dist.recv(got, before, tag=tag) == before
+        assert got.tolist() == [place, before]
+    assert all(work.wait() for work in works)
+
+
+def test_tags_meet_no_other_group(teams):
+    """The same tag between the same ranks in two groups, received in the other order."""
+    world, *_, reordered = teams
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    one, other = world.ranks[0], world.ranks[1]
+    if world.me == 0:
+        works = [
+            dist.isend(np.full(3, i), other, t.group) for i, t in enumerate((world, reordered))
+        ]
+        assert all(work.wait() for work in works)
+    elif world.me == 1:
+        got = np.zeros(3, int)
+        for i, team in ((1, reordered), (0, world)):
+            assert dist.recv(got, one, team.group) == one
+            assert (got == i).all()
+
+
+def test_any_source(teams):
+    """Whoever sends is received, and named by its global rank."""
+    for team in teams:
+        if team.me is None:
+            continue
+        root = team.size - 1
+        if team.me != root:
+            dist.send(np.array([team.ranks[team.me]] * 4), group_dst=root, group=team.group)
+            continue
+        seen = set()
+        for i in range(team.size - 1):
+            got = np.zeros(4, int)
+            if i % 2:
+                work = dist.irecv(got, group=team.group)
+                work.wait()
+                source = work.source_rank()
+            else:
+                source = dist.recv(got, group=team.group)
+            assert (got == source).all()
+            seen.add(source)
+        assert seen == set(team.ranks[:root])
+
+
+def test_recv_async_is_irecv():
+    assert dist.recv_async is dist.irecv
+
+
+def test_to_itself(teams):
+    """isend and irecv may meet on one rank; send would wait for ever and is refused."""
+    for team in teams:
+        if team.me is None:
+            continue
+        me = dist.get_rank()
+        for count in (0, 3, LARGE):
+            out, got = np.arange(count) + me, np.zeros(count, np.int64)
+            if count == 3:
+                works = [dist.isend(out, me, team.group), dist.irecv(got, me, team.group)]
+            else:
+                works = [dist.irecv(got, me, team.group), dist.isend(out, me, team.group)]
+            assert all(work.wait() for work in works)
+            assert (got == out).all()
+            assert works[1 if count == 3 else 0].source_rank() == me
+        with pytest.raises(ValueError, match=r"send: dst: .*this rank"):
+            dist.send(np.zeros(3), me, team.group)
+
+
+def test_large_messages_both_ways(world):
+    """Everybody sends before anybody receives; nothing of 8 MiB is buffered by MPI."""
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    after, before = ring(world)
+    out = np.arange(LARGE // 8) + world.me
+    works = [dist.isend(out, after)]
+    got = np.zeros(LARGE // 8, np.int64)
+    assert dist.recv(got, before) == before
+    assert (got == np.arange(LARGE // 8) + before).all()
+    works[0].wait()
+    works = [dist.irecv(got, before), dist.isend(out + 1, after)]  # the sum is held by its Work
+    for work in reversed(works):
+        assert work.wait()
+    assert (got == np.arange(LARGE // 8) + before + 1).all()
+
+
+def test_layouts(world):
+    """Strided, transposed, 0-d and empty arrays, of different layouts on the two sides."""
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    after, before = ring(world)
+    values = np.arange(24.0).reshape(4, 6)
+    sources = [values + world.me, (values + world.me).copy("F"), np.repeat(values, 2, 1)[:, ::2]]
+    sources[2] = sources[2] + world.me
+    targets = [np.zeros((4, 12))[:, ::2], np.zeros((6, 4)).T, np.zeros((4, 6))[::-1, ::-1]]
+    for out, got in zip(sources, targets, strict=True):
+        for blocking in (False, True):
+            got[...] = -1
+            sending = dist.isend(out, after)
+            if blocking:
+                assert dist.recv(got, before) == before
+            else:
+                assert dist.irecv(got, before).wait()
+            assert (got == values + before).all()
+            sending.wait()
+    whole = np.zeros((4, 12))
+    sending = dist.isend(values, after)
+    dist.recv(whole[:, 1::2], before)
+    sending.wait()
+    assert (whole[:, ::2] == 0).all() and (whole[:, 1::2] == values).all()
+    scalar = np.array(-1.0)
+    sending = dist.isend(np.array(float(world.me)), after)
+    dist.recv(scalar, before)
+    sending.wait()
+    assert scalar == before
+    for shape in ((0,), (0, 3), (2, 0)):
+        sending = dist.isend(np.zeros(shape), after, tag=9)
+        assert dist.recv(np.zeros(shape), before, tag=9) == before
+        sending.wait()
+
+
+def test_torch_tensors(world):
+    torch = pytest.importorskip("torch")
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    after, before = ring(world)
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e5m2, torch.complex64, torch.bool):
+        out = torch.arange(6).reshape(2, 3).remainder(world.me + 2).to(dtype)
+        expected = torch.arange(6).reshape(2, 3).remainder(before + 2).to(dtype)
+        for got in (torch.zeros(2, 3, dtype=dtype), torch.zeros(3, 2, dtype=dtype).T):
+            sending = dist.isend(out.T.contiguous().T, after)
+            assert dist.recv(got, before) == before
+            sending.wait()
+            assert torch.equal(got.float(), expected.float())
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    got = torch.zeros(2, dtype=conjugate.dtype)
+    sending = dist.isend(conjugate, after)
+    dist.recv(got, before)
+    sending.wait()
+    assert got.tolist() == [1 - 2j, 3 + 4j]
+    with pytest.raises(ValueError, match=r"recv: tensor: .*conj"):
+        dist.recv(conjugate, before)
+
+
+@pytest.mark.parametrize("count", [10, 300000])
+@pytest.mark.parametrize("change", [-1, 1])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_other_sizes(world, mpi, count, change, blocking):
+    """A message that is shorter or longer than the array: an error that names both sizes."""
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    if world.me == 0:
+        work = dist.isend(np.ones(count + change), 1)
+        work.wait()
+    elif world.me == 1:
+        got = np.zeros(count)
+        words = (
+            "longer than" if change > 0 else rf"has {8 * (count - 1)} bytes, the array {8 * count}"
+        )
+        with pytest.raises(dist.MPIError, match=rf"recv .*{words}"):
+            if blocking:
+                dist.recv(got, 0)
+            else:
+                work = dist.irecv(got, 0)
+                try:
+                    work.wait()
+                finally:
+                    assert work.is_completed() and not work.is_success()
+                    assert isinstance(work.exception(), dist.MPIError)
+    meet(mpi)
+    test_tags_in_reverse_order(world)
+
+
+def test_refusals(teams):
+    """Before anything is sent; the group stays usable."""
+    world = teams[0]
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    other = (world.me + 1) % world.size
+    for call in (dist.send, dist.isend):
+        with pytest.raises(TypeError, match=f"{call.__name__}: tensor"):
+            call([1.0, 2.0], other) if world.size > 1 else dist.isend([1.0], 0)
+        with pytest.raises(ValueError, match="dst"):
+            call(np.zeros(3))
+        with pytest.raises(ValueError, match="dst"):
+            call(np.zeros(3), other, group_dst=other)
+        for rank in (-1, world.size):
+            with pytest.raises(ValueError, match="dst"):
+                call(np.zeros(3), rank)
+            with pytest.raises(ValueError, match="dst"):
+                call(np.zeros(3), group_dst=rank)
+    for call in (dist.recv, dist.irecv):
+        with pytest.raises(ValueError, match=rf"{call.__name__}: tensor: .*read-only"):
+            call(frozen, other)
+        with pytest.raises(ValueError, match=rf"{call.__name__}: tensor: .*read-only"):
+            call(bytes(3), other)
+        with pytest.raises(TypeError, match=f"{call.__name__}: tensor"):
+            call([1.0, 2.0], other)
+        with pytest.raises(ValueError, match="src"):
+            call(np.zeros(3), other, group_src=other)
+    for tag in (-1, 2**40):
+        with pytest.raises(ValueError, match="tag"):
+            dist.isend(np.zeros(3), world.me, tag=tag)
+    for tag in (1.5, "1", None):
+        with pytest.raises(TypeError, match="tag"):
+            dist.irecv(np.zeros(3), world.me, tag=tag)
+    for team in teams:
+        if team.me is None:
+            with pytest.warns(UserWarning, match="recv"):
+                assert dist.recv(np.zeros(3), group=team.group) == -1
+            with pytest.warns(UserWarning, match="irecv"):
+                assert dist.irecv(np.zeros(3), group=team.group) is None
+            for call in (dist.send, dist.isend):
+                with pytest.raises(ValueError, match="dst"):
+                    call(np.zeros(3), team.ranks[0], team.group)
+    test_to_itself(teams[:1])
+
+
+# ---- Batches -------------------------------------------------------------------------------------
+
+
+def batch(team, count, order):
+    """Every rank sends to and receives from every rank, itself included, with two tags."""
+    kinds = [dist.isend, dist.irecv]
+    entries = [(kind, peer, tag) for kind in kinds for peer in range(team.size) for tag in (1, 2)]
+    entries = order(entries)
+    ops, checks = [], []
+    for kind, peer, tag in entries:
+        if kind is dist.isend:
+            array = np.full(count, 100 * team.me + 10 * peer + tag, np.int32)
+        else:
+            array = np.zeros(count, np.int32)
+            checks.append((array, 100 * peer + 10 * team.me + tag))
+        where = {"group_peer": peer} if tag == 1 else {"peer": team.ranks[peer]}
+        op = dist.P2POp(kind, array, group=team.group, tag=tag, **where)
+        assert (op.peer, op.group_peer, op.tag) == (team.ranks[peer], peer, tag)
+        ops.append(op)
+    works = dist.batch_isend_irecv(ops)
+    assert len(works) == len(ops)
+    return works, checks
+
+
+ORDERS = {
+    "sends first": lambda entries: entries,
+    "receives first": lambda entries: entries[::-1],
+    "mixed": lambda entries: entries[::2] + entries[1::2],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("count", [0, 5, 300000])
+def test_batches(teams, order, count):
+    for team in teams:
+        if team.me is None:
+            continue
+        works, checks = batch(team, count, ORDERS[order])
+        for work in works if team.me % 2 else reversed(works):
+            assert work.wait() is True
+        for array, expected in checks:
+            assert (array == expected).all()
+
+
+def test_batches_with_other_orders_on_other_ranks(world):
+    order = list(ORDERS.values())[world.me % 3]
+    pending = [batch(world, 100000, order) for _ in range(3)]
+    for works, checks in reversed(pending):
+        assert all(work.wait() for work in works)
+        for array, expected in checks:
+            assert (array == expected).all()
+
+
+def test_refused_batches(teams):
+    world, *_, reordered = teams
+    x = np.zeros(3)
+    good = dist.P2POp(dist.isend, x, world.me)
+    with pytest.raises(IndexError, match="batch_isend_irecv"):
+        dist.batch_isend_irecv([])
+    with pytest.raises(ValueError, match="another group"):
+        dist.batch_isend_irecv([good, dist.P2POp(dist.irecv, x, world.me, reordered.group)])
+    for wrong in ([good, "no"], (1,), good, None):
+        with pytest.raises(TypeError, match="batch_isend_irecv"):
+            dist.batch_isend_irecv(wrong)
+    for op in (dist.send, dist.recv, dist.broadcast, "isend"):
+        with pytest.raises(ValueError, match="P2POp: op"):
+            dist.P2POp(op, x, world.me)
+    with pytest.raises(TypeError, match="P2POp: tensor"):
+        dist.P2POp(dist.isend, [1.0], world.me)
+    with pytest.raises(ValueError, match="peer"):
+        dist.P2POp(dist.isend, x)
+    with pytest.raises(ValueError, match="peer"):
+        dist.P2POp(dist.isend, x, world.size)
+    test_batches([world], "mixed", 5)
+
+
+def test_many_pending_messages(world):
+    """Hundreds of messages whose Works and arrays are dropped at once arrive all the same."""
+    after, before = ring(world)
+    got = np.zeros((300, 500), np.float32)
+    receiving = [dist.irecv(row, before, tag=i % 7) for i, row in enumerate(got)]
+    for i in range(len(got)):
+        dist.isend(np.full(500, i * 2 + world.me, np.float32), after, tag=i % 7)
+    assert all(work.wait() for work in receiving)
+    assert (got == np.arange(len(got))[:, None] * 2 + before).all()
+
+
+def test_messages_beside_collectives(world):
+    """A receive that is pending stands in nobody's way."""
+    after, before = ring(world)
+    got = np.zeros(1000)
+    receiving = dist.irecv(got, before, tag=4)
+    x = np.full(5, float(world.me))
+    dist.all_reduce(x)
+    work = dist.all_reduce(x, async_op=True)
+    assert not receiving.is_completed()
+    work.wait()
+    assert (x == sum(range(world.size)) * world.size).all()
+    dist.barrier()
+    dist.isend(np.full(1000, 7.0 + world.me), after, tag=4).wait()
+    receiving.wait()
+    assert (got == 7 + before).all()
+
+
+def test_wait_with_a_timeout(world, mpi):
+    """It raises when the time is over; the receive goes on and can be waited for again."""
+    after, before = ring(world)
+    got = np.zeros(3, ml_dtypes.bfloat16)
+    work = dist.irecv(got, before, tag=8)
+    for timeout in (0.05, 0.02):
+        with pytest.raises(dist.CollectiveTimeoutError, match=r"irecv .*not complete within"):
+            work.wait(timeout)
+        assert not work.is_completed() and work.exception() is None
+    meet(mpi)
+    sending = dist.isend(np.full(3, world.me + 1, ml_dtypes.bfloat16), after, tag=8)
+    assert work.wait(30) is True and sending.wait() is True
+    assert (got.astype(float) == before + 1).all()
+
+
+def test_the_dtype_is_not_part_of_a_message(world):
+    """As many bytes of another dtype arrive as bytes."""
+    after, before = ring(world)
+    sending = dist.isend(np.arange(4, dtype=np.float32) + world.me, after)
+    got = np.zeros(16, np.uint8)
+    assert dist.irecv(got, before).wait()
+    sending.wait()
+    assert by_name["float32"].itemsize == 4
+    assert (got.view(np.float32) == np.arange(4) + before).all()

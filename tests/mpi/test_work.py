@@ -1,0 +1,393 @@
+"""Asynchronous work: its order, its progress, its lifetime, and what a Work and a Future answer."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from driver import NAMES, Call, legal, meet
+
+import mpicoll as dist
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.primitives import Layout
+
+#: Seconds in which anything here is done, however busy the machine is.
+DEADLINE = 60
+
+
+def until(condition):
+    """Computes in Python, calling nothing of mpicoll but ``condition``, until it holds."""
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert sum(range(100)) == 4950
+        assert time.monotonic() < end, "no progress"
+
+
+# ---- Order ---------------------------------------------------------------------------------------
+
+
+def test_mixed_calls_keep_their_order(teams):
+    """Each call reads what the one before it wrote, whichever way they are made."""
+    for team in teams:
+        if team.me is None:
+            continue
+        n, root = team.size, team.size - 1
+        for way in range(8):
+            x = np.full(1001, team.me + 1.0)
+            dist.all_reduce(x, group=team.group, async_op=bool(way & 1))  # 1 + ... + n
+            if team.me != root and way & 2:  # a rank may call one way, another the other way
+                dist.broadcast(x, group_src=root, group=team.group, async_op=True)
+            else:
+                dist.broadcast(x, group_src=root, group=team.group)
+            work = dist.all_reduce(x, ReduceOp.MAX, team.group, async_op=bool(way & 4))
+            last = dist.all_reduce(x, group=team.group, async_op=True)
+            last.wait()
+            assert work is None or work.is_completed()
+            assert (x == n * n * (n + 1) / 2).all()
+
+
+def test_a_chain_of_all_primitives(world):
+    """Every primitive on the output of the one before it, without waiting in between."""
+    n, me = world.size, world.me
+    x = np.arange(n, dtype=np.int64) + 10 * me
+    whole, back = np.zeros(n * n, np.int64), np.zeros(n, np.int64)
+    dist.all_gather_single(whole, x, async_op=True)  # whole[r n + i] = i + 10 r
+    dist.all_reduce(whole, async_op=True)  # times n
+    dist.reduce_scatter_single(back, whole, async_op=True)  # times n again, row me
+    dist.barrier(async_op=True)
+    dist.broadcast(back, 0, async_op=True)  # row 0
+    turned = np.zeros(n, np.int64)
+    dist.all_to_all_single(turned, back, async_op=True)  # of each rank element me
+    parts = [np.zeros(1, np.int64) for _ in range(n)]
+    dist.all_gather(parts, turned[:1], async_op=True)  # of each rank r element r of row 0
+    dist.scatter(turned[:1], parts if me == n - 1 else None, n - 1, async_op=True)
+    dist.reduce(turned, 0, async_op=True)
+    dist.all_reduce(turned[:0])  # synchronous: behind everything
+    assert [int(part[0]) for part in parts] == [n * n * r for r in range(n)]
+    assert (back == n * n * np.arange(n)).all()
+    if me == 0:
+        assert turned.tolist() == [n * n * sum(range(n))] * n
+    else:
+        assert turned.tolist() == [n * n * me] * n
+
+
+def test_hundreds_pending(world):
+    """Waited for in any order, or not at all but for the last."""
+    n = world.size
+    arrays = [np.full(64, float(i)) for i in range(400)]
+    works = [dist.all_reduce(one, async_op=True) for one in arrays]
+    for work in [*works[300:], *works[299::-2], works[1]]:
+        assert work.wait() is True
+    assert all(work.is_completed() and work.is_success() for work in works)
+    assert all((one == i * n).all() for i, one in enumerate(arrays))
+    counter = np.zeros(1, np.int64)
+    for i in range(500):
+        counter_work = dist.all_reduce(counter, ReduceOp.MAX, async_op=True)
+        if i % 100 == 50:
+            counter_work.wait()
+            counter += 1
+    counter_work.wait()
+    assert counter[0] == 5
+
+
+def test_groups_do_not_wait_for_each_other(teams, mpi):
+    """Work of one group that cannot go on leaves the others' alone."""
+    world, *_, reordered = teams
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    x, y = np.ones(3), np.ones(3)
+    early = dist.all_reduce(x, async_op=True) if world.me else None
+    dist.all_reduce(y, group=reordered.group)  # returns while rank 0 has not joined the other
+    assert (y == world.size).all()
+    assert early is None or not early.is_completed()
+    meet(mpi)
+    (early or dist.all_reduce(x, async_op=True)).wait()
+    assert (x == world.size).all()
+
+
+# ---- Progress ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2**20])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_collectives_move_while_python_computes(world, name, count):
+    """Nobody waits, and yet it ends."""
+    for op in (ReduceOp.SUM, ReduceOp.MAX):
+        call = Call("all_reduce", world, by_name[name], count, op)
+        work = call.start(async_op=True)
+        until(work.is_completed)
+        call.check()
+
+
+def test_messages_move_while_python_computes(world):
+    after, before = (world.me + 1) % world.size, (world.me - 1) % world.size
+    for count in (1, 2**20):
+        got = np.zeros(count)
+        works = [dist.irecv(got, before), dist.isend(np.arange(count) + float(world.me), after)]
+        until(lambda works=works: all(work.is_completed() for work in works))
+        assert (got == np.arange(count) + before).all()
+
+
+# ---- Lifetime ------------------------------------------------------------------------------------
+
+
+class Owner(np.ndarray):
+    """An array that can be watched."""
+
+
+def test_dropped_at_once(world):
+    """Nobody keeps the Work or the array; the others get what was in it, then both go away."""
+    refs = []
+    for i in range(30):
+        x = np.full(50000, i + 1.0).view(Owner)
+        refs.append(weakref.ref(x))
+        work = dist.all_reduce(x, async_op=True)
+        refs.append(weakref.ref(work))
+        del x, work
+        gc.collect(0)
+    out = np.zeros(world.size * 50000)
+    for i in range(10):
+        dist.all_gather_single(out, np.full(50000, i + 10.0 * world.me), async_op=True)
+    dist.barrier()
+    for r in range(world.size):
+        assert (out[r * 50000 : (r + 1) * 50000] == 9 + 10 * r).all()
+
+    def gone():
+        gc.collect()
+        return all(ref() is None for ref in refs)
+
+    until(gone)
+
+
+def test_finished_work_holds_no_arrays_of_its_group(world):
+    """A Work that is kept keeps its output, and nothing keeps both after it."""
+    x = np.ones(10).view(Owner)
+    ref = weakref.ref(x)
+    work = dist.all_reduce(x, async_op=True)
+    del x
+    work.wait()
+    (kept,) = work.result()
+    assert kept is ref() and (kept == world.size).all()
+    del kept, work
+    dist.barrier(async_op=True).wait()
+
+    def gone():
+        gc.collect()
+        return ref() is None
+
+    until(gone)
+
+
+# ---- Work ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def late(world, mpi):
+    """A call that rank 0 joins only when told to: Work, array, and what to call to let it go on."""
+    x = np.full(5, 2.0)
+    works = [dist.all_reduce(x, async_op=True)] if world.me else []
+
+    def join():
+        meet(mpi)
+        if not works:
+            works.append(dist.all_reduce(x, async_op=True))
+        return works[0]
+
+    yield works[0] if works else None, x, join
+    dist.barrier()
+
+
+def test_wait_with_a_timeout(world, late):
+    """It raises when the time is over; the work goes on and can be waited for again."""
+    work, x, join = late
+    if work is not None:
+        for timeout in (0.05, timedelta(milliseconds=20)):
+            start = time.monotonic()
+            with pytest.raises(dist.CollectiveTimeoutError, match=r"all_reduce on rank .*within"):
+                work.wait(timeout)
+            assert time.monotonic() - start >= 0.02
+        with pytest.raises(TimeoutError):
+            work.get_future().wait(0.01)
+        assert not work.is_completed() and not work.is_success()
+        assert work.exception() is None
+        assert "pending" in repr(work)
+    work = join()
+    assert work.wait(timedelta(seconds=DEADLINE)) is True
+    assert work.wait() is True and work.wait(0) is True
+    assert (x == 2 * world.size).all()
+    assert "done" in repr(work)
+    for wrong in ("1", [1], True):
+        with pytest.raises(TypeError, match="timeout"):
+            work.wait(wrong)
+    with pytest.raises(ValueError, match="timeout"):
+        work.wait(-1)
+
+
+def test_answers_of_a_work(teams):
+    """For every primitive that has arrays: the outputs, as they were passed."""
+    for team in teams:
+        if team.me is None:
+            continue
+        for name, row in NAMES.items():
+            if row.layout is Layout.EMPTY:
+                continue
+            dtype = by_name["float32"]
+            call = Call(name, team, dtype, 3, legal(dtype)[0] if row.reduces else None)
+            work = call.start(async_op=True)
+            assert work.wait() is True
+            assert work.is_completed() and work.is_success() and work.exception() is None
+            work.synchronize()
+            work.block_current_stream()
+            given = call.arguments.get(row.output)
+            outputs = given if isinstance(given, list) else [] if given is None else [given]
+            for found in (work.result(), work.get_future().wait(), work.get_future().value()):
+                assert isinstance(found, list) and len(found) == len(outputs)
+                assert all(a is b for a, b in zip(found, outputs, strict=True))
+            with pytest.raises(ValueError, match="source rank"):
+                work.source_rank()
+            call.check()
+
+
+def test_futures(world, late):
+    """Callbacks run once, after the result is there; those of a finished Future at once."""
+    work, x, join = late
+    seen = []
+    if work is not None:
+        future = work.get_future()
+        assert future is work.get_future() and not future.done()
+        with pytest.raises(ValueError, match="no value yet"):
+            future.value()
+        before = future.then(lambda done: done.value()[0].sum())
+        twice = before.then(lambda done: 2 * done.value())
+        future.add_done_callback(lambda done: seen.append(done.value()[0][0]))
+    work = join()
+    future = work.get_future()
+    total = 10.0 * world.size
+    assert future.wait()[0] is x
+    after = future.then(lambda done: done.value()[0].sum())
+    assert after.done() and after.value() == total == after.wait()
+    if world.me:
+        assert before.wait(DEADLINE) == total and twice.wait(DEADLINE) == 2 * total
+        until(lambda: seen)
+        assert seen == [2.0 * world.size]
+    future.add_done_callback(lambda done: seen.append("now"))
+    assert seen[-1] == "now"
+
+
+def test_exceptions_in_callbacks(world):
+    """One in ``then`` is that of its Future, and hurts nobody else."""
+
+    def fail(done):
+        raise KeyError("from a callback")
+
+    for _ in range(2):
+        x = np.ones(2)
+        work = dist.all_reduce(x, async_op=True)
+        future = work.get_future()
+        broken = future.then(fail)
+        after = broken.then(lambda done: done.value())
+        rescued = broken.then(lambda done: "rescued")
+        with pytest.raises(KeyError, match="from a callback"):
+            broken.wait(DEADLINE)
+        with pytest.raises(KeyError, match="from a callback"):
+            after.wait(DEADLINE)
+        assert rescued.wait(DEADLINE) == "rescued"
+        assert work.wait() and future.wait(DEADLINE)[0] is x
+        assert (x == world.size).all()
+
+
+def test_callbacks_may_call(world):
+    """A callback that issues more work does not stand in its own way."""
+    if world.size > 1:
+        dist.barrier()
+    x, y = np.ones(2), np.full(2, 3.0)
+    first = dist.all_reduce(x, async_op=True)
+    second = first.get_future().then(lambda done: dist.all_reduce(y, async_op=True))
+    assert second.wait(DEADLINE).wait() is True
+    assert (x == world.size).all() and (y == 3 * world.size).all()
+
+
+def test_futures_of_ones_own():
+    """A Future ends once, and waiting threads hear of it."""
+    future = dist.Future()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(future.wait(DEADLINE)))
+    thread.start()
+    future.set_result(7)
+    thread.join(DEADLINE)
+    assert found == [7] and future.done()
+    with pytest.raises(ValueError, match="already has a value"):
+        future.set_result(8)
+    failed = dist.Future()
+    failed.set_exception(OSError("gone"))
+    for ask in (failed.wait, failed.value):
+        with pytest.raises(OSError, match="gone"):
+            ask()
+
+
+def test_mistakes_are_raised_at_once(world):
+    """With async_op, too: before anything is sent, and not in the Work."""
+    frozen = np.ones(3)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match=r"all_reduce: tensor: .*read-only"):
+        dist.all_reduce(frozen, async_op=True)
+    with pytest.raises(TypeError, match="all_gather: tensor_list"):
+        dist.all_gather(np.ones(3), np.ones(3), async_op=True)
+    with pytest.raises(ValueError, match="AVG"):
+        dist.all_reduce(np.ones(3, int), ReduceOp.AVG, async_op=True)
+    x = np.ones(1)
+    dist.all_reduce(x, async_op=True).wait()
+    assert x[0] == world.size
+
+
+# ---- Coalesced calls -----------------------------------------------------------------------------
+
+
+def test_coalesced(teams):
+    """None, or a Future of the outputs."""
+    for team in teams:
+        if team.me is None:
+            for call in (dist.all_reduce_coalesced, dist.all_gather_coalesced):
+                with pytest.warns(UserWarning, match=call.__name__):
+                    args = ([[np.ones(1)]],) if call is dist.all_gather_coalesced else ()
+                    assert call(*args, [np.ones(1)], group=team.group) is None
+            continue
+        n, me = team.size, team.me
+        for async_op in (False, True):
+            tensors = [np.full(count, me + 1.0)[::step] for count, step in ((3, 1), (0, 1), (9, 2))]
+            found = dist.all_reduce_coalesced(tensors, ReduceOp.SUM, team.group, async_op)
+            if async_op:
+                assert isinstance(found, dist.Future)
+                assert all(a is b for a, b in zip(found.wait(DEADLINE), tensors, strict=True))
+            else:
+                assert found is None
+            assert all((one == n * (n + 1) / 2).all() for one in tensors)
+            inputs = [np.full(count, me + 10 * count) for count in (2, 5)]
+            outputs = [[np.zeros_like(one) for _ in range(n)] for one in inputs]
+            found = dist.all_gather_coalesced(outputs, inputs, team.group, async_op)
+            if async_op:
+                assert isinstance(found, dist.Future) and len(found.wait(DEADLINE)) == 2
+            for count, output in zip((2, 5), outputs, strict=True):
+                for r, one in enumerate(output):
+                    assert one.tolist() == [r + 10 * count] * count
+
+
+def test_refused_coalesced(world):
+    x = np.ones(2)
+    with pytest.raises(ValueError, match="different dtypes"):
+        dist.all_reduce_coalesced([x, np.ones(2, int)])
+    with pytest.raises(TypeError, match="all_reduce_coalesced: tensors"):
+        dist.all_reduce_coalesced(x)
+    with pytest.raises(IndexError, match="all_reduce_coalesced: tensors"):
+        dist.all_reduce_coalesced([])
+    with pytest.raises(TypeError, match=r"tensor"):
+        dist.all_reduce_coalesced([x, [1.0]])
+    with pytest.raises(ValueError, match="all_gather_coalesced: output_tensor_lists"):
+        dist.all_gather_coalesced([[x] * world.size] * 2, [x])
+    dist.all_reduce_coalesced([x])
+    assert (x == world.size).all()

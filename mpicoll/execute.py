@@ -47,7 +47,7 @@ def run(
     if not async_op and not member.busy():
         perform(plan, send, recv, root, blocks)
         return None
-    written = () if output is None else output if isinstance(output, list) else (output,)
+    written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
     work = submit(member, partial(perform, plan, send, recv, root, blocks), primitive.name, written)
     if async_op:
         return work
@@ -198,6 +198,15 @@ def submit(
     work = Work(
         f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
     )
+    if group.worker is not None and group.worker.current:
+        # A callback of an earlier work: right behind that work, not behind itself.
+        try:
+            task()
+        except BaseException as caught:
+            work.finish(caught)
+        else:
+            work.finish()
+        return work
     error: list[BaseException] = []
 
     def guarded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
@@ -44,6 +45,8 @@ __all__ = [
 
 _poller: Poller | None = None
 _poller_lock = threading.Lock()
+#: Messages to ranks that have ended, and what they hold: MPI may read it as long as it lives.
+_unsent: list[tuple[MPI.Request, View | None]] = []
 #: Tests without a pause before a waiting thread lets others have the core.
 _SPINS = 200
 _PAUSE = 100e-6
@@ -69,6 +72,7 @@ class MessageWork(Work):
     __slots__ = (
         "_group",
         "_lock",
+        "_nbytes",
         "_packed",
         "_peer",
         "_receives",
@@ -97,8 +101,9 @@ class MessageWork(Work):
             f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
         )
         self._group = group
-        self._view = view
-        self._packed = packed
+        self._view: View | None = view
+        self._packed: View | None = packed
+        self._nbytes = view.nbytes
         self._receives = receives
         self._peer = peer
         self._lock = threading.Lock()
@@ -126,6 +131,7 @@ class MessageWork(Work):
         if self._receives:
             self._source = self._group.ranks[self._status.Get_source()]
             self._check_size()
+            assert self._view is not None and self._packed is not None
             if self._packed is not self._view:
                 self._view.fill(self._packed)
         self._end(None)
@@ -134,7 +140,7 @@ class MessageWork(Work):
         from mpi4py import MPI
 
         got = self._status.Get_count(MPI.BYTE)
-        expected = self._view.nbytes
+        expected = self._nbytes
         if got != expected and not (got < 0 and expected > 2**31 - 1):
             raise MPIError(
                 f"{self.description}: the message from rank {self._source} has {got} bytes, the "
@@ -143,6 +149,7 @@ class MessageWork(Work):
 
     def _end(self, error: BaseException | None) -> None:
         self._group.in_flight.discard(self)
+        self._view = self._packed = None
         self.finish(error)
 
     def _explained(self, error: Exception) -> Exception:
@@ -150,7 +157,7 @@ class MessageWork(Work):
 
         if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
             return MPIError(
-                f"{self.description}: the message is longer than the array of {self._view.nbytes} "
+                f"{self.description}: the message is longer than the array of {self._nbytes} "
                 "bytes: sender and receiver must give arrays of one size",
                 MPI.ERR_TRUNCATE,
             )
@@ -181,26 +188,52 @@ class MessageWork(Work):
         gone = set(self._group.departed)
         everybody = len(gone) == self._group.size() - 1
         if (self._peer in gone or (self._peer < 0 and everybody)) and not self.poll():
-            with self._lock:
-                self._end(
-                    DistBackendError(
-                        f"{self.description}: the other rank has ended, the message will not come "
-                        "through"
-                    )
+            self._give_up(
+                DistBackendError(
+                    f"{self.description}: the other rank has ended, the message will not come "
+                    "through"
                 )
+            )
         departures.look(self._group)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends with an error, unless the message is through after all.
+
+        MPI takes a receive back. It does not take a send back: what it may still read stays.
+        """
+        with self._lock:
+            if self._finished:
+                return
+            if self._receives:
+                self._request.Cancel()
+                self._request.Wait(self._status)
+                if not self._status.Is_cancelled():
+                    self._complete()
+                    return
+            else:
+                _unsent.append((self._request, self._packed))
+            self._end(error)
 
     def cancel(self) -> bool:
         """Takes a receive back that no message has come for; False for a send, which cannot be."""
         if not self._receives:
             return False
-        with self._lock:
-            if not self._finished:
-                self._request.Cancel()
-                self._request.Wait()
-                self._seen = True
-                self._end(CollectiveTimeoutError(f"{self.description}: the group was destroyed"))
+        self._seen = True
+        self._give_up(CollectiveTimeoutError(f"{self.description}: the group was destroyed"))
         return True
+
+    def finish_now(self) -> None:
+        """Waits for a message that nobody will wait for again; whatever ends the wait, MPI does
+        not go on using memory that the caller may free.
+        """
+        try:
+            self.wait()
+        except BaseException as error:
+            if self._receives:
+                self._give_up(error)
+            elif not self._finished:
+                _in_background(self)
+            raise
 
     def source_rank(self) -> int:
         """The global rank that the message came from, once it is here."""
@@ -210,11 +243,13 @@ class MessageWork(Work):
 
 
 def _check_tag(group: ProcessGroup, name: str, tag: Any) -> int:
-    if not isinstance(tag, int):
-        raise ArgumentTypeError(f"{name}: tag: expected an int, got {type(tag).__name__}")
-    if not 0 <= tag < group.leave_tag:
-        raise ArgumentError(f"{name}: tag: expected 0 to {group.leave_tag - 1}, got {tag}")
-    return tag
+    try:
+        number = operator.index(tag)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: tag: expected an int, got {type(tag).__name__}") from None
+    if not 0 <= number < group.leave_tag:
+        raise ArgumentError(f"{name}: tag: expected 0 to {group.leave_tag - 1}, got {number}")
+    return number
 
 
 def _message(
@@ -276,18 +311,18 @@ def exchange_bytes(
     if whole is not None:
         assert peer is not None
         for part in (np.array([whole.nbytes], np.int64), whole):
-            _message(group, name, part, peer, group.object_tag, False).wait()
+            _message(group, name, part, peer, group.object_tag, False).finish_now()
         return whole, group.ranks[group.rank()]
     if peer is None:
         peer = _source(name, group, None, None)
     size = np.zeros(1, np.int64)
     work = _message(group, name, size, peer, group.object_tag, True)
-    work.wait()
+    work.finish_now()
     source = work.source_rank()
     peer = group.group_rank(source)
     assert peer is not None
     whole = np.empty(int(size[0]), np.uint8)
-    _message(group, name, whole, peer, group.object_tag, True).wait()
+    _message(group, name, whole, peer, group.object_tag, True).finish_now()
     return whole, source
 
 
@@ -313,7 +348,7 @@ def send(
         return
     if peer == member.rank():
         raise ArgumentError(f"send: dst: rank {peer} is this rank; isend may send to itself")
-    _message(member, "send", tensor, peer, _check_tag(member, "send", tag), False).wait()
+    _message(member, "send", tensor, peer, _check_tag(member, "send", tag), False).finish_now()
 
 
 def recv(
@@ -337,7 +372,7 @@ def recv(
         return -1
     peer = _source("recv", member, src, group_src)
     work = _message(member, "recv", tensor, peer, _check_tag(member, "recv", tag), True)
-    work.wait()
+    work.finish_now()
     return work.source_rank()
 
 

@@ -38,12 +38,10 @@ class Worker:
 
         Not so on the thread itself: what a task's callbacks call belongs right behind that task.
         """
-        return self.given != self.done and threading.current_thread() is not self._thread
+        return self.given != self.done and not self.current
 
     def give(self, task: Callable[[], None], then: Callable[[], None]) -> None:
-        """Runs ``task()``, which must not raise, and then, when the thread counts as idle again,
-        ``then()``. One caller at a time.
-        """
+        """Runs ``task()`` and ``then()``, which must not raise. One caller at a time."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -54,17 +52,29 @@ class Worker:
         while (given := self._tasks.get()) is not None:
             task, then = given
             task()
+            then()  # what its callbacks call comes before what callers queue behind
             self.done += 1
-            then()
             del given, task, then  # they hold arrays: not while waiting for the next
 
     def stop(self, limit: float | None) -> bool:
-        """Ends the thread after the tasks it has; False if that takes longer than ``limit``."""
+        """Ends the thread after the tasks it has; False, and it goes on, if that takes longer than
+        ``limit``. A later task starts it again.
+        """
         if self._thread is None:
             return True
+        idle = threading.Event()
+        self.give(lambda: None, idle.set)
+        if not idle.wait(limit):
+            return False
         self._tasks.put(None)
-        self._thread.join(limit)
-        return not self._thread.is_alive()
+        self._thread.join()
+        self._thread = None
+        return True
+
+    @property
+    def current(self) -> bool:
+        """This is the thread."""
+        return threading.current_thread() is self._thread
 
 
 class Pollable(Protocol):
@@ -87,6 +97,7 @@ class Poller:
         self._new: deque[Pollable] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def add(self, item: Pollable) -> None:
@@ -94,9 +105,12 @@ class Poller:
         self._new.append(item)
         if not self._wake.is_set():
             self._wake.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mpicoll-poller", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="mpicoll-poller", daemon=True
+                )
+                self._thread.start()
 
     def _run(self) -> None:
         pending: list[Pollable] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ def seconds(timeout: timedelta | float | None, default: float | None, where: str
         return default
     if isinstance(timeout, timedelta):
         found = timeout.total_seconds()
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+    elif isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):
         found = float(timeout)
     else:
         raise ArgumentTypeError(
@@ -33,7 +34,7 @@ def seconds(timeout: timedelta | float | None, default: float | None, where: str
         )
     if not found >= 0:
         raise ArgumentError(f"{where}: timeout: expected no less than 0 seconds, got {found}")
-    return found
+    return min(found, threading.TIMEOUT_MAX)
 
 
 class Future:
@@ -77,7 +78,7 @@ class Future:
         def run(done: Future) -> None:
             try:
                 result = callback(done)
-            except Exception as error:
+            except BaseException as error:
                 after.set_exception(error)
             else:
                 after.set_result(result)
@@ -111,8 +112,12 @@ class Future:
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:
+            except BaseException:
                 traceback.print_exc()  # nobody waits for what a callback does
+
+
+#: Guards which of finish() and get_future() settles a Work's Future.
+_futures = threading.Lock()
 
 
 class Work:
@@ -145,10 +150,12 @@ class Work:
     def finish(self, error: BaseException | None = None) -> None:
         """Called once by whoever carries the work out, when it has ended."""
         self._error = error
-        self._finished = True
+        with _futures:
+            self._finished = True
+            future = self._future
+        if future is not None:
+            self._settle(future)
         self._gate.release()
-        if self._future is not None:
-            self._settle(self._future)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Waits until the outputs hold the result and returns True.
@@ -206,23 +213,21 @@ class Work:
 
     def get_future(self) -> Future:
         """A Future of the list of output arrays."""
-        if self._future is None:
-            future = Future()
-            self._future = future
-            # finish() reads _future after it set _finished; whoever comes second settles.
-            if self._finished:
-                self._settle(future)
-        return self._future
+        with _futures:
+            if self._future is not None:
+                return self._future
+            future = self._future = Future()
+            finished = self._finished
+        if finished:
+            self._settle(future)
+        return future
 
     def _settle(self, future: Future) -> None:
-        try:
-            if self._error is not None:
-                self._seen = True
-                future.set_exception(self._error)
-            else:
-                future.set_result(list(self.outputs))
-        except ArgumentError:
-            pass  # the other side of the race settled it
+        if self._error is not None:
+            self._seen = True
+            future.set_exception(self._error)
+        else:
+            future.set_result(list(self.outputs))
 
     def source_rank(self) -> int:
         """The global rank that a receive got its message from."""

@@ -271,6 +271,11 @@ def _refuse_overlap(shape: Sequence[int], strides: Sequence[int], where: str) ->
         )
 
 
+def _subclass(array: Any, writable: bool, where: str) -> View:
+    """numpy.memmap, numpy.matrix and others, whose own rules for shapes do not matter here."""
+    return _numpy(array.view(np.ndarray), writable, where)
+
+
 def _masked(array: Any, writable: bool, where: str) -> View:
     raise UnsupportedError(
         f"{where}: a numpy.ma.MaskedArray would lose its mask; pass .filled() or .data"
@@ -359,7 +364,7 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
                 return None
             count = tensor.numel()
             return row, from_address(tensor.data_ptr(), count * row.itemsize), count
-        except RuntimeError:  # layouts that are not one block of memory have no such answers
+        except (RuntimeError, ValueError):  # not one block of memory, or none at all
             return None
 
     def adapter(tensor: Any, writable: bool, where: str) -> View:
@@ -368,6 +373,8 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
             refuse(tensor, where, writable)
             tensor = tensor.resolve_conj().resolve_neg()
             row, count, buffer = rows[tensor.dtype], tensor.numel(), None
+            if count and not tensor.data_ptr():
+                raise UnsupportedError(f"{where}: the tensor has no memory")
             if tensor.is_contiguous():
                 buffer = from_address(tensor.data_ptr(), count * row.itemsize)
             elif writable:
@@ -401,7 +408,7 @@ def _find(array: Any, writable: bool, where: str) -> View:
     elif isinstance(array, np.ma.MaskedArray):
         found = _masked
     elif isinstance(array, np.ndarray):
-        found = _numpy
+        found = _subclass
     elif jax is not None and isinstance(array, jax.Array):
         found = _jax
     elif hasattr(array, "__dlpack__"):

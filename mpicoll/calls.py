@@ -5,6 +5,7 @@ There is one function for each layout of the table of primitives.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Blocks", "Direct", "Plan", "Route", "counts", "operation", "views"]
+__all__ = ["Blocks", "Direct", "Plan", "Route", "counts", "operation", "views", "writes"]
 
 
 class Plan:
@@ -89,6 +90,13 @@ def views(
     return _LAYOUTS[primitive.layout](primitive, group, output, input, root, splits)
 
 
+def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
+    """This rank's array of a primitive in place is written to, not only read."""
+    if primitive.root == "src":
+        return root != group.rank()
+    return not primitive.root or root == group.rank()
+
+
 def counts(
     primitive: Primitive, send: View | None, recv: View | None, blocks: Blocks | None
 ) -> Sequence[int]:
@@ -100,6 +108,10 @@ def counts(
     # The smaller side is one block, which every rank has, roots and others.
     sides = [view.count for view in (send, recv) if view is not None]
     return (min(sides),) if sides else ()
+
+
+#: The greatest float64.
+_LARGEST = int(sys.float_info.max)
 
 
 def operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
@@ -123,6 +135,8 @@ def operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
     factor = found.factor
     if dtype.kind is Kind.INTEGER and isinstance(factor, (float, complex)):
         raise UnsupportedError(f"{where}: PREMUL_SUM of {dtype} needs an integer, got {factor!r}")
+    if isinstance(factor, int) and dtype.kind is not Kind.INTEGER and abs(factor) > _LARGEST:
+        raise ArgumentError(f"{where}: PREMUL_SUM: {factor!r} is too large for {dtype}")
     if dtype.kind is not Kind.COMPLEX and isinstance(factor, complex):
         raise UnsupportedError(f"{where}: PREMUL_SUM of {dtype} needs a real, got {factor!r}")
     return found
@@ -147,7 +161,7 @@ def _same_dtype(primitive: Primitive, send: View, recv: View) -> None:
 
 def _same_shapes(primitive: Primitive, name: str, parts: Parts, one: View) -> None:
     for i, part in enumerate(parts.parts):
-        if part.count != one.count:
+        if part.shape != one.shape:
             raise ArgumentError(
                 f"{primitive.name}: {name}[{i}] has shape {part.shape}, this rank's array "
                 f"{one.shape}: different shapes across a list; all must have the same"
@@ -170,7 +184,7 @@ def _in_place(
     root: int,
     splits: Splits | None,
 ) -> Views:
-    return None, arrays.view(output, True, primitive.at_output), None
+    return None, arrays.view(output, writes(primitive, group, root), primitive.at_output), None
 
 
 def _gathered(
@@ -186,7 +200,7 @@ def _gathered(
     receiving = not primitive.root or root == group.rank()
     where = primitive.at_output
     if not receiving:
-        if output:
+        if output is not None and not (isinstance(output, (list, tuple)) and not output):
             raise ArgumentError(f"{where}: must only be given on the rank that receives, {root}")
         return send, None, None
     if not primitive.listed:
@@ -223,7 +237,7 @@ def _scattered(
     recv = arrays.view(output, True, primitive.at_output)
     where = primitive.at_input
     if primitive.root and root != group.rank():
-        if input:
+        if input is not None and not (isinstance(input, (list, tuple)) and not input):
             raise ArgumentError(f"{where}: must only be given on the rank that sends, {root}")
         return None, recv, None
     if not primitive.listed:

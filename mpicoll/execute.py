@@ -182,7 +182,8 @@ def _perform_packed(
     read = layout is Layout.IN_PLACE
     packed = recv.packed() if read else arrays.scratch(recv.dtype, recv.count)
     plan.route(send, packed, root, blocks)
-    recv.fill(packed)
+    if not read or calls.writes(plan.primitive, plan.group, root):
+        recv.fill(packed)
 
 
 def _explained(error: Exception, name: str, group: ProcessGroup) -> Exception:

@@ -87,15 +87,15 @@ class _Communicator:
     def Send(self, *args: Any) -> None:
         self._begin(self._comm.Isend, *args).Wait()
 
-    def Recv(self, *args: Any) -> None:
-        self._begin(self._comm.Irecv, *args).Wait()
+    def Recv(self, into: Any, source: int, tag: int, status: MPI.Status) -> None:
+        self._begin(self._comm.Irecv, into, source, tag).Wait(status)
 
     def Sendrecv(
-        self, out: Any, target: int, tag: int, into: Any, source: int, recvtag: int
+        self, out: Any, target: int, tag: int, into: Any, source: int, recvtag: int, status: Any
     ) -> None:
         receive = self._begin(self._comm.Irecv, into, source, recvtag)
         self._begin(self._comm.Isend, out, target, tag).Wait()
-        receive.Wait()
+        receive.Wait(status)
 
     def Barrier(self) -> None:
         self._begin(self._comm.Ibarrier).Wait()

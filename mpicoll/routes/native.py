@@ -221,4 +221,7 @@ def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
 def _divide(buffer: Any, count: int, dtype: DType, n: int) -> None:
     if count:
         flat = np.frombuffer(buffer, dtype.numpy, count)
-        np.divide(flat, n, out=flat)
+        if dtype.kind is Kind.COMPLEX:  # by parts: a complex division makes nan of infinity
+            flat = flat.view(flat.real.dtype)
+        with np.errstate(all="ignore"):
+            np.divide(flat, n, out=flat)

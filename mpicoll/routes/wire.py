@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.dtypes import DType, by_name
-from mpicoll.errors import MPIError
+from mpicoll.errors import MismatchError, MPIError
 from mpicoll.pickles import Bytes
 
 if TYPE_CHECKING:
@@ -92,16 +92,26 @@ def exchange(
     A step sends and receives at once, so nothing deadlocks.
     """
     n, me = len(sends), comm.Get_rank()
+    status = MPI.Status()
+    short = None
     for step in range(1, n):
         target, source = (me + step) % n, (me - step) % n
         out, into = sends[target], receives[source]
+        if into is None:
+            if out is not None:
+                comm.Send(out, target, 0)
+            continue
         if out is None:
-            if into is not None:
-                comm.Recv(into, source, 0)
-        elif into is None:
-            comm.Send(out, target, 0)
+            comm.Recv(into, source, 0, status)
         else:
-            comm.Sendrecv(out, target, 0, into, source, 0)
+            comm.Sendrecv(out, target, 0, into, source, 0, status)
+        if short is None and status.Get_count(into[-1]) != into[1]:
+            short = source, status.Get_count(into[-1]), into[1]
+    if short is not None:  # now that everybody else has what this rank owes
+        raise MismatchError(
+            f"exchange: rank {me} of the group expected {short[2]} elements from rank {short[0]}, "
+            f"which sent {short[1]}"
+        )
 
 
 # --- bytes of sizes that only their sender knows ------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import oracle
 import pytest
 from conftest import team as group_of
 from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, legal, meet, same_on_all
@@ -137,6 +138,17 @@ def test_seams(cut, dtype):
         for name in REDUCTIONS:
             for op in legal(dtype):
                 Call(name, cut, dtype, count, op, root).run()
+
+
+@by_dtype
+def test_seams_between_uneven_blocks(cut, dtype):
+    """More elements than MPI's displacements reach: one rank's block at a time."""
+    for counts in ([5, 70, 3, 40], [61, 0, 1, 130], [0, 200, 0, 0]):
+        mine = oracle.any_bits(dtype, counts[cut.me], cut.me)
+        outputs = [np.zeros(count, dtype.numpy) for count in counts[: cut.size]]
+        dist.all_gather(outputs, mine, cut.group)
+        for r, output in enumerate(outputs):
+            oracle.same_bits(output, oracle.any_bits(dtype, counts[r], r), f"{counts} from {r}")
 
 
 def test_real_blocks(world, mpi):

@@ -279,8 +279,8 @@ def test_futures(world, late):
     assert seen[-1] == "now"
 
 
-def test_exceptions_in_callbacks(world):
-    """One in ``then`` is that of its Future, and hurts nobody else."""
+def test_exceptions_in_callbacks(world, capsys):
+    """One in ``then`` is its Future's, another is printed; neither hurts the work."""
 
     def fail(done):
         raise KeyError("from a callback")
@@ -299,6 +299,11 @@ def test_exceptions_in_callbacks(world):
         assert rescued.wait(DEADLINE) == "rescued"
         assert work.wait() and future.wait(DEADLINE)[0] is x
         assert (x == world.size).all()
+        future.add_done_callback(lambda done: None)
+    own = dist.Future()
+    own.add_done_callback(fail)
+    own.set_result(1)
+    assert own.value() == 1 and "KeyError: 'from a callback'" in capsys.readouterr().err
 
 
 def test_callbacks_may_call(world):

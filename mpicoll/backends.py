@@ -74,9 +74,9 @@ def named(name: str | None, where: str) -> str:
     if name is None:
         return Backend.MPI
     found = str(Backend(name))
-    devices = [part.partition(":")[2] or part for part in found.split(",")]
-    for device in devices:
-        if not is_backend_available(device):
+    for part in found.split(","):
+        device, _, one = part.rpartition(":")
+        if device not in ("", *Backend.default_device_backend_map) or not is_backend_available(one):
             raise ArgumentError(
                 f"{where}: backend {found!r} is not available; expected mpi, or gloo or nccl as "
                 "names under which scripts run over MPI"

@@ -293,6 +293,7 @@ def monitored_barrier(
         member,
         "monitored_barrier",
         lambda: arrive(member, float("inf") if limit is None else limit, wait_all_ranks),
+        keeps_time=True,
     )
 
 

@@ -221,24 +221,35 @@ def submit(
 
 
 def in_order(
-    group: ProcessGroup, name: str, task: Callable[[], Any], root: int | None = None
+    group: ProcessGroup,
+    name: str,
+    task: Callable[[], Any],
+    root: int | None = None,
+    *,
+    everybody: bool = True,
+    keeps_time: bool = False,
 ) -> Any:
     """Runs ``task()``, which uses the group's communicator, in the order of its collectives.
 
     root: given where all members call: the call is compared with the other ranks', like those of
-    primitives (-1 where there is no root). Returns what the task returns.
+    primitives (-1 where there is no root). everybody: all members call, if not with the same
+    arguments. keeps_time: the task sees to its own timeout. Returns what the task returns.
     """
     group.check_open()
+    if root is None and everybody:
+        group.formed += 1
     result: list[Any] = []
 
     def locked() -> None:
         try:
             with group.lock:
+                group.keeps_time = keeps_time
                 if root is not None:
                     group.sequence += 1
                     if group.sequence >= group.next_check:
                         consistency.check(group, *consistency.of_task(name, root))
                 result.append(task())
+                group.keeps_time = False
         except MpicollError:
             raise
         except Exception as error:

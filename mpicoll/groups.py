@@ -48,7 +48,9 @@ class ProcessGroup:
     worker:   carries asynchronous collectives out; None before the first.
     plans:    the plan of each (primitive, dtype, operation) met so far.
     scratch:  memory that routes use, one call at a time.
-    sequence: number of collectives begun.
+    sequence: number of collectives begun that are compared between the ranks.
+    formed:   number of the others: groups made of this one, monitored barriers.
+    keeps_time: the collective inside MPI watches its own timeout.
     next_check: the sequence number at which the ranks' calls are compared next.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
     """
@@ -78,6 +80,8 @@ class ProcessGroup:
         self.plans: dict[Any, Any] = {}
         self.scratch = np.empty(0, np.uint8)
         self.sequence = 0
+        self.formed = 0
+        self.keeps_time = False
         self.next_check = 0
         self.monitored = 0
         self.splits = 0
@@ -105,6 +109,11 @@ class ProcessGroup:
     def group_rank(self, global_rank: int) -> int | None:
         """The rank in the group of a global rank; None for one that is not a member."""
         return self._group_ranks.get(global_rank)
+
+    @property
+    def begun(self) -> int:
+        """Number of collectives begun."""
+        return self.sequence + self.formed
 
     def busy(self) -> bool:
         """Asynchronous collectives are pending, and a caller has to queue behind them."""
@@ -169,7 +178,8 @@ class _State:
 
     def __init__(self) -> None:
         self.default: ProcessGroup | None = None
-        self.groups: dict[str, ProcessGroup] = {}
+        self.groups: list[ProcessGroup] = []
+        self.local: dict[tuple[int, ...], int] = {}  # groups made by their members alone
         self.made = 0  # groups made since init_process_group, members or not
         self.forked = False
 
@@ -179,10 +189,10 @@ state = _State()
 
 def _after_fork() -> None:
     state.forked = state.forked or bool(state.groups)
-    for one in state.groups.values():
+    for one in state.groups:
         one.close(ForkedError)
     state.default = None
-    state.groups = {}
+    state.groups = []
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -236,7 +246,7 @@ def resolve(candidate: Any) -> ProcessGroup | None:
 
 def register(made: ProcessGroup) -> ProcessGroup:
     """Puts a new group on the register."""
-    state.groups[made.group_name] = made
+    state.groups.append(made)
     return made
 
 

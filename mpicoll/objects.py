@@ -32,7 +32,7 @@ def _list(name: str, argument: str, value: Any, length: int | None = None) -> li
     """A list argument, checked; at least ``length`` entries where that is given."""
     if not isinstance(value, list):
         raise ArgumentTypeError(f"{name}: {argument}: expected a list, got {type(value).__name__}")
-    if length is not None and len(value) != length:
+    if length is not None and len(value) < length:
         raise ArgumentError(
             f"{name}: {argument}: expected {length} entries, one a rank, got {len(value)}"
         )
@@ -63,7 +63,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     found = _list(name, "object_list", object_list, member.size())
     own = encode(obj)
     wholes = execute.in_order(member, name, lambda: _all_gather(member, own), root=-1)
-    found[:] = [decode(whole) for whole in wholes]
+    found[: len(wholes)] = [decode(whole) for whole in wholes]
 
 
 def _all_gather(group: ProcessGroup, own: Bytes) -> list[Bytes]:
@@ -107,7 +107,7 @@ def gather_object(
 
     wholes = execute.in_order(member, name, move, root=root)
     if found is not None:
-        found[:] = [decode(whole) for whole in wholes]
+        found[: len(wholes)] = [decode(whole) for whole in wholes]
 
 
 def broadcast_object_list(
@@ -179,6 +179,11 @@ def scatter_object_list(
                 f"{name}: scatter_object_input_list: must be given on the rank that sends, {root}"
             )
         given = _list(name, "scatter_object_input_list", scatter_object_input_list, member.size())
+        if len(given) != member.size():
+            raise ArgumentError(
+                f"{name}: scatter_object_input_list: expected {member.size()} objects, one a rank, "
+                f"got {len(given)}"
+            )
         wholes = [encode(obj) for obj in given]
 
     def move() -> Bytes:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import operator
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +21,8 @@ from mpicoll.errors import (
 )
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.watch import departures
-from mpicoll.watch.ends import Guard
+from mpicoll.watch.ends import Guard, exit_code
+from mpicoll.watch.levels import get_debug_level
 from mpicoll.work import seconds
 
 __all__ = [
@@ -30,6 +34,7 @@ __all__ = [
     "get_pg_count",
     "init_process_group",
     "is_initialized",
+    "leave",
     "member",
     "node_size",
 ]
@@ -145,6 +150,7 @@ def init_process_group(
         raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
     if device_id is not None:
         raise UnsupportedError(f"{where}: device_id: devices are not supported yet")
+    get_debug_level()  # what is wrong with the environment is wrong now
     expected = _expected(init_method, rank, world_size)
     world = launch.start()
     _check(expected, world.Get_rank(), world.Get_size())
@@ -158,7 +164,7 @@ def init_process_group(
             comm, messages, range(comm.Get_size()), chosen, limit, group_name or "0", "default_pg"
         )
     )
-    _guard = Guard(world, _close_quietly)
+    _guard = Guard(_close_quietly)
 
 
 def _shared_memory() -> int:
@@ -186,10 +192,14 @@ def _expected(init_method: str | None, rank: int, world_size: int) -> dict[str, 
                         f"{where}: {variable}: expected a number, got {os.environ[variable]!r}"
                     ) from None
     for what, value in (("rank", rank), ("world_size", world_size)):
-        if not isinstance(value, int):
-            raise ArgumentTypeError(f"{where}: {what}: expected an int, got {type(value).__name__}")
-        if value != -1:
-            found[what] = (f"{what}=", value)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"{where}: {what}: expected an int, got {type(value).__name__}"
+            ) from None
+        if number != -1:
+            found[what] = (f"{what}=", number)
     return found
 
 
@@ -227,12 +237,13 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if chosen is not default:
         end(chosen)
         return
-    for one in reversed(list(state.groups.values())):
+    for one in reversed(list(state.groups)):
         if one is not default:
             end(one)
     end(default)
     state.default = None
     state.made = 0
+    state.local.clear()
     _node = None
     point_to_point.stop_polling()
     if _guard is not None:
@@ -248,10 +259,28 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
         )
     point_to_point.drain(group, limit)
+    with departures.lock:  # the guard may be looking at the group
+        group.close()
+        state.groups.remove(group)
+        group.messages.Free()
+        group.comm.Free()
+
+
+def leave(group: ProcessGroup) -> None:
+    """Strikes a group off without waiting for what is pending in it.
+
+    What is stuck stays inside MPI, which cannot be finalised then: the process ends without.
+    """
     group.close()
-    del state.groups[group.group_name]
-    group.messages.Free()
-    group.comm.Free()
+    state.groups.remove(group)
+    if not group.finish(0):
+        atexit.register(_end_without_mpi)
+
+
+def _end_without_mpi() -> None:
+    print("mpicoll: work that was given up is still inside MPI; MPI is not finalised", flush=True)
+    sys.stderr.flush()
+    os._exit(exit_code() or 0)
 
 
 def _close_quietly() -> None:
@@ -261,7 +290,7 @@ def _close_quietly() -> None:
     """
     global _guard
     guard, _guard = _guard, None
-    living = list(state.groups.values())
+    living = list(state.groups)
     for group in living:
         try:
             done = group.finish(_LAST_CHANCE)

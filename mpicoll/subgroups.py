@@ -11,7 +11,7 @@ from mpicoll import backends, execute, groups
 from mpicoll.backends import Backend
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError, UnsupportedError
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
-from mpicoll.runtime import end, member, node_size
+from mpicoll.runtime import end, leave, member, node_size
 from mpicoll.work import seconds
 
 __all__ = [
@@ -61,13 +61,16 @@ def new_group(
     if use_local_synchronization:
         # Others may not call, so the count of groups is no common ground: the name tells what
         # the members know.
-        same = sum(1 for g in state.groups.values() if g.ranks == tuple(members))
+        same = state.local[tuple(members)] = state.local.get(tuple(members), 0) + 1
         name = f"local:{','.join(map(str, members))}:{same}"
     else:
         state.made += 1
         name = str(state.made)
     if world.rank() not in members:
-        return None if use_local_synchronization else GroupMember.NON_GROUP_MEMBER
+        if use_local_synchronization:
+            return None
+        world.formed += 1
+        return GroupMember.NON_GROUP_MEMBER
     return execute.in_order(  # type: ignore[no-any-return]
         world,
         where,
@@ -80,6 +83,7 @@ def new_group(
             name=name,
             description=group_desc or "undefined",
         ),
+        everybody=not use_local_synchronization,
     )
 
 
@@ -203,6 +207,7 @@ def split_group(
     parent.splits += 1
     mine = next((ranks for ranks in lists if parent.rank() in ranks), None)
     if mine is None:
+        parent.formed += 1
         return None
     name = f"{parent.group_name}:split:{parent.splits}:{mine[0]}"
     return execute.in_order(  # type: ignore[no-any-return]
@@ -268,7 +273,7 @@ def shrink_group(
         )
     is_default = old is state.default
     staying = [rank for rank in range(size) if rank not in excluded]
-    others = [one for one in state.groups.values() if one is not old]
+    others = [one for one in state.groups if one is not old]
     if is_default and others:
         warnings.warn(
             f"{where}: shrinking the default group ends {len(others)} other group(s): global ranks "
@@ -289,12 +294,13 @@ def shrink_group(
         )
 
     made: ProcessGroup = (
-        make() if shrink_flags == SHRINK_ABORT else execute.in_order(old, where, make)
+        make()
+        if shrink_flags == SHRINK_ABORT
+        else execute.in_order(old, where, make, everybody=False)
     )
     for one in [*others, old] if is_default else [old]:
         if shrink_flags == SHRINK_ABORT:
-            one.close()
-            del state.groups[one.group_name]
+            leave(one)
         else:
             end(one)
     if is_default:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["announce", "look", "missing"]
+__all__ = ["announce", "lock", "look", "missing"]
 
 #: Messages that nobody may ever receive, with what they hold.
 _loose: list[tuple[MPI.Request, Any]] = []
-_lock = threading.Lock()
+#: Held while a group's announcements are looked for, and while its communicators are freed.
+lock = threading.Lock()
 
 
 def announce(group: ProcessGroup) -> None:
@@ -32,7 +33,7 @@ def announce(group: ProcessGroup) -> None:
     """
     n, me = group.size(), group.rank()
     reach = [2**k for k in range(n.bit_length()) if 2**k < n]
-    begun = np.array([group.sequence], np.int64)
+    begun = np.array([group.begun], np.int64)
     for other in {(me + sign * distance) % n for distance in reach for sign in (1, -1)}:
         request = group.messages.Isend(begun, other, group.leave_tag)
         request.Test()
@@ -44,8 +45,10 @@ def look(group: ProcessGroup) -> None:
     from mpi4py import MPI
 
     status = MPI.Status()
-    with _lock:
-        while group.messages.Iprobe(MPI.ANY_SOURCE, group.leave_tag, status):
+    with lock:
+        while group.closed is None and group.messages.Iprobe(
+            MPI.ANY_SOURCE, group.leave_tag, status
+        ):
             begun = np.zeros(1, np.int64)
             source = status.Get_source()
             group.messages.Irecv(begun, source, group.leave_tag).Wait()
@@ -55,4 +58,4 @@ def look(group: ProcessGroup) -> None:
 def missing(group: ProcessGroup) -> list[int]:
     """Global ranks that ended before the collective that this rank is in."""
     look(group)
-    return [group.ranks[r] for r, begun in group.departed.items() if begun < group.sequence]
+    return [group.ranks[r] for r, begun in group.departed.items() if begun < group.begun]

@@ -24,11 +24,9 @@ from mpicoll.groups import state
 from mpicoll.watch import departures
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "exit_code"]
 
 #: Seconds between looks at the groups' timeouts, and seconds that a process blocked in MPI is
 #: given to come out of it by itself after Ctrl-C.
@@ -46,6 +44,8 @@ class _Exit(SystemExit):
     final: Any = None
 
     def __del__(self) -> None:
+        if threading.get_ident() != threading.main_thread().ident:
+            return
         try:
             sys._getframe(1)
         except ValueError:
@@ -56,6 +56,12 @@ def _exit(status: Any = None) -> NoReturn:
     raise _Exit(status)
 
 
+def exit_code() -> int | None:
+    """The exit code of the sys.exit that ends the interpreter; None where it ends otherwise."""
+    code = _Exit.final
+    return code if code is None or isinstance(code, int) else 1
+
+
 class Guard:
     """Installed from init_process_group to destroy_process_group.
 
@@ -63,8 +69,7 @@ class Guard:
     at_exit: what is done when the interpreter ends in good order without a destroy.
     """
 
-    def __init__(self, comm: MPI.Intracomm, at_exit: Callable[[], None]) -> None:
-        self._comm = comm
+    def __init__(self, at_exit: Callable[[], None]) -> None:
         self._at_exit = at_exit
         self._pid = os.getpid()
         self._stopping = False
@@ -84,6 +89,7 @@ class Guard:
             if self._previous_fd != -1:  # somebody else listens, asyncio most likely
                 signal.set_wakeup_fd(self._previous_fd)
                 self._hears_signals = False
+        _guards.add(self)
         self._thread = threading.Thread(target=self._watch, name="mpicoll-guard", daemon=True)
         self._thread.start()
 
@@ -94,14 +100,27 @@ class Guard:
             sys.excepthook = self._previous_hook
         if sys.exit is _exit:
             sys.exit = self._previous_exit
-        main = threading.current_thread() is threading.main_thread()
-        if self._hears_signals and main:
-            listening = signal.set_wakeup_fd(-1)
-            if listening not in (self._writer, -1):
-                signal.set_wakeup_fd(listening)
+        deaf = not self._hears_signals
+        if self._hears_signals and threading.current_thread() is threading.main_thread():
+            self._stop_hearing()
+            deaf = True
         self._stopping = True
         os.write(self._writer, b"\0")
         self._thread.join()
+        _guards.discard(self)
+        if deaf:  # else Python still writes to the pipe at each signal
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def _stop_hearing(self) -> None:
+        listening = signal.set_wakeup_fd(-1)
+        if listening not in (self._writer, -1):
+            signal.set_wakeup_fd(listening)
+
+    def forget(self) -> None:
+        """In a forked child: the pipe is the parent's."""
+        if self._hears_signals:
+            self._stop_hearing()
         os.close(self._reader)
         os.close(self._writer)
 
@@ -111,29 +130,35 @@ class Guard:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         time.sleep(0.1)  # launchers drop what ranks still had in their pipes when the job ends
-        self._comm.Abort(code)
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(code)  # not through the one lock of launch.serialized
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self._previous_hook(kind, error, trace)
-        if os.getpid() == self._pid:
-            self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+        try:
+            self._previous_hook(kind, error, trace)
+        finally:
+            if os.getpid() == self._pid:
+                self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _exiting(self) -> None:
         if os.getpid() != self._pid:
             return
-        code = _Exit.final
-        if code is not None and code != 0:
-            self.abort(code if isinstance(code, int) else 1)
+        code = exit_code()
+        if code:
+            self.abort(code)
         self._at_exit()
 
     # --- the thread ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         stuck: dict[ProcessGroup, tuple[int, float]] = {}
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._reader], [], [], _TICK)
+            ready = poll.poll(1000 * _TICK)
             if self._stopping:
                 return
             if ready and signal.SIGINT in os.read(self._reader, 512):
@@ -142,15 +167,15 @@ class Guard:
 
     def _inside(self) -> list[ProcessGroup]:
         """The groups that are inside a collective."""
-        return [group for group in list(state.groups.values()) if group.lock.locked()]
+        return [group for group in list(state.groups) if group.lock.locked()]
 
     def _interrupted(self) -> None:
         """Ctrl-C: Python handles it between two bytecodes, which a blocked MPI call never ends."""
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
-        before = {group: group.sequence for group in self._inside() if not group.busy()}
+        before = {group: group.begun for group in self._inside() if not group.busy()}
         time.sleep(_PATIENCE)
-        if any(before.get(group) == group.sequence for group in self._inside()):
+        if any(before.get(group) == group.begun for group in self._inside()):
             self._give_up("interrupted while it waited for other ranks", _INTERRUPTED)
 
     def _look_around(self, stuck: dict[ProcessGroup, tuple[int, float]]) -> None:
@@ -160,8 +185,8 @@ class Guard:
             del stuck[group]
         for group in inside:
             number, since = stuck.get(group, (-1, now))
-            if number != group.sequence:
-                stuck[group] = (group.sequence, now)
+            if number != group.begun:
+                stuck[group] = (group.begun, now)
                 continue
             gone = departures.missing(group)
             if gone:
@@ -169,7 +194,7 @@ class Guard:
                 self._give_up(f"{who} ended without making this call", 1)
             # What the group's thread carries out has somebody waiting who sees to the timeout.
             late = group.timeout is not None and now - since > group.timeout
-            if late and not group.busy():
+            if late and not group.busy() and not group.keeps_time:
                 self._give_up(
                     f"the other ranks of group {group.group_name} did not come within its timeout "
                     f"of {group.timeout:g} s",
@@ -187,3 +212,14 @@ class Guard:
             file=sys.stderr,
         )
         self.abort(code)
+
+
+_guards: set[Guard] = set()
+
+
+def _after_fork() -> None:
+    while _guards:
+        _guards.pop().forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -6,6 +6,7 @@ import os
 from enum import IntEnum
 
 from mpicoll.errors import ArgumentError
+from mpicoll.groups import state
 
 __all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
 
@@ -53,6 +54,8 @@ def set_debug_level(level: DebugLevel) -> None:
     """Sets the level; every rank must set the same one at the same place in its program."""
     global _level
     _level = DebugLevel(level)
+    for group in state.groups:
+        group.next_check = 0  # the next call is looked at with the new level
 
 
 def set_debug_level_from_env() -> None:

@@ -43,6 +43,8 @@ __all__ = [
 DEFAULT_TIMEOUT = 1800.0
 #: Seconds that a destroy gives work that other ranks have not joined.
 _LAST_CHANCE = 5.0
+#: Seconds that a thread without work needs to end, with plenty to spare.
+_A_MOMENT = 0.5
 
 _guard: Guard | None = None
 #: Rank on the node and number of ranks on it, known from init on.
@@ -273,7 +275,7 @@ def leave(group: ProcessGroup) -> None:
     """
     group.close()
     state.groups.remove(group)
-    if not group.finish(0):
+    if not group.finish(_A_MOMENT):
         atexit.register(_end_without_mpi)
 
 

@@ -483,7 +483,7 @@ def test_subgroups_that_overlap_are_refused_before_any_is_made(world):
     n = world.size
     every = [[r] for r in range(n)]
     for lists in ([*every, [n - 1]], [list(range(n)), [0]], [[0, 0]], []):
-        with pytest.raises(ValueError, match="new_subgroups_by_enumeration|given twice"):
+        with pytest.raises(ValueError, match=r"new_subgroups_by_enumeration|given twice"):
             dist.new_subgroups_by_enumeration(lists)
         assert dist.get_pg_count() == 1
     assert_works(dist.new_group(), range(n))

@@ -229,6 +229,7 @@ class MessageWork(Work):
         try:
             self.wait()
         except BaseException as error:
+            self._seen = True
             if self._receives:
                 self._give_up(error)
             elif not self._finished:

@@ -133,7 +133,7 @@ def _plan(
 
     group.check_open()
     meant = None
-    if op is not None:
+    if primitive.reduces:
         assert dtype is not None
         meant = calls.operation(primitive, op, dtype)
     plan = Plan(primitive, group, meant, dtype, *routes.choose(primitive, group, meant, dtype))

@@ -445,15 +445,12 @@ def test_subgroups_of_a_node(world):
 
 
 def test_subgroups_of_a_group(world):
-    needs(world, 3)
-    ranks = [0, 2] if world.size == 3 else [1, 3]
-    group = dist.new_group(ranks)
-    if world.me not in ranks:
-        return
-    # Its ranks call alone, as all of their subgroups are theirs.
-    mine, made = dist.new_subgroups(1, group)
-    assert len(made) == 2 and made[ranks.index(world.me)] is mine
-    assert_works(mine, [world.me])
+    order = list(range(world.size))[::-1]
+    group = dist.new_group(order, sort_ranks=False)
+    half = world.size // 2 if world.size % 2 == 0 else world.size
+    mine, made = dist.new_subgroups(half, group)
+    assert len(made) == world.size // half
+    assert_works(mine, sorted(order[:half] if world.me in order[:half] else order[half:]))
 
 
 def test_refused_sizes_of_subgroups(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -265,9 +266,12 @@ def in_order(
 def outside(name: str) -> None:
     """Warns, as torch does, that a rank outside the group made the call."""
     rank = default_group().rank()
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("mpicoll."):
+        frame, level = frame.f_back, level + 1
     warnings.warn(
         f"{name}: global rank {rank} is not in the group it was called with; nothing is done",
-        stacklevel=4,
+        stacklevel=level,
     )
 
 

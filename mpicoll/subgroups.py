@@ -136,13 +136,10 @@ def new_subgroups(
         raise ArgumentError(
             f"{where}: group_size: {group_size} does not divide the group's {len(ranks)} ranks"
         )
-    return new_subgroups_by_enumeration(
-        [ranks[i : i + group_size] for i in range(0, len(ranks), group_size)],
-        timeout,
-        backend,
-        pg_options,
-        group_desc,
-    )
+    lists = [ranks[i : i + group_size] for i in range(0, len(ranks), group_size)]
+    # The subgroups of a group are the affair of its members, who alone call.
+    local = group is not None and group is not default_group()
+    return _enumerated(where, lists, timeout, backend, pg_options, group_desc, local)
 
 
 def new_subgroups_by_enumeration(
@@ -154,23 +151,39 @@ def new_subgroups_by_enumeration(
 ) -> tuple[ProcessGroup | None, list[Any]]:
     """Makes one group for each list of global ranks; the lists must not overlap.
 
-    Returns this rank's group (None if it is in no list) and the list of all groups. Raises
-    ArgumentError (a ValueError) for an empty or overlapping enumeration, before any is made.
+    Every rank of the default group calls. Returns this rank's group (None if it is in no list) and
+    the list of all groups. Raises ArgumentError (a ValueError) for an empty or overlapping
+    enumeration, before any is made.
     """
     where = "new_subgroups_by_enumeration"
     if not ranks_per_subgroup_list:
         raise ArgumentError(
             f"{where}: ranks_per_subgroup_list: expected at least one list of ranks"
         )
+    lists = ranks_per_subgroup_list
+    return _enumerated(where, lists, timeout, backend, pg_options, group_desc, False)
+
+
+def _enumerated(
+    where: str,
+    lists: Sequence[Sequence[int]],
+    timeout: timedelta | float | None,
+    backend: str | None,
+    pg_options: Any,
+    group_desc: str | None,
+    local: bool,
+) -> tuple[ProcessGroup | None, list[Any]]:
+    size = default_group().size()
     owner: dict[int, int] = {}
-    for i, ranks in enumerate(ranks_per_subgroup_list):
+    for i, ranks in enumerate(lists):
         for rank in ranks:
-            if owner.setdefault(rank, i) != i:
+            if _rank(rank, size, where) in owner:
                 raise ArgumentError(f"{where}: rank {rank} is in subgroup {owner[rank]} and in {i}")
+            owner[rank] = i
     mine, made = None, []
-    for ranks in ranks_per_subgroup_list:
-        one = new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
-        made.append(one)
+    for ranks in lists:
+        one = new_group(ranks, timeout, backend, pg_options, local, group_desc)
+        made.append(GroupMember.NON_GROUP_MEMBER if one is None else one)
         if isinstance(one, ProcessGroup):
             mine = one
     return mine, made

@@ -44,8 +44,6 @@ class _Exit(SystemExit):
     final: Any = None
 
     def __del__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            return
         try:
             sys._getframe(1)
         except ValueError:
@@ -53,7 +51,8 @@ class _Exit(SystemExit):
 
 
 def _exit(status: Any = None) -> NoReturn:
-    raise _Exit(status)
+    main = threading.get_ident() == threading.main_thread().ident
+    raise (_Exit if main else SystemExit)(status)
 
 
 def exit_code() -> int | None:

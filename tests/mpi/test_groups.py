@@ -316,7 +316,6 @@ def test_outsiders_get_nothing_and_are_warned(alone, world, name):
     assert warned(name, world.me, nothing_for_outsiders(alone)[name]) is None
 
 
-@pytest.mark.xfail(strict=True, reason="warnings of in-place calls point into mpicoll")
 def test_warnings_of_outsiders_point_at_their_call(alone, world, mpi):
     needs(world, 2)
     wrong = []
@@ -488,7 +487,6 @@ def test_subgroups_that_overlap_are_refused_before_any_is_made(world):
     assert_works(dist.new_group(), range(n))
 
 
-@pytest.mark.xfail(strict=True, reason="the lists before the wrong one have become groups")
 def test_subgroups_of_ranks_that_do_not_exist_are_refused_before_any_is_made(world):
     n = world.size
     for wrong in ([n], [n - 1, n - 1]):

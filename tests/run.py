@@ -8,6 +8,8 @@ Each MPI comes with the virtual environment that holds it. In each of them run
   the command in MPICOLL_TEST_MPIEXEC (split it with shlex, append ``-n N program``);
 - the tests of ``tests/mpi/``, under mpiexec, on 1, 2, 3 and 4 ranks.
 
+With Intel MPI, those on 2 ranks alone.
+
 A test that fails on one rank ends the launch on all of them, for the others could wait for it for
 ever. The run stops at the first launch that fails and shows the logs of the ranks that failed.
 What is left out is said at the end. Needs nothing but Python.
@@ -35,8 +37,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".cache" / "tests"
 
-RANKS = [1, 2, 3, 4]
-#: Where other numbers of ranks than those are enough.
+#: Numbers of ranks, 0 for the plain tests.
+RANKS = [0, 1, 2, 3, 4]
+#: Where others than those are enough: Intel MPI is of MPICH's family, and its jobs end like those.
 RANKS_OF = {"impi": [2]}
 
 ENVIRONMENT = {
@@ -207,7 +210,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="the plain tests alone")
     parser.add_argument("--mpiexec", default="", help="instead of the one of the environment")
     parser.add_argument("--keep-going", action="store_true", help="past a launch that fails")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds a launch (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a launch (%(default)s)")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments = parser.parse_args(sys.argv[1:split])
     arguments.pytest = sys.argv[split + 1 :]
@@ -240,9 +243,8 @@ def run_environment(
     print(f"{mpi}: {', '.join(reversed(versions))}", flush=True)
     if "torch missing" in versions:
         left_out.append(f"{mpi}: there is NO TORCH, so its tests were skipped")
-    plain = [] if arguments.ranks else [0]
-    ranks = [] if arguments.plain else arguments.ranks or RANKS_OF.get(mpi, RANKS)
-    for number in plain + ranks:
+    ranks = [0] if arguments.plain else arguments.ranks or RANKS_OF.get(mpi, RANKS)
+    for number in ranks:
         launch = Launch(mpi, number)
         launch.run(python, mpiexec, arguments.timeout, arguments.pytest)
         if launch.problem == "NO TESTS" and arguments.pytest:

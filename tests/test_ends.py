@@ -149,7 +149,7 @@ def send_interrupt(task: Job, process: subprocess.Popen[str], folder: Path) -> N
 def jobs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Ended]]]:
-    """The jobs of all chosen tests of this module, begun at once, two at a time."""
+    """The jobs of all chosen tests of this module, begun at once, three at a time."""
     chosen = [
         item
         for item in request.session.items
@@ -157,7 +157,7 @@ def jobs(
         and item.module is request.module
         and hasattr(item.function, "job")
     ]
-    pool = ThreadPoolExecutor(2)
+    pool = ThreadPoolExecutor(3)
     try:
         yield {
             item.nodeid: pool.submit(

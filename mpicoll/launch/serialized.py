@@ -112,9 +112,6 @@ class _Communicator:
     def Gather(self, *args: Any) -> None:
         self._begin(self._comm.Igather, *args).Wait()
 
-    def Gatherv(self, *args: Any) -> None:
-        self._begin(self._comm.Igatherv, *args).Wait()
-
     def Scatter(self, *args: Any) -> None:
         self._begin(self._comm.Iscatter, *args).Wait()
 
@@ -123,6 +120,3 @@ class _Communicator:
 
     def Allgatherv(self, *args: Any) -> None:
         self._begin(self._comm.Iallgatherv, *args).Wait()
-
-    def Alltoallv(self, *args: Any) -> None:
-        self._begin(self._comm.Ialltoallv, *args).Wait()

@@ -26,6 +26,7 @@ from mpicoll.watch.levels import get_debug_level
 from mpicoll.work import seconds
 
 __all__ = [
+    "begin",
     "destroy_process_group",
     "end",
     "get_backend",
@@ -138,7 +139,6 @@ def init_process_group(
     ArgumentTypeError (a TypeError) for a timeout that is none, and LaunchError (a ValueError)
     where launcher, arguments and MPI disagree.
     """
-    global _guard, _node
     where = "init_process_group"
     if state.forked:
         default_group()
@@ -154,19 +154,36 @@ def init_process_group(
         raise UnsupportedError(f"{where}: device_id: devices are not supported yet")
     get_debug_level()  # what is wrong with the environment is wrong now
     expected = _expected(init_method, rank, world_size)
-    world = launch.start()
-    _check(expected, world.Get_rank(), world.Get_size())
+    begin(chosen, limit, group_name or "0", expected=expected)
+
+
+def begin(
+    backend: str,
+    limit: float | None,
+    name: str,
+    *,
+    meeting: launch.Meeting | None = None,
+    expected: dict[str, tuple[str, int]] | None = None,
+) -> ProcessGroup:
+    """Starts MPI and makes the default group of all ranks.
+
+    limit:    seconds after which an operation has failed.
+    meeting:  where ranks that MPI's own launcher did not start find each other.
+    expected: what was said of rank and size, with the name of who said it.
+    """
+    global _guard, _node
+    world = launch.start(meeting)
+    _check(expected or {}, world.Get_rank(), world.Get_size())
     comm, messages = world.Dup(), world.Dup()
     node = comm.Split_type(_shared_memory())
     _node = (node.Get_rank(), node.Get_size())
     node.Free()
     state.made = 0
     state.default = groups.register(
-        ProcessGroup(
-            comm, messages, range(comm.Get_size()), chosen, limit, group_name or "0", "default_pg"
-        )
+        ProcessGroup(comm, messages, range(comm.Get_size()), backend, limit, name, "default_pg")
     )
     _guard = Guard(_close_quietly)
+    return state.default
 
 
 def _shared_memory() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpicoll.launch.environment import check_world, local_rank
+from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.world import start
 
-__all__ = ["check_world", "local_rank", "start"]
+__all__ = ["Meeting", "check_world", "local_rank", "start"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpicoll.errors import LaunchError
+from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.serialized import serialize
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["start"]
 
 
-def start() -> MPI.Intracomm:
+def start(meeting: Meeting | None = None) -> MPI.Intracomm:
     """MPI_COMM_WORLD of an initialised MPI; with one lock around it where MPI gives less than
     MPI_THREAD_MULTIPLE.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpicoll.launch.environment import check_world, local_rank
+from mpicoll.launch.environment import by_mpi, check_world, fill_environment, local_rank
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.world import start
 
-__all__ = ["Meeting", "check_world", "local_rank", "start"]
+__all__ = ["Meeting", "by_mpi", "check_world", "fill_environment", "local_rank", "start"]

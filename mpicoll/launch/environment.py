@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from mpicoll.errors import LaunchError
 
-__all__ = ["LAUNCHERS", "Launcher", "check_world", "local_rank"]
+__all__ = ["LAUNCHERS", "Launcher", "by_mpi", "check_world", "fill_environment", "local_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,41 @@ def _launcher(environment: Mapping[str, str]) -> Launcher | None:
         if all(mark in environment for mark in launcher.marks):
             return launcher
     return None
+
+
+#: What process managers of MPI set in the processes that they start.
+_MANAGERS = (("OMPI_COMM_WORLD_SIZE",), ("PMIX_RANK",), ("PMI_RANK", "PMI_SIZE"))
+
+
+def by_mpi(environment: Mapping[str, str] = os.environ) -> bool:
+    """True where a process manager of MPI started this process, and not torchrun inside its job."""
+    return "TORCHELASTIC_RUN_ID" not in environment and any(
+        all(mark in environment for mark in marks) for marks in _MANAGERS
+    )
+
+
+def fill_environment(
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    master_addr: str,
+    master_port: int,
+    environment: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which many
+    libraries read, where they are missing.
+    """
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": master_port,
+    }
+    for name, value in values.items():
+        environment.setdefault(name, str(value))
 
 
 def check_world(size: int, environment: Mapping[str, str] = os.environ) -> None:

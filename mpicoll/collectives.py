@@ -337,18 +337,35 @@ def all_gather_coalesced(
 ) -> Future | None:
     """all_gather of each array of a list. With ``async_op`` a Future is returned.
 
-    output_tensor_lists[i] holds one output for each rank of input_tensor_list[i].
+    output_tensor_lists[rank][i] is what rank ``rank`` has as input_tensor_list[i].
     """
     name = "all_gather_coalesced"
-    _tensors(name, "input_tensor_list", input_tensor_list)
-    _tensors(name, "output_tensor_lists", output_tensor_lists)
-    if len(output_tensor_lists) != len(input_tensor_list):
+    member = resolve(group)
+    if member is None:
+        outside(name)
+        return None
+    pairs = coalesced_pairs(name, output_tensor_lists, input_tensor_list, member)
+    return _future(run_all(name, _ALL_GATHER, member, pairs), async_op)
+
+
+def coalesced_pairs(
+    name: str, output_lists: Any, inputs: Any, group: ProcessGroup
+) -> list[tuple[list[Any], Any]]:
+    """The outputs of each input: of ``output_lists[rank][i]`` the [i] of all ranks."""
+    _tensors(name, "input_tensor_list", inputs)
+    _tensors(name, "output_tensor_lists", output_lists)
+    if len(output_lists) != group.size():
         raise ArgumentError(
-            f"{name}: output_tensor_lists: expected one list for each of the "
-            f"{len(input_tensor_list)} inputs, got {len(output_tensor_lists)}"
+            f"{name}: output_tensor_lists: expected one list for each of the group's "
+            f"{group.size()} ranks, got {len(output_lists)}"
         )
-    pairs = list(zip(output_tensor_lists, input_tensor_list, strict=True))
-    return _future(run_all(name, _ALL_GATHER, group, pairs), async_op)
+    for rank, outputs in enumerate(output_lists):
+        if len(outputs) != len(inputs):
+            raise ArgumentError(
+                f"{name}: output_tensor_lists[{rank}]: expected one array for each of the "
+                f"{len(inputs)} inputs, got {len(outputs)}"
+            )
+    return [([outputs[i] for outputs in output_lists], one) for i, one in enumerate(inputs)]
 
 
 def _future(work: Work | None, async_op: bool) -> Future | None:

@@ -217,7 +217,12 @@ def submit(
         except BaseException as caught:
             error.append(caught)
 
-    group.give(guarded, lambda: work.finish(error[0] if error else None))
+    def then() -> None:
+        group.pending.discard(work)
+        work.finish(error[0] if error else None)
+
+    group.pending.add(work)
+    group.give(guarded, then)
     return work
 
 

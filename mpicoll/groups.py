@@ -41,6 +41,7 @@ class ProcessGroup:
     ranks:    the global ranks, in the order of the ranks in the group.
     timeout:  seconds after which an operation has failed; None never.
     in_flight: the user's messages that are not through.
+    pending:  the asynchronous collectives that are not done.
     departed: the ranks that ended, and how many collectives they had begun.
     object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
               are below them.
@@ -87,6 +88,7 @@ class ProcessGroup:
         self.splits = 0
         self.closed: type[Exception] | None = None
         self.in_flight: set[Any] = set()
+        self.pending: set[Any] = set()
         self.departed: dict[int, int] = {}
         self.object_tag = greatest_tag(messages)
         self.leave_tag = self.object_tag - 1

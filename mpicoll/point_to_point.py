@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "P2POp",
     "batch_isend_irecv",
+    "begin",
     "drain",
     "exchange_bytes",
     "irecv",
@@ -214,6 +215,11 @@ class MessageWork(Work):
                 _unsent.append((self._request, self._packed))
             self._end(error)
 
+    def give_up(self, error: BaseException) -> None:
+        """Ends the message for whoever waits for it; MPI may still read what it sends."""
+        self._seen = True
+        self._give_up(error)
+
     def cancel(self) -> bool:
         """Takes a receive back that no message has come for; False for a send, which cannot be."""
         if not self._receives:
@@ -278,6 +284,16 @@ def _in_background(work: MessageWork) -> MessageWork:
                     _poller = Poller()
         _poller.add(work)
     return work
+
+
+def begin(
+    group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
+) -> MessageWork:
+    """Begins to send an array to a rank in the group, or to receive one; None: from any rank."""
+    tag = _check_tag(group, name, tag)
+    if peer is None:
+        peer = _source(name, group, None, None)
+    return _in_background(_message(group, name, tensor, peer, tag, receives))
 
 
 def drain(group: ProcessGroup, limit: float) -> None:
@@ -393,8 +409,7 @@ def isend(
     if member is None:
         execute.outside("isend")
         return None
-    tag = _check_tag(member, "isend", tag)
-    return _in_background(_message(member, "isend", tensor, peer, tag, False))
+    return begin(member, "isend", tensor, peer, tag, False)
 
 
 def irecv(
@@ -413,8 +428,7 @@ def irecv(
         execute.outside("irecv")
         return None
     peer = _source("irecv", member, src, group_src)
-    tag = _check_tag(member, "irecv", tag)
-    return _in_background(_message(member, "irecv", tensor, peer, tag, True))
+    return begin(member, "irecv", tensor, peer, tag, True)
 
 
 recv_async = irecv

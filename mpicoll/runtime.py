@@ -15,6 +15,7 @@ from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
+    DistBackendError,
     LaunchError,
     MpicollError,
     UnsupportedError,
@@ -26,6 +27,7 @@ from mpicoll.watch.levels import get_debug_level
 from mpicoll.work import seconds
 
 __all__ = [
+    "abandon",
     "begin",
     "destroy_process_group",
     "end",
@@ -246,7 +248,6 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     ranks have not joined it within seconds. Raises ArgumentError (a ValueError) for a group that
     is not alive.
     """
-    global _guard, _node
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return
     default = default_group()
@@ -260,6 +261,12 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         if one is not default:
             end(one)
     end(default)
+    _over()
+
+
+def _over() -> None:
+    """There is no process group any more."""
+    global _guard, _node
     state.default = None
     state.made = 0
     state.local.clear()
@@ -283,6 +290,20 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
         state.groups.remove(group)
         group.messages.Free()
         group.comm.Free()
+
+
+def abandon(group: ProcessGroup) -> None:
+    """Ends a group without waiting for what is pending, which ends with an error for whoever waits;
+    with the default group everything ends.
+    """
+    chosen = list(state.groups) if group is state.default else [group]
+    for one in reversed(chosen):
+        error = DistBackendError(f"process group {one.group_name!r} was aborted")
+        for work in [*one.pending, *one.in_flight]:
+            work.give_up(error)
+        leave(one)
+    if group is state.default:
+        _over()
 
 
 def leave(group: ProcessGroup) -> None:

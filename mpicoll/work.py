@@ -148,14 +148,23 @@ class Work:
         self._future: Future | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Called once by whoever carries the work out, when it has ended."""
-        self._error = error
+        """Called by whoever carries the work out, when it has ended, or gives it up; the first
+        call counts.
+        """
         with _futures:
+            if self._finished:
+                return
+            self._error = error
             self._finished = True
             future = self._future
         if future is not None:
             self._settle(future)
         self._gate.release()
+
+    def give_up(self, error: BaseException) -> None:
+        """Ends the work for whoever waits for it, though what it began may go on inside MPI."""
+        self._seen = True
+        self.finish(error)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Waits until the outputs hold the result and returns True.

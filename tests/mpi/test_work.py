@@ -373,12 +373,12 @@ def test_coalesced(teams):
                 assert found is None
             assert all((one == n * (n + 1) / 2).all() for one in tensors)
             inputs = [np.full(count, me + 10 * count) for count in (2, 5)]
-            outputs = [[np.zeros_like(one) for _ in range(n)] for one in inputs]
+            outputs = [[np.zeros_like(one) for one in inputs] for _ in range(n)]
             found = dist.all_gather_coalesced(outputs, inputs, team.group, async_op)
             if async_op:
                 assert isinstance(found, dist.Future) and len(found.wait(DEADLINE)) == 2
-            for count, output in zip((2, 5), outputs, strict=True):
-                for r, one in enumerate(output):
+            for r, output in enumerate(outputs):  # [rank][i], as in torch
+                for count, one in zip((2, 5), output, strict=True):
                     assert one.tolist() == [r + 10 * count] * count
 
 
@@ -393,6 +393,8 @@ def test_refused_coalesced(world):
     with pytest.raises(TypeError, match=r"tensor"):
         dist.all_reduce_coalesced([x, [1.0]])
     with pytest.raises(ValueError, match="all_gather_coalesced: output_tensor_lists"):
-        dist.all_gather_coalesced([[x] * world.size] * 2, [x])
+        dist.all_gather_coalesced([[x]] * (world.size + 1), [x])
+    with pytest.raises(ValueError, match=r"all_gather_coalesced: output_tensor_lists\[0\]"):
+        dist.all_gather_coalesced([[x, x]] * world.size, [x])
     dist.all_reduce_coalesced([x])
     assert (x == world.size).all()

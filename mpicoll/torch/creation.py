@@ -1,0 +1,82 @@
+"""Making the groups that torch.distributed asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as c10d
+
+from mpicoll import execute, groups, launch, runtime
+from mpicoll.errors import UnsupportedError
+from mpicoll.groups import ProcessGroup, state
+from mpicoll.torch import NAME
+from mpicoll.torch.callers import variable
+from mpicoll.torch.group import TorchGroup
+from mpicoll.work import seconds
+
+__all__ = ["create", "world"]
+
+
+def create(options: Any, pg_options: Any) -> TorchGroup:
+    """The group that torch's ``_DistributedBackendOptions`` describe; only its members call.
+
+    Raises UnsupportedError for pg_options, for a mix of backends that one Python object cannot
+    serve and for a part of the ranks where the default group is of another backend.
+    """
+    asked = str(variable("_new_process_group_helper", "backend") or NAME)
+    _refuse_mixed(asked)
+    if pg_options is not None:
+        raise UnsupportedError("mpicoll: pg_options are not supported; leave them out")
+    limit = seconds(options.timeout, None, "timeout")
+    ranks = list(options.global_ranks_in_group)
+    rank, size, name = options.group_rank, options.group_size, options.group_id
+    if state.default is None:
+        if ranks and len(ranks) != c10d.get_world_size():
+            raise UnsupportedError(
+                f"new_group: backend 'mpicoll' over a default group of backend "
+                f"{c10d.get_backend()!r}: the first such group starts MPI and must hold all "
+                f"{c10d.get_world_size()} ranks, got {ranks}; make one with ranks=None first, or "
+                "begin with init_process_group('mpicoll')"
+            )
+        core = world(options.store, rank, size, limit)
+    else:
+        core = _group(ranks or list(range(size)), limit, name)
+    return TorchGroup(core, options.store, NAME if ":" in asked else asked)
+
+
+def world(store: Any, rank: int, size: int, limit: float | None) -> ProcessGroup:
+    """Starts MPI and makes the group of all ranks."""
+    expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
+    return runtime.begin(
+        NAME, limit, "0", meeting=launch.Meeting(store, rank, size), expected=expected
+    )
+
+
+def _group(ranks: list[int], limit: float | None, name: str) -> ProcessGroup:
+    """The group of some global ranks, made by them alone."""
+    default = groups.default_group()
+    return execute.in_order(  # type: ignore[no-any-return]
+        default,
+        "new_group",
+        lambda: groups.create(
+            default,
+            ranks,
+            ranks,
+            backend=NAME,
+            timeout=limit,
+            name=f"torch:{name}",
+            description="undefined",
+        ),
+        everybody=False,
+    )
+
+
+def _refuse_mixed(asked: str) -> None:
+    """One Python object serves all devices of its group, or none."""
+    backends = {part.rpartition(":")[2] for part in asked.split(",")}
+    if len(backends) > 1:
+        raise UnsupportedError(
+            f"mpicoll: backend {asked!r}: torch lets a backend written in Python serve all devices "
+            f"of a group, not some of them; use backend={NAME!r} for all, or make a second group "
+            "with new_group(backend=...) for the other device"
+        )

@@ -1,0 +1,474 @@
+"""The process group that PyTorch calls: torch's options and tensors to calls of the core.
+
+Both generations of names are here: torch 2.13's front end calls ``all_gather_single``, older ones
+call ``_allgather_base``. Most methods of torch's ProcessGroup take either an Options object or, in
+short, what would be in it: ``pg.broadcast([tensor], opts)`` and ``pg.broadcast(tensor, root)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.autograd import _profiler_enabled
+
+from mpicoll import collectives, execute, point_to_point, runtime
+from mpicoll.dtypes import OPERATIONS, ReduceOp
+from mpicoll.errors import ArgumentError
+from mpicoll.groups import ProcessGroup
+from mpicoll.primitives import PRIMITIVES, Primitive
+from mpicoll.torch.profiling import profiled
+from mpicoll.torch.works import Done, Pending, Received, flat
+from mpicoll.work import Work, seconds
+
+__all__ = ["TorchGroup"]
+
+Tensors = Sequence[Tensor]
+
+(
+    _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER, _ALL_GATHER_SINGLE, _GATHER, _SCATTER,
+    _REDUCE_SCATTER, _REDUCE_SCATTER_SINGLE, _ALL_TO_ALL, _ALL_TO_ALL_SINGLE, _BARRIER,
+) = PRIMITIVES  # fmt: skip
+
+#: The core's operation of each of torch's.
+_OPERATIONS = {getattr(c10d.ReduceOp.RedOpType, row.name): row for row in OPERATIONS}
+_NOW = timedelta(0)
+
+
+class _Options:
+    """Options that a caller gave in short, or left out."""
+
+    __slots__ = ("asyncOp", "reduceOp", "rootRank", "timeout")
+
+    def __init__(
+        self, *, op: Any = c10d.ReduceOp.SUM, root: int = 0, timeout: timedelta | None = None
+    ) -> None:
+        self.asyncOp = True
+        self.reduceOp = op
+        self.rootRank = root
+        self.timeout = timedelta(milliseconds=-1) if timeout is None else timeout
+
+
+class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
+    """A group of the core, as torch.distributed sees it.
+
+    core:  the group that carries everything out.
+    store: torch's store of the group.
+    """
+
+    def __init__(self, core: ProcessGroup, store: c10d.Store, backend: str) -> None:
+        super().__init__(core.rank(), core.size())
+        self.core = core
+        self.store = store
+        self._backend_name = backend
+        self._name = core.group_name
+        self._description = core.group_desc
+        self._batch: list[tuple[Work, Sequence[Any]]] | None = None
+
+    # --- who and how ---------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """The name of the backend, as it was asked for."""
+        return self._backend_name
+
+    def name(self) -> str:
+        """The name of the backend, as it was asked for."""
+        return self._backend_name
+
+    def getGroupName(self) -> str:
+        """torch's name of the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Sets torch's name of the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """The description that the group was made with."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Sets the description."""
+        self._description = description
+
+    def get_group_store(self) -> c10d.Store:
+        """torch's store of the group."""
+        return self.store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of all calls to come."""
+        self.core.timeout = seconds(timeout, None, "set_timeout")
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """The number of collectives begun, the same on every rank at the same place."""
+        return self.core.begun
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: every group begins at 0."""
+
+    def _wait_for_pending_works(self) -> None:
+        if self.core.worker is not None:
+            execute.submit(self.core, lambda: None, "wait", ()).wait()
+
+    def shutdown(self) -> None:
+        """Waits for what is pending and ends the group; the default group ends everything.
+
+        Raises CollectiveTimeoutError where other ranks do not join what is pending.
+        """
+        if self.core.closed is None:
+            runtime.destroy_process_group(self.core)
+
+    def abort(self) -> None:
+        """Ends the group without waiting for anything, which other ranks may never join."""
+        if self.core.closed is None:
+            runtime.abandon(self.core)
+
+    # --- the one way of a collective -------------------------------------------------------------
+
+    def _call(
+        self,
+        primitive: Primitive,
+        options: Any,
+        output: Any,
+        input: Any = None,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        splits: Any = None,
+    ) -> c10d.Work:
+        asynchronous, limit = options.asyncOp, options.timeout
+        if asynchronous or limit > _NOW or self._batch is not None or _profiler_enabled():
+            return self._begin(
+                primitive.name,
+                lambda: execute.run(primitive, self.core, True, output, input, op, root, splits),
+                asynchronous,
+                limit,
+                (output, input),
+            )
+        if output is not None and input is None:
+            execute.run_in_place(primitive, self.core, False, output, op, root)
+        else:
+            execute.run(primitive, self.core, False, output, input, op, root, splits)
+        return _done(output)
+
+    def _call_all(
+        self,
+        name: str,
+        primitive: Primitive,
+        options: Any,
+        pairs: Sequence[tuple[Any, Any]],
+        op: ReduceOp | None = None,
+    ) -> c10d.Work:
+        """A primitive on each (output, input), carried out together."""
+        if not pairs:
+            return _done(())
+        return self._begin(
+            name,
+            lambda: execute.run_all(name, primitive, self.core, pairs, op),
+            options.asyncOp,
+            options.timeout,
+            pairs[0],
+        )
+
+    def _begin(
+        self,
+        name: str,
+        begin: Callable[[], Work | None],
+        asynchronous: bool,
+        limit: timedelta,
+        tensors: Sequence[Any],
+    ) -> c10d.Work:
+        """Begins a call whose Work is asked for, timed, batched or profiled."""
+        if _profiler_enabled():
+            work = profiled(f"{self._backend_name}:{name}", tensors, begin)
+        else:
+            work = begin()
+        assert work is not None  # None is for ranks outside, which have no group object
+        if limit > _NOW:
+            work.limit = limit.total_seconds()
+        outputs = flat(work.outputs)
+        if self._batch is not None:
+            self._batch.append((work, outputs))
+        elif not asynchronous:
+            work.wait()
+        return Pending((work,), outputs)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Until ``_end_coalescing`` calls are only begun."""
+        if self._batch is not None:
+            raise ArgumentError("_start_coalescing: calls are being coalesced already")
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> c10d.Work:
+        """One Work for all calls since ``_start_coalescing``."""
+        if self._batch is None:
+            raise ArgumentError("_end_coalescing: _start_coalescing was not called")
+        batch, self._batch = self._batch, None
+        return Pending([work for work, _ in batch], [t for _, outputs in batch for t in outputs])
+
+    # --- collectives -----------------------------------------------------------------------------
+
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+    ) -> c10d.Work:
+        """The root's tensor to all."""
+        if not isinstance(opts, c10d.BroadcastOptions):
+            opts = _Options(root=root if opts is None else opts, timeout=timeout)
+        return self._call(_BROADCAST, opts, _one("broadcast", tensors), root=opts.rootRank)
+
+    def allreduce(
+        self,
+        tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = c10d.ReduceOp.SUM,
+    ) -> c10d.Work:
+        """all_reduce of one tensor."""
+        if not isinstance(opts, c10d.AllreduceOptions):
+            opts = _Options(op=op if opts is None else opts, timeout=timeout)
+        return self._call(
+            _ALL_REDUCE, opts, _one("allreduce", tensors), op=_operation(opts.reduceOp)
+        )
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> c10d.Work:
+        """all_reduce of each tensor of a list."""
+        opts = opts or _Options()
+        pairs = [(tensor, None) for tensor in tensors]
+        return self._call_all(
+            "all_reduce_coalesced", _ALL_REDUCE, opts, pairs, _operation(opts.reduceOp)
+        )
+
+    def reduce(
+        self,
+        tensors: Any,
+        opts: Any = None,
+        op: Any = c10d.ReduceOp.SUM,
+        timeout: timedelta | None = None,
+        *,
+        root: int = 0,
+    ) -> c10d.Work:
+        """reduce of one tensor to the root."""
+        if not isinstance(opts, c10d.ReduceOptions):
+            opts = _Options(op=op, root=root if opts is None else opts, timeout=timeout)
+        return self._call(
+            _REDUCE,
+            opts,
+            _one("reduce", tensors),
+            op=_operation(opts.reduceOp),
+            root=opts.rootRank,
+        )
+
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, **short: Any
+    ) -> c10d.Work:
+        """all_gather into a list of tensors, one a rank."""
+        output, input = _nested("allgather", output_tensors), _one("allgather", input_tensors)
+        return self._call(_ALL_GATHER, _timed(opts, **short), output, input)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
+        """all_gather into one tensor."""
+        return self._call(_ALL_GATHER_SINGLE, opts or _Options(), output, input)
+
+    all_gather_single = _allgather_base
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
+    ) -> c10d.Work:
+        """all_gather of each tensor of a list: ``output_lists[rank][i]`` for ``input_list[i]``."""
+        pairs = collectives.coalesced_pairs(
+            "allgather_coalesced", output_lists, input_list, self.core
+        )
+        return self._call_all("all_gather_coalesced", _ALL_GATHER, opts or _Options(), pairs)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> c10d.Work:
+        """all_gather into one tensor, for each pair of tensors."""
+        pairs = _pairs("allgather_into_tensor_coalesced", outputs, inputs)
+        return self._call_all(
+            "all_gather_single_coalesced", _ALL_GATHER_SINGLE, opts or _Options(), pairs
+        )
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def gather(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int = 0,
+    ) -> c10d.Work:
+        """gather to the root; elsewhere the list of outputs is empty."""
+        if not isinstance(opts, c10d.GatherOptions):
+            opts = _Options(root=root if opts is None else opts, timeout=timeout)
+        output = _nested("gather", output_tensors) if len(output_tensors) else None
+        return self._call(_GATHER, opts, output, _one("gather", input_tensors), root=opts.rootRank)
+
+    def scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int = 0,
+    ) -> c10d.Work:
+        """scatter from the root; elsewhere the list of inputs is empty."""
+        if not isinstance(opts, c10d.ScatterOptions):
+            opts = _Options(root=root if opts is None else opts, timeout=timeout)
+        input = _nested("scatter", input_tensors) if len(input_tensors) else None
+        output = _one("scatter", output_tensors)
+        return self._call(_SCATTER, opts, output, input, root=opts.rootRank)
+
+    def reduce_scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = c10d.ReduceOp.SUM,
+    ) -> c10d.Work:
+        """reduce_scatter of a list of tensors, one a rank."""
+        if not isinstance(opts, c10d.ReduceScatterOptions):
+            opts = _Options(op=op if opts is None else opts, timeout=timeout)
+        output = _one("reduce_scatter", output_tensors)
+        input = _nested("reduce_scatter", input_tensors)
+        return self._call(_REDUCE_SCATTER, opts, output, input, _operation(opts.reduceOp))
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
+        """reduce_scatter of one tensor."""
+        opts = opts or _Options()
+        op = _operation(opts.reduceOp)
+        return self._call(_REDUCE_SCATTER_SINGLE, opts, output, input, op)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> c10d.Work:
+        """reduce_scatter of one tensor, for each pair of tensors."""
+        opts = opts or _Options()
+        return self._call_all(
+            "reduce_scatter_single_coalesced",
+            _REDUCE_SCATTER_SINGLE,
+            opts,
+            _pairs("reduce_scatter_tensor_coalesced", outputs, inputs),
+            _operation(opts.reduceOp),
+        )
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+        **short: Any,
+    ) -> c10d.Work:
+        """all_to_all of one tensor; split sizes count rows of dimension 0, none means evenly."""
+        splits = (output_split_sizes, input_split_sizes)
+        return self._call(_ALL_TO_ALL_SINGLE, _timed(opts, **short), output, input, splits=splits)
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
+    ) -> c10d.Work:
+        """all_to_all of lists of tensors, one a rank."""
+        return self._call(_ALL_TO_ALL, opts or _Options(), output_tensors, input_tensors)
+
+    def barrier(self, opts: Any = None, **short: Any) -> c10d.Work:
+        """Waits for all ranks."""
+        return self._call(_BARRIER, _timed(opts, **short), None)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier that names who is missing."""
+        collectives.monitored_barrier(self.core, timeout, wait_all_ranks)
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> c10d.Work:
+        """Begins to send one tensor to a rank in the group."""
+        tensor = _one("send", tensors)
+        return self._message("send", tensor, dstRank, tag)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> c10d.Work:
+        """Begins to receive one tensor from a rank in the group."""
+        return self._message("recv", _one("recv", tensors), srcRank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> c10d.Work:
+        """Begins to receive one tensor from whoever sends it."""
+        return self._message("recvAnySource", _one("recv_anysource", tensors), None, tag)
+
+    def _message(self, name: str, tensor: Tensor, peer: int | None, tag: int) -> c10d.Work:
+        def begin() -> Work:
+            return point_to_point.begin(self.core, name, tensor, peer, tag, name != "send")
+
+        if _profiler_enabled():
+            work = profiled(f"{self._backend_name}:{name}", (tensor,), begin)
+        else:
+            work = begin()
+        if self._batch is not None:
+            self._batch.append((work, work.outputs))
+        return Received(self.core, work, (tensor,))
+
+
+def _done(output: Any) -> Done:
+    """The Work of a call that is over."""
+    work = Done()
+    work.output = output
+    return work
+
+
+def _operation(op: Any) -> ReduceOp:
+    """The core's row of torch's ReduceOp, or of its RedOpType."""
+    row = _OPERATIONS[getattr(op, "op", op)]
+    return row if row is not ReduceOp.PREMUL_SUM else row(op.factor)
+
+
+def _timed(opts: Any, timeout: timedelta | None = None) -> Any:
+    """Options, or in short a timeout."""
+    if opts is None or isinstance(opts, timedelta):
+        return _Options(timeout=timeout if opts is None else opts)
+    return opts
+
+
+def _one(name: str, tensors: Any) -> Any:
+    """The tensor of a list of one, or the tensor itself."""
+    if isinstance(tensors, (list, tuple)):
+        if len(tensors) != 1:
+            raise ArgumentError(
+                f"{name}: expected a list of one tensor (one device a process), got "
+                f"{len(tensors)}; call {name} for each, or its coalesced form"
+            )
+        return tensors[0]
+    return tensors
+
+
+def _nested(name: str, lists: Any) -> Any:
+    """The list of tensors of a list of one list, or the list itself."""
+    if lists and isinstance(lists[0], (list, tuple)):
+        return _one(name, lists)
+    return lists
+
+
+def _pairs(name: str, outputs: Tensors, inputs: Tensors) -> list[tuple[Tensor, Tensor]]:
+    if len(outputs) != len(inputs):
+        raise ArgumentError(
+            f"{name}: expected one output for each of the {len(inputs)} inputs, got {len(outputs)}"
+        )
+    return list(zip(outputs, inputs, strict=True))

@@ -1,0 +1,86 @@
+"""Where torch.distributed gets rank, size and store from when MPI's launcher started the ranks.
+
+``mpi://`` serves any backend, Gloo and NCCL included. ``env://``, which is torch's default, does
+the same for ``init_process_group("mpicoll")`` where RANK and WORLD_SIZE are not set; for other
+backends, and where they are set, it stays what it was.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as c10d
+
+from mpicoll.errors import LaunchError
+from mpicoll.torch import NAME
+from mpicoll.torch.callers import variable
+
+__all__ = ["meet", "register"]
+
+Found = tuple[c10d.Store, int, int]
+
+_original_env: Any = None
+
+
+def register() -> None:
+    """Registers ``mpi://``, and ``env://`` for ranks that MPI's launcher started."""
+    global _original_env
+    # The name torch.distributed.rendezvous is a function's; handlers have no public access.
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    if "mpi" not in handlers:
+        c10d.register_rendezvous_handler("mpi", _mpi)
+        _original_env, handlers["env"] = handlers["env"], _env
+
+
+def _mpi(url: str, timeout: timedelta = c10d.default_pg_timeout, **_: Any) -> Iterator[Found]:
+    """The handler of ``mpi://``: rank and size are MPI's own."""
+    given = dict(pair.split("=") for pair in url.partition("?")[2].split("&") if pair)
+    store, rank, size = meet(timeout)
+    for name, own in (("rank", rank), ("world_size", size)):
+        if int(given.get(name, own)) != own:
+            raise LaunchError(
+                f"init_process_group: {name}={given[name]} disagrees with MPI's own, {own}; leave "
+                "it out"
+            )
+    yield store, rank, size
+    raise RuntimeError("Unable to perform re-rendezvous using mpi:// method")
+
+
+def _env(url: str, **settings: Any) -> Iterator[Found]:
+    """The handler of ``env://``: torch's own, unless only MPI knows the ranks."""
+    told = "?" in url or "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    asked = str(variable("init_process_group", "backend"))
+    if told or NAME not in {part.rpartition(":")[2] for part in asked.split(",")}:
+        return _original_env(url, **settings)  # type: ignore[no-any-return]
+    return _mpi("mpi://", **settings)
+
+
+def meet(timeout: timedelta) -> Found:
+    """Starts MPI; a store on rank 0, and this rank and size.
+
+    The store is torch's own, for those in torch.distributed that need one; mpicoll does not.
+    """
+    from mpicoll import launch
+
+    world = launch.start()
+    rank, size = world.Get_rank(), world.Get_size()
+    launch.check_world(size)
+    host, port, store = socket.gethostname() if rank == 0 else "", 0, None
+    if rank == 0:
+        store = _store(host, 0, size, True, timeout)
+        port = store.port
+    host, port = world.bcast((host, port), 0)
+    if rank:
+        store = _store(host, port, size, False, timeout)
+    return store, rank, size
+
+
+def _store(host: str, port: int, size: int, serves: bool, timeout: timedelta) -> c10d.TCPStore:
+    return c10d.TCPStore(
+        host, port, size, serves, timeout, wait_for_workers=False, multi_tenant=serves
+    )

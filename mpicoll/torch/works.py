@@ -1,0 +1,183 @@
+"""What asynchronous calls give PyTorch: torch's Work and Future over the core's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import WorkResult
+from torch.distributed import Work as TorchWork
+
+from mpicoll import work as core
+from mpicoll.groups import ProcessGroup
+
+__all__ = ["Done", "Pending", "Received", "flat"]
+
+_ZERO = timedelta(0)
+
+
+class Pending(TorchWork):  # type: ignore[misc]
+    """A call that is under way: one Work of the core, or several that were begun together.
+
+    outputs: the tensors that the call fills.
+    """
+
+    def __init__(self, works: Sequence[core.Work], outputs: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = works
+        self._outputs = outputs
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = _ZERO) -> bool:
+        """Waits until the outputs are filled; ``timeout`` of zero is the group's.
+
+        Raises what went wrong, CollectiveTimeoutError (a RuntimeError) when the time is over.
+        """
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        """The same as ``wait()``: host memory has no stream."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """The same as ``wait()``: host memory has no stream."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """True once the call has ended, well or not."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """True once the call has ended well."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, None if nothing has."""
+        errors = (work.exception() for work in self._works)
+        return next((error for error in errors if error is not None), None)
+
+    def result(self) -> list[Any]:
+        """The output tensors, once they are filled."""
+        self.wait()
+        return list(self._outputs)
+
+    def get_future(self) -> Any:
+        """A torch.futures.Future of the list of output tensors."""
+        if self._future is None:
+            outputs = list(self._outputs)
+            self._future = _future(self._works, lambda: outputs)
+        return self._future
+
+    def get_future_result(self) -> Any:
+        """A torch.futures.Future of the WorkResult: SUCCESS, TIMEOUT or COMM_ERROR."""
+        return self.get_future().then(_result)
+
+    def source_rank(self) -> int:
+        """The rank in the group that a receive got its message from."""
+        return self._works[0].source_rank()
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+
+class Received(Pending):
+    """A receive. Its sender is named by rank in the group, as torch asks for."""
+
+    def __init__(self, group: ProcessGroup, work: core.Work, outputs: Sequence[Any]) -> None:
+        super().__init__((work,), outputs)
+        self._group = group
+
+    def source_rank(self) -> int:
+        """The rank in the group that the message came from, -1 while it has not come."""
+        rank = self._group.group_rank(self._works[0].source_rank())
+        return -1 if rank is None else rank
+
+
+class Done(TorchWork):  # type: ignore[misc]
+    """A synchronous call, which is over when it returns."""
+
+    #: What the call filled: a tensor, or a list of tensors.
+    output: Any = ()
+
+    def wait(self, timeout: timedelta = _ZERO) -> bool:
+        """True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+    def block_current_stream(self) -> None:
+        """Nothing is left to wait for."""
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True: a synchronous call raises what goes wrong."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """None: a synchronous call raises what goes wrong."""
+        return None
+
+    def result(self) -> list[Any]:
+        """The output tensors."""
+        return flat(self.output)
+
+    def get_future(self) -> Any:
+        """A torch.futures.Future of the list of output tensors, which is done."""
+        outputs = self.result()
+        return _future((), lambda: outputs)
+
+    def get_future_result(self) -> Any:
+        """A torch.futures.Future of WorkResult.SUCCESS."""
+        return _future((), lambda: WorkResult.SUCCESS)
+
+
+def flat(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output: of one, of a list, or of lists of lists."""
+    if isinstance(output, (list, tuple)):
+        return [tensor for one in output for tensor in flat(one)]
+    return [] if output is None else [output]
+
+
+def _future(works: Sequence[core.Work], value: Callable[[], Any]) -> Any:
+    """A torch Future that ends with ``value()`` when all works have, with an error if one has."""
+    future: Any = torch.futures.Future()
+    if not works:
+        future.set_result(value())
+        return future
+    pending = list(works)
+
+    def look(done: core.Future) -> None:
+        # The works are done in any order; whoever finds the last one done settles the future.
+        while pending and pending[0].is_completed():
+            error = pending[0].exception()
+            if error is not None:
+                pending.clear()
+                future.set_exception(error)
+                return
+            pending.pop(0)
+            if not pending:
+                future.set_result(value())
+                return
+        if pending:
+            pending[0].get_future().add_done_callback(look)
+
+    works[0].get_future().add_done_callback(look)
+    return future
+
+
+def _result(future: Any) -> Any:
+    try:
+        future.value()
+    except TimeoutError:
+        return WorkResult.TIMEOUT
+    except Exception:
+        return WorkResult.COMM_ERROR
+    return WorkResult.SUCCESS

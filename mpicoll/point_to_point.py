@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 __all__ = [
     "P2POp",
     "batch_isend_irecv",
-    "begin",
     "drain",
     "exchange_bytes",
     "irecv",
     "isend",
+    "post",
     "recv",
     "recv_async",
     "send",
@@ -286,7 +286,7 @@ def _in_background(work: MessageWork) -> MessageWork:
     return work
 
 
-def begin(
+def post(
     group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
 ) -> MessageWork:
     """Begins to send an array to a rank in the group, or to receive one; None: from any rank."""
@@ -409,7 +409,7 @@ def isend(
     if member is None:
         execute.outside("isend")
         return None
-    return begin(member, "isend", tensor, peer, tag, False)
+    return post(member, "isend", tensor, peer, tag, False)
 
 
 def irecv(
@@ -428,7 +428,7 @@ def irecv(
         execute.outside("irecv")
         return None
     peer = _source("irecv", member, src, group_src)
-    return begin(member, "irecv", tensor, peer, tag, True)
+    return post(member, "irecv", tensor, peer, tag, True)
 
 
 recv_async = irecv

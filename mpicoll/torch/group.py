@@ -416,7 +416,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def _message(self, name: str, tensor: Tensor, peer: int | None, tag: int) -> c10d.Work:
         def begin() -> Work:
-            return point_to_point.begin(self.core, name, tensor, peer, tag, name != "send")
+            return point_to_point.post(self.core, name, tensor, peer, tag, name != "send")
 
         if _profiler_enabled():
             work = profiled(f"{self._backend_name}:{name}", (tensor,), begin)

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import WorkResult
 from torch.distributed import Work as TorchWork
 
 from mpicoll import work as core
@@ -16,6 +15,7 @@ from mpicoll.groups import ProcessGroup
 __all__ = ["Done", "Pending", "Received", "flat"]
 
 _ZERO = timedelta(0)
+_RESULT = torch._C._distributed_c10d.WorkResult
 
 
 class Pending(TorchWork):  # type: ignore[misc]
@@ -136,7 +136,7 @@ class Done(TorchWork):  # type: ignore[misc]
 
     def get_future_result(self) -> Any:
         """A torch.futures.Future of WorkResult.SUCCESS."""
-        return _future((), lambda: WorkResult.SUCCESS)
+        return _future((), lambda: _RESULT.SUCCESS)
 
 
 def flat(output: Any) -> list[torch.Tensor]:
@@ -177,7 +177,7 @@ def _result(future: Any) -> Any:
     try:
         future.value()
     except TimeoutError:
-        return WorkResult.TIMEOUT
+        return _RESULT.TIMEOUT
     except Exception:
-        return WorkResult.COMM_ERROR
-    return WorkResult.SUCCESS
+        return _RESULT.COMM_ERROR
+    return _RESULT.SUCCESS

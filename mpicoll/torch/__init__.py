@@ -7,11 +7,12 @@ import anything of mpicoll. MPI is loaded by init_process_group, not before.
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from mpicoll.errors import ArgumentError
 
-__all__ = ["NAME", "install_as", "register"]
+__all__ = ["NAME", "autoload", "install_as", "register"]
 
 #: The name of the backend.
 NAME = "mpicoll"
@@ -34,6 +35,20 @@ def register() -> None:
     rendezvous.register()
     if os.environ.get(INSTALL_AS):
         install_as(os.environ[INSTALL_AS])
+
+
+def autoload() -> None:
+    """What ``import torch`` calls: registers, and never makes that import fail.
+
+    A torch that this version of mpicoll does not understand is told by a warning.
+    """
+    try:
+        register()
+    except Exception as error:
+        warnings.warn(
+            f"mpicoll cannot register with this torch: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
 
 
 def install_as(name: str) -> None:

@@ -176,8 +176,8 @@ class Work:
         limit = seconds(timeout, None, "Work.wait") or self.limit
         if not self._finished and not self._join(limit):
             raise CollectiveTimeoutError(
-                f"{self.description}: not complete within {limit:g} s; another rank has not made "
-                "this call, or is still on its way"
+                f"{self.description}: not complete within the timeout of {limit:g} s; another rank "
+                "has not made this call, or is still on its way"
             )
         return self._outcome()
 

@@ -21,6 +21,7 @@ from mpicoll.dtypes import OPERATIONS, ReduceOp
 from mpicoll.errors import ArgumentError
 from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
+from mpicoll.torch import sparse
 from mpicoll.torch.profiling import profiled
 from mpicoll.torch.works import Done, Pending, Received, flat
 from mpicoll.work import Work, seconds
@@ -144,7 +145,13 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         splits: Any = None,
     ) -> c10d.Work:
         asynchronous, limit = options.asyncOp, options.timeout
-        if asynchronous or limit > _NOW or self._batch is not None or _profiler_enabled():
+        if (
+            asynchronous
+            or limit > _NOW
+            or self._batch is not None
+            or primitive is _BARRIER  # on the group's thread: a timeout of it can be survived
+            or _profiler_enabled()
+        ):
             return self._begin(
                 primitive.name,
                 lambda: execute.run(primitive, self.core, True, output, input, op, root, splits),
@@ -234,9 +241,16 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """all_reduce of one tensor."""
         if not isinstance(opts, c10d.AllreduceOptions):
             opts = _Options(op=op if opts is None else opts, timeout=timeout)
-        return self._call(
-            _ALL_REDUCE, opts, _one("allreduce", tensors), op=_operation(opts.reduceOp)
-        )
+        tensor, row = _one("allreduce", tensors), _operation(opts.reduceOp)
+        if tensor.is_sparse:
+            return self._begin(
+                "all_reduce",
+                lambda: sparse.all_reduce(self.core, tensor, row),
+                opts.asyncOp,
+                opts.timeout,
+                (tensor,),
+            )
+        return self._call(_ALL_REDUCE, opts, tensor, op=row)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> c10d.Work:
         """all_reduce of each tensor of a list."""

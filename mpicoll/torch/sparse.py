@@ -1,0 +1,78 @@
+"""Sparse tensors (COO): the gradients of ``nn.Embedding(sparse=True)``, which DDP all_reduces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpicoll import execute
+from mpicoll.dtypes import ReduceOp
+from mpicoll.errors import MismatchError, UnsupportedError
+from mpicoll.groups import ProcessGroup
+from mpicoll.primitives import by_name
+from mpicoll.work import Work
+
+__all__ = ["all_reduce"]
+
+_ALL_GATHER = by_name["all_gather"]
+_ALL_GATHER_SINGLE = by_name["all_gather_single"]
+
+
+def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp) -> Work:
+    """Begins the sum of every rank's tensor, in place; the result is coalesced.
+
+    Every rank gets the indices and values of all and adds them in the order of the ranks, so all
+    end with the same bits. Ranks may have any number of nonzeros; layout and shape must agree.
+
+    Raises UnsupportedError for operations other than SUM and AVG; the Work raises MismatchError
+    where shapes differ.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise UnsupportedError(
+            f"all_reduce: op: {op.name} of a sparse tensor is not supported; expected SUM or AVG"
+        )
+
+    def task() -> None:
+        with torch.no_grad():
+            tensor.copy_(_sum(group, tensor.coalesce(), op))
+
+    return execute.submit(group, task, "all_reduce", (tensor,))
+
+
+def _sum(group: ProcessGroup, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    counts = _counts(group, own)
+    indices, values = own.indices(), own.values()
+    # An entry's indices lie together when entries are rows.
+    all_indices = _gather(group, indices.t().contiguous(), counts)
+    all_values = _gather(group, values, counts)
+    if op is ReduceOp.AVG:
+        all_values /= group.size()
+    whole = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape)
+    return whole.coalesce()
+
+
+def _counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
+    """The number of entries of each rank, once the ranks' tensors are seen to agree."""
+    mine = torch.tensor([own._nnz(), own.sparse_dim(), own.dense_dim(), *own.shape])
+    table = torch.empty(group.size(), len(mine), dtype=torch.int64)
+    _run(group, _ALL_GATHER_SINGLE, table, mine)
+    shapes = table[:, 1:]
+    if not bool((shapes == shapes[0]).all()):
+        listed = "; ".join(f"rank {r}: {row.tolist()}" for r, row in enumerate(shapes))
+        raise MismatchError(
+            f"all_reduce on rank {group.rank()} of group {group.group_name}: the ranks' sparse "
+            f"tensors differ in sparse dimensions, dense dimensions or shape: {listed}"
+        )
+    return table[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+def _gather(group: ProcessGroup, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """The rows of all ranks, one rank's after another's."""
+    whole = own.new_empty(sum(counts), *own.shape[1:])
+    _run(group, _ALL_GATHER, list(whole.split(counts)), own)
+    return whole
+
+
+def _run(group: ProcessGroup, primitive: Any, output: Any, input: torch.Tensor) -> None:
+    execute.run(primitive, group, False, output, input)

@@ -1,0 +1,79 @@
+"""PyTorch's own tests of a backend, made into a class as its test_distributed_spawn.py does.
+
+Imported in the process that runs the tests and in each of their ranks. BACKEND and WORLD_SIZE are
+PyTorch's settings, SUITE_START is how ranks are started: ``spawn`` or ``forkserver``.
+
+A test chooses by the name in BACKEND whether it is run at all, when the module is imported. A
+plug-in's name is in no such choice, so with BACKEND=mpicoll the tests choose as for Gloo, then the
+name is put right, before anything runs. BACKEND=mpi is left as it is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.testing._internal import common_distributed
+from torch.testing._internal.common_utils import find_free_port
+
+BACKEND = os.environ["BACKEND"]
+START = os.environ["SUITE_START"]
+
+if BACKEND == "mpicoll":
+    # What is asked while tests run.
+    for feature in "ddp", "subgroup", "plugin":
+        common_distributed.DistTestCases.backend_feature[feature].add(BACKEND)
+    os.environ["BACKEND"] = "gloo"
+from torch.testing._internal.distributed import distributed_test  # noqa: E402
+
+os.environ["BACKEND"] = distributed_test.BACKEND = BACKEND
+
+
+class TestDistributed(
+    distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase
+):
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    def _spawn_processes(self) -> None:
+        environment = dict(os.environ)
+        if BACKEND == "mpi":
+            # mpiexec would start these ranks: torch passes it no init_method, rank or world_size.
+            environment["MASTER_PORT"] = str(find_free_port())
+
+        def process(target: Callable[..., None], args: Any, **options: Any) -> Any:
+            own = {"RANK": str(args[0])} if BACKEND == "mpi" else {}
+            args = (environment | own, self.log, target, *args)
+            return multiprocessing.get_context(START).Process(target=rank, args=args, **options)
+
+        self._start_processes(process)
+
+    #: The file that its ranks write to.
+    log = os.devnull
+
+    def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
+        super()._check_return_codes(fn, elapsed_time)
+        # PyTorch looks at the first rank alone.
+        codes = [process.exitcode for process in self.processes]
+        if fn not in self.skip_return_code_checks and fn not in self.special_return_code_checks:
+            assert len(set(codes)) == 1, f"the ranks ended with {codes}"
+
+
+def rank(
+    environment: dict[str, str], log: str, target: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    """Be a rank: as if spawned just now, even if forked from an older process."""
+    os.environ.update(environment)
+    distributed_test.INIT_METHOD = os.environ["INIT_METHOD"]
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    target(*args, **kwargs)
+
+
+torch.backends.cuda.matmul.allow_tf32 = False

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import operator
 import os
+import socket
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicoll import backends, groups, launch, point_to_point
 from mpicoll.backends import Backend
@@ -25,6 +26,9 @@ from mpicoll.watch import departures
 from mpicoll.watch.ends import Guard, exit_code
 from mpicoll.watch.levels import get_debug_level
 from mpicoll.work import seconds
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = [
     "abandon",
@@ -131,15 +135,22 @@ def init_process_group(
 
     backend:     "mpi" (default); "gloo" and "nccl" are names under which existing scripts run over
                  MPI.
-    init_method: "mpi://", "env://" or nothing: rank and size are MPI's own. "env://" compares them
-                 with RANK and WORLD_SIZE where these are set.
-    timeout:     seconds or a timedelta after which an operation has failed; half an hour.
-    world_size, rank: compared with MPI's own where given.
+    init_method: "mpi://": rank and size are MPI's own, for jobs that mpirun or srun starts.
+                 "env://", "tcp://HOST:PORT", "file:///PATH": each process is told its rank and the
+                 world size, by argument, by the URL (?rank=0&world_size=2) or by RANK and
+                 WORLD_SIZE, and they become one MPI world by meeting there: rank 0 listens at
+                 MASTER_ADDR:MASTER_PORT or HOST:PORT, or writes the file. Where MPI's own launcher
+                 started as many ranks, MPI's rank and size have to agree instead.
+                 Nothing: "mpi://" under a launcher of MPI, else "env://" where RANK and WORLD_SIZE
+                 are set (torchrun sets them).
+    timeout:     seconds or a timedelta after which an operation has failed, this one included; half
+                 an hour.
+    world_size, rank: see init_method; with "mpi://" compared with MPI's own.
     group_name:  a name for the default group.
 
     Raises ArgumentError (a ValueError) when called twice or for an argument that cannot be served,
-    ArgumentTypeError (a TypeError) for a timeout that is none, and LaunchError (a ValueError)
-    where launcher, arguments and MPI disagree.
+    ArgumentTypeError (a TypeError) for a timeout that is none, LaunchError (a ValueError) where
+    launcher, arguments and MPI disagree, and CollectiveTimeoutError where ranks do not come.
     """
     where = "init_process_group"
     if state.forked:
@@ -155,8 +166,11 @@ def init_process_group(
     if device_id is not None:
         raise UnsupportedError(f"{where}: device_id: devices are not supported yet")
     get_debug_level()  # what is wrong with the environment is wrong now
-    expected = _expected(init_method, rank, world_size)
-    begin(chosen, limit, group_name or "0", expected=expected)
+    told = launch.told(init_method, _given("rank", rank), _given("world_size", world_size))
+    meeting = launch.meeting(init_method, told, DEFAULT_TIMEOUT if limit is None else limit)
+    values = {"rank": told.rank, "world_size": told.world_size}
+    expected = {what: (told.names[what], n) for what, n in values.items() if n is not None}
+    begin(chosen, limit, group_name or "0", meeting=meeting, expected=expected)
 
 
 def begin(
@@ -173,55 +187,54 @@ def begin(
     meeting:  where ranks that MPI's own launcher did not start find each other.
     expected: what was said of rank and size, with the name of who said it.
     """
-    global _guard, _node
-    world = launch.start(meeting)
+    global _guard
+    world = launch.start(meeting, DEFAULT_TIMEOUT if limit is None else limit)
     _check(expected or {}, world.Get_rank(), world.Get_size())
-    comm, messages = world.Dup(), world.Dup()
-    node = comm.Split_type(_shared_memory())
-    _node = (node.Get_rank(), node.Get_size())
-    node.Free()
-    state.made = 0
-    state.default = groups.register(
-        ProcessGroup(comm, messages, range(comm.Get_size()), backend, limit, name, "default_pg")
-    )
-    _guard = Guard(_close_quietly)
+    session = launch.current()
+    if session is not None:
+        session.enter()
+    _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
+    try:
+        comm, messages = world.Dup(), world.Dup()
+        _look_around(comm)
+        state.made = 0
+        state.default = groups.register(
+            ProcessGroup(comm, messages, range(comm.Get_size()), backend, limit, name, "default_pg")
+        )
+    except BaseException:
+        _guard.remove()
+        _guard = None
+        raise
     return state.default
 
 
-def _shared_memory() -> int:
+def _look_around(comm: MPI.Intracomm) -> None:
+    """Finds out who is on this node, and tells libraries by the variables that they read."""
+    global _node
     from mpi4py import MPI
 
-    return MPI.COMM_TYPE_SHARED
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    _node = (node.Get_rank(), node.Get_size())
+    node.Free()
+    master = None
+    if comm.Get_rank() == 0:
+        host = "127.0.0.1" if _node[1] == comm.Get_size() else launch.addresses()[0]
+        # Whoever listens there later may find it taken: it is free now.
+        with socket.create_server(("", 0)) as probe:
+            port = probe.getsockname()[1]
+        master = os.environ.get("MASTER_ADDR", host), os.environ.get("MASTER_PORT", str(port))
+    launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, *comm.bcast(master, 0))
 
 
-def _expected(init_method: str | None, rank: int, world_size: int) -> dict[str, tuple[str, int]]:
-    """What arguments and environment say of rank and size, with the name of who says it."""
-    where = "init_process_group"
-    if init_method not in (None, "env://", "mpi://"):
-        raise UnsupportedError(
-            f"{where}: init_method: expected 'mpi://', 'env://' or nothing, got {init_method!r}; "
-            "start the job with mpirun or srun, MPI finds the ranks"
-        )
-    found: dict[str, tuple[str, int]] = {}
-    if init_method == "env://":
-        for what, variable in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
-            if variable in os.environ:
-                try:
-                    found[what] = (f"{variable}=", int(os.environ[variable]))
-                except ValueError:
-                    raise ArgumentError(
-                        f"{where}: {variable}: expected a number, got {os.environ[variable]!r}"
-                    ) from None
-    for what, value in (("rank", rank), ("world_size", world_size)):
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"{where}: {what}: expected an int, got {type(value).__name__}"
-            ) from None
-        if number != -1:
-            found[what] = (f"{what}=", number)
-    return found
+def _given(what: str, value: Any) -> int | None:
+    """A rank or a size given as an argument; raises ArgumentTypeError for what is no number."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"init_process_group: {what}: expected an int, got {type(value).__name__}"
+        ) from None
+    return None if number == -1 else number
 
 
 def _check(expected: dict[str, tuple[str, int]], rank: int, size: int) -> None:
@@ -272,9 +285,17 @@ def _over() -> None:
     state.local.clear()
     _node = None
     point_to_point.stop_polling()
+    _part()
     if _guard is not None:
         _guard.remove()
         _guard = None
+
+
+def _part() -> None:
+    """Tells who watches over this rank that nobody needs it any more."""
+    session = launch.current()
+    if session is not None:
+        session.say("free")
 
 
 def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
@@ -348,5 +369,6 @@ def _close_quietly() -> None:
     for group in living:
         departures.announce(group)
     point_to_point.stop_polling()
+    _part()
     if guard is not None:
         guard.remove()

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
-from mpicoll.launch.environment import by_mpi, check_world, fill_environment, local_rank
+from mpicoll.launch.environment import (
+    by_mpi,
+    by_torchrun,
+    check_world,
+    fill_environment,
+    local_rank,
+)
 from mpicoll.launch.meeting import Meeting
+from mpicoll.launch.methods import meeting, told
+from mpicoll.launch.session import addresses, current
 from mpicoll.launch.world import start
 
-__all__ = ["Meeting", "by_mpi", "check_world", "fill_environment", "local_rank", "start"]
+__all__ = [
+    "Meeting",
+    "addresses",
+    "by_mpi",
+    "by_torchrun",
+    "check_world",
+    "current",
+    "fill_environment",
+    "local_rank",
+    "meeting",
+    "start",
+    "told",
+]

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from mpicoll.errors import LaunchError
 
-__all__ = ["LAUNCHERS", "Launcher", "by_mpi", "check_world", "fill_environment", "local_rank"]
+__all__ = [
+    "LAUNCHERS",
+    "Launcher",
+    "Way",
+    "by_mpi",
+    "by_torchrun",
+    "check_world",
+    "choose",
+    "fill_environment",
+    "instead_of_managers",
+    "local_rank",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +45,20 @@ class Launcher:
 #: The innermost launcher first: an mpirun inside a Slurm job is an mpirun.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
+        "torchrun",
+        ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "let init_process_group find the ranks (init_method='env://' or nothing), and call it "
+        "before mpi4py.MPI is imported",
+    ),
+    Launcher(
         "Open MPI's mpirun",
         ("OMPI_COMM_WORLD_SIZE",),
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "use the mpirun of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
         "(python -m mpi4py --mpi-library shows which it is)",
-    ),
-    Launcher(
-        "torchrun",
-        ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "torchrun does not start MPI; use mpirun or srun",
     ),
     Launcher(
         "a PMI process manager (MPICH's mpiexec, srun --mpi=pmi2)",
@@ -85,13 +99,79 @@ def _launcher(environment: Mapping[str, str]) -> Launcher | None:
 
 #: What process managers of MPI set in the processes that they start.
 _MANAGERS = (("OMPI_COMM_WORLD_SIZE",), ("PMIX_RANK",), ("PMI_RANK", "PMI_SIZE"))
+#: What they, and sites for them, set to be read by MPI libraries.
+_MANAGERS_OWN = ("PMI_", "PMI2_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SITES_OWN = ("I_MPI_PMI", "I_MPI_PMI_LIBRARY", "MPIR_CVAR_PMI_VERSION", "MPICH_PMI_VERSION")
+
+
+def by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """True where torchrun (torchelastic) started this process."""
+    return "TORCHELASTIC_RUN_ID" in environment
 
 
 def by_mpi(environment: Mapping[str, str] = os.environ) -> bool:
     """True where a process manager of MPI started this process, and not torchrun inside its job."""
-    return "TORCHELASTIC_RUN_ID" not in environment and any(
+    return not by_torchrun(environment) and any(
         all(mark in environment for mark in marks) for marks in _MANAGERS
     )
+
+
+class Way(enum.Enum):
+    """How the ranks of a job become one MPI world."""
+
+    OWN = "MPI finds them itself, through the process manager that started them"
+    MEETING = "they meet, and a server of ours is their process manager"
+    ALONE = "there is one"
+
+
+def choose(
+    world_size: int,
+    openmpi: bool,
+    environment: Mapping[str, str] = os.environ,
+    inherited: bool = False,
+) -> Way:
+    """How ranks that have been told their rank and the size of their world come together.
+
+    openmpi:   the MPI library is Open MPI; else it is one of the MPICH family.
+    inherited: whatever a process manager set was meant for a parent of this process.
+
+    A manager that announces another number of ranks is believed: MPI then says that it disagrees.
+    One that announces a single rank was only used to start something on a node.
+    """
+    announced = None if inherited else _announced(openmpi, environment)
+    if world_size == 1:
+        return Way.OWN if announced == 1 else Way.ALONE
+    if by_torchrun(environment) or announced in (None, 1):
+        return Way.MEETING
+    return Way.OWN
+
+
+def _announced(openmpi: bool, environment: Mapping[str, str]) -> int | None:
+    """The size of the world as a process manager tells it that this MPI library understands."""
+    if not openmpi:
+        found = environment.get("PMI_SIZE") if "PMI_RANK" in environment else None
+    elif "OMPI_COMM_WORLD_SIZE" in environment:
+        found = environment["OMPI_COMM_WORLD_SIZE"]
+    else:
+        found = environment.get("SLURM_STEP_NUM_TASKS") if "PMIX_RANK" in environment else None
+    return int(found) if found is not None and found.isdigit() else None
+
+
+@contextlib.contextmanager
+def instead_of_managers(values: Mapping[str, str]) -> Iterator[None]:
+    """While MPI starts: these variables, and none of any process manager that is not meant.
+
+    Afterwards everything is as before, for processes that this one starts.
+    """
+    names = [name for name in os.environ if name.startswith(_MANAGERS_OWN) or name in _SITES_OWN]
+    removed = {name: os.environ.pop(name) for name in names}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(removed)
 
 
 def fill_environment(
@@ -100,7 +180,7 @@ def fill_environment(
     local_rank: int,
     local_world_size: int,
     master_addr: str,
-    master_port: int,
+    master_port: int | str,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which many

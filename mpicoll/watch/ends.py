@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
+import multiprocessing
+import multiprocessing.util
 import os
 import select
 import signal
@@ -20,6 +23,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mpicoll import launch
 from mpicoll.groups import state
 from mpicoll.watch import departures
 
@@ -31,6 +35,9 @@ __all__ = ["Guard", "exit_code"]
 #: Seconds between looks at the groups' timeouts, and seconds that a process blocked in MPI is
 #: given to come out of it by itself after Ctrl-C.
 _TICK, _PATIENCE = 1.0, 1.0
+#: Seconds between the news that another rank ended the job and this rank's end, in which it may
+#: find its own words, and whoever started the ranks sees which was the first.
+_AFTER_NEWS = 0.5
 _INTERRUPTED = 130  # what a shell reports for a process that ended by SIGINT
 
 
@@ -82,6 +89,10 @@ class Guard:
         sys.exit = _exit
         _Exit.final = None
         atexit.register(self._exiting)
+        self._child: multiprocessing.util.Finalize | None = None
+        if multiprocessing.parent_process() is not None:
+            # multiprocessing ends a child without sys.excepthook, and a forked one without atexit.
+            self._child = multiprocessing.util.Finalize(None, self._child_exiting, exitpriority=0)
         self._hears_signals = threading.current_thread() is threading.main_thread()
         if self._hears_signals:
             self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -95,6 +106,8 @@ class Guard:
     def remove(self) -> None:
         """Puts everything back as it was; ends the thread."""
         atexit.unregister(self._exiting)
+        if self._child is not None:
+            self._child.cancel()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
         if sys.exit is _exit:
@@ -125,10 +138,18 @@ class Guard:
 
     def abort(self, code: int) -> None:
         """Ends every rank of the job; what was printed goes out first."""
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            # A hook of torch's collects what others print, to print it when they return.
+            with contextlib.suppress(OSError, ValueError):
+                sys.__stderr__.write(sys.stderr.getvalue())
+                sys.__stderr__.flush()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         time.sleep(0.1)  # launchers drop what ranks still had in their pipes when the job ends
+        session = launch.current()
+        if session is not None:
+            session.abort(code)
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(code)  # not through the one lock of launch.serialized
@@ -139,7 +160,8 @@ class Guard:
         try:
             self._previous_hook(kind, error, trace)
         finally:
-            if os.getpid() == self._pid:
+            # Another hook may still call this one when its time is over.
+            if os.getpid() == self._pid and not self._stopping:
                 self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _exiting(self) -> None:
@@ -150,18 +172,36 @@ class Guard:
             self.abort(code)
         self._at_exit()
 
+    def _child_exiting(self) -> None:
+        """At the end of a child of multiprocessing, an exception that ends it on its way."""
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if code:
+                self.abort(code)
+        elif error is not None:
+            self._excepthook(type(error), error, error.__traceback__)
+        self._exiting()
+
     # --- the thread ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         stuck: dict[ProcessGroup, tuple[int, float]] = {}
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
+        session = launch.current()
+        if session is not None:
+            poll.register(session, select.POLLIN)
         while True:
-            ready = poll.poll(1000 * _TICK)
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * _TICK)]
             if self._stopping:
                 return
-            if ready and signal.SIGINT in os.read(self._reader, 512):
+            if self._reader in ready and signal.SIGINT in os.read(self._reader, 512):
                 self._interrupted()
+            if session is not None and session.fileno() in ready:
+                self._heard(session.news())
             self._look_around(stuck)
 
     def _inside(self) -> list[ProcessGroup]:
@@ -176,6 +216,18 @@ class Guard:
         time.sleep(_PATIENCE)
         if any(before.get(group) == group.begun for group in self._inside()):
             self._give_up("interrupted while it waited for other ranks", _INTERRUPTED)
+
+    def _heard(self, news: tuple[str, int] | None) -> None:
+        """Another rank has ended the job: so does this one, in its own words if it finds some."""
+        if news is None:
+            return
+        why, code = news
+        time.sleep(_AFTER_NEWS)
+        if not self._stopping:
+            rank = "?" if state.default is None else state.default.rank()
+            print(f"mpicoll: rank {rank}: {why}; ending too", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(code)
 
     def _look_around(self, stuck: dict[ProcessGroup, tuple[int, float]]) -> None:
         now = time.monotonic()

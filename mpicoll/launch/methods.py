@@ -1,0 +1,249 @@
+"""init_method: env://, tcp:// and file:// as meetings of the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
+from mpicoll.launch.environment import by_mpi
+from mpicoll.launch.meeting import Meeting, NotThere, Store
+from mpicoll.launch.session import SECRET, greeted, read_line
+
+__all__ = ["Told", "meeting", "told"]
+
+_WHERE = "init_process_group"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank was told of its rank and the size of the world, and by whom.
+
+    rank, world_size: None where nobody said.
+    """
+
+    rank: int | None
+    world_size: int | None
+    names: Mapping[str, str]
+
+
+def told(
+    init_method: str | None,
+    rank: int | None,
+    world_size: int | None,
+    environment: Mapping[str, str] = os.environ,
+) -> Told:
+    """Rank and size by argument, else by the query of the URL, else by RANK and WORLD_SIZE.
+
+    The variables count where an init_method needs them; without one, where no process manager of
+    MPI started this process. Raises ArgumentError for what is no number, or is said twice.
+    """
+    query = parse_qs(urlsplit(init_method or "").query)
+    variables = init_method != "mpi://" and not (init_method is None and by_mpi(environment))
+    values: dict[str, int | None] = {}
+    names: dict[str, str] = {}
+    for what, argument in (("rank", rank), ("world_size", world_size)):
+        variable = what.upper()
+        asked = _number(f"{what} in {init_method!r}", query[what][-1]) if what in query else None
+        if argument is not None:
+            if asked is not None and asked != argument:
+                raise ArgumentError(
+                    f"{_WHERE}: {what}={argument} disagrees with init_method {init_method!r}"
+                )
+            values[what], names[what] = argument, f"{what}="
+        elif asked is not None:
+            values[what], names[what] = asked, f"{what}="
+        elif variables and variable in environment:
+            values[what], names[what] = _number(variable, environment[variable]), f"{variable}="
+    return Told(values.get("rank"), values.get("world_size"), names)
+
+
+def _number(what: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"{_WHERE}: {what}: expected a number, got {text!r}") from None
+
+
+def meeting(
+    init_method: str | None,
+    told: Told,
+    limit: float,
+    environment: Mapping[str, str] = os.environ,
+) -> Meeting | None:
+    """Where the ranks meet, unless MPI starts them; None where MPI's own rank and size are right.
+
+    limit: seconds for a store of somebody else's.
+
+    Raises UnsupportedError for an init_method of another kind, ArgumentError for one that lacks
+    something, and for an impossible rank.
+    """
+    scheme, rest = (init_method or "env://").partition("://")[::2]
+    if scheme not in ("mpi", "env", "tcp", "file"):
+        raise UnsupportedError(
+            f"{_WHERE}: init_method: expected 'env://', 'tcp://HOST:PORT', 'file:///PATH', "
+            f"'mpi://' or nothing, got {init_method!r}"
+        )
+    if scheme == "mpi" or (init_method is None and by_mpi(environment)):
+        return None
+    rank, size = told.rank, told.world_size
+    if rank is None or size is None:
+        if scheme == "env" or by_mpi(environment):
+            return None
+        raise ArgumentError(
+            f"{_WHERE}: {init_method!r} needs rank and world_size: as arguments, in its query "
+            "(?rank=0&world_size=2) or as RANK and WORLD_SIZE"
+        )
+    if size < 1 or not 0 <= rank < size:
+        raise ArgumentError(
+            f"{_WHERE}: {told.names['rank']}{rank}, {told.names['world_size']}{size}: expected a "
+            "rank from 0 to world_size - 1"
+        )
+    if scheme == "file":
+        file = File(Path(urlsplit(f"file://{rest}").path))
+        return Meeting(file, rank, size, after=file.remove)
+    if scheme == "tcp":
+        parts = urlsplit(f"tcp://{rest}")
+        return _at_port(parts.hostname, str(parts.port or ""), rank, size, repr(init_method))
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return Meeting(Agent(dict(environment), limit), rank, size)
+    if size == 1:
+        return Meeting(_NOBODY, rank, size)
+    return _at_port(
+        environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", ""), rank, size,
+        "MASTER_ADDR and MASTER_PORT",
+    )  # fmt: skip
+
+
+def _at_port(host: str | None, port: str, rank: int, size: int, what: str) -> Meeting:
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ArgumentError(
+            f"{_WHERE}: {what}: expected the host of rank 0 and a port that is free there, got "
+            f"{host or ''}:{port}"
+        )
+    # A name may mean something else on other hosts; an address of the loopback is for this one.
+    only = host if host.startswith("127.") or host == "::1" else ""
+    only = "127.0.0.1" if host == "localhost" else only
+    return Meeting(Port(host, int(port)), rank, size, host=only, port=int(port))
+
+
+class Port(Store):
+    """The server of rank 0 at a known port.
+
+    It hands out the secret to whoever asks, which is as open as a TCPStore of torch.distributed.
+    Where MPICOLL_SECRET gives it to all ranks, nobody asks.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+
+    def set(self, key: str, value: str) -> None:
+        """Nothing: the server stands there already."""
+
+    def get(self, key: str) -> bytes:
+        """Where it is, and its secret; raises NotThere where it is not."""
+        secret = "" if os.environ.get(SECRET) else self._ask()
+        place = {"hosts": [self._host], "port": self._port, "secret": secret, "machine": ""}
+        return json.dumps(place).encode()
+
+    def _ask(self) -> str:
+        try:
+            with socket.create_connection((self._host, self._port), 3.0) as sock:
+                greeted(sock)
+                sock.sendall(b"secret\n")
+                word, _, secret = read_line(sock).partition(" ")
+        except OSError as error:
+            raise NotThere(f"{self._host}:{self._port}: {error}") from None
+        if word != "secret":
+            raise NotThere(f"{self._host}:{self._port} hands out no secret", wrong=True)
+        return secret
+
+
+class File(Store):
+    """A file that all ranks see, of nobody else's to read or write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def set(self, key: str, value: str) -> None:
+        """Writes the file, whole at once; whatever an earlier job left there is gone."""
+        try:
+            descriptor, name = tempfile.mkstemp(
+                prefix=f".{self._path.name}-", dir=self._path.parent
+            )
+            with os.fdopen(descriptor, "w") as file:  # mkstemp makes it for its owner alone
+                file.write(value)
+            Path(name).replace(self._path)
+        except OSError as error:
+            raise LaunchError(
+                f"{_WHERE}: file://{self._path}: rank 0 cannot write: {error}"
+            ) from error
+
+    def get(self, key: str) -> bytes:
+        """What it holds, which may be an earlier job's; raises NotThere while that is nothing."""
+        try:
+            with self._path.open("rb") as file:
+                value = file.read()
+                owner = os.fstat(file.fileno()).st_uid
+        except OSError as error:
+            raise NotThere(f"file://{self._path}: {error.strerror}") from None
+        if not value:
+            raise NotThere(f"file://{self._path} is empty")
+        if owner != os.geteuid():
+            raise LaunchError(
+                f"{_WHERE}: file://{self._path} belongs to user {owner}, not to this one; name "
+                "another file"
+            )
+        return value
+
+    def remove(self) -> None:
+        """On rank 0, when everybody has read it."""
+        self._path.unlink(missing_ok=True)
+
+
+class Agent(Store):
+    """The store of torchrun's agent, under keys of this start of the workers."""
+
+    def __init__(self, environment: Mapping[str, str], limit: float) -> None:
+        self._environment = environment
+        self._limit = limit
+        self._opened: Any = None
+
+    def _store(self) -> Any:
+        if self._opened is None:
+            try:
+                from torch.distributed import PrefixStore, TCPStore
+
+                host, port = self._environment["MASTER_ADDR"], int(self._environment["MASTER_PORT"])
+                store = TCPStore(host, port, timeout=timedelta(seconds=self._limit))
+            except (ImportError, KeyError, RuntimeError) as error:
+                raise LaunchError(
+                    f"{_WHERE}: torchrun's store cannot be reached: {error}"
+                ) from error
+            restarts = self._environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._opened = PrefixStore(f"mpicoll/{restarts}", store)
+        return self._opened
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a key."""
+        self._store().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, waited for; raises NotThere when the time is up."""
+        try:
+            return bytes(self._store().get(key))
+        except RuntimeError as error:
+            raise NotThere(f"torchrun's store: {error}") from None
+
+
+#: Who is alone in the world meets nobody.
+_NOBODY = File(Path(os.devnull))

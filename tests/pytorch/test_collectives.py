@@ -1,0 +1,458 @@
+"""Every collective of torch.distributed: dtypes, operations, layouts, sizes, and refusals."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import BACKEND, not_gloo
+from inputs import DTYPES, NAMES, combined, equal, legal, near, normal, reduce_op, whole
+
+ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+REDUCTIONS = [(name, dtype) for name in NAMES for dtype in DTYPES if legal(name, dtype)]
+EACH_REDUCTION = pytest.mark.parametrize(
+    ("name", "dtype"), REDUCTIONS, ids=[f"{name}-{str(dtype)[6:]}" for name, dtype in REDUCTIONS]
+)
+
+
+def done(work, async_op):
+    """Wait for a call of either kind."""
+    if not async_op:
+        assert work is None
+        return
+    assert isinstance(work, dist.Work)
+    work.wait()
+    assert work.is_completed() or BACKEND == "gloo"
+
+
+def members(teams):
+    return [team for team in teams if team.me is not None]
+
+
+def inputs(team, dtype, *shape, key=0):
+    return [whole(dtype, rank, *shape, key=key) for rank in range(team.size)]
+
+
+def check(name, found, wanted):
+    """Only a mean is not exact."""
+    (near if name == "AVG" else equal)(found, wanted)
+
+
+def gloo_cannot(dtype, name=""):
+    if dtype is torch.int16 or name == "PREMUL_SUM":
+        not_gloo(f"{name} of {dtype}")
+    if name and (dtype is torch.bool or (dtype.is_complex and name != "SUM")):
+        not_gloo(f"{name} of {dtype}")
+
+
+# ---- Reductions ----------------------------------------------------------------------------------
+
+
+@ASYNC
+@EACH_REDUCTION
+def test_all_reduce(teams, name, dtype, async_op):
+    gloo_cannot(dtype, name)
+    for team in members(teams):
+        parts = inputs(team, dtype, 5, 3)
+        mine = parts[team.me].clone()
+        done(dist.all_reduce(mine, reduce_op(name), team.group, async_op), async_op)
+        check(name, mine, combined(name, parts))
+
+
+@ASYNC
+@EACH_REDUCTION
+def test_reduce(teams, name, dtype, async_op):
+    gloo_cannot(dtype, name)
+    for team in members(teams):
+        for root in range(team.size):
+            parts = inputs(team, dtype, 7)
+            mine = parts[team.me].clone()
+            work = dist.reduce(
+                mine, team.ranks[root], reduce_op(name), group=team.group, async_op=async_op
+            )
+            done(work, async_op)
+            if team.me == root:  # elsewhere the contents are undefined
+                check(name, mine, combined(name, parts))
+
+
+@ASYNC
+@EACH_REDUCTION
+def test_reduce_scatter(teams, name, dtype, async_op):
+    gloo_cannot(dtype, name)
+    for team in members(teams):
+        parts = inputs(team, dtype, team.size, 4, 2)
+        wanted = combined(name, parts)[team.me]
+        output = torch.zeros(4, 2, dtype=dtype)
+        blocks = list(parts[team.me].clone())
+        done(dist.reduce_scatter(output, blocks, reduce_op(name), team.group, async_op), async_op)
+        check(name, output, wanted)
+        whole_input = parts[team.me].flatten(0, 1)
+        for call in (dist.reduce_scatter_single, dist.reduce_scatter_tensor):
+            output = torch.zeros(4, 2, dtype=dtype)
+            done(call(output, whole_input, reduce_op(name), team.group, async_op), async_op)
+            check(name, output, wanted)
+        equal(whole_input, parts[team.me].flatten(0, 1))
+
+
+@ASYNC
+@pytest.mark.parametrize("count", [0, 1, 1000, 70_001])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64], ids=["float32", "bfloat16", "int64"]
+)
+def test_sizes(world, dtype, count, async_op):
+    parts = [whole(dtype, rank, count) for rank in range(world.size)]
+    mine = parts[world.me].clone()
+    done(dist.all_reduce(mine, async_op=async_op), async_op)
+    equal(mine, combined("SUM", parts))
+    output = torch.zeros(world.size * count, dtype=dtype)
+    done(dist.all_gather_single(output, parts[world.me], async_op=async_op), async_op)
+    equal(output, torch.cat(parts))
+    mine = parts[world.me].clone()
+    done(dist.broadcast(mine, world.size - 1, async_op=async_op), async_op)
+    equal(mine, parts[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_real_numbers_give_the_same_bits_on_all_ranks(teams, mpi, dtype):
+    for team in members(teams):
+        parts = [normal(rank, 10_001, dtype=dtype) for rank in range(team.size)]
+        mine = parts[team.me].clone()
+        dist.all_reduce(mine, group=team.group)
+        near(mine, combined("SUM", [part.double() for part in parts]).to(dtype))
+        outputs = [torch.zeros_like(mine) for _ in range(team.size)]
+        dist.all_gather(outputs, mine, group=team.group)
+        for output in outputs:
+            equal(output, mine)
+
+
+def test_half_types_are_summed_in_float32(world):
+    """4096 + 1 + 1 + ... in bfloat16 would stay 4096 where each step is rounded."""
+    not_gloo("rounds after every addition")
+    for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        mine = torch.full((9,), large if world.me == 0 else 1.0, dtype=dtype)
+        dist.all_reduce(mine)
+        equal(mine, torch.full((9,), large + world.size - 1).to(dtype))
+
+
+def test_extremes_propagate_nan(world):
+    not_gloo("compares with <")
+    for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        mine = torch.tensor([float(world.me), torch.nan if world.me == 1 else 0.0, torch.inf])
+        dist.all_reduce(mine, op)
+        first = 0.0 if op == dist.ReduceOp.MIN else world.size - 1.0
+        equal(mine, torch.tensor([first, torch.nan, torch.inf]))
+
+
+@ASYNC
+def test_all_reduce_coalesced(world, async_op):
+    shapes = [(3,), (2, 5), (), (0,), (1000,)]
+    parts = [
+        [normal(rank, *shape, key=i) for i, shape in enumerate(shapes)]
+        for rank in range(world.size)
+    ]
+    mine = [part.clone() for part in parts[world.me]]
+    future = dist.all_reduce_coalesced(mine, async_op=async_op)
+    if async_op:
+        future.wait()
+    for i, found in enumerate(mine):
+        near(found, sum(parts[rank][i] for rank in range(world.size)))
+
+
+# ---- Data that only moves ------------------------------------------------------------------------
+
+
+@ASYNC
+@EACH_DTYPE
+def test_broadcast(teams, dtype, async_op):
+    gloo_cannot(dtype)
+    for team in members(teams):
+        for root in range(team.size):
+            parts = inputs(team, dtype, 3, 4)
+            mine = parts[team.me].clone()
+            if root % 2:
+                work = dist.broadcast(mine, group_src=root, group=team.group, async_op=async_op)
+            else:
+                work = dist.broadcast(mine, team.ranks[root], team.group, async_op)
+            done(work, async_op)
+            equal(mine, parts[root])
+
+
+@ASYNC
+@EACH_DTYPE
+def test_all_gather(teams, dtype, async_op):
+    gloo_cannot(dtype)
+    for team in members(teams):
+        parts = inputs(team, dtype, 3, 2)
+        outputs = [torch.zeros(3, 2, dtype=dtype) for _ in parts]
+        done(dist.all_gather(outputs, parts[team.me], team.group, async_op), async_op)
+        for output, part in zip(outputs, parts, strict=True):
+            equal(output, part)
+        for call in (dist.all_gather_single, dist.all_gather_into_tensor):
+            joined = torch.zeros(3 * team.size, 2, dtype=dtype)
+            done(call(joined, parts[team.me], team.group, async_op), async_op)
+            equal(joined, torch.cat(parts))
+
+
+@ASYNC
+def test_all_gather_stacks(teams, async_op):
+    """Where the output has a dimension more."""
+    not_gloo("joins along the first dimension only")
+    for team in members(teams):
+        parts = inputs(team, torch.float32, 3, 2)
+        for call in (dist.all_gather_single, dist.all_gather_into_tensor):
+            stacked = torch.zeros(team.size, 3, 2)
+            done(call(stacked, parts[team.me], team.group, async_op), async_op)
+            equal(stacked, torch.stack(parts))
+
+
+@ASYNC
+def test_all_gather_of_uneven_parts(teams, async_op):
+    not_gloo("refuses them")
+    for team in members(teams):
+        parts = [whole(torch.float32, rank, 3 * rank, 2) for rank in range(team.size)]
+        outputs = [torch.zeros_like(part) for part in parts]
+        done(dist.all_gather(outputs, parts[team.me], team.group, async_op), async_op)
+        for output, part in zip(outputs, parts, strict=True):
+            equal(output, part)
+
+
+@ASYNC
+def test_all_gather_coalesced(world, async_op):
+    shapes = [(3,), (2, 5), (7,)]
+    parts = [
+        [normal(rank, *shape, key=i) for i, shape in enumerate(shapes)]
+        for rank in range(world.size)
+    ]
+    outputs = [[torch.zeros(shape) for shape in shapes] for _ in parts]
+    future = dist.all_gather_coalesced(outputs, parts[world.me], async_op=async_op)
+    if async_op:
+        future.wait()
+    for row, part in zip(outputs, parts, strict=True):
+        for found, wanted in zip(row, part, strict=True):
+            equal(found, wanted)
+
+
+@ASYNC
+@EACH_DTYPE
+def test_gather(teams, dtype, async_op):
+    gloo_cannot(dtype, "gather" if dtype.is_complex else "")
+    for team in members(teams):
+        for root in range(team.size):
+            parts = inputs(team, dtype, 2, 3)
+            outputs = [torch.zeros(2, 3, dtype=dtype) for _ in parts] if team.me == root else None
+            work = dist.gather(
+                parts[team.me], outputs, group_dst=root, group=team.group, async_op=async_op
+            )
+            done(work, async_op)
+            for output, part in zip(outputs or parts, parts, strict=True):
+                equal(output, part)
+
+
+@ASYNC
+@EACH_DTYPE
+def test_scatter(teams, dtype, async_op):
+    gloo_cannot(dtype)
+    for team in members(teams):
+        for root in range(team.size):
+            parts = inputs(team, dtype, 2, 3, key=root)
+            output = torch.zeros(2, 3, dtype=dtype)
+            blocks = parts if team.me == root else None
+            work = dist.scatter(
+                output, blocks, src=team.ranks[root], group=team.group, async_op=async_op
+            )
+            done(work, async_op)
+            equal(output, parts[team.me])
+
+
+@ASYNC
+@EACH_DTYPE
+def test_all_to_all_single(teams, dtype, async_op):
+    gloo_cannot(dtype)
+    for team in members(teams):
+        parts = inputs(team, dtype, team.size, 2, 3)
+        output = torch.zeros(2 * team.size, 3, dtype=dtype)
+        mine = parts[team.me].flatten(0, 1)
+        done(dist.all_to_all_single(output, mine, group=team.group, async_op=async_op), async_op)
+        equal(output, torch.cat([part[team.me] for part in parts]))
+
+
+def block(sender, receiver, width=2, dtype=torch.float32):
+    """What one rank has for another; its length says who is who, and some are empty."""
+    return whole(dtype, sender, (sender + 2 * receiver) % 4, width, key=receiver)
+
+
+@ASYNC
+def test_all_to_all_single_with_splits(teams, async_op):
+    for team in members(teams):
+        ranks = range(team.size)
+        sent = [block(team.me, other) for other in ranks]
+        received = [block(other, team.me) for other in ranks]
+        output = torch.full_like(torch.cat(received), -9.0)
+        work = dist.all_to_all_single(
+            output,
+            torch.cat(sent),
+            [len(one) for one in received],
+            [len(one) for one in sent],
+            team.group,
+            async_op,
+        )
+        done(work, async_op)
+        equal(output, torch.cat(received))
+
+
+@ASYNC
+@EACH_DTYPE
+def test_all_to_all(teams, dtype, async_op):
+    not_gloo("refuses parts of different sizes")
+    for team in members(teams):
+        ranks = range(team.size)
+        sent = [block(team.me, other, dtype=dtype) for other in ranks]
+        received = [block(other, team.me, dtype=dtype) for other in ranks]
+        outputs = [torch.zeros_like(one) for one in received]
+        done(dist.all_to_all(outputs, sent, team.group, async_op), async_op)
+        for output, wanted in zip(outputs, received, strict=True):
+            equal(output, wanted)
+
+
+@ASYNC
+def test_barrier(teams, folder, async_op):
+    """Nobody passes before all have come."""
+    for team in members(teams):
+        place = folder / team.name
+        place.mkdir(exist_ok=True)
+        for late in range(team.size):
+            if team.me == late:
+                time.sleep(0.02)
+            (place / f"{late}-{team.me}").touch()
+            done(dist.barrier(team.group, async_op), async_op)
+            assert len(list(place.glob(f"{late}-*"))) == team.size
+
+
+# ---- Layouts and autograd ------------------------------------------------------------------------
+
+
+@ASYNC
+def test_transposed_and_strided_tensors(world, async_op):
+    """Elements meet by their index, wherever they lie in memory."""
+    not_gloo("goes by memory order")
+    parts = [normal(rank, 4, 6) for rank in range(world.size)]
+    for layout in range(3):
+        mine = parts[world.me].clone()
+        if world.me == 0 and layout == 1:
+            mine = mine.t().contiguous().t()
+        elif layout == 2:
+            room = torch.full((8, 12), -5.0)
+            room[::2, ::2] = mine
+            mine = room[::2, ::2]
+        done(dist.all_reduce(mine, async_op=async_op), async_op)
+        near(mine, sum(parts))
+        if layout == 2:
+            assert (room[1::2] == -5).all()
+            assert (room[:, 1::2] == -5).all()
+        target = torch.zeros(6, 4).t()
+        outputs = [target if rank == 0 else torch.zeros(4, 6) for rank in range(world.size)]
+        done(dist.all_gather(outputs, mine, async_op=async_op), async_op)
+        for output in outputs:
+            equal(output, mine.contiguous())
+        mine = parts[world.me].clone().t()
+        done(dist.broadcast(mine, 1, async_op=async_op), async_op)
+        equal(mine, parts[1].t())
+
+
+def test_the_same_layout_everywhere(world):
+    parts = [normal(rank, 4, 6) for rank in range(world.size)]
+    mine = parts[world.me].clone().t()
+    dist.all_reduce(mine)
+    near(mine, sum(parts).t())
+
+
+def test_parameters_and_results_of_autograd(world):
+    """Collectives work on the numbers and leave the graph alone."""
+    parameter = torch.nn.Parameter(torch.full((3,), world.me + 1.0))
+    dist.broadcast(parameter.data, 1)
+    equal(parameter.detach(), torch.full((3,), 2.0))
+    loss = (parameter * 3).sum()
+    loss.backward()
+    dist.all_reduce(parameter.grad)
+    equal(parameter.grad, torch.full((3,), 3.0 * world.size))
+    value = loss.detach().clone()
+    dist.all_reduce(value)
+    equal(value, torch.tensor(18.0 * world.size))
+
+
+def test_inputs_are_left_alone(world):
+    n = world.size
+    mine = normal(world.me, n, 3)
+    before = mine.clone()
+    dist.all_gather([torch.zeros(n, 3) for _ in range(n)], mine)
+    dist.all_gather_single(torch.zeros(n * n, 3), mine)
+    dist.reduce_scatter(torch.zeros(3), list(mine))
+    dist.reduce_scatter_single(torch.zeros(1, 3), mine)
+    dist.all_to_all_single(torch.zeros(n, 3), mine)
+    dist.all_to_all([torch.zeros(3) for _ in range(n)], list(mine))
+    dist.scatter(torch.zeros(3), list(mine) if world.me == 0 else None)
+    dist.gather(mine, [torch.zeros(n, 3) for _ in range(n)] if world.me == 0 else None)
+    equal(mine, before)
+
+
+# ---- What is refused -----------------------------------------------------------------------------
+
+
+def refusals(n):
+    """Calls that every rank makes and that no rank can carry out."""
+    four = torch.zeros(4)
+    return {
+        "all_gather, too few outputs": lambda: dist.all_gather([four] * (n - 1), four),
+        "all_gather, output of another size": lambda: dist.all_gather([torch.zeros(3)] * n, four),
+        "all_gather_single, output too small": lambda: dist.all_gather_single(
+            torch.zeros(4 * n - 1), four
+        ),
+        "all_gather_single, another dtype": lambda: dist.all_gather_single(
+            torch.zeros(4 * n, dtype=torch.float64), four
+        ),
+        "reduce_scatter, too few inputs": lambda: dist.reduce_scatter(four, [four] * (n - 1)),
+        "reduce_scatter_single, input too large": lambda: dist.reduce_scatter_single(
+            four, torch.zeros(4 * n + 1)
+        ),
+        "all_to_all_single, not divisible": lambda: dist.all_to_all_single(
+            torch.zeros(4 * n + 1), torch.zeros(4 * n + 1)
+        ),
+        "all_to_all_single, wrong sum": lambda: dist.all_to_all_single(
+            four, four, [1] * (n - 1) + [9], [1] * (n - 1) + [9]
+        ),
+        "all_to_all, too few outputs": lambda: dist.all_to_all([four] * (n - 1), [four] * (n - 1)),
+        # Elsewhere than at the root any list at all is wrong.
+        "scatter, too few inputs": lambda: dist.scatter(four, [four] * (n - 1)),
+        "gather, too few outputs": lambda: dist.gather(four, [four] * (n - 1)),
+        "broadcast, no such root": lambda: dist.broadcast(four, group_src=n),
+        "reduce, no such root": lambda: dist.reduce(four, group_dst=n),
+        "all_reduce, BAND of floats": lambda: dist.all_reduce(four, dist.ReduceOp.BAND),
+        "all_reduce, MAX of complex": lambda: dist.all_reduce(
+            four.to(torch.complex64), dist.ReduceOp.MAX
+        ),
+        "all_gather, mixed dtypes": lambda: dist.all_gather([four.double()] * n, four),
+    }
+
+
+@pytest.mark.parametrize("name", list(refusals(2)))
+def test_refused_by_every_rank(world, name):
+    """And the group goes on."""
+    if name == "all_to_all_single, not divisible":
+        not_gloo("divides all the same")
+    call = refusals(world.size)[name]
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        call()
+    assert str(caught.value)
+    one = torch.ones(3)
+    dist.all_reduce(one)
+    equal(one, torch.full((3,), float(world.size)))
+
+
+def test_arguments_that_are_no_tensors(world):
+    other = (world.me + 1) % world.size
+    for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.send(x, other)):
+        with pytest.raises(TypeError):
+            call([1.0, 2.0])

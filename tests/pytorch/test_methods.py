@@ -1,0 +1,358 @@
+"""The methods of a process group, under the names that torch 2.11 to 2.13 call them by.
+
+The front end makes an Options object and calls one of these; FSDP2, DTensor, the reducer of DDP and
+libraries beside PyTorch call them too. What is as in ``test_collectives.py`` is not asked again:
+here it is the names, the shapes of the arguments and what comes back.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import BACKEND, not_gloo
+from inputs import combined, equal, near, normal
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    _coalescing_manager,
+)
+
+ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+
+
+@pytest.fixture
+def group(world):
+    return dist.distributed_c10d._get_default_group()
+
+
+def options(kind, async_op, **values):
+    made = kind()
+    made.asyncOp = async_op
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def method(group, *names):
+    """Yield the method under each of its names; the newer one may not be there yet."""
+    found = [getattr(group, name) for name in names if hasattr(group, name)]
+    assert found
+    return found
+
+
+def finish(work):
+    """What a method returns is always a Work."""
+    assert isinstance(work, dist.Work)
+    work.wait()
+    assert work.is_completed() or BACKEND == "gloo"
+
+
+def parts_of(world, *shape, key=0):
+    return [normal(rank, *shape, key=key) for rank in range(world.size)]
+
+
+@ASYNC
+def test_allreduce(world, group, async_op):
+    parts = parts_of(world, 5)
+    for op, wanted in ((ReduceOp.SUM, sum(parts)), (ReduceOp.AVG, sum(parts) / world.size)):
+        mine = parts[world.me].clone()
+        finish(group.allreduce([mine], options(AllreduceOptions, async_op, reduceOp=op)))
+        near(mine, wanted)
+    mine = parts[world.me].clone()
+    finish(group.allreduce(mine, ReduceOp.MAX))
+    equal(mine, combined("MAX", parts))
+    mine = parts[world.me].clone()
+    finish(group.allreduce([mine]))
+    near(mine, sum(parts))
+
+
+@ASYNC
+def test_allreduce_coalesced(world, group, async_op):
+    shapes = [(3,), (4, 2), (0,), (100,)]
+    parts = [parts_of(world, *shape, key=i) for i, shape in enumerate(shapes)]
+    mine = [part[world.me].clone() for part in parts]
+    opts = options(AllreduceCoalescedOptions, async_op, reduceOp=ReduceOp.SUM)
+    finish(group.allreduce_coalesced(mine, opts))
+    for found, part in zip(mine, parts, strict=True):
+        near(found, sum(part))
+
+
+@ASYNC
+def test_broadcast(world, group, async_op):
+    for root in range(world.size):
+        parts = parts_of(world, 4, key=root)
+        mine = parts[world.me].clone()
+        opts = options(BroadcastOptions, async_op, rootRank=root, rootTensor=0)
+        finish(group.broadcast([mine], opts))
+        equal(mine, parts[root])
+    parts = parts_of(world, 4)
+    mine = parts[world.me].clone()
+    finish(group.broadcast(mine, 1))
+    equal(mine, parts[1])
+
+
+@ASYNC
+def test_reduce(world, group, async_op):
+    for root in range(world.size):
+        parts = parts_of(world, 4, key=root)
+        mine = parts[world.me].clone()
+        opts = options(
+            ReduceOptions, async_op, rootRank=root, rootTensor=0, reduceOp=ReduceOp.MIN
+        )
+        finish(group.reduce([mine], opts))
+        if world.me == root:
+            equal(mine, combined("MIN", parts))
+
+
+@ASYNC
+def test_allgather(world, group, async_op):
+    parts = parts_of(world, 2, 3)
+    outputs = [torch.zeros(2, 3) for _ in parts]
+    opts = options(AllgatherOptions, async_op)
+    finish(group.allgather([outputs], [parts[world.me]], opts))
+    equal(torch.stack(outputs), torch.stack(parts))
+    outputs = [torch.zeros(2, 3) for _ in parts]
+    finish(group.allgather(outputs, parts[world.me]))
+    equal(torch.stack(outputs), torch.stack(parts))
+
+
+@ASYNC
+def test_allgather_into_one(world, group, async_op):
+    parts = parts_of(world, 2, 3)
+    for call in method(group, "_allgather_base", "all_gather_single"):
+        output = torch.zeros(2 * world.size, 3)
+        finish(call(output, parts[world.me], options(AllgatherOptions, async_op)))
+        equal(output, torch.cat(parts))
+        # As FSDP2 does it: the input is this rank's place in the output.
+        output = torch.zeros(2 * world.size, 3)
+        mine = output[2 * world.me : 2 * world.me + 2]
+        mine.copy_(parts[world.me])
+        finish(call(output, mine, options(AllgatherOptions, async_op)))
+        equal(output, torch.cat(parts))
+
+
+@ASYNC
+def test_allgather_into_one_coalesced(world, group, async_op):
+    parts = [parts_of(world, 2 + i, key=i) for i in range(3)]
+    names = "allgather_into_tensor_coalesced", "all_gather_single_coalesced"
+    for call in method(group, *names):
+        outputs = [torch.zeros(world.size * len(part[0])) for part in parts]
+        mine = [part[world.me] for part in parts]
+        finish(call(outputs, mine, options(AllgatherOptions, async_op)))
+        for output, part in zip(outputs, parts, strict=True):
+            equal(output, torch.cat(part))
+
+
+@ASYNC
+def test_allgather_coalesced(world, group, async_op):
+    parts = [parts_of(world, 2 + i, key=i) for i in range(3)]
+    outputs = [[torch.zeros_like(part[0]) for part in parts] for _ in range(world.size)]
+    mine = [part[world.me] for part in parts]
+    finish(group.allgather_coalesced(outputs, mine, options(AllgatherOptions, async_op)))
+    for rank, row in enumerate(outputs):
+        for output, part in zip(row, parts, strict=True):
+            equal(output, part[rank])
+
+
+@ASYNC
+def test_gather_and_scatter(world, group, async_op):
+    """On ranks other than the root the list is empty."""
+    for root in range(world.size):
+        parts = parts_of(world, 3, key=root)
+        at_root = world.me == root
+        outputs = [torch.zeros(3) for _ in parts]
+        opts = options(GatherOptions, async_op, rootRank=root)
+        finish(group.gather([outputs] if at_root else [], [parts[world.me]], opts))
+        equal(torch.stack(outputs), torch.stack(parts) if at_root else torch.zeros(world.size, 3))
+        output = torch.zeros(3)
+        opts = options(ScatterOptions, async_op, rootRank=root)
+        finish(group.scatter([output], [parts] if at_root else [], opts))
+        equal(output, parts[world.me])
+
+
+@ASYNC
+def test_reduce_scatter(world, group, async_op):
+    parts = parts_of(world, world.size, 3)
+    output = torch.zeros(3)
+    opts = options(ReduceScatterOptions, async_op, reduceOp=ReduceOp.SUM)
+    finish(group.reduce_scatter([output], [list(parts[world.me])], opts))
+    near(output, sum(parts)[world.me])
+    for call in method(group, "_reduce_scatter_base", "reduce_scatter_single"):
+        for op, divisor in ((ReduceOp.SUM, 1), (ReduceOp.AVG, world.size)):
+            output = torch.zeros(1, 3)
+            opts = options(ReduceScatterOptions, async_op, reduceOp=op)
+            finish(call(output, parts[world.me], opts))
+            near(output[0], sum(parts)[world.me] / divisor)
+
+
+@ASYNC
+def test_reduce_scatter_premultiplied(world, group, async_op):
+    """As FSDP2 divides where it keeps more bits."""
+    not_gloo("PREMUL_SUM")
+    parts = parts_of(world, world.size, 3)
+    for call in method(group, "_reduce_scatter_base", "reduce_scatter_single"):
+        output = torch.zeros(1, 3)
+        op = ReduceOp.PREMUL_SUM(1 / 3)
+        finish(call(output, parts[world.me], options(ReduceScatterOptions, async_op, reduceOp=op)))
+        near(output[0], sum(parts)[world.me] / 3)
+
+
+@ASYNC
+def test_reduce_scatter_coalesced(world, group, async_op):
+    parts = [parts_of(world, world.size * (i + 1), key=i) for i in range(3)]
+    names = "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"
+    for call in method(group, *names):
+        outputs = [torch.zeros(i + 1) for i in range(3)]
+        mine = [part[world.me] for part in parts]
+        opts = options(ReduceScatterOptions, async_op, reduceOp=ReduceOp.SUM)
+        finish(call(outputs, mine, opts))
+        for output, part in zip(outputs, parts, strict=True):
+            near(output, sum(part).chunk(world.size)[world.me])
+
+
+@ASYNC
+def test_alltoall(world, group, async_op):
+    n, me = world.size, world.me
+    parts = parts_of(world, n, 2)
+    wanted = torch.stack([part[me] for part in parts])
+    outputs = [torch.zeros(2) for _ in parts]
+    finish(group.alltoall(outputs, list(parts[me]), options(AllToAllOptions, async_op)))
+    equal(torch.stack(outputs), wanted)
+    for call in method(group, "alltoall_base", "all_to_all_single"):
+        output = torch.zeros(n, 2)
+        finish(call(output, parts[me], [], [], options(AllToAllOptions, async_op)))
+        equal(output, wanted)
+        # Rank r sends d + 1 rows to rank d, the first ones that it has.
+        rows = [normal(rank, n * (n + 1) // 2, 2) for rank in range(n)]
+        sent = [d + 1 for d in range(n)]
+        received = [me + 1] * n
+        output = torch.zeros(n * (me + 1), 2)
+        finish(call(output, rows[me], received, sent, options(AllToAllOptions, async_op)))
+        equal(output, torch.cat([one.split(sent)[me] for one in rows]))
+
+
+def test_barrier(world, group):
+    for work in (group.barrier(), group.barrier(opts=BarrierOptions())):
+        finish(work)
+    finish(group.barrier(opts=options(BarrierOptions, True)))
+
+
+def test_send_and_recv(world, group):
+    """With a partner; then from whoever it is."""
+    partner = world.me ^ 1
+    mine = normal(world.me, 6)
+    for anyone in (False, True):
+        theirs = torch.zeros(6)
+        taken = group.recv_anysource([theirs], 3) if anyone else group.recv([theirs], partner, 3)
+        group.send([mine], partner, 3).wait()
+        taken.wait()
+        equal(theirs, normal(partner, 6))
+        if anyone:
+            assert taken._source_rank() == partner
+        dist.barrier()
+
+
+# ---- The coalescing manager ----------------------------------------------------------------------
+
+
+@ASYNC
+def test_coalescing_manager(world, async_op):
+    n = world.size
+    parts = [parts_of(world, n * (i + 1), key=i) for i in range(3)]
+    mine = [part[world.me].clone() for part in parts]
+    with _coalescing_manager(async_ops=async_op) as manager:
+        for one in mine:
+            dist.all_reduce(one)
+    manager.wait()
+    for found, part in zip(mine, parts, strict=True):
+        near(found, sum(part))
+
+    joined = [torch.zeros(n * len(part[0])) for part in parts]
+    with _coalescing_manager(async_ops=async_op) as manager:
+        for output, part in zip(joined, parts, strict=True):
+            dist.all_gather_into_tensor(output, part[world.me])
+    manager.wait()
+    for found, part in zip(joined, parts, strict=True):
+        equal(found, torch.cat(part))
+
+    pieces = [torch.zeros(i + 1) for i in range(3)]
+    with _coalescing_manager(async_ops=async_op) as manager:
+        for output, part in zip(pieces, parts, strict=True):
+            dist.reduce_scatter_tensor(output, part[world.me])
+    manager.wait()
+    for found, part in zip(pieces, parts, strict=True):
+        near(found, sum(part).chunk(n)[world.me])
+
+
+@ASYNC
+def test_coalescing_manager_of_a_device(world, async_op):
+    """The older way, in which the backend is told of the beginning and the end."""
+    not_gloo("has no startCoalescing")
+    parts = [parts_of(world, 4 + i, key=i) for i in range(3)]
+    mine = [part[world.me].clone() for part in parts]
+    with _coalescing_manager(device=torch.device("cpu"), async_ops=async_op) as manager:
+        for one in mine:
+            dist.all_reduce(one)
+    manager.wait()
+    for found, part in zip(mine, parts, strict=True):
+        near(found, sum(part))
+
+
+# ---- Identity ------------------------------------------------------------------------------------
+
+
+def test_what_a_group_says_of_itself(world, group):
+    assert dist.is_initialized()
+    assert group.rank() == dist.get_rank() == world.me
+    assert group.size() == dist.get_world_size() == world.size
+    assert dist.get_backend() == BACKEND
+    assert dist.get_backend(group) == BACKEND
+    assert group.name() == BACKEND
+    assert BACKEND in dist.get_backend_config(group)
+    assert dist.get_process_group_ranks(group) == list(range(world.size))
+    assert isinstance(group.group_name, str)
+    assert dist.distributed_c10d._resolve_process_group(group.group_name) is group
+    assert dist.is_backend_available(BACKEND)
+    other = dist.new_group(group_desc="a description")
+    assert other.group_desc == "a description"
+    assert other.group_name != group.group_name
+    dist.destroy_process_group(other)
+
+
+def test_sequence_numbers(world, group, mpi):
+    """They count collectives, alike on all ranks, whichever way these are made."""
+    x = torch.ones(2)
+    for each in (group, dist.new_group(list(range(world.size)))):
+        each._set_sequence_number_for_group()
+        numbers = [each._get_sequence_number_for_group()]
+        for call in (
+            lambda each: dist.all_reduce(x, group=each),
+            lambda each: dist.broadcast(x, 0, each, async_op=True).wait(),
+            lambda each: dist.barrier(each),
+            lambda each: dist.all_reduce(x, group=each, async_op=True).wait(),
+        ):
+            call(each)
+            numbers.append(each._get_sequence_number_for_group())
+        assert numbers == sorted(set(numbers))
+        assert all(numbers == theirs for theirs in mpi.allgather(numbers))
+
+
+def test_messages_do_not_disturb_sequence_numbers(world, group, mpi):
+    """Ranks that exchange messages remain in step with those that do not."""
+    not_gloo("counts messages too")
+    if world.me == 0:
+        dist.send(torch.ones(1), 1)
+    elif world.me == 1:
+        dist.recv(torch.ones(1), 0)
+    dist.all_reduce(torch.ones(1))
+    assert len(set(mpi.allgather(group._get_sequence_number_for_group()))) == 1

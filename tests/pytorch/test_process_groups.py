@@ -1,0 +1,249 @@
+"""Groups: subsets, overlapping and nested ones, meshes, their end, and cycles of begin and end."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import BACKEND, not_gloo, start
+from inputs import equal
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def sum_of_ranks(group):
+    """Add the members' global ranks over the group."""
+    value = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(value, group=group)
+    return int(value)
+
+
+def test_ranks_outside(world):
+    """Members alone take part; the others are told and go on."""
+    inside = [world.size - 1]
+    group = dist.new_group(inside)
+    if world.me in inside:
+        assert dist.get_rank(group) == 0
+        assert dist.get_world_size(group) == 1
+        assert sum_of_ranks(group) == world.me
+    else:
+        assert group is dist.GroupMember.NON_GROUP_MEMBER
+        assert dist.get_rank(group) == dist.get_world_size(group) == -1
+        one = torch.ones(1)
+        with pytest.warns(UserWarning, match="does not belong"):
+            assert dist.all_reduce(one, group=group) is None
+        equal(one, torch.ones(1))
+    dist.barrier()
+
+
+def test_overlapping_groups(world):
+    """Each pair of neighbours, called in the same order by their members."""
+    n = world.size
+    pairs = [sorted({rank, (rank + 1) % n}) for rank in range(n)]
+    groups = [dist.new_group(pair) for pair in pairs]
+    for pair, group in zip(pairs, groups, strict=True):
+        if world.me in pair:
+            assert sum_of_ranks(group) == sum(pair)
+            assert dist.get_process_group_ranks(group) == pair
+            assert dist.get_group_rank(group, world.me) == pair.index(world.me)
+            assert dist.get_global_rank(group, 0) == pair[0]
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_pending_work_of_overlapping_groups(world):
+    """All pending at once, waited for in another order."""
+    n = world.size
+    subsets = [list(range(n)), list(range(0, n, 2)), list(range(1, n)), [0, n - 1]]
+    groups = [dist.new_group(subset) for subset in subsets]
+    pending = []
+    for _ in range(5):
+        for subset, group in zip(subsets, groups, strict=True):
+            if world.me in subset:
+                value = torch.full((100,), world.me + 1.0)
+                pending.append((dist.all_reduce(value, group=group, async_op=True), value, subset))
+    for work, value, subset in reversed(pending):
+        work.wait()
+        equal(value, torch.full((100,), float(sum(rank + 1 for rank in subset))))
+
+
+def test_order_of_ranks(world):
+    """sort_ranks=False numbers them as they are listed."""
+    order = list(range(world.size))[::-1]
+    group = dist.new_group(order, sort_ranks=False)
+    place = order.index(world.me)
+    assert dist.get_rank(group) == place
+    assert dist.get_process_group_ranks(group) == order
+    gathered = torch.zeros(world.size)
+    dist.all_gather_single(gathered, torch.tensor([float(world.me)]), group)
+    assert gathered.tolist() == order
+    value = torch.tensor([float(world.me)])
+    dist.broadcast(value, group_src=0, group=group)
+    assert value.item() == order[0]
+    dist.broadcast(value, 0, group)
+    assert value.item() == order[0]
+    sorted_group = dist.new_group(order)
+    assert dist.get_rank(sorted_group) == world.me
+
+
+def test_subgroups(world):
+    mine, groups = dist.new_subgroups(group_size=world.size // 2)
+    half = world.size // 2
+    first = world.me // half * half
+    assert len(groups) == 2
+    assert sum_of_ranks(mine) == sum(range(first, first + half))
+    strides = [list(range(start, world.size, 2)) for start in (0, 1)]
+    mine, groups = dist.new_subgroups_by_enumeration(strides)
+    assert len(groups) == 2
+    assert sum_of_ranks(mine) == sum(strides[world.me % 2])
+
+
+def test_local_synchronization(world):
+    """The members alone make the group."""
+    for half in (range(world.size // 2), range(world.size // 2, world.size)):
+        ranks = list(half)
+        if world.me in ranks:
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            assert sum_of_ranks(group) == sum(ranks)
+    dist.barrier()
+
+
+def test_refused_groups(world):
+    for ranks in ([0, 0], [0, world.size], list(range(world.size + 1))):
+        with pytest.raises((ValueError, RuntimeError)):
+            dist.new_group(ranks)
+    with pytest.raises(ValueError):
+        dist.new_subgroups_by_enumeration([[0, 1], [1]])
+    assert sum_of_ranks(None) == sum(range(world.size))
+
+
+def test_many_groups_come_and_go(world):
+    """More than an MPI has communicators for, were they not given back."""
+    for i in range(300):
+        group = dist.new_group([0, 1] if i % 2 else None)
+        if i % 50 == 0 and world.me < 2:
+            assert sum_of_ranks(group) in (1, sum(range(world.size)))
+        elif i % 50 == 0:
+            assert sum_of_ranks(group) == sum(range(world.size))
+        dist.destroy_process_group(group)
+
+
+def test_a_destroyed_group_is_gone(world):
+    group = dist.new_group()
+    assert sum_of_ranks(group) == sum(range(world.size))
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError):
+        dist.destroy_process_group(group)
+    with pytest.raises((ValueError, RuntimeError)):
+        dist.get_group_rank(group, 0)
+    assert sum_of_ranks(None) == sum(range(world.size))
+
+
+# ---- Meshes --------------------------------------------------------------------------------------
+
+
+def test_mesh_of_one_dimension(world):
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("all",))
+    assert mesh.get_local_rank() == world.me
+    assert mesh.get_coordinate() == (world.me,) or mesh.get_coordinate() == [world.me]
+    assert dist.get_backend(mesh.get_group()) == BACKEND
+    assert sum_of_ranks(mesh.get_group("all")) == sum(range(world.size))
+
+
+def test_mesh_of_two_dimensions(world):
+    rows, columns = world.size // 2, 2
+    mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("replicate", "shard"))
+    row, column = divmod(world.me, columns)
+    assert tuple(mesh.get_coordinate()) == (row, column)
+    assert sum_of_ranks(mesh.get_group("shard")) == sum(2 * row + i for i in range(columns))
+    assert sum_of_ranks(mesh.get_group("replicate")) == sum(2 * i + column for i in range(rows))
+    assert sum_of_ranks(mesh["shard"].get_group()) == 4 * row + 1
+    flat = mesh._flatten("flat")
+    assert sum_of_ranks(flat.get_group()) == sum(range(world.size))
+
+
+def test_mesh_over_a_table_of_ranks_and_from_groups(world):
+    table = torch.arange(world.size).flip(0).view(2, -1)
+    mesh = DeviceMesh("cpu", table, mesh_dim_names=("a", "b"))
+    place = (table == world.me).nonzero()[0].tolist()
+    assert list(mesh.get_coordinate()) == place
+    assert sum_of_ranks(mesh.get_group("b")) == int(table[place[0]].sum())
+    assert sum_of_ranks(mesh.get_group("a")) == int(table[:, place[1]].sum())
+    group = dist.new_group(list(range(world.size)))
+    again = DeviceMesh.from_group(group, "cpu")
+    assert sum_of_ranks(again.get_group()) == sum(range(world.size))
+
+
+# ---- Begin and end -------------------------------------------------------------------------------
+# From here on each test makes its own default group; the module's is ended first.
+
+
+@pytest.fixture
+def nothing(world):
+    """No group at all, and the module's default group again afterwards."""
+    dist.destroy_process_group()
+    yield
+    start()
+
+
+def test_cycles(nothing, mpi):
+    for _ in range(5):
+        assert not dist.is_initialized()
+        start()
+        assert dist.get_rank() == mpi.rank
+        group = dist.new_group([0])
+        assert sum_of_ranks(None) == sum(range(mpi.size))
+        if mpi.rank == 0:
+            assert sum_of_ranks(group) == 0
+        dist.destroy_process_group()
+    with pytest.raises(ValueError):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_twice_is_refused(nothing):
+    start()
+    with pytest.raises(ValueError, match="twice"):
+        start()
+    dist.destroy_process_group()
+
+
+def test_destroy_waits_for_what_is_pending(nothing, mpi):
+    start()
+    values = [torch.full((5000,), float(i)) for i in range(20)]
+    works = [dist.all_reduce(value, async_op=True) for value in values]
+    dist.destroy_process_group()
+    for i, (work, value) in enumerate(zip(works, values, strict=True)):
+        work.wait()
+        equal(value, torch.full((5000,), float(i * mpi.size)))
+
+
+def test_shutdown_and_abort(nothing, mpi):
+    """As destroy_process_group calls the one, and whoever has lost patience the other."""
+    start()
+    assert sum_of_ranks(None) == sum(range(mpi.size))
+    other = dist.new_group()
+    assert sum_of_ranks(other) == sum(range(mpi.size))
+    other.shutdown()
+    assert sum_of_ranks(None) == sum(range(mpi.size))
+    mpi.Barrier()
+    if BACKEND == "gloo":
+        dist.destroy_process_group()
+    else:
+        dist.distributed_c10d._abort_process_group()
+    assert not dist.is_initialized()
+    start()
+    assert sum_of_ranks(None) == sum(range(mpi.size))
+    dist.destroy_process_group()
+
+
+def test_rank_and_size_that_disagree_with_mpi(nothing, mpi):
+    not_gloo("has no ranks of its own")
+    for wrong in ({"world_size": mpi.size + 1, "rank": mpi.rank}, {"world_size": 1, "rank": 0}):
+        with pytest.raises((ValueError, RuntimeError)):
+            dist.init_process_group("mpicoll", store=dist.HashStore(), **wrong)
+        assert not dist.is_initialized()
+    # What agrees is taken.
+    dist.init_process_group("mpicoll", timeout=timedelta(seconds=60))
+    assert (dist.get_rank(), dist.get_world_size()) == (mpi.rank, mpi.size)
+    dist.destroy_process_group()

@@ -1,0 +1,264 @@
+"""Work and Future: order, callbacks, timeouts, and what happens to a Work that nobody keeps."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import BACKEND, not_gloo
+from inputs import equal, normal
+
+#: Seconds in which anything here is done, however busy the machine is.
+DEADLINE = 60
+
+
+def test_what_a_work_answers(world):
+    value = torch.full((4,), world.me + 1.0)
+    work = dist.all_reduce(value, async_op=True)
+    assert work.wait() in (True, None)
+    assert work.is_completed()
+    assert work.wait() in (True, None)
+    assert work.exception() is None
+    equal(value, torch.full((4,), sum(range(1, world.size + 1)) * 1.0))
+    assert work.is_success()
+
+
+def test_it_ends_without_being_waited_for(world):
+    values = [torch.full((n,), 1.0) for n in (1, 100_000)]
+    works = [dist.all_reduce(value, async_op=True) for value in values]
+    end = time.monotonic() + DEADLINE
+    while not all(work.is_completed() for work in works):
+        assert time.monotonic() < end
+        assert sum(range(100)) == 4950
+    for value in values:
+        equal(value, torch.full_like(value, world.size))
+
+
+def test_calls_keep_their_order(teams):
+    """Each call reads what the one before it wrote, whichever way they are made."""
+    for team in teams:
+        if team.me is None:
+            continue
+        n, root = team.size, team.size - 1
+        for way in range(8):
+            x = torch.full((1001,), team.me + 1.0)
+            works = [
+                dist.all_reduce(x, group=team.group, async_op=bool(way & 1)),
+                dist.broadcast(x, group_src=root, group=team.group, async_op=bool(way & 2)),
+                dist.all_reduce(x, dist.ReduceOp.MAX, team.group, bool(way & 4)),
+            ]
+            if BACKEND == "gloo":  # carries asynchronous calls out in parallel
+                return
+            last = dist.all_reduce(x, group=team.group, async_op=True)
+            last.wait()
+            assert all(work is None or work.is_completed() for work in works)
+            equal(x, torch.full((1001,), n * n * (n + 1) / 2))
+
+
+def test_hundreds_pending(world):
+    values = [torch.full((64,), float(i)) for i in range(400)]
+    works = [dist.all_reduce(value, async_op=True) for value in values]
+    for work in [*works[300:], *works[299::-2], *works]:
+        work.wait()
+    for i, value in enumerate(values):
+        equal(value, torch.full((64,), float(i * world.size)))
+
+
+def test_abandoned_works(world):
+    """Neither the Work nor the tensors have to be kept."""
+    kept = torch.full((1000,), 1.0)
+    for i in range(50):
+        dist.all_reduce(torch.full((10_000,), float(i)), async_op=True)
+        dist.all_gather_single(torch.zeros(world.size * 100), torch.ones(100), async_op=True)
+        dist.broadcast(torch.zeros(300), 0, async_op=True)
+        if i == 25:
+            dist.all_reduce(kept, async_op=True)
+        gc.collect(0)
+    # What has been given back to the allocator is used again at once.
+    filled = [torch.full((10_000,), 7.0) for _ in range(20)]
+    dist.barrier()
+    for one in filled:
+        equal(one, torch.full((10_000,), 7.0))
+    if BACKEND != "gloo":  # carries asynchronous calls out in parallel
+        equal(kept, torch.full((1000,), float(world.size)))
+    sent = dist.isend(torch.full((5000,), 3.0), world.me ^ 1)
+    theirs = torch.zeros(5000)
+    dist.recv(theirs, world.me ^ 1)
+    sent.wait()
+    equal(theirs, torch.full((5000,), 3.0))
+
+
+# ---- Futures -------------------------------------------------------------------------------------
+
+
+def test_future(world):
+    value = normal(world.me, 5)
+    future = dist.all_reduce(value, async_op=True).get_future()
+    assert isinstance(future, torch._C.Future)
+    result = future.wait()
+    (found,) = result if isinstance(result, list | tuple) else [result]
+    equal(found, value)
+    assert future.done()
+    torch.testing.assert_close(value, sum(normal(rank, 5) for rank in range(world.size)))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["attached-first", "attached-late"])
+def test_callbacks_follow_one_another(world, first):
+    """As the hooks of DDP do: divide, then cast, each on the value of the one before."""
+    value = torch.full((5,), world.me + 1.0)
+    future = dist.all_reduce(value, async_op=True).get_future()
+    if not first:
+        future.wait()
+    chain = future.then(lambda done: done.value()[0] / world.size).then(
+        lambda done: done.value().to(torch.bfloat16)
+    )
+    equal(chain.wait(), torch.full((5,), (world.size + 1) / 2, dtype=torch.bfloat16))
+
+
+def test_callbacks_of_several_at_once(world):
+    values = [torch.full((3,), float(i)) for i in range(30)]
+    futures = [dist.all_reduce(value, async_op=True).get_future() for value in values]
+    seen = []
+    lock = threading.Lock()
+
+    def note(i):
+        def callback(done):
+            with lock:
+                seen.append((i, done.value()[0].clone()))
+
+        return callback
+
+    chains = [future.then(note(i)) for i, future in enumerate(futures)]
+    torch.futures.wait_all(chains)
+    assert sorted(i for i, _ in seen) == list(range(30))
+    for i, found in seen:
+        equal(found, torch.full((3,), float(i * world.size)))
+
+
+def test_a_callback_that_raises(world):
+    def broken(done):
+        raise KeyError("mine")
+
+    chain = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(broken)
+    with pytest.raises((KeyError, RuntimeError), match="mine"):
+        chain.wait()
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    assert one.item() == world.size
+
+
+def test_futures_of_every_collective(world):
+    """Their value holds the outputs."""
+    n = world.size
+    mine = torch.full((2,), world.me + 1.0)
+    everyone = torch.arange(1.0, n + 1)[:, None].expand(n, 2)
+    blocks = [torch.full((2,), 10.0 * world.me + i) for i in range(n)]
+    total = torch.full((2,), sum(10.0 * rank + world.me for rank in range(n)))
+    joined, listed, piece = torch.zeros(2 * n), [torch.zeros(2) for _ in range(n)], torch.zeros(2)
+    turned = torch.zeros(2 * n)
+    calls = [
+        (dist.all_gather_single(joined, mine, async_op=True), lambda: joined.view(n, 2), everyone),
+        (dist.all_gather(listed, mine, async_op=True), lambda: torch.stack(listed), everyone),
+        (
+            dist.reduce_scatter_single(piece, torch.cat(blocks), async_op=True),
+            lambda: piece,
+            total,
+        ),
+        (
+            dist.all_to_all_single(turned, torch.cat(blocks), async_op=True),
+            lambda: turned.view(n, 2)[:, 0],
+            torch.tensor([10.0 * rank + world.me for rank in range(n)]),
+        ),
+    ]
+    for work, found, wanted in calls:
+        if BACKEND != "gloo":  # whose reduce_scatter has none
+            work.get_future().wait()
+        work.wait()
+        equal(found(), wanted.contiguous())
+    not_gloo("a barrier has no future")
+    work = dist.barrier(async_op=True)
+    work.get_future().wait()
+    assert work.is_completed()
+
+
+# ---- Timeouts ------------------------------------------------------------------------------------
+
+
+def test_wait_gives_up(world, mpi):
+    """And can be called again: the operation itself goes on."""
+    value = torch.ones(3)
+    if world.me == 0:
+        work = dist.all_reduce(value, async_op=True)
+        with pytest.raises(RuntimeError):
+            work.wait(timedelta(seconds=0.1))
+        assert not work.is_completed()
+    mpi.Barrier()
+    if world.me:
+        work = dist.all_reduce(value, async_op=True)
+    work.wait()
+    equal(value, torch.full((3,), float(world.size)))
+
+
+def test_wait_for_a_message_gives_up(world, mpi):
+    not_gloo("gives the whole connection up")
+    partner = world.me ^ 1
+    value = torch.zeros(3)
+    work = dist.irecv(value, partner, tag=6)
+    with pytest.raises(RuntimeError):
+        work.wait(timedelta(seconds=0.1))
+    mpi.Barrier()
+    dist.send(torch.full((3,), world.me + 1.0), partner, tag=6)
+    work.wait()
+    equal(value, torch.full((3,), partner + 1.0))
+
+
+def test_wait_in_time(world):
+    value = torch.ones(3)
+    dist.all_reduce(value, async_op=True).wait(timedelta(seconds=DEADLINE))
+    equal(value, torch.full((3,), float(world.size)))
+
+
+def test_timeout_of_a_barrier(world, mpi):
+    """That of the call, not the group's."""
+    not_gloo("leaves the barrier half done")
+    group = dist.new_group(timeout=timedelta(seconds=DEADLINE))
+    if world.me == 0:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            dist.barrier(group, timeout=timedelta(seconds=0.2))
+        assert time.monotonic() - start < DEADLINE
+    mpi.Barrier()
+    if world.me:
+        dist.barrier(group)
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    assert value.item() == world.size
+
+
+# ---- Threads -------------------------------------------------------------------------------------
+
+
+def test_threads_with_a_group_each(world):
+    """As a program does that saves a checkpoint while it trains."""
+    groups = [dist.new_group() for _ in range(3)]
+    found = {}
+
+    def work(i):
+        total = torch.zeros(1)
+        for step in range(20):
+            value = torch.tensor([float(i + step)])
+            dist.all_reduce(value, group=groups[i])
+            total += value
+        found[i] = total.item()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert found == {i: float(world.size * sum(i + s for s in range(20))) for i in range(3)}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import multiprocessing
 import os
+import stat
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ __all__ = [
     "check_world",
     "choose",
     "fill_environment",
+    "inherited",
     "instead_of_managers",
     "local_rank",
 ]
@@ -110,10 +113,27 @@ def by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def by_mpi(environment: Mapping[str, str] = os.environ) -> bool:
-    """True where a process manager of MPI started this process, and not torchrun inside its job."""
-    return not by_torchrun(environment) and any(
-        all(mark in environment for mark in marks) for marks in _MANAGERS
+    """True where a process manager of MPI started this process: not torchrun inside its job, nor a
+    process that it started.
+    """
+    return (
+        not by_torchrun(environment)
+        and not inherited(environment)
+        and any(all(mark in environment for mark in marks) for marks in _MANAGERS)
     )
+
+
+def inherited(environment: Mapping[str, str] = os.environ) -> bool:
+    """True where what a process manager says was meant for a parent of this process."""
+    if multiprocessing.parent_process() is not None:
+        return True
+    descriptor = environment.get("PMI_FD", "")
+    if not descriptor.isdigit():
+        return False
+    try:  # the connection to a manager is seldom passed on to what a rank starts
+        return not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode)
+    except OSError:
+        return True
 
 
 class Way(enum.Enum):
@@ -128,17 +148,17 @@ def choose(
     world_size: int,
     openmpi: bool,
     environment: Mapping[str, str] = os.environ,
-    inherited: bool = False,
+    meant_for_parent: bool = False,
 ) -> Way:
     """How ranks that have been told their rank and the size of their world come together.
 
     openmpi:   the MPI library is Open MPI; else it is one of the MPICH family.
-    inherited: whatever a process manager set was meant for a parent of this process.
+    meant_for_parent: whatever a process manager says, see ``inherited``.
 
     A manager that announces another number of ranks is believed: MPI then says that it disagrees.
     One that announces a single rank was only used to start something on a node.
     """
-    announced = None if inherited else _announced(openmpi, environment)
+    announced = None if meant_for_parent else _announced(openmpi, environment)
     if world_size == 1:
         return Way.OWN if announced == 1 else Way.ALONE
     if by_torchrun(environment) or announced in (None, 1):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Meeting", "NotThere", "Store"]
+__all__ = ["Meeting", "NotThere", "Store", "Taken"]
 
 
 class Store(Protocol):
@@ -28,6 +28,10 @@ class NotThere(Exception):
     def __init__(self, why: str, wrong: bool = False) -> None:
         super().__init__(why)
         self.wrong = wrong
+
+
+class Taken(Exception):
+    """Rank 0's server has this rank already."""
 
 
 @dataclass(frozen=True, slots=True)

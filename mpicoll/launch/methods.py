@@ -111,27 +111,28 @@ def meeting(
         file = File(Path(urlsplit(f"file://{rest}").path))
         return Meeting(file, rank, size, after=file.remove)
     if scheme == "tcp":
-        parts = urlsplit(f"tcp://{rest}")
-        return _at_port(parts.hostname, str(parts.port or ""), rank, size, repr(init_method))
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return Meeting(Agent(dict(environment), limit), rank, size)
+        host, _, port = urlsplit(f"tcp://{rest}").netloc.rpartition(":")
+        return _at_port(host.strip("[]"), port, rank, size, repr(init_method))
     if size == 1:
         return Meeting(_NOBODY, rank, size)
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return Meeting(Agent(environment, limit), rank, size)
+    if "MASTER_PORT" not in environment and (init_method is None or by_mpi(environment)):
+        return None  # nowhere to meet: MPI has to know the ranks itself
     return _at_port(
-        environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", ""), rank, size,
+        environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", ""), rank, size,
         "MASTER_ADDR and MASTER_PORT",
     )  # fmt: skip
 
 
-def _at_port(host: str | None, port: str, rank: int, size: int, what: str) -> Meeting:
+def _at_port(host: str, port: str, rank: int, size: int, what: str) -> Meeting:
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ArgumentError(
             f"{_WHERE}: {what}: expected the host of rank 0 and a port that is free there, got "
-            f"{host or ''}:{port}"
+            f"{host}:{port}"
         )
     # A name may mean something else on other hosts; an address of the loopback is for this one.
-    only = host if host.startswith("127.") or host == "::1" else ""
-    only = "127.0.0.1" if host == "localhost" else only
+    only = host if host.startswith("127.") or host in ("::1", "localhost") else ""
     return Meeting(Port(host, int(port)), rank, size, host=only, port=int(port))
 
 

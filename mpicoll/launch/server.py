@@ -10,7 +10,7 @@ one to watch, on which ranks say how they end and hear how others do. A connecti
 
     server  mpicoll 1 NONCE
     rank    ROLE RANK SIZE NODE NONCE MAC           ROLE: pmi or watch; MAC: of all the other words
-    server  ok MAC          or          refused WHY
+    server  ok MAC, or refused WHY, or taken (by another process that is this rank)
 
 MACs are HMAC-SHA256 under the secret of the job. Both sides prove that they know it, and neither
 says it, unless this server stands where everybody is to find it (``open``): then a rank may ask
@@ -25,6 +25,7 @@ The words on a connection that watches:
             abort CODE        ends the job
             late              will not wait any longer for ranks that have not come
     server  go                all ranks have come
+            refused WHY       a rank has another idea of the job
             missing RANK,...  somebody will not wait any longer for these
             lost RANK         a rank ended without a word
             abort RANK CODE   a rank ended the job
@@ -67,7 +68,7 @@ _ANSWERS = {
     "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1",
     "get_maxes": "cmd=maxes rc=0 kvsname_max=64 keylen_max=64 vallen_max=1024",
     "get_appnum": "cmd=appnum rc=0 appnum=0",
-    "get_my_kvsname": "cmd=my_kvsname rc=0 kvsname=mpicoll",
+    "get_my_kvsname": "cmd=my_kvsname rc=0 kvsname={name}",
     "get_universe_size": "cmd=universe_size rc=0 size={size}",
     "finalize": "cmd=finalize_ack rc=0",
 }
@@ -127,6 +128,8 @@ class Server:
         self.size = size
         self.limit = limit
         self.hands_out = hands_out
+        # MPI libraries name shared memory by it: it must be nobody else's on any node.
+        self.name = f"mpicoll-{secrets.token_hex(8)}"
         self.selector = selectors.DefaultSelector()
         self.connections: set[_Connection] = set()
         self.pmi: dict[int, _Connection] = {}
@@ -259,15 +262,14 @@ class Server:
         rank, known = int(number), {"pmi": self.pmi, "watch": self.watch}[role]
         why = ""
         if int(size) != self.size:
-            why = f"it has world_size={size}, and rank 0 has world_size={self.size}"
+            why = f"rank {rank} has world_size={size}, and rank 0 has world_size={self.size}"
         elif not 0 <= rank < self.size:
             why = f"there is no rank {rank} in a world of {self.size}"
-        elif rank in known:
-            why = f"another process is rank {rank} of this job"
         if why:
-            self._say(one, f"refused {why}")
+            self._end_badly(f"refused {why}")
+        if why or rank in known:
             one.closing = True
-            self._flush(one)
+            self._say(one, f"refused {why}" if why else "taken")
             return
         one.role, one.rank = role, rank
         known[rank] = one
@@ -330,7 +332,7 @@ class Server:
         words = dict(word.split("=", 1) for word in line.split())
         answer = _ANSWERS.get(words["cmd"])
         if answer is not None:
-            self._say(one, answer.format(size=self.size))
+            self._say(one, answer.format(size=self.size, name=self.name))
         elif words["cmd"] == "put":
             self.stored += len(words["key"]) + len(value)
             if self.stored > _STORED:
@@ -384,9 +386,11 @@ def main(read: Callable[[], str] = sys.stdin.readline) -> None:
     try:
         listener = listen(settings["host"], settings["port"])
     except OSError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        print(json.dumps({"error": error.strerror}), flush=True)
         return
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+    if os.fork():  # a child of rank 0 would be found by its os.wait()
+        os._exit(0)
     # Whoever reads what rank 0 prints must not wait for this process.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from mpicoll.errors import CollectiveTimeoutError, LaunchError
 from mpicoll.launch import server
-from mpicoll.launch.meeting import Meeting, NotThere
+from mpicoll.launch.meeting import Meeting, NotThere, Taken
 
 __all__ = ["SECRET", "Session", "addresses", "current", "greeted", "join", "read_line"]
 
@@ -170,11 +170,17 @@ def join(meeting: Meeting, limit: float) -> Session:
     deadline = time.monotonic() + limit
     try:
         pmi, watch = _find(meeting, limit, deadline)
-        session = Session(watch, pmi.detach(), meeting.rank, meeting.world_size)
-        _await_all(session, limit, deadline)
+        session = Session(watch, pmi.fileno(), meeting.rank, meeting.world_size)
+        try:
+            _await_all(session, limit, deadline)
+        except BaseException:
+            watch.close()
+            pmi.close()
+            raise
     finally:
         if meeting.rank == 0:
             meeting.after()
+    pmi.detach()  # it is the MPI library's from now on
     _session = session
     return session
 
@@ -192,6 +198,10 @@ def _find(meeting: Meeting, limit: float, deadline: float) -> tuple[socket.socke
             if meeting.rank != 0:
                 place = json.loads(meeting.store.get(_KEY))
             return _connect(place, "pmi", meeting), _connect(place, "watch", meeting)
+        except Taken as error:
+            # Perhaps by a process that is ending: of an earlier job, or an earlier try of this one.
+            if time.monotonic() - start > _DOUBT:
+                raise LaunchError(f"{_WHERE}: {error}") from None
         except NotThere as error:
             now = time.monotonic()
             # A place that was named may be somebody else's; one that was found may be out of date.
@@ -228,6 +238,8 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
         )
     if word == "lost":
         raise LaunchError(f"{_WHERE}: {me}: rank {rest} ended before all had come")
+    if word == "refused":
+        raise LaunchError(f"{_WHERE}: {me}: the ranks disagree: {rest}")
     raise LaunchError(f"{_WHERE}: {me}: the server that rank 0 started is gone")
 
 
@@ -255,15 +267,16 @@ def _start_server(meeting: Meeting, limit: float) -> dict[str, object]:
     with process.stdout:
         ready, _, _ = select.select([process.stdout], [], [], _START)
         answer = json.loads(process.stdout.readline() or "{}") if ready else {}
-    process.returncode = 0  # nobody waits for it
+        process.wait()  # the server is its child by now, so that nobody here waits for that
     if "port" not in answer:
         raise LaunchError(
             f"{_WHERE}: rank 0 cannot listen at port {meeting.port or '0 (any)'} of "
             f"{meeting.host or 'this host'}: "
             f"{answer.get('error', 'its server process did not start')}"
         )
+    named = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
     return {
-        "hosts": addresses(),
+        "hosts": [*named, *addresses()],
         "port": answer["port"],
         "secret": secret,
         "machine": _machine(),
@@ -343,6 +356,8 @@ def _introduce(sock: socket.socket, role: str, meeting: Meeting, secret: str) ->
     proof = server.mac(secret, "rank", nonce, *words)
     sock.sendall(" ".join([*words, proof]).encode() + b"\n")
     answer, _, rest = read_line(sock).partition(" ")
+    if answer == "taken":
+        raise Taken(f"another process says that it is rank {meeting.rank} of this job")
     if answer == "refused":
         raise LaunchError(f"{_WHERE}: rank {meeting.rank} of {meeting.world_size}: {rest}")
     if answer != "ok" or not hmac.compare_digest(rest, server.mac(secret, "server", nonce, mine)):

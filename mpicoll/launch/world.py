@@ -7,12 +7,11 @@ import importlib
 import multiprocessing
 import multiprocessing.util
 import os
-import stat
 import sys
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.environment import Way, choose, instead_of_managers
+from mpicoll.launch.environment import Way, choose, inherited, instead_of_managers
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.serialized import serialize
 from mpicoll.launch.session import current, join
@@ -82,7 +81,7 @@ def _initialize(mpi: Any) -> None:
 def _meet(mpi: Any, meeting: Meeting, limit: float) -> None:
     """Makes the ranks that meet one MPI world."""
     vendor = mpi.get_vendor()[0]
-    way = choose(meeting.world_size, vendor == "Open MPI", os.environ, _inherited())
+    way = choose(meeting.world_size, vendor == "Open MPI", os.environ, inherited())
     if way is Way.OWN:
         _initialize(mpi)
         return
@@ -107,19 +106,6 @@ def _meet(mpi: Any, meeting: Meeting, limit: float) -> None:
     with instead_of_managers(manager):
         _initialize(mpi)
     session.alarm(False)
-
-
-def _inherited() -> bool:
-    """What a process manager says here was meant for a parent of this process."""
-    if multiprocessing.parent_process() is not None:
-        return True
-    descriptor = os.environ.get("PMI_FD", "")
-    if not descriptor.isdigit():
-        return False
-    try:  # the connection to a manager is seldom passed on to what a rank starts
-        return not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode)
-    except OSError:
-        return True
 
 
 def _check(mpi: Any, meeting: Meeting) -> None:

@@ -226,7 +226,8 @@ class Guard:
         if not self._stopping:
             rank = "?" if state.default is None else state.default.rank()
             print(f"mpicoll: rank {rank}: {why}; ending too", file=sys.stderr, flush=True)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stdout.flush()
             os._exit(code)
 
     def _look_around(self, stuck: dict[ProcessGroup, tuple[int, float]]) -> None:

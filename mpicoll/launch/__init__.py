@@ -7,12 +7,13 @@ from mpicoll.launch.environment import (
     by_torchrun,
     check_world,
     fill_environment,
+    filled,
     local_rank,
 )
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.methods import meeting, told
 from mpicoll.launch.session import addresses, current
-from mpicoll.launch.world import start
+from mpicoll.launch.world import master, start
 
 __all__ = [
     "Meeting",
@@ -22,7 +23,9 @@ __all__ = [
     "check_world",
     "current",
     "fill_environment",
+    "filled",
     "local_rank",
+    "master",
     "meeting",
     "start",
     "told",

@@ -215,7 +215,17 @@ def fill_environment(
         "MASTER_PORT": master_port,
     }
     for name, value in values.items():
-        environment.setdefault(name, str(value))
+        if name not in environment:
+            environment[name] = _filled[name] = str(value)
+
+
+#: What fill_environment has set.
+_filled: dict[str, str] = {}
+
+
+def filled(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """The variable has the value that fill_environment gave it, and says nothing of a launcher."""
+    return name in _filled and environment.get(name) == _filled[name]
 
 
 def check_world(size: int, environment: Mapping[str, str] = os.environ) -> None:

@@ -14,12 +14,12 @@ from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import Way, choose, inherited, instead_of_managers
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.serialized import serialize
-from mpicoll.launch.session import current, join
+from mpicoll.launch.session import addresses, current, join
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["start"]
+__all__ = ["master", "start"]
 
 _WHERE = "init_process_group"
 
@@ -48,6 +48,21 @@ def start(meeting: Meeting | None = None, limit: float = 1800.0) -> MPI.Intracom
         _check(mpi, meeting)
     world = mpi.COMM_WORLD
     return world if mpi.Query_thread() == mpi.THREAD_MULTIPLE else serialize(world)
+
+
+def master(world: MPI.Intracomm) -> str:
+    """The address at which all ranks reach rank 0's host: MASTER_ADDR where rank 0 has it set.
+
+    Every rank calls.
+    """
+    from mpi4py import MPI
+
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    alone = node.Get_size() == world.Get_size()
+    node.Free()
+    own = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else addresses()[0])
+    found: str = world.bcast(own, 0)
+    return found
 
 
 def _load(initialize: bool) -> Any:

@@ -8,14 +8,15 @@ backends, and where they are set, it stays what it was.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as c10d
 
+from mpicoll import launch
 from mpicoll.errors import LaunchError
 from mpicoll.torch import NAME
 from mpicoll.torch.callers import variable
@@ -39,21 +40,23 @@ def register() -> None:
 
 def _mpi(url: str, timeout: timedelta = c10d.default_pg_timeout, **_: Any) -> Iterator[Found]:
     """The handler of ``mpi://``: rank and size are MPI's own."""
-    given = dict(pair.split("=") for pair in url.partition("?")[2].split("&") if pair)
-    store, rank, size = meet(timeout)
-    for name, own in (("rank", rank), ("world_size", size)):
-        if int(given.get(name, own)) != own:
+    world = launch.start()
+    query = parse_qs(urlsplit(url).query)
+    for name, own in (("rank", world.Get_rank()), ("world_size", world.Get_size())):
+        given = query.get(name, [str(own)])[-1]
+        if given != str(own):
             raise LaunchError(
-                f"init_process_group: {name}={given[name]} disagrees with MPI's own, {own}; leave "
-                "it out"
+                f"init_process_group: {name}={given} disagrees with MPI's own, {own}; leave it out"
             )
-    yield store, rank, size
+    yield meet(timeout)
     raise RuntimeError("Unable to perform re-rendezvous using mpi:// method")
 
 
 def _env(url: str, **settings: Any) -> Iterator[Found]:
     """The handler of ``env://``: torch's own, unless only MPI knows the ranks."""
-    told = "?" in url or "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    told = "?" in url or any(
+        name in os.environ and not launch.filled(name) for name in ("RANK", "WORLD_SIZE")
+    )
     asked = str(variable("init_process_group", "backend"))
     if told or NAME not in {part.rpartition(":")[2] for part in asked.split(",")}:
         return _original_env(url, **settings)  # type: ignore[no-any-return]
@@ -65,18 +68,16 @@ def meet(timeout: timedelta) -> Found:
 
     The store is torch's own, for those in torch.distributed that need one; mpicoll does not.
     """
-    from mpicoll import launch
-
     world = launch.start()
     rank, size = world.Get_rank(), world.Get_size()
     launch.check_world(size)
-    host, port, store = socket.gethostname() if rank == 0 else "", 0, None
+    host = launch.master(world)
+    given = os.environ.get("MASTER_PORT", "0") if not launch.filled("MASTER_PORT") else "0"
     if rank == 0:
-        store = _store(host, 0, size, True, timeout)
-        port = store.port
-    host, port = world.bcast((host, port), 0)
-    if rank:
-        store = _store(host, port, size, False, timeout)
+        store = _store(host, int(given), size, True, timeout)
+        world.bcast(store.port, 0)
+    else:
+        store = _store(host, world.bcast(None, 0), size, False, timeout)
     return store, rank, size
 
 

@@ -136,6 +136,7 @@ class Server:
         self.watch: dict[int, _Connection] = {}
         self.nodes: dict[int, str] = {}
         self.state: dict[int, str] = {}  # busy, free, end or gone, of each rank that has come
+        self.cycles: dict[int, int] = {}  # how often each rank has become busy
         self.values: dict[str, str] = {}
         self.stored = 0
         self.fence: set[int] = set()  # ranks that wait in PMI's barrier
@@ -146,6 +147,15 @@ class Server:
 
     def serve(self) -> None:
         """Returns when all ranks have gone, or nobody has come."""
+        try:
+            self._serve()
+        finally:
+            for one in self.connections:
+                one.sock.close()
+            self.listener.close()
+            self.selector.close()
+
+    def _serve(self) -> None:
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ, None)
         deadline = time.monotonic() + self.limit
@@ -277,6 +287,7 @@ class Server:
         if role == "watch":
             self.nodes[rank] = node
             self.state[rank] = "busy"
+            self.cycles[rank] = 0  # the first process group is on its way
         if len(self.pmi) == len(self.watch) == self.size:
             self._begin()
 
@@ -298,6 +309,7 @@ class Server:
         word, _, rest = line.partition(" ")
         if word in ("busy", "free", "end"):
             self.state[one.rank] = word
+            self.cycles[one.rank] += word == "busy"
             self._look_at_ends()
         elif word == "abort":
             self._end_badly(f"abort {one.rank} {int(rest)}")
@@ -316,6 +328,13 @@ class Server:
             self._tell(why)
 
     def _look_at_ends(self) -> None:
+        """Who has ended early is missed in a later process group; at the end all are awaited."""
+        for rank, state in self.state.items():
+            if state in ("end", "gone") and any(
+                self.state[other] == "busy" and self.cycles[other] > self.cycles[rank]
+                for other in self.state
+            ):
+                self._end_badly(f"lost {rank}")
         states = [self.state.get(rank) for rank in range(self.size)]
         if "end" in states and all(state in ("end", "gone") for state in states):
             self._tell("end some" if "gone" in states else "end all")
@@ -329,7 +348,7 @@ class Server:
             return
         # The value of a put comes last and may hold anything.
         line, _, value = line.partition(" value=")
-        words = dict(word.split("=", 1) for word in line.split())
+        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
         answer = _ANSWERS.get(words["cmd"])
         if answer is not None:
             self._say(one, answer.format(size=self.size, name=self.name))

@@ -110,17 +110,19 @@ class Session:
     def news(self, limit: float = 0.0) -> tuple[str, int] | None:
         """Why the job ends, and with what exit code; None if it goes on.
 
-        limit: seconds to wait for something to be heard.
+        Nothing is to be said where this rank ended it itself. limit: seconds to wait.
         """
         line = self.hear(limit)
         if line is None:
             return None
         word, _, rest = line.partition(" ")
         if word == "lost":
-            return f"rank {rest} of {self.size} ended without destroy_process_group, or was lost", 1
+            return f"rank {rest} of {self.size} was lost: it ended while others needed it", 1
         if word == "abort":
             rank, code = rest.split(" ")
-            return f"rank {rank} of {self.size} ended the job with exit code {code}", int(code) or 1
+            mine = int(rank) == self.rank
+            why = "" if mine else f"rank {rank} of {self.size} ended the job with exit code {code}"
+            return why, int(code) or 1
         return "the server that rank 0 started, or its host, is gone", 1
 
     def finalize(self) -> bool:
@@ -192,7 +194,7 @@ def _find(meeting: Meeting, limit: float, deadline: float) -> tuple[socket.socke
         # A secret that all ranks were given is told to nobody.
         told = place if not _given() else place | {"secret": ""}
         meeting.store.set(_KEY, json.dumps(told))
-    start, pause = time.monotonic(), 0.05
+    start, pause, telling = time.monotonic(), 0.05, None
     while True:
         try:
             if meeting.rank != 0:
@@ -211,10 +213,11 @@ def _find(meeting: Meeting, limit: float, deadline: float) -> tuple[socket.socke
                     f"expected at port {meeting.port}, but {error}; choose another port, and give "
                     f"all ranks the same {SECRET}, if any"
                 ) from None
+            telling = error if error.wrong or telling is None else telling
             if now > deadline:
                 raise CollectiveTimeoutError(
                     f"{_WHERE}: rank {meeting.rank} of {meeting.world_size} did not reach rank 0's "
-                    f"server within {limit:g} s: {error}. Is rank 0 running, and can this host "
+                    f"server within {limit:g} s: {telling}. Is rank 0 running, and can this host "
                     "reach its host?"
                 ) from None
         time.sleep(pause)

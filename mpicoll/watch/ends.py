@@ -201,7 +201,7 @@ class Guard:
             if self._reader in ready and signal.SIGINT in os.read(self._reader, 512):
                 self._interrupted()
             if session is not None and session.fileno() in ready:
-                self._heard(session.news())
+                self._heard(session.news(), session.rank)
             self._look_around(stuck)
 
     def _inside(self) -> list[ProcessGroup]:
@@ -217,14 +217,15 @@ class Guard:
         if any(before.get(group) == group.begun for group in self._inside()):
             self._give_up("interrupted while it waited for other ranks", _INTERRUPTED)
 
-    def _heard(self, news: tuple[str, int] | None) -> None:
+    def _heard(self, news: tuple[str, int] | None, rank: int) -> None:
         """Another rank has ended the job: so does this one, in its own words if it finds some."""
         if news is None:
             return
         why, code = news
+        if not why:  # MPI_Abort in this process leaves its end to whoever started it
+            os._exit(code)
         time.sleep(_AFTER_NEWS)
         if not self._stopping:
-            rank = "?" if state.default is None else state.default.rank()
             print(f"mpicoll: rank {rank}: {why}; ending too", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()

@@ -78,6 +78,7 @@ def meet(timeout: timedelta) -> Found:
         world.bcast(store.port, 0)
     else:
         store = _store(host, world.bcast(None, 0), size, False, timeout)
+    world.Barrier()  # who fails from here on takes rank 0's store from nobody who is on the way
     return store, rank, size
 
 

@@ -1,0 +1,298 @@
+"""How PyTorch finds the backend, and what a whole job of PyTorch's sees of it.
+
+Scripts say what a user's script says; mpiexec and torchrun run them. What the backend does once it
+is there is in tests/pytorch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+
+PREAMBLE = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+def say(*words):  # one write, so that ranks do not print into each other's lines
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
+
+def python(script: str, *start: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script, behind the words of a launcher where there are some."""
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [*start, sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=variables | environment,
+    )
+
+
+def on_ranks(script: str, ranks: int = 2, **environment: str) -> list[str]:
+    """What the ranks of a job that ends well print, sorted."""
+    done = python(script, *MPIEXEC, "-n", str(ranks), **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(done.stdout.split("\n"))[1:]
+
+
+def family() -> str:
+    """The MPI library: "MPICH", "Open MPI", ..."""
+    code = "import mpi4py; mpi4py.rc.initialize = False\nfrom mpi4py import MPI\n"
+    code += "print(MPI.get_vendor()[0])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+# ---- import torch --------------------------------------------------------------------------------
+
+
+def test_import_torch_registers_and_loads_no_mpi():
+    done = python("""
+        loaded = [name for name in sys.modules if name.partition(".")[0] in ("mpi4py", "ml_dtypes")]
+        say(loaded, "mpicoll" in dist.Backend.backend_list, dist.is_backend_available("mpicoll"))
+    """)
+    assert done.stdout == "[] True True\n", done.stdout + done.stderr
+
+
+def test_without_autoload_register_does_the_same():
+    done = python(
+        """
+        say(dist.is_backend_available("mpicoll"))
+        import mpicoll.torch
+        mpicoll.torch.register()
+        mpicoll.torch.register()
+        say(dist.is_backend_available("mpicoll"), dist.Backend.backend_list.count("mpicoll"))
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert done.stdout == "False\nTrue 1\n", done.stdout + done.stderr
+
+
+def test_what_mpicoll_cannot_do_never_breaks_import_torch():
+    """As with a torch in which something that registering needs has another name."""
+    done = python(
+        """
+        import warnings
+        import mpicoll.torch
+        del dist.Backend.register_backend
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mpicoll.torch.autoload()
+        say(caught[0].message)
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert "mpicoll cannot register with this torch: AttributeError" in done.stdout, done.stderr
+
+
+def test_only_mpi_is_stood_in_for():
+    import mpicoll.torch
+
+    with pytest.raises(ValueError, match="install_as: expected 'mpi', got 'nccl'"):
+        mpicoll.torch.install_as("nccl")
+
+
+# ---- under mpiexec -------------------------------------------------------------------------------
+
+ALL_REDUCE = """
+x = torch.full((2,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+"""
+
+
+@needs_mpiexec
+def test_a_script_says_the_name_and_no_more():
+    """The variables that other libraries read are there then, and a second beginning works."""
+    lines = on_ranks(
+        """
+        for _ in range(2):
+            dist.init_process_group("mpicoll")
+            x = torch.full((2,), dist.get_rank() + 1.0)
+            dist.all_reduce(x)
+            rank, size = dist.get_rank(), dist.get_world_size()
+            dist.destroy_process_group()
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+        say(rank, size, x.tolist(), *[os.environ[name] for name in names])
+        assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+        """,
+        3,
+    )
+    assert lines == [f"{r} 3 [6.0, 6.0] {r} 3 {r} 3" for r in range(3)]
+
+
+@needs_mpiexec
+def test_the_facade_beside():
+    """``import mpicoll`` has the same default group."""
+    lines = on_ranks("""
+        import numpy as np
+        import mpicoll
+        dist.init_process_group("mpicoll")
+        x = np.full(2, mpicoll.get_rank() + 1.0)
+        mpicoll.all_reduce(x)
+        dist.destroy_process_group()
+        say(x.tolist(), mpicoll.is_initialized())
+        mpicoll.init_process_group()
+        dist.init_process_group("mpicoll")
+        y = torch.ones(1)
+        dist.all_reduce(y)
+        dist.destroy_process_group()
+        mpicoll.all_reduce(x)
+        mpicoll.destroy_process_group()
+        say(x.tolist(), y.tolist())
+    """)
+    assert lines == ["[3.0, 3.0] False"] * 2 + ["[6.0, 6.0] [2.0]"] * 2
+
+
+@needs_mpiexec
+def test_mpi_rendezvous_for_another_backend():
+    """Gloo's group gets its ranks from MPI; groups of mpicoll can be made beside."""
+    lines = on_ranks("""
+        dist.init_process_group("gloo", init_method="mpi://")
+        x = torch.full((2,), dist.get_rank() + 1.0)
+        dist.all_reduce(x)
+        try:
+            dist.new_group([0], backend="mpicoll")
+        except ValueError as error:
+            say("refused:", str(error).split(":")[1])
+        group = dist.new_group(backend="mpicoll")
+        dist.all_reduce(x, group=group)
+        half = dist.new_group([1], backend="mpicoll")
+        if dist.get_rank() == 1:
+            dist.all_reduce(x, group=half)
+        say(x.tolist(), dist.get_backend(), dist.get_backend(group))
+        dist.barrier()
+        dist.destroy_process_group()
+    """)
+    assert lines == ["[6.0, 6.0] gloo mpicoll"] * 2 + [
+        "refused:  backend 'mpicoll' over a default group of backend 'gloo'"
+    ]
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("how", ["environment", "call"])
+def test_in_place_of_torchs_own_mpi_backend(how):
+    script = """
+        dist.init_process_group(backend="mpi")
+        x = torch.full((2,), dist.get_rank() + 1.0)
+        dist.all_reduce(x)
+        pair = dist.new_group([0, 1])
+        gloo = dist.new_group(backend="gloo")
+        y = torch.ones(1)
+        if dist.get_rank() < 2:
+            dist.all_reduce(y, group=pair)
+        dist.all_reduce(y, group=gloo)
+        say(x.tolist(), y.tolist(), dist.get_backend(), dist.get_backend(gloo))
+        dist.destroy_process_group()
+    """
+    if how == "call":
+        call = "import mpicoll.torch; mpicoll.torch.install_as('mpi')\n"
+        lines = on_ranks(call + textwrap.dedent(script), 3)
+    else:
+        lines = on_ranks(script, 3, MPICOLL_INSTALL_AS="mpi")
+    assert lines == ["[6.0, 6.0] [5.0] mpi gloo"] * 3
+
+
+@needs_mpiexec
+def test_refused_by_name():
+    lines = on_ranks("""
+        from datetime import timedelta
+        def refused(*words, call=dist.init_process_group, **more):
+            try:
+                call(*words, **more)
+            except ValueError as error:
+                say(error)
+        refused("cpu:gloo,cuda:mpicoll", init_method="mpi://")
+        refused("mpicoll", pg_options=object())
+        refused("mpicoll", init_method="mpi://", rank=7, world_size=9)
+        dist.init_process_group("mpicoll")
+        refused(call=dist.new_group, pg_options=object())
+        refused(torch.ones(2).to("meta"), call=dist.all_reduce)
+        refused([torch.ones(1)] * 2, call=dist.group.WORLD.broadcast)
+        dist.destroy_process_group()
+    """)
+    for words in (
+        "mpicoll: backend 'cpu:gloo,cuda:mpicoll': torch lets a backend written in Python",
+        "mpicoll: pg_options are not supported",
+        "init_process_group: rank=7 disagrees with MPI's own",
+        "all_reduce: tensor: tensors on meta are not supported",
+        "broadcast: expected a list of one tensor (one device a process), got 2",
+    ):
+        assert sum(line.startswith(words) for line in lines) >= 2, (words, lines)
+
+
+@needs_mpiexec
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback():
+    """torch collects what is printed of it, and would print it after the end."""
+    done = python(
+        """
+        dist.init_process_group("mpicoll")
+        if dist.get_rank() == 1:
+            raise KeyError("the reason")
+        dist.barrier()
+        """,
+        *MPIEXEC,
+        "-n",
+        "2",
+    )
+    assert done.returncode != 0
+    assert "KeyError: 'the reason'" in done.stderr, done.stderr
+
+
+# ---- under torchrun ------------------------------------------------------------------------------
+
+
+def torchrun(script: str, folder: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    file = folder / "script.py"
+    file.write_text(PREAMBLE + textwrap.dedent(script))
+    return subprocess.run(
+        [*TORCHRUN, str(ranks), str(file)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_torchrun(tmp_path):
+    """A script that says the name and no more; twice; and with the name of torch's MPI backend."""
+    done = torchrun(
+        """
+        import mpicoll.torch
+        mpicoll.torch.install_as("mpi")
+        for name in "mpicoll", "mpicoll", "mpi":
+            dist.init_process_group(name)
+            x = torch.full((2,), dist.get_rank() + 1.0)
+            dist.all_reduce(x)
+            half = dist.new_group([0])
+            say(name, dist.get_rank(), x.tolist(), dist.get_node_local_rank())
+            dist.destroy_process_group()
+        """,
+        tmp_path,
+    )
+    if family() == "Open MPI":
+        assert done.returncode != 0
+        assert "mpirun -n 2" in done.stderr and "pip install mpich" in done.stderr, done.stderr
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.split("\n"))[1:] == sorted(
+        f"{name} {rank} [3.0, 3.0] {rank}"
+        for name in ("mpicoll", "mpicoll", "mpi")
+        for rank in range(2)
+    )

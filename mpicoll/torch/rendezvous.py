@@ -63,23 +63,36 @@ def _env(url: str, **settings: Any) -> Iterator[Found]:
     return _mpi("mpi://", **settings)
 
 
+#: The store of this process, from its first meeting on, and the number of meetings so far.
+_kept: Any = None
+_meetings = 0
+
+
 def meet(timeout: timedelta) -> Found:
     """Starts MPI; a store on rank 0, and this rank and size.
 
-    The store is torch's own, for those in torch.distributed that need one; mpicoll does not.
+    The store is torch's own, for those in torch.distributed that need one; mpicoll does not. It is
+    kept until the process ends: other ranks may still be asking it when rank 0 has destroyed its
+    groups. Each meeting has keys of its own.
     """
+    global _kept, _meetings
     world = launch.start()
     rank, size = world.Get_rank(), world.Get_size()
     launch.check_world(size)
-    host = launch.master(world)
-    given = os.environ.get("MASTER_PORT", "0") if not launch.filled("MASTER_PORT") else "0"
-    if rank == 0:
-        store = _store(host, int(given), size, True, timeout)
-        world.bcast(store.port, 0)
-    else:
-        store = _store(host, world.bcast(None, 0), size, False, timeout)
-    world.Barrier()  # who fails from here on takes rank 0's store from nobody who is on the way
-    return store, rank, size
+    if _kept is None:
+        host, port = launch.master(world), 0
+        if rank == 0:
+            # Where somebody has said a port, the store is there; else where one is free.
+            if not launch.filled("MASTER_PORT"):
+                port = int(os.environ.get("MASTER_PORT", "0"))
+            _kept = _store(host, port, size, True, timeout)
+            port = _kept.port
+        port = world.bcast(port, 0)
+        if rank != 0:
+            _kept = _store(host, port, size, False, timeout)
+        world.Barrier()  # whoever fails from here on does not leave others connecting
+    _meetings += 1
+    return c10d.PrefixStore(f"mpi/{_meetings}", _kept), rank, size
 
 
 def _store(host: str, port: int, size: int, serves: bool, timeout: timedelta) -> c10d.TCPStore:

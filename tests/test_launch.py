@@ -218,7 +218,7 @@ def ended(request: pytest.FixtureRequest, jobs: dict[str, Future[Ended]]) -> End
 # --- one world ----------------------------------------------------------------------------------
 
 ROUND = """
-    dist.init_process_group($how, timeout=30)
+    dist.init_process_group(timeout=30, $how)
     say(dist.get_rank(), dist.get_world_size(), total(dist.get_rank() + 1))
     dist.destroy_process_group()
 """

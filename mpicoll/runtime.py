@@ -300,8 +300,16 @@ def _part() -> None:
 
 
 def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
-    """Waits for what is pending in a group, frees its communicators, strikes it off."""
+    """Waits for what is pending in a group, frees its communicators, strikes it off.
+
+    Work that somebody has waited for in vain is not waited for again: the group is left with it.
+    """
+    if any(work.overdue for work in group.pending):
+        limit = _A_MOMENT
     if not group.finish(limit):
+        if all(work.overdue for work in group.pending):
+            _give_up(group, "ended while it was pending, beyond its timeout")
+            return
         raise CollectiveTimeoutError(
             f"destroy_process_group: {group.group_name}: asynchronous work is still pending after "
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
@@ -320,12 +328,16 @@ def abandon(group: ProcessGroup) -> None:
     """
     chosen = list(state.groups) if group is state.default else [group]
     for one in reversed(chosen):
-        error = DistBackendError(f"process group {one.group_name!r} was aborted")
-        for work in [*one.pending, *one.in_flight]:
-            work.give_up(error)
-        leave(one)
+        _give_up(one, "was aborted")
     if group is state.default:
         _over()
+
+
+def _give_up(group: ProcessGroup, why: str) -> None:
+    error = DistBackendError(f"process group {group.group_name!r} {why}")
+    for work in [*group.pending, *group.in_flight]:
+        work.give_up(error)
+    leave(group)
 
 
 def leave(group: ProcessGroup) -> None:

@@ -129,11 +129,12 @@ class Work:
     description: the operation, as messages name it.
     outputs:     the arrays that the operation fills, as the caller passed them.
     limit:       seconds that ``wait()`` waits if it is not told otherwise.
+    overdue:     somebody has waited in vain, and knows.
     """
 
     __slots__ = (
         "__weakref__", "_error", "_finished", "_future", "_gate", "_seen", "description", "limit",
-        "outputs",
+        "outputs", "overdue",
     )  # fmt: skip
 
     def __init__(self, description: str, outputs: Sequence[Any], limit: float | None) -> None:
@@ -145,6 +146,7 @@ class Work:
         self._finished = False
         self._error: BaseException | None = None
         self._seen = False
+        self.overdue = False
         self._future: Future | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -175,6 +177,7 @@ class Work:
         """
         limit = seconds(timeout, None, "Work.wait") or self.limit
         if not self._finished and not self._join(limit):
+            self.overdue = True
             raise CollectiveTimeoutError(
                 f"{self.description}: not complete within the timeout of {limit:g} s; another rank "
                 "has not made this call, or is still on its way"

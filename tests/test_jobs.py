@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "jobs" / "train_digits.py"
+TRAIN_DDP = ROOT / "jobs" / "train_digits_ddp.py"
 MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
 
 pytestmark = pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
 
 
-def launch(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*MPIEXEC, "-n", str(ranks), sys.executable, *map(str, program)]
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        [*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
+
+
+def launch(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[str]:
+    return run(*MPIEXEC, "-n", str(ranks), sys.executable, *program)
 
 
 def train(ranks: int, file: Path, *options: str) -> tuple[dict[str, np.ndarray], str]:
@@ -73,18 +78,140 @@ def test_ranks_without_a_share_of_the_batch(tmp_path: Path) -> None:
     assert_same(one, four)
 
 
-def test_a_missed_target_fails_the_job() -> None:
+JOBS = [pytest.param(TRAIN, id="mpicoll"), pytest.param(TRAIN_DDP, id="ddp")]
+
+
+def needs_what(job: Path) -> None:
     pytest.importorskip("sklearn")
-    done = launch(2, TRAIN, "--epochs", "1", "--target", "1.0")
+    if job == TRAIN_DDP:
+        pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_missed_target_fails_the_job(job: Path) -> None:
+    needs_what(job)
+    done = launch(2, job, "--epochs", "1", "--target", "1.0")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "MISSED" in done.stdout
 
 
-def test_a_wrong_option_ends_every_rank() -> None:
-    pytest.importorskip("sklearn")
-    done = launch(2, TRAIN, "--batch-size", "0")
+@pytest.mark.parametrize("job", JOBS)
+def test_a_wrong_option_ends_every_rank(job: Path) -> None:
+    needs_what(job)
+    done = launch(2, job, "--batch-size", "0")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "--batch-size must be at least 1" in done.stderr
+
+
+class Training:
+    """What a run of train_digits_ddp.py printed and saved."""
+
+    def __init__(self, file: Path, start: Sequence[str | Path], *options: str) -> None:
+        needs_what(TRAIN_DDP)
+        import torch
+
+        done = run(*start, TRAIN_DDP, "--save", file, *options)
+        self.output = done.stdout
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.parameters = torch.load(file, weights_only=True)
+        losses = re.findall(r"^epoch .* loss ([\d.]+) ", done.stdout, re.MULTILINE)
+        self.losses = [float(loss) for loss in losses]
+
+    def assert_same(self, other: Training) -> None:
+        """Rounding, some 1e-7 in float32, is all that may differ; see the other assert_same."""
+        # Four digits are printed, and the last may be rounded either way.
+        np.testing.assert_allclose(self.losses, other.losses, rtol=0, atol=1.01e-4)
+        assert self.parameters.keys() == other.parameters.keys()
+        for name, parameter in self.parameters.items():
+            np.testing.assert_allclose(
+                parameter, other.parameters[name], rtol=0, atol=1e-5, err_msg=name
+            )
+
+
+def ranks(number: int) -> list[str]:
+    return [*MPIEXEC, "-n", str(number), sys.executable]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+SHORT = ["--epochs", "2", "--target", "0"]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return Training(tmp_path_factory.mktemp("short") / "one.pt", ranks(1), *SHORT)
+
+
+def test_ddp_reaches_the_target(tmp_path: Path) -> None:
+    training = Training(tmp_path / "two.pt", ranks(2))
+    assert "on 2 ranks, DDP over mpicoll\n" in training.output
+    assert len(training.losses) == 10
+    assert len(re.findall(r"^rank \d on ", training.output, re.MULTILINE)) == 2
+    accuracy = re.search(r"^held-out accuracy (.*)%:", training.output, re.MULTILINE)
+    assert accuracy and float(accuracy[1]) > 95.0
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_ddp_is_the_same_on_any_number_of_ranks(
+    number: int, short: Training, tmp_path: Path
+) -> None:
+    Training(tmp_path / "ddp.pt", ranks(number), *SHORT).assert_same(short)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_fsdp_is_the_same_as_ddp(number: int, short: Training, tmp_path: Path) -> None:
+    training = Training(tmp_path / "fsdp.pt", ranks(number), "--fsdp", *SHORT)
+    assert f"on {number} ranks, FSDP2 over mpicoll\n" in training.output
+    training.assert_same(short)
+
+
+@pytest.mark.parametrize("way", [[], ["--fsdp"]], ids=["ddp", "fsdp"])
+def test_gloo_gives_the_same_losses(way: list[str], short: Training, tmp_path: Path) -> None:
+    training = Training(tmp_path / "gloo.pt", ranks(2), "--backend", "gloo", *way, *SHORT)
+    assert "over gloo\n" in training.output
+    training.assert_same(short)
+
+
+@pytest.mark.parametrize("way", [[], ["--fsdp"]], ids=["ddp", "fsdp"])
+def test_ddp_with_ranks_without_a_share_of_the_batch(way: list[str], tmp_path: Path) -> None:
+    # Batches of 205, which four do not divide, and a last one of 3, of which one gets nothing.
+    options = shlex.split("--batch-size 205 --epochs 1 --target 0")
+    one = Training(tmp_path / "one.pt", ranks(1), *options)
+    Training(tmp_path / "four.pt", ranks(4), *way, *options).assert_same(one)
+
+
+def test_torchrun_starts_the_job_unchanged(short: Training, tmp_path: Path) -> None:
+    if "Open MPI" in mpi_library():
+        pytest.skip("of the MPIs only the MPICH family starts without its own mpirun")
+    training = Training(tmp_path / "torchrun.pt", TORCHRUN, *SHORT)
+    assert "on 2 ranks, DDP over mpicoll\n" in training.output
+    training.assert_same(short)
+
+
+def test_torchrun_starts_the_job_with_gloo(short: Training, tmp_path: Path) -> None:
+    Training(tmp_path / "torchrun.pt", TORCHRUN, "--backend", "gloo", *SHORT).assert_same(short)
+
+
+def mpi_library() -> str:
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    return run(sys.executable, "-c", code + "print(MPI.Get_library_version())").stdout
+
+
+def test_a_gpu_that_is_not_there_ends_every_rank() -> None:
+    needs_what(TRAIN_DDP)
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = launch(2, TRAIN_DDP, "--device", "cuda")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "--device cuda: torch finds no GPU" in done.stderr
+
+
+def test_a_backend_that_nobody_knows_ends_every_rank() -> None:
+    needs_what(TRAIN_DDP)
+    done = launch(2, TRAIN_DDP, "--backend", "glue")
+    assert done.returncode != 0
+    assert "glue" in done.stderr
 
 
 def test_the_example_of_the_readme(tmp_path: Path) -> None:

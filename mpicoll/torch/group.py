@@ -439,7 +439,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
             work = begin()
         if self._batch is not None:
             self._batch.append((work, work.outputs))
-        return Received(self.core, work, (tensor,))
+        return Received(self.core, work, work.outputs)
 
 
 def _done(output: Any) -> Done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,11 @@ _ZERO = timedelta(0)
 _RESULT = torch._C._distributed_c10d.WorkResult
 
 
+#: Works that Python has let go of without waiting for them, the latest ones. C++ may have them:
+#: DDP's reducer keeps a Work that it is given without its Python half, which does the waiting.
+_let_go: deque[Any] = deque(maxlen=64)
+
+
 class Pending(TorchWork):  # type: ignore[misc]
     """A call that is under way: one Work of the core, or several that were begun together.
 
@@ -29,12 +35,22 @@ class Pending(TorchWork):  # type: ignore[misc]
         self._works = works
         self._outputs = outputs
         self._future: Any = None
+        self._waited_for = False
+
+    def __del__(self) -> None:
+        unused = not self._waited_for and self._future is None
+        # One that has failed says so when it goes.
+        if unused and not any(
+            work.is_completed() and not work.is_success() for work in self._works
+        ):
+            _let_go.append(self)
 
     def wait(self, timeout: timedelta = _ZERO) -> bool:
         """Waits until the outputs are filled; ``timeout`` of zero is the group's.
 
         Raises what went wrong, CollectiveTimeoutError (a RuntimeError) when the time is over.
         """
+        self._waited_for = True
         for work in self._works:
             work.wait(timeout)
         return True

@@ -120,6 +120,7 @@ class Pass:
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(arguments.timeout),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "TMPDIR": scratch,
+            "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }

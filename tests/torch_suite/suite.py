@@ -67,6 +67,11 @@ class TestDistributed(
 
         self._start_processes(process)
 
+    def _init_group_test(self, **kwargs: Any) -> Any:
+        if int(self.world_size) < 3:  # PyTorch never runs these tests on fewer ranks
+            self.skipTest("The group is of ranks 1 and 2")
+        return super()._init_group_test(**kwargs)
+
     #: The file that its ranks write to.
     log = os.devnull
 

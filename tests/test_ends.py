@@ -571,7 +571,8 @@ def test_what_timed_out_goes_on_and_can_be_waited_for(ended: Ended) -> None:
 def test_monitored_barrier_names_who_never_came(wait_all: str, ended: Ended) -> None:
     assert ended.code != 0
     lead, follow = ended.lines
-    named = "ranks 1, 3 did not" if wait_all == "True" else "rank 1 did not arrive within 0.5 s"
+    named = "Ranks 1, 3" if wait_all == "True" else "Rank 1"
+    named += " failed to pass monitoredBarrier: did not arrive within 0.5 s"
     assert lead.startswith("0 ") and named in lead
     assert follow.startswith("2 ") and "2 rank(s) did not arrive in time" in follow
 

@@ -157,7 +157,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 lambda: execute.run(primitive, self.core, True, output, input, op, root, splits),
                 asynchronous,
                 limit,
-                (output, input),
+                output if input is None else input,
             )
         if output is not None and input is None:
             execute.run_in_place(primitive, self.core, False, output, op, root)
@@ -181,7 +181,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
             lambda: execute.run_all(name, primitive, self.core, pairs, op),
             options.asyncOp,
             options.timeout,
-            pairs[0],
+            [output if input is None else input for output, input in pairs],
         )
 
     def _begin(
@@ -190,11 +190,14 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         begin: Callable[[], Work | None],
         asynchronous: bool,
         limit: timedelta,
-        tensors: Sequence[Any],
+        inputs: Any,
     ) -> c10d.Work:
-        """Begins a call whose Work is asked for, timed, batched or profiled."""
+        """Begins a call whose Work is asked for, timed, batched or profiled.
+
+        inputs: the tensors that it reads, whose shapes a profiler gets.
+        """
         if _profiler_enabled():
-            work = profiled(f"{self._backend_name}:{name}", tensors, begin)
+            work = profiled(f"{self._backend_name}:{name}", inputs, begin)
         else:
             work = begin()
         assert work is not None  # None is for ranks outside, which have no group object
@@ -248,7 +251,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 lambda: sparse.all_reduce(self.core, tensor, row),
                 opts.asyncOp,
                 opts.timeout,
-                (tensor,),
+                tensor,
             )
         return self._call(_ALL_REDUCE, opts, tensor, op=row)
 
@@ -434,7 +437,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
             return point_to_point.post(self.core, name, tensor, peer, tag, name != "send")
 
         if _profiler_enabled():
-            work = profiled(f"{self._backend_name}:{name}", (tensor,), begin)
+            work = profiled(f"{self._backend_name}:{name}", tensor, begin)
         else:
             work = begin()
         if self._batch is not None:

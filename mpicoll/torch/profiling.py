@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch._C._profiler import _RecordFunctionFast
 
+from mpicoll.torch.works import flat
 from mpicoll.work import Work
 
 __all__ = ["profiled"]
@@ -15,13 +15,12 @@ __all__ = ["profiled"]
 W = TypeVar("W", bound="Work | None")
 
 
-def profiled(name: str, tensors: Sequence[Any], begin: Callable[[], W]) -> W:
-    """``begin()``, as an event of that name with the shapes of its tensors.
+def profiled(name: str, inputs: Any, begin: Callable[[], W]) -> W:
+    """``begin()``, as an event of that name with the shapes of the tensors that it reads.
 
     The event ends when the Work does, on the thread that ends it.
     """
-    inputs = [one for one in tensors if isinstance(one, torch.Tensor)]
-    event = _RecordFunctionFast(name, inputs, {})
+    event = _RecordFunctionFast(name, flat(inputs), {})
     event.__enter__()
     try:
         work = begin()

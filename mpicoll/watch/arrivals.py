@@ -89,11 +89,13 @@ def _lead(group: ProcessGroup, limit: float, wait_all: bool) -> None:
         _post(group.comm, other, _VERDICT, group.monitored, len(missing))
     if missing:
         named = [group.ranks[r] for r in (missing if wait_all else missing[:1])]
+        # The words of torch's own function are among these, for those who look for them in logs.
         raise CollectiveTimeoutError(
             f"monitored_barrier on rank 0 of group {group.group_name}: "
-            f"{'ranks' if len(named) > 1 else 'rank'} {', '.join(map(str, named))} did not arrive "
-            f"within {limit:g} s"
+            f"{'Ranks' if len(named) > 1 else 'Rank'} {', '.join(map(str, named))} failed to pass "
+            f"monitoredBarrier: did not arrive within {limit:g} s"
             + ("" if wait_all else "; wait_all_ranks=True names every missing rank")
+            + ("" if limit > 0 else "; Rank 0 timed out in monitoredBarrier before it could look")
         )
 
 
@@ -108,5 +110,7 @@ def _follow(group: ProcessGroup, limit: float) -> None:
     missing = int(inbox.boxes[0][1])
     if missing:
         raise CollectiveTimeoutError(
-            f"{where}: {missing} rank(s) did not arrive in time; rank 0's error names them"
+            f"{where}: Rank {group.ranks[group.rank()]} successfully reached monitoredBarrier, but "
+            f"received errors while waiting for send/recv from rank 0: {missing} rank(s) did not "
+            "arrive in time; rank 0's error names them"
         )

@@ -135,13 +135,17 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     script = folder / "script.py"
     script.write_text(PREAMBLE + fill(task.script))
     size = task.size or len(task.ranks)
-    common: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    common: dict[str, str | None] = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "MPICOLL_TEST_FOLDER": str(folder),
+    }
     commands = [([sys.executable, str(script)], common)]
     if task.by == "hand":
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
         commands = [(commands[0][0], common | {"RANK": str(rank)}) for rank in task.ranks]
     elif task.by == "torchrun":
-        options = ["--nproc-per-node", str(size), "--master-port", port]
+        options = ["--nproc-per-node", str(size), "--master-port", port, "--max-restarts", "1"]
         commands = [([str(TORCHRUN), *options, str(script)], common)]
     elif task.by == "mpiexec":
         commands = [([*MPIEXEC, "-n", str(size), *commands[0][0]], common)]
@@ -257,6 +261,11 @@ def test_four_ranks_that_come_one_by_one(how: str, ended: Ended) -> None:
     here = [os.environ[name] for name in names]
     assert dist.is_torchelastic_launched()
     assert dist.get_node_local_rank() == int(here[2])
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        assert total(1) == 2
+        if dist.get_rank() == 1:
+            os._exit(3)
+        dist.barrier()
     say(dist.get_rank(), total(1), *here[:4], here[5] == "$PORT")
     for _ in range(2):
         dist.destroy_process_group()
@@ -265,7 +274,7 @@ def test_four_ranks_that_come_one_by_one(how: str, ended: Ended) -> None:
     dist.destroy_process_group()
 """, by="torchrun")  # fmt: skip
 @pytest.mark.skipif(not TORCHRUN.exists(), reason="there is no torchrun")
-def test_torchrun(ended: Ended) -> None:
+def test_torchrun_that_starts_the_ranks_twice(ended: Ended) -> None:
     ended.in_good_order("0 2.0 0 2 0 2 True", "1 2.0 1 2 1 2 True", "again 2.0", "again 2.0")
 
 
@@ -423,6 +432,50 @@ def test_ends_in_good_order(end: str, ended: Ended) -> None:
 """, ranks=(0, 1, 2))  # fmt: skip
 def test_exit_codes(ended: Ended) -> None:
     ended.badly(73, 73, 73)
+
+
+@mpich
+@job("""
+    from mpicoll.launch import world
+    start = world._initialize
+    def initialize(mpi):
+        if os.environ["RANK"] == "1":
+            time.sleep(1)
+            os._exit(3)
+        start(mpi)
+    world._initialize = initialize
+    dist.init_process_group()
+    say("not reached")
+""", ranks=(0, 1, 2))  # fmt: skip
+def test_a_rank_that_is_lost_while_others_are_inside_mpi_init(ended: Ended) -> None:
+    ended.badly(-signal.SIGIO, 3, -signal.SIGIO)
+    assert ended.seconds < LIMIT / 2
+
+
+@mpich
+@job("""
+    import threading
+    from mpicoll.launch import session
+    os.environ["MASTER_PORT"] = "$PORT"
+    connect = session._connect
+    def die(*what):  # the server runs, and rank 0 goes without a word
+        os._exit(0)
+    session._connect = die
+    dist.init_process_group()
+""", ranks=(0,), size=2)  # fmt: skip
+def test_no_server_is_left_of_a_rank_0_that_never_came(ended: Ended) -> None:
+    for _ in range(50):
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"{ended.folder}".encode() in path.with_name("cmdline").read_bytes():
+                    found.append(path)
+                if f"MPICOLL_TEST_FOLDER={ended.folder}\0".encode() in path.read_bytes():
+                    found.append(path)
+        if not found:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{found} are still there")
 
 
 #: What a rank does that goes badly, its exit code, that of the others, and what they say.
@@ -662,11 +715,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(server, "_PATIENCE", 1.0)
     monkeypatch.setattr(server, "_GRACE", 0.5)
     listener = server.listen("127.0.0.1", 0)
-    one = server.Server(listener, "s", 2, 3.0)
+    reader, writer = os.pipe()  # rank 0 is on its way
+    one = server.Server(listener, "s", 2, 3.0, starter=reader)
     thread = threading.Thread(target=one.serve)
     thread.start()
     yield listener.getsockname()[1]
+    os.close(writer)
     thread.join(10)
+    os.close(reader)
     assert not thread.is_alive(), "the server did not end"
 
 

@@ -26,6 +26,7 @@ The words on a connection that watches:
             late              will not wait any longer for ranks that have not come
     server  go                all ranks have come
             refused WHY       a rank has another idea of the job
+            stuck RANK,...    these do not come out of MPI_Init
             missing RANK,...  somebody will not wait any longer for these
             lost RANK         a rank ended without a word
             abort RANK CODE   a rank ended the job
@@ -40,12 +41,12 @@ import hashlib
 import hmac
 import json
 import os
+import resource
 import secrets
 import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
 
 __all__ = ["GREETING", "NONCE", "Server", "mac", "mapping"]
 
@@ -116,18 +117,27 @@ class Server:
     listener: the listening socket.
     secret:   of the job.
     size:     number of ranks.
-    limit:    seconds after which a server that nobody has come to ends.
+    limit:    seconds that ranks which have all come may take to start MPI.
     hands_out: gives the secret to whoever asks.
+    starter:  a descriptor that is at its end when rank 0 has ended or is connected: without rank 0
+              there is no job.
     """
 
     def __init__(
-        self, listener: socket.socket, secret: str, size: int, limit: float, hands_out: bool = False
+        self,
+        listener: socket.socket,
+        secret: str,
+        size: int,
+        limit: float,
+        hands_out: bool = False,
+        starter: int | None = None,
     ) -> None:
         self.listener = listener
         self.secret = secret
         self.size = size
         self.limit = limit
         self.hands_out = hands_out
+        self.starter = starter
         # MPI libraries name shared memory by it: it must be nobody else's on any node.
         self.name = f"mpicoll-{secrets.token_hex(8)}"
         self.selector = selectors.DefaultSelector()
@@ -140,7 +150,13 @@ class Server:
         self.values: dict[str, str] = {}
         self.stored = 0
         self.fence: set[int] = set()  # ranks that wait in PMI's barrier
+        self.starting: set[int] = set()  # ranks inside MPI_Init
+        self.ended: set[int] = set()  # ranks in state end or gone
+        self.earliest = -1  # the one of them that was in the fewest process groups
+        self.latest = 0  # the most process groups that any rank was in
+        self.told = False  # how to end
         self.complete = False  # all ranks have come
+        self.patience = 0.0  # until when ranks may be inside MPI_Init
         self.cut_off = float("inf")  # when a job that ends badly is cut off
 
     # --- the loop --------------------------------------------------------------------------------
@@ -158,11 +174,16 @@ class Server:
     def _serve(self) -> None:
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ, None)
-        deadline = time.monotonic() + self.limit
+        if self.starter is not None:
+            self.selector.register(self.starter, selectors.EVENT_READ, None)
         while True:
             for key, events in self.selector.select(1.0):
-                if key.data is None:
+                if key.fileobj is self.listener:
                     self._accept()
+                    continue
+                if key.data is None:
+                    self.selector.unregister(key.fileobj)
+                    self.starter = None
                     continue
                 if events & selectors.EVENT_WRITE:
                     self._flush(key.data)
@@ -172,9 +193,9 @@ class Server:
             for one in list(self.connections):
                 if not one.role and now - one.since > _PATIENCE:
                     self._drop(one)
-            if now > self.cut_off:
-                return
-            if not any(one.role for one in self.connections) and (self.state or now > deadline):
+            if self.starting and now > self.patience:
+                self._end_badly(f"stuck {','.join(map(str, sorted(self.starting)))}")
+            if now > self.cut_off or not (self.pmi or self.watch or self.starter is not None):
                 return
 
     def _accept(self) -> None:
@@ -246,10 +267,9 @@ class Server:
             self._look_at_fence()
         elif one.role == "watch":
             del self.watch[one.rank]
-            before, self.state[one.rank] = self.state[one.rank], "gone"
-            if before == "busy":
+            if self.state[one.rank] == "busy":
                 self._end_badly(f"lost {one.rank}")
-            self._look_at_ends()
+            self._set(one.rank, "gone")
 
     def _hear(self, one: _Connection, line: str) -> None:
         if one.role == "pmi":
@@ -299,6 +319,8 @@ class Server:
         for one in list(self.connections):
             if not one.role:
                 self._drop(one)
+        self.patience = time.monotonic() + self.limit
+        self.starting = set(range(self.size))
         nodes = [self.nodes[rank] for rank in range(self.size)]
         self.values["PMI_process_mapping"] = mapping(nodes)
         self._tell("go")
@@ -308,9 +330,8 @@ class Server:
     def _hear_watch(self, one: _Connection, line: str) -> None:
         word, _, rest = line.partition(" ")
         if word in ("busy", "free", "end"):
-            self.state[one.rank] = word
             self.cycles[one.rank] += word == "busy"
-            self._look_at_ends()
+            self._set(one.rank, word)
         elif word == "abort":
             self._end_badly(f"abort {one.rank} {int(rest)}")
         elif word == "late" and not self.complete:
@@ -327,17 +348,21 @@ class Server:
             self.cut_off = time.monotonic() + _GRACE
             self._tell(why)
 
-    def _look_at_ends(self) -> None:
-        """Who has ended early is missed in a later process group; at the end all are awaited."""
-        for rank, state in self.state.items():
-            if state in ("end", "gone") and any(
-                self.state[other] == "busy" and self.cycles[other] > self.cycles[rank]
-                for other in self.state
-            ):
-                self._end_badly(f"lost {rank}")
-        states = [self.state.get(rank) for rank in range(self.size)]
-        if "end" in states and all(state in ("end", "gone") for state in states):
-            self._tell("end some" if "gone" in states else "end all")
+    def _set(self, rank: int, state: str) -> None:
+        self.state[rank] = state
+        if state == "busy":
+            self.starting.discard(rank)
+            self.latest = max(self.latest, self.cycles[rank])
+        elif state in ("end", "gone"):
+            self.ended.add(rank)
+            if self.cycles[rank] < self.cycles.get(self.earliest, self.latest + 1):
+                self.earliest = rank
+        # Who has ended is missed in a later process group.
+        if self.cycles.get(self.earliest, self.latest) < self.latest:
+            self._end_badly(f"lost {self.earliest}")
+        if len(self.ended) == self.size and not self.told:
+            self.told = True
+            self._tell("end some" if "gone" in self.state.values() else "end all")
 
     # --- PMI-1 -----------------------------------------------------------------------------------
 
@@ -372,10 +397,10 @@ class Server:
 
     def _look_at_fence(self) -> None:
         """Lets those in the barrier go on when all that are left are there."""
-        if self.fence and self.fence >= set(self.pmi) and self.complete:
-            for rank in sorted(self.fence):
+        if self.fence and len(self.fence) == len(self.pmi) and self.complete:
+            waiting, self.fence = self.fence, set()
+            for rank in waiting:
                 self._say(self.pmi[rank], "cmd=barrier_out rc=0")
-            self.fence.clear()
 
 
 def tune(sock: socket.socket) -> None:
@@ -399,9 +424,9 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=backlog)
 
 
-def main(read: Callable[[], str] = sys.stdin.readline) -> None:
+def main() -> None:
     """Reads the settings, answers with the port and serves."""
-    settings = json.loads(read())
+    settings = json.loads(sys.stdin.readline())
     try:
         listener = listen(settings["host"], settings["port"])
     except OSError as error:
@@ -411,12 +436,18 @@ def main(read: Callable[[], str] = sys.stdin.readline) -> None:
     if os.fork():  # a child of rank 0 would be found by its os.wait()
         os._exit(0)
     # Whoever reads what rank 0 prints must not wait for this process.
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1):
-        os.dup2(nowhere, stream)
-    Server(
-        listener, settings["secret"], settings["size"], settings["limit"], settings["open"]
-    ).serve()
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))  # two a rank
+    one = Server(
+        listener,
+        settings["secret"],
+        settings["size"],
+        settings["limit"],
+        settings["open"],
+        sys.stdin.fileno(),
+    )
+    one.serve()
 
 
 if __name__ == "__main__":

@@ -77,15 +77,17 @@ class Session:
 
     def abort(self, code: int) -> NoReturn:
         """Ends this process with an exit code, and the others with the same."""
+        code = exit_status(code)
         self.say(f"abort {code}")
         os._exit(code)
 
     def hear(self, limit: float) -> str | None:
         """The next line from the server, "" when it is gone, None if none comes in time."""
         deadline = time.monotonic() + limit
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
         while b"\n" not in self._inbox:
-            ready, _, _ = select.select([self._sock], [], [], max(0, deadline - time.monotonic()))
-            if not ready:
+            if not poll.poll(1000 * max(0, deadline - time.monotonic())):
                 return None
             try:
                 data = self._sock.recv(1 << 16)
@@ -122,7 +124,9 @@ class Session:
             rank, code = rest.split(" ")
             mine = int(rank) == self.rank
             why = "" if mine else f"rank {rank} of {self.size} ended the job with exit code {code}"
-            return why, int(code) or 1
+            return why, exit_status(int(code))
+        if word == "stuck":
+            return f"ranks {rest} do not come out of MPI_Init", 1
         return "the server that rank 0 started, or its host, is gone", 1
 
     def finalize(self) -> bool:
@@ -154,6 +158,11 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def exit_status(code: int) -> int:
+    """The 8 bits of an exit code that count; not 0, which would say that all is well."""
+    return code & 255 or 1
 
 
 def current() -> Session | None:
@@ -189,11 +198,20 @@ def join(meeting: Meeting, limit: float) -> Session:
 
 def _find(meeting: Meeting, limit: float, deadline: float) -> tuple[socket.socket, socket.socket]:
     """The two connections to the server, which rank 0 starts."""
-    if meeting.rank == 0:
-        place = _start_server(meeting, limit)
-        # A secret that all ranks were given is told to nobody.
-        told = place if not _given() else place | {"secret": ""}
-        meeting.store.set(_KEY, json.dumps(told))
+    with contextlib.ExitStack() as stack:
+        place: dict[str, object] = {}
+        if meeting.rank == 0:
+            place, process = _start_server(meeting, limit)
+            stack.enter_context(process)  # which ends with rank 0 until that is connected to it
+            # A secret that all ranks were given is told to nobody.
+            told = place if not _given() else place | {"secret": ""}
+            meeting.store.set(_KEY, json.dumps(told))
+        return _reach(place, meeting, limit, deadline)
+
+
+def _reach(
+    place: dict[str, object], meeting: Meeting, limit: float, deadline: float
+) -> tuple[socket.socket, socket.socket]:
     start, pause, telling = time.monotonic(), 0.05, None
     while True:
         try:
@@ -249,12 +267,17 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
 # --- the server ---------------------------------------------------------------------------------
 
 
-def _start_server(meeting: Meeting, limit: float) -> dict[str, object]:
-    """Starts the server; returns what the other ranks need to find it."""
+def _start_server(
+    meeting: Meeting, limit: float
+) -> tuple[dict[str, object], subprocess.Popen[bytes]]:
+    """Starts the server; returns what the other ranks need to find it, and the process.
+
+    As long as the standard input of the process is open the server waits for this rank.
+    """
     secret = _given() or secrets.token_hex(32)
     settings = {
         "host": meeting.host, "port": meeting.port, "secret": secret, "size": meeting.world_size,
-        "limit": limit + _START, "open": bool(meeting.port) and not _given(),
+        "limit": limit, "open": bool(meeting.port) and not _given(),
     }  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", server.__file__],
@@ -265,25 +288,29 @@ def _start_server(meeting: Meeting, limit: float) -> dict[str, object]:
         cwd="/",
     )
     assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(OSError), process.stdin:
+    with contextlib.suppress(OSError):
         process.stdin.write(json.dumps(settings).encode() + b"\n")
-    with process.stdout:
-        ready, _, _ = select.select([process.stdout], [], [], _START)
-        answer = json.loads(process.stdout.readline() or "{}") if ready else {}
-        process.wait()  # the server is its child by now, so that nobody here waits for that
+        process.stdin.flush()
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    line = process.stdout.readline() if poll.poll(1000 * _START) else b""
+    answer = json.loads(line or "{}")
     if "port" not in answer:
+        process.kill()
+        process.communicate()
         raise LaunchError(
             f"{_WHERE}: rank 0 cannot listen at port {meeting.port or '0 (any)'} of "
             f"{meeting.host or 'this host'}: "
             f"{answer.get('error', 'its server process did not start')}"
         )
     named = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
-    return {
+    place = {
         "hosts": [*named, *addresses()],
         "port": answer["port"],
         "secret": secret,
         "machine": _machine(),
     }
+    return place, process
 
 
 def _given() -> str:

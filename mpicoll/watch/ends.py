@@ -174,6 +174,8 @@ class Guard:
 
     def _child_exiting(self) -> None:
         """At the end of a child of multiprocessing, an exception that ends it on its way."""
+        if os.getpid() != self._pid:
+            return
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):

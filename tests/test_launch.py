@@ -70,6 +70,7 @@ class Job:
     by:          "hand", "torchrun", "mpiexec" or "one" (a process that starts its ranks).
     environment: $PORT and $FOLDER are replaced; None takes a variable away.
     later:       these ranks start a second later.
+    nodes:       what starts a command on another node, in the order of the ranks.
     """
 
     script: str
@@ -78,6 +79,7 @@ class Job:
     by: str = "hand"
     environment: Mapping[str, str | None] = field(default_factory=dict)
     later: tuple[int, ...] = ()
+    nodes: tuple[list[str], ...] = ()
 
 
 @dataclass
@@ -143,7 +145,11 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     commands = [([sys.executable, str(script)], common)]
     if task.by == "hand":
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
-        commands = [(commands[0][0], common | {"RANK": str(rank)}) for rank in task.ranks]
+        nodes = task.nodes or ([],) * len(task.ranks)
+        commands = [
+            ([*node, *commands[0][0]], common | {"RANK": str(rank)})
+            for node, rank in zip(nodes, task.ranks, strict=True)
+        ]
     elif task.by == "torchrun":
         options = ["--nproc-per-node", str(size), "--master-port", port, "--max-restarts", "1"]
         commands = [([str(TORCHRUN), *options, str(script)], common)]
@@ -396,6 +402,79 @@ def test_each_rank_of_mpiexec_may_be_alone(ended: Ended) -> None:
 def test_cycles_in_one_process(ended: Ended) -> None:
     ended.in_good_order("done", "done")
     assert ended.err == ""
+
+
+# --- several nodes ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[list[str], list[str]]]:
+    """What starts a command on each of two nodes: network namespaces with host names of their own,
+    at 10.77.0.1 and 10.77.0.2.
+    """
+    names = [f"mpicoll-{os.getpid()}-{node}" for node in range(2)]
+    links = [f"mc{os.getpid()}{node}" for node in "ab"]
+    made = [
+        *(["ip", "netns", "add", name] for name in names),
+        ["ip", "link", "add", links[0], "netns", names[0], "type", "veth",
+         "peer", "name", links[1], "netns", names[1]],
+    ]  # fmt: skip
+    for node, (name, link) in enumerate(zip(names, links, strict=True)):
+        made += [
+            ["ip", "-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", link],
+            ["ip", "-n", name, "link", "set", "lo", "up"],
+            ["ip", "-n", name, "link", "set", link, "up"],
+        ]
+    starts = tuple(
+        ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c",
+         f'hostname node-{node} && exec "$@"', "sh"]
+        for node, name in enumerate(names)
+    )  # fmt: skip
+    try:
+        for command in [*made, *([*start, "true"] for start in starts)]:
+            try:
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+            except (OSError, subprocess.SubprocessError) as error:
+                why = getattr(error, "stderr", "") or error
+                pytest.skip(f"no network namespaces here: {command[0]}: {why}")
+        yield starts
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@mpich
+@pytest.mark.parametrize(
+    "how", ["'tcp://10.77.0.1:$PORT'", "'file://$FOLDER/meet'"], ids=["tcp", "file"]
+)
+def test_two_nodes(how: str, nodes: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    script = f"""
+    import socket
+    dist.init_process_group(init_method={how}, timeout=30)
+    rank = dist.get_rank()
+    x = np.full(1 << 18, rank + 1.0)
+    dist.all_reduce(x)
+    assert (x == 10).all()
+    node = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+    say(rank, socket.gethostname(), *node, os.environ["MASTER_ADDR"])
+    dist.destroy_process_group()
+    dist.init_process_group(init_method={how}, timeout=30)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    """
+    place = {"MASTER_ADDR": None, "MASTER_PORT": None}
+    task = Job(
+        textwrap.dedent(script), (0, 1, 2, 3), environment=place,
+        nodes=(nodes[0], nodes[0], nodes[1], nodes[1]),
+    )  # fmt: skip
+    ended = run(task, {}, tmp_path)
+    ended.badly(1, 1, 1, -signal.SIGKILL)
+    assert ended.lines == [
+        f"{rank} node-{rank // 2} {rank % 2} 2 10.77.0.1" for rank in range(4)
+    ], ended
+    assert ended.err.count("rank 3 of 4 was lost") == 3, ended
 
 
 # --- ends ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import os
 import secrets
 import select
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -37,6 +38,8 @@ _DOUBT = 10.0
 _START = 30.0
 #: Seconds that the others have, once this rank has given up, to hear why from the server.
 _LAST_WORDS = 5.0
+#: Asks Linux for the address of an interface.
+_SIOCGIFADDR = 0x8915
 #: Bytes of a line at the most.
 _LONGEST = 1024
 #: Seconds between looks at what MPI has on its way, while others are waited for at the end.
@@ -329,6 +332,10 @@ def addresses() -> list[str]:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far, 9))
             found[str(probe.getsockname()[0])] = None
+    for _, interface in socket.if_nameindex():
+        asked = struct.pack("256s", interface.encode()[:15])
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
+            found[socket.inet_ntoa(fcntl.ioctl(any_, _SIOCGIFADDR, asked)[20:24])] = None
     local = ("127.", "::1", "fe80:")
     return [*(one for one in found if not one.startswith(local)), name]
 

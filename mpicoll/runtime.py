@@ -23,7 +23,7 @@ from mpicoll.errors import (
 )
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.watch import departures
-from mpicoll.watch.ends import Guard, exit_code
+from mpicoll.watch.ends import Guard, exit_code, keep_exit_code
 from mpicoll.watch.levels import get_debug_level
 from mpicoll.work import seconds
 
@@ -217,14 +217,11 @@ def _look_around(comm: MPI.Intracomm) -> None:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     _node = (node.Get_rank(), node.Get_size())
     node.Free()
-    master = None
+    host, port = launch.master(comm), None
     if comm.Get_rank() == 0:
-        host = "127.0.0.1" if _node[1] == comm.Get_size() else launch.addresses()[0]
-        # Whoever listens there later may find it taken: it is free now.
-        with socket.create_server(("", 0)) as probe:
-            port = probe.getsockname()[1]
-        master = os.environ.get("MASTER_ADDR", host), os.environ.get("MASTER_PORT", str(port))
-    launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, *comm.bcast(master, 0))
+        with socket.create_server(("", 0)) as probe:  # the port is free now, if not for ever
+            port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
+    launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, comm.bcast(port, 0))
 
 
 def _given(what: str, value: Any) -> int | None:
@@ -348,12 +345,15 @@ def leave(group: ProcessGroup) -> None:
     group.close()
     state.groups.remove(group)
     if not group.finish(_A_MOMENT):
-        atexit.register(_end_without_mpi)
+        launch.leave_running()
+        keep_exit_code()
+        atexit.register(_end_without_mpi)  # for mpi4py would finalise what it has initialised
 
 
 def _end_without_mpi() -> None:
     print("mpicoll: work that was given up is still inside MPI; MPI is not finalised", flush=True)
     sys.stderr.flush()
+    _part()
     os._exit(exit_code() or 0)
 
 

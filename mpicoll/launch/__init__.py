@@ -13,7 +13,7 @@ from mpicoll.launch.environment import (
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.methods import meeting, told
 from mpicoll.launch.session import addresses, current
-from mpicoll.launch.world import master, start
+from mpicoll.launch.world import leave_running, master, start
 
 __all__ = [
     "Meeting",
@@ -24,6 +24,7 @@ __all__ = [
     "current",
     "fill_environment",
     "filled",
+    "leave_running",
     "local_rank",
     "master",
     "meeting",

@@ -19,7 +19,7 @@ from mpicoll.launch.session import addresses, current, join
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["master", "start"]
+__all__ = ["leave_running", "master", "start"]
 
 _WHERE = "init_process_group"
 
@@ -140,8 +140,20 @@ def _check(mpi: Any, meeting: Meeting) -> None:
     )
 
 
+#: Something is inside MPI for good: finalising it would wait for that.
+_left_running = False
+
+
+def leave_running() -> None:
+    """MPI is not finalised any more, for something is inside it for good."""
+    global _left_running
+    _left_running = True
+
+
 def _finalize(process: int) -> None:
     """At the end of the process: MPI_Finalize, if all ranks are there to make it."""
+    if _left_running:
+        return
     mpi: Any = sys.modules["mpi4py.MPI"]
     if os.getpid() != process or mpi.Is_finalized():  # a forked child has no MPI
         return

@@ -30,7 +30,7 @@ from mpicoll.watch import departures
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Guard", "exit_code"]
+__all__ = ["Guard", "exit_code", "keep_exit_code"]
 
 #: Seconds between looks at the groups' timeouts, and seconds that a process blocked in MPI is
 #: given to come out of it by itself after Ctrl-C.
@@ -60,6 +60,15 @@ class _Exit(SystemExit):
 def _exit(status: Any = None) -> NoReturn:
     main = threading.get_ident() == threading.main_thread().ident
     raise (_Exit if main else SystemExit)(status)
+
+
+_kept = False
+
+
+def keep_exit_code() -> None:
+    """Has ``exit_code`` know even after the Guard was removed."""
+    global _kept
+    _kept = True
 
 
 def exit_code() -> int | None:
@@ -110,7 +119,7 @@ class Guard:
             self._child.cancel()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
-        if sys.exit is _exit:
+        if sys.exit is _exit and not _kept:
             sys.exit = self._previous_exit
         deaf = not self._hears_signals
         if self._hears_signals and threading.current_thread() is threading.main_thread():

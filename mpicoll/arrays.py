@@ -317,15 +317,19 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
     from_address = MPI.buffer.fromaddress
     strided = torch.strided
     rows = {getattr(torch, name): row for name, row in by_name.items() if hasattr(torch, name)}
-    carriers = {1: torch.uint8, 2: torch.int16}
     direct = {torch.Tensor, torch.nn.Parameter}
 
     def alias(tensor: Any) -> Array:
-        row = rows[tensor.dtype]
-        tensor = tensor.detach()
-        if row.buffers:
-            return tensor.numpy()  # type: ignore[no-any-return]
-        return tensor.view(carriers[row.itemsize]).numpy().view(row.numpy)  # type: ignore[no-any-return]
+        """Not Tensor.numpy(), which forbids for ever that the storage is resized, as FSDP does."""
+        row, shape = rows[tensor.dtype], tuple(tensor.shape)
+        if not tensor.numel():
+            return np.empty(shape, row.numpy)
+        steps = tensor.stride()
+        last = sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True))
+        memory: Any = from_address(tensor.data_ptr(), (last + 1) * row.itemsize)
+        strides = [step * row.itemsize for step in steps]
+        found: Array = np.ndarray(shape, row.numpy, memory, strides=strides)
+        return found
 
     def refuse(tensor: Any, where: str, writable: bool) -> None:
         kind = type(tensor)

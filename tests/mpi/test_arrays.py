@@ -630,3 +630,19 @@ def test_uneven_all_to_all(teams, dtype, async_op):
 
 def test_the_names_are_those_of_the_table():
     assert {row.name for row in ROWS} <= set(NAMES)
+
+
+def test_a_tensors_storage_stays_resizable(world):
+    """Tensor.numpy() would forbid it for ever; FSDP frees its parameters so."""
+    torch = pytest.importorskip("torch")
+    n = world.size
+    single = torch.zeros(4 * n)
+    dist.all_gather_single(single, torch.ones(4))
+    half = torch.ones(4, dtype=torch.bfloat16)
+    dist.all_reduce(half)
+    strided = torch.ones(4, 4).t()
+    dist.all_reduce(strided)
+    part = torch.zeros(3)
+    dist.reduce_scatter_single(part, torch.ones(3 * n))
+    for tensor in (single, half, strided, part):
+        tensor.untyped_storage().resize_(0)

@@ -18,7 +18,7 @@ from torch.autograd import _profiler_enabled
 
 from mpicoll import collectives, execute, point_to_point, runtime
 from mpicoll.dtypes import OPERATIONS, ReduceOp
-from mpicoll.errors import ArgumentError
+from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import sparse
@@ -62,6 +62,10 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     store: torch's store of the group.
     """
 
+    # What torch asks a backend before it asks it for more than collectives.
+    supports_splitting = supports_shrinking = supports_coalescing = False
+    supports_time_estimate = supports_tensor_alloc = False
+
     def __init__(self, core: ProcessGroup, store: c10d.Store, backend: str) -> None:
         super().__init__(core.rank(), core.size())
         self.core = core
@@ -96,6 +100,19 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def setGroupDesc(self, description: str) -> None:
         """Sets the description."""
         self._description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The kinds of device whose tensors are served."""
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> TorchGroup:
+        """This group: it is its own backend, for every device that it serves."""
+        if torch.device(device).type != "cpu":
+            raise UnsupportedError(
+                f"mpicoll: no backend for device {device}: tensors have to be on the host"
+            )
+        return self
 
     def get_group_store(self) -> c10d.Store:
         """torch's store of the group."""

@@ -51,7 +51,8 @@ def normal(rank: int, *shape: int, key: object = 0, dtype=torch.float32) -> torc
 
 
 def reduce_op(name: str):
-    return dist.ReduceOp.PREMUL_SUM(FACTOR) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+    op = getattr(dist.ReduceOp, name)
+    return op(FACTOR) if name == "PREMUL_SUM" else op
 
 
 FOLDS = {

@@ -106,9 +106,7 @@ def test_reduce(world, group, async_op):
     for root in range(world.size):
         parts = parts_of(world, 4, key=root)
         mine = parts[world.me].clone()
-        opts = options(
-            ReduceOptions, async_op, rootRank=root, rootTensor=0, reduceOp=ReduceOp.MIN
-        )
+        opts = options(ReduceOptions, async_op, rootRank=root, rootTensor=0, reduceOp=ReduceOp.MIN)
         finish(group.reduce([mine], opts))
         if world.me == root:
             equal(mine, combined("MIN", parts))

@@ -1,0 +1,166 @@
+"""Distributed checkpoints: saved by all ranks, loaded into other layouts and by one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from inputs import equal, near, normal
+from models import batches, loss_of, make, same_parameters, train
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+@pytest.fixture(scope="module")
+def mesh(world):
+    return init_device_mesh("cpu", (world.size,))
+
+
+def sharded(seed=7):
+    torch.manual_seed(seed)
+    model = make() if seed == 7 else type(make())()
+    if seed != 7:
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, seed)
+    for child in model.children():
+        if isinstance(child, nn.Linear):
+            fully_shard(child)
+    return fully_shard(model)
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+def test_training_goes_on_where_it_was(world, mesh, folder, asynchronous):
+    """Four steps; or two, saved, loaded into another model, and two more."""
+    straight = sharded()
+    train(straight, world.me, 4, adam(straight))
+    first = sharded()
+    optimizer = adam(first)
+    train(first, world.me, 2, optimizer)
+    model_state, optimizer_state = get_state_dict(first, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": 2}
+    if asynchronous:
+        dcp.async_save(state, checkpoint_id=folder / "two").result()
+    else:
+        dcp.save(state, checkpoint_id=folder / "two")
+    dist.barrier()
+
+    second = sharded(seed=3)
+    optimizer = adam(second)
+    model_state, optimizer_state = get_state_dict(second, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    dcp.load(state, checkpoint_id=folder / "two")
+    set_state_dict(
+        second,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    assert state["step"] == 2
+    for found, wanted in zip(second.parameters(), first.parameters(), strict=True):
+        equal(found.to_local().detach(), wanted.to_local().detach())
+    for step in (2, 3):
+        optimizer.zero_grad()
+        x, y = batches(world.size, step)
+        half = len(x) // world.size
+        mine = slice(half * world.me, half * (world.me + 1))
+        loss_of(second, x[mine], y[mine]).backward()
+        optimizer.step()
+    for found, wanted in zip(second.parameters(), straight.parameters(), strict=True):
+        near(found.full_tensor().detach(), wanted.full_tensor().detach())
+
+
+def test_read_by_one_process(world, mesh, folder):
+    """What the ranks wrote together is one model."""
+    model = sharded()
+    train(model, world.me, 2)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "parts")
+    full = {name: part.full_tensor() for name, part in model.state_dict().items()}
+    dist.barrier()
+    if world.me == 0:
+        dcp_to_torch_save(folder / "parts", folder / "whole.pt")
+        found = torch.load(folder / "whole.pt", weights_only=False)["model"]
+        assert found.keys() == full.keys()
+        for name, wanted in full.items():
+            equal(found[name], wanted.detach())
+    dist.barrier()
+
+
+def test_into_other_layouts(world, mesh, folder):
+    """Saved by rows, loaded by columns, whole, and on a grid; and the other way round."""
+    grid = init_device_mesh("cpu", (world.size // 2, 2))
+    full = normal(0, 10, 7, key="layouts")
+    layouts = [
+        (mesh, [Shard(0)]),
+        (mesh, [Shard(1)]),
+        (mesh, [Replicate()]),
+        (grid, [Shard(0), Shard(1)]),
+        (grid, [Replicate(), Shard(0)]),
+    ]
+    for number, (on, placements) in enumerate(layouts):
+        saved = distribute_tensor(full.clone(), on, placements)
+        place = folder / str(number)
+        dcp.save({"x": saved}, checkpoint_id=place)
+        dist.barrier()
+        for other, targets in layouts:
+            into = distribute_tensor(torch.zeros_like(full), other, targets)
+            dcp.load({"x": into}, checkpoint_id=place)
+            equal(into.full_tensor(), full)
+        plain = torch.zeros_like(full)
+        dcp.load({"x": plain}, checkpoint_id=place)
+        equal(plain, full)
+
+
+def test_full_state(world, mesh):
+    """Gathered on rank 0, and from there to the ranks of another model."""
+    model = sharded()
+    train(model, world.me, 2)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    assert bool(state) == (world.me == 0)
+    for name, found in state.items():
+        assert found.shape == dict(model.named_parameters())[name].shape
+    other = sharded(seed=3)
+    set_model_state_dict(
+        other,
+        state,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    for found, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        equal(found.to_local().detach(), wanted.to_local().detach())
+
+
+def test_from_ddp_to_fsdp(world, mesh, folder):
+    """The checkpoint does not know how the model was divided."""
+    model = DDP(make())
+    train(model, world.me, 2)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "ddp")
+    dist.barrier()
+    other = sharded(seed=3)
+    state = {"model": get_model_state_dict(other)}
+    dcp.load(state, checkpoint_id=folder / "ddp")
+    set_model_state_dict(other, state["model"])
+    same_parameters(other, model.module, rtol=0, atol=0)
+
+
+def test_what_is_missing_is_said_on_all_ranks(world, mesh, folder):
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=folder / "some")
+    dist.barrier()
+    with pytest.raises(dcp.CheckpointException):
+        dcp.load({"nowhere": torch.ones(3)}, checkpoint_id=folder / "some")
+    dist.barrier()

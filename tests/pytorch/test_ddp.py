@@ -1,0 +1,451 @@
+"""DistributedDataParallel: its parameters are those of one process that trains on all the data."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import not_gloo
+from inputs import equal, near, normal
+from models import (
+    batch,
+    batches,
+    loss_of,
+    make,
+    moved,
+    optimizer_of,
+    same_parameters,
+    train,
+    trained_alone,
+)
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    ddp_zero_hook,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+STEPS = 4
+
+#: So small that the gradients of the model take several buckets.
+BUCKETS = {"bucket_cap_mb": 0.0005}
+
+
+def same_on_all_ranks(model):
+    """To the bit."""
+    for parameter in model.parameters():
+        outputs = [torch.zeros_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(outputs, parameter.detach())
+        for output in outputs:
+            equal(output, parameter.detach())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        BUCKETS,
+        {"static_graph": True},
+        {"static_graph": True, **BUCKETS},
+        {"gradient_as_bucket_view": True, **BUCKETS},
+        {"find_unused_parameters": True, **BUCKETS},
+        {"broadcast_buffers": False, "init_sync": False},
+    ],
+    ids=lambda settings: "-".join(settings) or "plain",
+)
+def test_like_one_process(world, settings):
+    model = DDP(make(), **settings)
+    train(model, world.me, STEPS)
+    same_parameters(model.module, trained_alone(world.size, STEPS))
+    same_on_all_ranks(model)
+    assert moved(model.module, make())
+
+
+def test_begins_with_rank_0(world):
+    """Its parameters and buffers are everybody's."""
+    torch.manual_seed(world.me)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(world.me + 1.0)
+    torch.manual_seed(0)
+    wanted = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = DDP(model)
+    same_parameters(model.module, wanted, rtol=0, atol=0)
+    equal(model.module[1].running_mean, torch.ones(4))
+
+
+def test_models_that_differ_are_refused(world):
+    """DDP compares the numbers of parameters of all ranks before it begins."""
+    with pytest.raises(RuntimeError, match=r"params|shape|size"):
+        DDP(nn.Linear(3, 3, bias=world.me == 0))
+    dist.barrier()
+
+
+def test_accumulation_with_no_sync(world):
+    """Two of three backward passes stay on the rank; the third sums all of them."""
+    model = DDP(make(), **BUCKETS)
+    alone = make()
+    ours, theirs = optimizer_of(model), optimizer_of(alone)
+    for step in range(STEPS):
+        ours.zero_grad()
+        theirs.zero_grad()
+        for part in range(3):
+            key = 10 * step + part
+            with model.no_sync() if part < 2 else contextlib.nullcontext():
+                loss_of(model, *batch(world.me, key)).backward()
+            loss_of(alone, *batches(world.size, key)).backward()
+        ours.step()
+        theirs.step()
+    same_parameters(model.module, alone)
+    same_on_all_ranks(model)
+
+
+class Branching(nn.Module):
+    """Of which each call uses one branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(5))
+
+    def forward(self, x, which):
+        return self.branches[0](x) + self.branches[which](x)
+
+
+def test_unused_parameters(world):
+    """A parameter gets the mean of the gradients of the ranks that used it; some have none."""
+    n = world.size
+    model = DDP(make(Branching), find_unused_parameters=True, **BUCKETS)
+    alone = make(Branching)
+    for step in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        which = [1 + (rank + step) % 2 for rank in range(n)]  # never 3 and 4
+        x, y = batch(world.me, step)
+        nn.functional.mse_loss(model(x, which[world.me]), y).backward()
+        for rank in range(n):
+            x, y = batch(rank, step)
+            (nn.functional.mse_loss(alone(x, which[rank]), y) / n).backward()
+        for found, wanted in zip(model.module.parameters(), alone.parameters(), strict=True):
+            assert (found.grad is None) == (wanted.grad is None)
+            if wanted.grad is not None:
+                near(found.grad, wanted.grad)
+
+
+def test_uneven_inputs(world):
+    """Ranks that have run out shadow the others'; gradients are divided by all ranks."""
+    n = world.size
+    steps = [2 + rank for rank in range(n)]
+    model = DDP(make(), **BUCKETS)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(steps[world.me]):
+            ours.zero_grad()
+            loss_of(model, *batch(world.me, step)).backward()
+            ours.step()
+    alone = make()
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(max(steps)):
+        theirs.zero_grad()
+        for rank in range(n):
+            if step < steps[rank]:
+                (loss_of(alone, *batch(rank, step)) / n).backward()
+        theirs.step()
+    same_parameters(model.module, alone)
+    same_on_all_ranks(model)
+
+
+def test_uneven_inputs_divided_by_who_is_left(world):
+    n = world.size
+    steps = [2 + rank for rank in range(n)]
+    model = DDP(make())
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model], divide_by_initial_world_size=False):
+        for step in range(steps[world.me]):
+            ours.zero_grad()
+            loss_of(model, *batch(world.me, step)).backward()
+            ours.step()
+    alone = make()
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(max(steps)):
+        theirs.zero_grad()
+        active = [rank for rank in range(n) if step < steps[rank]]
+        for rank in active:
+            (loss_of(alone, *batch(rank, step)) / len(active)).backward()
+        theirs.step()
+    same_parameters(model.module, alone)
+
+
+def test_sync_batch_norm_is_for_gpus_but_buffers_are_rank_0s(world):
+    """With broadcast_buffers each forward pass begins with the buffers of rank 0."""
+    torch.manual_seed(3)
+    model = DDP(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+    alone = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    alone.load_state_dict(model.module.state_dict())
+    for step in range(2):
+        model(batch(world.me, step)[0]).sum().backward()
+        alone(batch(0, step)[0])
+    model.eval()
+    model(batch(world.me, 5)[0])
+    dist.broadcast(model.module[1].running_mean, 0)
+    near(model.module[1].running_mean, alone[1].running_mean)
+
+
+# ---- Communication hooks -------------------------------------------------------------------------
+
+
+def gradients(model, rank):
+    model.zero_grad()
+    loss_of(model, *batch(rank, 0)).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def gradients_of(ranks, cast=lambda gradient: gradient):
+    """What each rank has by itself, cast, and their mean."""
+    each = []
+    for rank in range(ranks):
+        alone = make()
+        each.append([cast(gradient) for gradient in gradients(alone, rank)])
+    return [sum(parts) / ranks for parts in zip(*each, strict=True)]
+
+
+def test_allreduce_hook(world):
+    model = DDP(make(), **BUCKETS)
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    train(model, world.me, STEPS)
+    same_parameters(model.module, trained_alone(world.size, STEPS))
+
+
+HALVES = {
+    torch.float16: (default_hooks.fp16_compress_hook, default_hooks.fp16_compress_wrapper),
+    torch.bfloat16: (default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper),
+}
+
+
+def compressing(dtype, wrapped=False):
+    """The hook, under a name of ours: DDP refuses that of bfloat16 without NCCL, on CPUs too."""
+    hook, wrapper = HALVES[dtype]
+    chosen = wrapper(default_hooks.allreduce_hook) if wrapped else hook
+    return lambda state, bucket: chosen(state, bucket)
+
+
+EACH_HALF = pytest.mark.parametrize("dtype", list(HALVES), ids=["float16", "bfloat16"])
+
+
+@EACH_HALF
+@pytest.mark.parametrize("wrapped", [False, True], ids=["hook", "wrapper"])
+def test_compression_to_half(world, dtype, wrapped):
+    """The mean of gradients that were rounded to the dtype, itself rounded to it."""
+    model = DDP(make(), **BUCKETS)
+    model.register_comm_hook(None, compressing(dtype, wrapped))
+    found = gradients(model, world.me)
+    exact = gradients_of(world.size)
+    rounding = torch.finfo(dtype).eps
+    for gradient, wanted in zip(found, exact, strict=True):
+        assert gradient.dtype is torch.float32
+        equal(gradient, gradient.to(dtype).float())  # it did go through the dtype
+        near(gradient, wanted, rtol=4 * rounding, atol=2 * rounding * wanted.abs().max().item())
+    assert any(not torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    same = [torch.zeros_like(found[0]) for _ in range(world.size)]
+    dist.all_gather(same, found[0])
+    for one in same:
+        equal(one, found[0])
+
+
+@EACH_HALF
+def test_training_with_compression(world, dtype):
+    model = DDP(make())
+    model.register_comm_hook(None, compressing(dtype))
+    train(model, world.me, STEPS)
+    rounding = torch.finfo(dtype).eps
+    same_parameters(model.module, trained_alone(world.size, STEPS), rtol=0.1, atol=20 * rounding)
+    same_on_all_ranks(model)
+
+
+def test_power_sgd_before_it_starts(world):
+    """Up to start_powerSGD_iter it is a plain all_reduce."""
+    model = DDP(make())
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=100)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(model, world.me, STEPS)
+    same_parameters(model.module, trained_alone(world.size, STEPS))
+
+
+class Bare(nn.Module):
+    """One matrix, whose gradient has full rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(24, 20) / 5)
+
+    def forward(self, x):
+        return x @ self.matrix
+
+
+def power_sgd(world, rank, steps):
+    """Gradients of each step by PowerSGD, and the exact ones, summed up; nothing is updated."""
+    model = DDP(make(Bare), bucket_cap_mb=1)
+    state = powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=2,
+        min_compression_rate=0.1,
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    found, exact = [], []
+    for _ in range(steps):
+        model.zero_grad()
+        model(normal(world.me, 40, 24, key="power")).square().sum().backward()
+        found.append(model.module.matrix.grad.clone())
+        alone = make(Bare)
+        for other in range(world.size):
+            alone(normal(other, 40, 24, key="power")).square().sum().backward()
+        exact.append(alone.matrix.grad / world.size)
+    return found, exact
+
+
+def rank_of(matrix):
+    values = torch.linalg.svdvals(matrix.double())
+    return int((values > 1e-5 * values[0]).sum())
+
+
+def test_power_sgd_of_full_rank(world):
+    """Where the approximation has the rank of the gradient, it is the gradient."""
+    found, exact = power_sgd(world, 20, 5)
+    assert rank_of(exact[0]) == 20
+    for gradient, wanted in zip(found, exact, strict=True):
+        near(gradient, wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
+
+
+def test_power_sgd_of_low_rank(world):
+    """The gradients have the rank that was asked for, and error feedback makes up for the rest."""
+    found, exact = power_sgd(world, 2, 32)
+    assert [rank_of(gradient) for gradient in found[:2]] == [20, 20]  # before it starts
+    assert [rank_of(gradient) for gradient in found[2:]] == [2] * 30
+    for gradient in found[2:]:  # the same on all ranks
+        outputs = [torch.zeros_like(gradient) for _ in range(world.size)]
+        dist.all_gather(outputs, gradient)
+        for output in outputs:
+            equal(output, gradient)
+    errors = [
+        (torch.stack(found[2:end]).mean(0) - exact[0]).norm() / exact[0].norm()
+        for end in (3, 10, 32)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < errors[0] / 3
+
+
+def test_power_sgd_trains(world):
+    model = DDP(make())
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = loss_of(make(), *batches(world.size, 0)).item()
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss_of(model, *batch(world.me, 0)).backward()
+        optimizer.step()
+    same_on_all_ranks(model)
+    assert loss_of(model.module, *batches(world.size, 0)).item() < 0.8 * start
+    assert state.compression_stats()[0] > 1  # it did compress
+
+
+def test_a_hook_of_ones_own(world):
+    """Sums where DDP would average, with an asynchronous all_reduce and a callback."""
+    seen = []
+
+    def hook(state, bucket):
+        seen.append(bucket.index())
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0].clone() * state)
+
+    model = DDP(make(), **BUCKETS)
+    model.register_comm_hook(10.0, hook)
+    for gradient, wanted in zip(gradients(model, world.me), gradients_of(world.size), strict=True):
+        near(gradient, wanted * world.size * 10, rtol=1e-5, atol=1e-5)
+    assert seen
+
+
+# ---- Optimizers and averaging --------------------------------------------------------------------
+
+
+def test_zero_redundancy_optimizer(world):
+    """Each rank keeps a part of the optimizer's state."""
+    model = DDP(make())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    train(model, world.me, STEPS, optimizer)
+    same_parameters(model.module, trained_alone(world.size, STEPS))
+    optimizer.consolidate_state_dict(0)
+    if world.me == 0:
+        state = optimizer.state_dict()["state"]
+        assert len(state) == len(list(model.parameters()))
+    kept = sum(len(group["params"]) for group in optimizer.optim.param_groups)
+    assert kept < len(list(model.parameters()))
+
+
+def test_zero_within_the_hook(world):
+    """The optimizer's step overlaps with the backward pass."""
+    not_gloo("refuses this")
+    model = DDP(make(), static_graph=False)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05
+    )
+    model.register_comm_hook(
+        None, ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer)
+    )
+    steps = 5
+    for step in range(steps):
+        loss_of(model, *batch(world.me, step)).backward()
+        optimizer.step()
+        model.zero_grad()
+    # The first two backward passes are spent on learning the order of the buckets.
+    alone = make()
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for step in range(2, steps):
+        theirs.zero_grad()
+        loss_of(alone, *batches(world.size, step)).backward()
+        theirs.step()
+    same_parameters(model.module, alone)
+
+
+def test_post_local_sgd(world):
+    """Ranks train alone, and average their parameters now and then."""
+    n, warm, period, steps = world.size, 2, 3, 8
+    model = DDP(make())
+    mine, _ = dist.new_subgroups(group_size=1)
+    state = post_localSGD_hook.PostLocalSGDState(None, mine, start_localSGD_iter=warm)
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = averagers.PeriodicModelAverager(period=period, warmup_steps=warm)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *batch(world.me, step)).backward()
+        optimizer.step()
+    # One process that keeps the models of all ranks.
+    models = [make() for _ in range(n)]
+    theirs = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    for step in range(steps):
+        for rank in range(n):
+            theirs[rank].zero_grad()
+            loss_of(models[rank], *batch(rank, step)).backward()
+        if step < warm:
+            for parts in zip(*(each.parameters() for each in models), strict=True):
+                mean = sum(part.grad for part in parts) / n
+                for part in parts:
+                    part.grad = mean.clone()
+        for each in theirs:
+            each.step()
+        if step >= warm and (step - warm) % period == 0:
+            with torch.no_grad():
+                for parts in zip(*(each.parameters() for each in models), strict=True):
+                    mean = sum(parts) / n
+                    for part in parts:
+                        part.copy_(mean)
+    same_parameters(model.module, models[world.me], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,342 @@
+"""DTensor: every redistribution, operations on sharded tensors, and tensor parallel plans."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from inputs import equal, near, normal
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+PLACEMENTS = [Shard(0), Shard(1), Replicate(), Partial()]
+KINDS = ["sum", "avg", "max", "min"]
+
+
+def named(placements):
+    return "".join(
+        f"S{one.dim}" if isinstance(one, Shard) else type(one).__name__[0] for one in placements
+    )
+
+
+@pytest.fixture(scope="module")
+def mesh(world):
+    return init_device_mesh("cpu", (world.size,))
+
+
+@pytest.fixture(scope="module")
+def grid(world):
+    return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("rows", "columns"))
+
+
+def local_part(full, mesh, placements):
+    """This rank's part of a tensor: cut by torch.chunk, or a share of the sum."""
+    part = full
+    for dim, placement in enumerate(placements):
+        size, place = mesh.size(dim), mesh.get_local_rank(dim)
+        if isinstance(placement, Shard):
+            pieces = part.chunk(size, placement.dim)
+            empty = part.narrow(placement.dim, 0, 0)
+            part = pieces[place] if place < len(pieces) else empty
+        elif isinstance(placement, Partial):
+            part = part * (place + 1) * 2 / (size * (size + 1))  # the shares add up to one
+    return part.contiguous()
+
+
+def made(full, mesh, placements):
+    return DTensor.from_local(
+        local_part(full, mesh, placements),
+        mesh,
+        placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
+
+
+def reachable(source, target):
+    """Only what is a sum of shares can become one: torch refuses the rest."""
+    return all(
+        not isinstance(after, Partial) or isinstance(before, Partial)
+        for before, after in zip(source, target, strict=True)
+    )
+
+
+def holds(found, full, placements):
+    """The tensor has those placements, and each rank the part that they say."""
+    assert list(found.placements) == list(placements)
+    assert found.shape == full.shape
+    if not any(isinstance(placement, Partial) for placement in placements):
+        near(found.to_local(), local_part(full, found.device_mesh, placements))
+    near(found.full_tensor(), full)
+
+
+@pytest.mark.parametrize("target", PLACEMENTS, ids=lambda one: named([one]))
+@pytest.mark.parametrize("source", PLACEMENTS, ids=lambda one: named([one]))
+@pytest.mark.parametrize("shape", [(8, 12), (5, 7), (1, 3)], ids=str)
+def test_redistribute(world, mesh, source, target, shape):
+    """Evenly and unevenly cut, and with ranks that have nothing."""
+    full = normal(0, *shape, key="redistribute")
+    tensor = made(full, mesh, [source])
+    if not reachable([source], [target]):
+        with pytest.raises(RuntimeError, match="Partial"):
+            tensor.redistribute(mesh, [target])
+        return
+    holds(tensor.redistribute(mesh, [target]), full, [target])
+    found = tensor.redistribute(mesh, [target], async_op=True)
+    near(found.full_tensor(), full)
+
+
+@pytest.mark.parametrize("source", list(itertools.product(PLACEMENTS, repeat=2)), ids=named)
+def test_redistribute_on_a_grid(world, grid, source):
+    """To every pair of placements."""
+    full = normal(0, 8, 7, key="grid")
+    tensor = made(full, grid, source)
+    for target in itertools.product(PLACEMENTS, repeat=2):
+        if reachable(source, target):
+            holds(tensor.redistribute(grid, target), full, target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_partial(world, mesh, kind):
+    parts = [normal(rank, 8, 6, key=kind) for rank in range(world.size)]
+    stacked = torch.stack(parts)
+    wanted = {
+        "sum": stacked.sum(0),
+        "avg": stacked.mean(0),
+        "max": stacked.amax(0),
+        "min": stacked.amin(0),
+    }[kind]
+    tensor = DTensor.from_local(parts[world.me], mesh, [Partial(kind)], run_check=False)
+    near(tensor.full_tensor(), wanted)
+    for target in (Shard(0), Shard(1), Replicate()):
+        found = tensor.redistribute(mesh, [target])
+        near(found.to_local(), local_part(wanted, mesh, [target]))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64],
+    ids=lambda dtype: str(dtype)[6:],
+)
+def test_dtypes(world, mesh, dtype):
+    full = (normal(0, 8, 8, key="dtype") * 4).to(dtype)
+    for source, target in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
+        tensor = made(full, mesh, [source])
+        equal(tensor.redistribute(mesh, [target]).full_tensor(), full)
+
+
+def test_distribute_tensor(world, mesh, grid):
+    """Rank 0's tensor is the one that counts."""
+    full = normal(0, 9, 6, key="distribute")
+    mine = full if world.me == 0 else torch.full_like(full, -7.0)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        holds(distribute_tensor(mine.clone(), mesh, [placement]), full, [placement])
+    for placements in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
+        holds(distribute_tensor(mine.clone(), grid, placements), full, placements)
+
+
+def test_gradients_of_redistribute(world, mesh):
+    """A tensor's gradient is placed as the tensor is."""
+    full = normal(0, 8, 6, key="gradient")
+    weight = normal(0, 8, 6, key="weight")
+    for source, target in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
+        tensor = distribute_tensor(full.clone(), mesh, [source]).requires_grad_()
+        weights = distribute_tensor(weight.clone(), mesh, [target])
+        (tensor.redistribute(mesh, [target]) * weights).square().sum().full_tensor().backward()
+        near(tensor.grad.full_tensor(), 2 * full * weight**2)
+
+
+OPERATIONS = {
+    "matmul": lambda a, b: a @ b.t(),
+    "add": lambda a, b: a + b,
+    "softmax": lambda a, b: torch.softmax(a, 1),
+    "mean": lambda a, b: (a * b).mean(0),
+    "norm": lambda a, b: torch.linalg.vector_norm(a - b),
+    "max": lambda a, b: a.amax(1),
+    "sum": lambda a, b: b.sum(),
+}
+
+
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_operations(world, mesh, grid, name):
+    """Computed on the parts, they are those of the whole tensors."""
+    a, b = normal(0, 8, 6, key="a"), normal(0, 8, 6, key="b")
+    wanted = OPERATIONS[name](a, b)
+    for one, two in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
+        pair = distribute_tensor(a, mesh, [one]), distribute_tensor(b, mesh, [two])
+        near(OPERATIONS[name](*pair).full_tensor(), wanted, rtol=1e-4, atol=1e-5)
+    first = distribute_tensor(a, grid, [Shard(0), Shard(1)])
+    second = distribute_tensor(b, grid, [Replicate(), Shard(0)])
+    near(OPERATIONS[name](first, second).full_tensor(), wanted, rtol=1e-4, atol=1e-5)
+
+
+# ---- Tensor parallel -----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """The feed-forward part of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def network():
+    torch.manual_seed(11)
+    return Network()
+
+
+def tokens(key, samples=2):
+    generator = torch.Generator().manual_seed(key)
+    return torch.randint(0, 20, (samples, 8), generator=generator)
+
+
+PLANS = {
+    "megatron": {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    },
+    "sequence": {
+        "embed": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+        ),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    },
+    "columns-alone": {
+        "blocks.*.up": ColwiseParallel(output_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    },
+    "rows-alone": {
+        "blocks.*.down": RowwiseParallel(input_layouts=Replicate()),
+        "head": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True
+        ),
+    },
+}
+
+
+def step_of(model, optimizer, key, loss=nn.functional.cross_entropy):
+    optimizer.zero_grad()
+    output = model(tokens(key))
+    value = loss(output.flatten(0, 1), tokens(key + 100).flatten())
+    value.backward()
+    optimizer.step()
+    return output.detach(), value.detach()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_tensor_parallel_plans(world, mesh, name):
+    """Outputs, gradients and parameters of three steps are those of the undivided network."""
+    model = parallelize_module(network(), mesh, PLANS[name])
+    alone = network()
+    ours = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for key in range(3):
+        found, loss = step_of(model, ours, key)
+        wanted, exact = step_of(alone, theirs, key)
+        near(whole(found), wanted, rtol=1e-4, atol=1e-5)
+        near(whole(loss), exact, rtol=1e-4, atol=1e-5)
+    divided = 0
+    for mine, full in zip(model.parameters(), alone.parameters(), strict=True):
+        divided += isinstance(mine, DTensor) and isinstance(mine.placements[0], Shard)
+        near(whole(mine.grad), full.grad, rtol=1e-4, atol=1e-5)
+        near(whole(mine.detach()), full.detach(), rtol=1e-4, atol=1e-5)
+    assert divided
+
+
+def test_loss_parallel(world, mesh):
+    """Cross entropy of logits that are sharded by class."""
+    plan = {"head": ColwiseParallel(use_local_output=False)}
+    model, alone = parallelize_module(network(), mesh, plan), network()
+    with loss_parallel():
+        output = model(tokens(0))
+        assert output.placements == (Shard(2),)
+        loss = nn.functional.cross_entropy(output.flatten(0, 1), tokens(100).flatten())
+        loss.backward()
+    wanted = nn.functional.cross_entropy(alone(tokens(0)).flatten(0, 1), tokens(100).flatten())
+    wanted.backward()
+    near(loss.full_tensor().detach(), wanted.detach())
+    near(model.head.weight.grad.full_tensor(), alone.head.weight.grad)
+    near(whole(model.embed.weight.grad), alone.embed.weight.grad)
+
+
+def test_tensor_parallel_inside_fsdp(world, grid):
+    """On a mesh of two dimensions: data along the rows, the network's layers along the columns."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = parallelize_module(network(), grid["columns"], PLANS["megatron"])
+    for block in model.blocks:
+        fully_shard(block, mesh=grid["rows"])
+    fully_shard(model, mesh=grid["rows"])
+    rows = grid.size(0)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    alone = network()
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1)
+    row = grid.get_local_rank("rows")
+    for step in range(2):
+        step_of(model, ours, 10 * step + row)
+        theirs.zero_grad()
+        for each in range(rows):
+            key = 10 * step + each
+            output = alone(tokens(key)).flatten(0, 1)
+            (nn.functional.cross_entropy(output, tokens(key + 100).flatten()) / rows).backward()
+        theirs.step()
+    for mine, full in zip(model.parameters(), alone.parameters(), strict=True):
+        near(whole(mine.detach()), full.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_distribute_module(world, mesh):
+    """Begins with rank 0's parameters on all ranks."""
+    torch.manual_seed(world.me)
+    model = distribute_module(nn.Linear(4, 6), mesh)
+    torch.manual_seed(0)
+    wanted = nn.Linear(4, 6)
+    equal(model.weight.full_tensor().detach(), wanted.weight.detach())
+    dist.barrier()

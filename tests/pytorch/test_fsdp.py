@@ -1,0 +1,225 @@
+"""FSDP2: fully_shard, in float32 and with mixed precision, on meshes of one and two dimensions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import not_gloo
+from inputs import equal, near
+from models import (
+    batch,
+    batches,
+    loss_of,
+    make,
+    optimizer_of,
+    same_parameters,
+    train,
+    trained_alone,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+STEPS = 4
+
+
+def sharded(model=None, **settings):
+    """Each linear layer by itself, then what is left."""
+    model = model or make()
+    for child in model.children():
+        if isinstance(child, nn.Linear):
+            fully_shard(child, **settings)
+    return fully_shard(model, **settings)
+
+
+@pytest.fixture(scope="module")
+def mesh(world):
+    return init_device_mesh("cpu", (world.size,))
+
+
+@pytest.fixture(scope="module")
+def grid(world):
+    return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2], ids=["reshard", "keep", "reshard-to-2"])
+def test_like_one_process(world, mesh, reshard):
+    model = sharded(mesh=mesh, reshard_after_forward=reshard)
+    assert isinstance(model, FSDPModule)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.to_local().numel() <= -(-parameter.numel() // world.size) * 2
+    losses = train(model, world.me, STEPS)
+    same_parameters(model, trained_alone(world.size, STEPS))
+    alone = make()
+    near(torch.tensor(losses[0]), loss_of(alone, *batch(world.me, 0)).detach())
+
+
+def test_hybrid_sharding(world, grid):
+    """Sharded along one dimension of a mesh, replicated along the other."""
+    model = sharded(mesh=grid)
+    train(model, world.me, STEPS)
+    same_parameters(model, trained_alone(world.size, STEPS))
+
+
+def test_gradients(world, mesh):
+    model = sharded(mesh=mesh)
+    loss_of(model, *batch(world.me, 0)).backward()
+    alone = make()
+    loss_of(alone, *batches(world.size, 0)).backward()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        assert found.grad.placements == found.placements
+        near(found.grad.full_tensor(), wanted.grad)
+
+
+def test_gradient_accumulation(world, mesh):
+    """Without reduction in between, and with it."""
+    for sync in (False, True):
+        model = sharded(mesh=mesh)
+        alone = make()
+        for part in range(3):
+            model.set_requires_gradient_sync(sync or part == 2)
+            loss_of(model, *batch(world.me, part)).backward()
+            loss_of(alone, *batches(world.size, part)).backward()
+        for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            near(found.grad.full_tensor(), wanted.grad)
+
+
+def test_clipping(world, mesh):
+    model, alone = sharded(mesh=mesh), make()
+    loss_of(model, *batch(world.me, 0)).backward()
+    loss_of(alone, *batches(world.size, 0)).backward()
+    found = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    near(found.full_tensor(), wanted)
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        near(one.grad.full_tensor(), other.grad)
+
+
+def test_division_of_ones_own(world, mesh):
+    """Which FSDP2 asks for as PREMUL_SUM or as a SUM between two divisions."""
+    not_gloo("PREMUL_SUM")
+    model = sharded(mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(5.0)
+    loss_of(model, *batch(world.me, 0)).backward()
+    alone = make()
+    loss_of(alone, *batches(world.size, 0)).backward()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        near(found.grad.full_tensor(), wanted.grad * world.size / 5)
+
+
+# ---- Mixed precision -----------------------------------------------------------------------------
+
+
+def bfloat16_gradients(world, reduced_in):
+    """What each rank's model gives in bfloat16, its gradients' mean in another dtype."""
+    each = []
+    for rank in range(world.size):
+        alone = make().to(torch.bfloat16)
+        x, y = batch(rank, 0)
+        loss_of(alone, x.to(torch.bfloat16), y).backward()
+        each.append([parameter.grad.to(reduced_in) for parameter in alone.parameters()])
+    means = []
+    for parts in zip(*each, strict=True):
+        means.append((sum(part.double() for part in parts) / world.size).to(reduced_in).float())
+    return means
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["bfloat16", "float32"])
+def test_bfloat16(world, mesh, reduce_dtype):
+    """Parameters are gathered in bfloat16 and kept in float32; a gradient is rounded once."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model = sharded(mesh=mesh, mp_policy=policy)
+    x, y = batch(world.me, 0)
+    output = model(x)
+    assert output.dtype is torch.bfloat16
+    alone = make().to(torch.bfloat16)
+    equal(output.detach(), alone(x.to(torch.bfloat16)).detach())
+    nn.functional.mse_loss(output.float(), y).backward()
+    wanted = bfloat16_gradients(world, reduce_dtype or torch.bfloat16)
+    rounding = {} if reduce_dtype else {"rtol": 0.02, "atol": 1e-3}
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert parameter.dtype is parameter.grad.dtype is torch.float32
+        near(parameter.grad.full_tensor(), gradient, **rounding)
+    train(model, world.me, STEPS)
+    full = trained_alone(world.size, STEPS)
+    same_parameters(model, full, rtol=0.2, atol=0.05)
+
+
+def test_training_in_bfloat16_lowers_the_loss(world, mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = sharded(mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(world.me, 0))
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        losses.append(mean.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+# ---- State ---------------------------------------------------------------------------------------
+
+
+def test_optimizer_state_is_sharded(world, mesh):
+    model = sharded(mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, world.me, STEPS, optimizer)
+    alone = make()
+    theirs = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for step in range(STEPS):
+        theirs.zero_grad()
+        loss_of(alone, *batches(world.size, step)).backward()
+        theirs.step()
+    same_parameters(model, alone, rtol=1e-4, atol=1e-5)
+    for found, wanted in zip(optimizer.state.values(), theirs.state.values(), strict=True):
+        assert isinstance(found["exp_avg"], DTensor)
+        near(found["exp_avg"].full_tensor(), wanted["exp_avg"])
+
+
+def test_unshard_and_reshard_by_hand(world, mesh):
+    model = sharded(mesh=mesh)
+    handle = model.first.unshard(async_op=True)
+    handle.wait()
+    equal(model.first.weight.detach(), make().first.weight.detach())
+    model.first.reshard()
+    assert isinstance(model.first.weight, DTensor)
+
+
+# ---- The first generation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+    ids=lambda strategy: strategy.name,
+)
+def test_fully_sharded_data_parallel(world, strategy):
+    """FSDP1, which many programs still use."""
+    model = FullyShardedDataParallel(
+        make(),
+        sharding_strategy=strategy,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    train(model, world.me, STEPS, optimizer_of(model))
+    alone = trained_alone(world.size, STEPS)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = model.state_dict()
+    for name, wanted in alone.state_dict().items():
+        near(state[name], wanted)

@@ -1,0 +1,350 @@
+"""Collectives that autograd and torch.compile see through."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.nn.functional as autograd
+from inputs import equal, near, normal
+from models import make, same_parameters, train, trained_alone
+from torch.distributed.device_mesh import init_device_mesh
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def leaves(world, *shape):
+    """The inputs of all ranks, for the computation alone, and this rank's."""
+    everyone = [normal(rank, *shape, key="leaf").requires_grad_() for rank in range(world.size)]
+    return everyone, normal(world.me, *shape, key="leaf").requires_grad_()
+
+
+def weights(rank, *shape):
+    """What a rank's output is multiplied by before it is summed: its gradient."""
+    return normal(rank, *shape, key="weight")
+
+
+def check_gradient(world, call, alone, shape=(4, 3)):
+    """The gradient of the sum of all ranks' losses by this rank's input.
+
+    call(x): this rank's output.
+    alone(inputs): all ranks' outputs, computed from all ranks' inputs without communication.
+    """
+    everyone, mine = leaves(world, *shape)
+    output = call(mine)
+    outputs = alone(everyone)
+    near(output.detach(), outputs[world.me].detach())
+    (output * weights(world.me, *output.shape)).sum().backward()
+    sum((one * weights(rank, *one.shape)).sum() for rank, one in enumerate(outputs)).backward()
+    near(mine.grad, everyone[world.me].grad)
+
+
+# ---- torch.distributed.nn.functional -------------------------------------------------------------
+
+
+def test_gradient_of_all_reduce(world):
+    check_gradient(world, autograd.all_reduce, lambda inputs: [sum(inputs)] * world.size)
+
+
+def test_gradient_of_all_gather(world):
+    check_gradient(
+        world,
+        lambda x: torch.cat(autograd.all_gather(x)),
+        lambda inputs: [torch.cat(inputs)] * world.size,
+    )
+
+
+def test_gradient_of_reduce_scatter(world):
+    n = world.size
+    check_gradient(
+        world,
+        lambda x: autograd.reduce_scatter(torch.zeros(2, 3), list(x.chunk(n))),
+        lambda inputs: list(sum(inputs).chunk(n)),
+        shape=(2 * n, 3),
+    )
+
+
+def test_gradient_of_all_to_all(world):
+    n, me = world.size, world.me
+
+    def alone(inputs):
+        return [torch.cat([x.chunk(n)[rank] for x in inputs]) for rank in range(n)]
+
+    def lists(x):
+        return torch.cat(
+            autograd.all_to_all([torch.zeros(2, 3) for _ in range(n)], list(x.chunk(n)))
+        )
+
+    check_gradient(world, lists, alone, shape=(2 * n, 3))
+    check_gradient(
+        world,
+        lambda x: autograd.all_to_all_single(torch.zeros(2 * n, 3), x),
+        alone,
+        shape=(2 * n, 3),
+    )
+    # Rank r sends d + 1 rows to rank d.
+    sent = [d + 1 for d in range(n)]
+    check_gradient(
+        world,
+        lambda x: autograd.all_to_all_single(
+            torch.zeros(n * (me + 1), 3), x, [me + 1] * n, list(sent)
+        ),
+        lambda inputs: [torch.cat([x.split(sent)[rank] for x in inputs]) for rank in range(n)],
+        shape=(sum(sent), 3),
+    )
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_gradient_of_broadcast(world, root):
+    """The root's is the sum over the ranks; the input of another does not count."""
+    n = world.size
+    mine = normal(world.me, 4, 3, key="leaf").requires_grad_()
+    output = autograd.broadcast(mine.clone(), root)
+    equal(output.detach(), normal(root, 4, 3, key="leaf"))
+    (output * weights(world.me, 4, 3)).sum().backward()
+    total = sum(weights(rank, 4, 3) for rank in range(n))
+    near(mine.grad, total if world.me == root else torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_gradients_of_gather_scatter_and_reduce(world, root):
+    """Of a loss that the root alone computes; then of the pieces that it deals out."""
+    n, me = world.size, world.me
+    mine = normal(me, 4, key="leaf").requires_grad_()
+    gathered = autograd.gather(mine, root)
+    weight = weights(root, n, 4)
+    (torch.stack(gathered) * weight * (me == root)).sum().backward()
+    near(mine.grad, weight[me])
+
+    mine = normal(me, 4, key="leaf").requires_grad_()
+    total = autograd.reduce(mine.clone(), root)
+    if me == root:
+        near(total.detach(), sum(normal(rank, 4, key="leaf") for rank in range(n)))
+    (total * weight[0] * (me == root)).sum().backward()
+    near(mine.grad, weight[0])
+
+    pieces = [normal(rank, 4, key=("piece", me)).requires_grad_() for rank in range(n)]
+    piece = autograd.scatter([one.clone() for one in pieces], root)
+    near(piece.detach(), normal(me, 4, key=("piece", root)))
+    (piece * weights(me, 4)).sum().backward()
+    if me == root:
+        for rank in range(n):
+            near(pieces[rank].grad, weights(rank, 4))
+
+
+# ---- Functional collectives ----------------------------------------------------------------------
+
+
+def eager(world):
+    """Calls with their results, from the inputs of all ranks."""
+    n, me = world.size, world.me
+    parts = [normal(rank, 2 * n, 3) for rank in range(n)]
+    group = list(range(n))
+    split = [d + 1 for d in range(n)]
+    rows = [normal(rank, sum(split), 2) for rank in range(n)]
+    following = [(rank + 1) % n for rank in range(n)]
+    return {
+        "all_reduce": (
+            lambda: funcol.all_reduce(parts[me], "sum", group),
+            lambda: sum(parts),
+        ),
+        "all_reduce avg": (
+            lambda: funcol.all_reduce(parts[me], "avg", group),
+            lambda: sum(parts) / n,
+        ),
+        "all_reduce max": (
+            lambda: funcol.all_reduce(parts[me], "max", group),
+            lambda: torch.stack(parts).amax(0),
+        ),
+        "broadcast": (lambda: funcol.broadcast(parts[me], 1, group), lambda: parts[1]),
+        "all_gather dim 0": (
+            lambda: funcol.all_gather_tensor(parts[me], 0, group),
+            lambda: torch.cat(parts),
+        ),
+        "all_gather dim 1": (
+            lambda: funcol.all_gather_tensor(parts[me], 1, group),
+            lambda: torch.cat(parts, 1),
+        ),
+        "reduce_scatter": (
+            lambda: funcol.reduce_scatter_tensor(parts[me], "sum", 0, group),
+            lambda: sum(parts).chunk(n)[me],
+        ),
+        "reduce_scatter dim 1": (
+            lambda: funcol.reduce_scatter_tensor(parts[me].t(), "sum", 1, group),
+            lambda: sum(parts).t().chunk(n, 1)[me],
+        ),
+        "all_to_all_single": (
+            lambda: funcol.all_to_all_single(parts[me], None, None, group),
+            lambda: torch.cat([part.chunk(n)[me] for part in parts]),
+        ),
+        "all_to_all_single uneven": (
+            lambda: funcol.all_to_all_single(rows[me], [me + 1] * n, split, group),
+            lambda: torch.cat([one.split(split)[me] for one in rows]),
+        ),
+        "permute": (
+            lambda: funcol.permute_tensor(parts[me].flatten(), following, group),
+            lambda: parts[(me - 1) % n].flatten(),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(eager(type("Team", (), {"size": 2, "me": 0}))))
+def test_functional_collectives(world, name):
+    call, wanted = eager(world)[name]
+    output = call()
+    near(funcol.wait_tensor(output) if type(output) is torch.Tensor else output + 0, wanted())
+
+
+def test_functional_coalesced(world):
+    n, me = world.size, world.me
+    group = list(range(n))
+    parts = [[normal(rank, n * (i + 1), key=i) for rank in range(n)] for i in range(3)]
+    mine = [part[me] for part in parts]
+    for found, part in zip(funcol.all_reduce_coalesced(mine, "sum", group), parts, strict=True):
+        near(found + 0, sum(part))
+    for found, part in zip(
+        funcol.all_gather_into_tensor_coalesced(mine, group), parts, strict=True
+    ):
+        equal(found + 0, torch.cat(part))
+    for found, part in zip(
+        funcol.reduce_scatter_tensor_coalesced(mine, "sum", [0] * 3, group), parts, strict=True
+    ):
+        near(found + 0, sum(part).chunk(n)[me])
+
+
+def test_an_input_is_not_written_to(world):
+    mine = normal(world.me, 5)
+    before = mine.clone()
+    found = funcol.all_reduce(mine, "sum", list(range(world.size))) + 0
+    equal(mine, before)
+    near(found, sum(normal(rank, 5) for rank in range(world.size)))
+
+
+def test_results_that_nobody_waits_for(world):
+    """And whose inputs are gone at once."""
+    for i in range(30):
+        funcol.all_reduce(torch.full((1000,), float(i)), "sum", list(range(world.size)))
+    one = funcol.all_reduce(torch.ones(3), "sum", list(range(world.size)))
+    equal(funcol.wait_tensor(one) + 0, torch.full((3,), float(world.size)))
+    dist.barrier()
+
+
+def test_gradients_of_functional_collectives(world):
+    n = world.size
+    group = list(range(n))
+    check_gradient(
+        world,
+        lambda x: funcol.all_gather_tensor_autograd(x, 0, group) + 0,
+        lambda inputs: [torch.cat(inputs)] * n,
+    )
+    check_gradient(
+        world,
+        lambda x: funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group) + 0,
+        lambda inputs: list(sum(inputs).chunk(n)),
+        shape=(2 * n, 3),
+    )
+    check_gradient(
+        world,
+        lambda x: funcol.all_to_all_single_autograd(x, [2] * n, [2] * n, group) + 0,
+        lambda inputs: [torch.cat([x.chunk(n)[rank] for x in inputs]) for rank in range(n)],
+        shape=(2 * n, 3),
+    )
+
+
+def test_on_a_mesh(world):
+    grid = init_device_mesh("cpu", (world.size // 2, 2))
+    mine = normal(world.me, 4)
+    row = world.me // 2
+    near(
+        funcol.all_reduce(mine, "sum", (grid, 1)) + 0,
+        normal(2 * row, 4) + normal(2 * row + 1, 4),
+    )
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+COMPILERS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(
+            shutil.which("g++") is None, reason="there is no C++ compiler for inductor"
+        ),
+    ),
+]
+
+
+def network(x, weight, group, n):
+    """Of collectives with work between them."""
+    hidden = torch.tanh(x @ weight)
+    total = funcol.all_reduce(hidden, "sum", group)
+    gathered = funcol.all_gather_tensor(total * hidden, 0, group)
+    piece = funcol.reduce_scatter_tensor(gathered + 1, "sum", 0, group)
+    turned = funcol.all_to_all_single(piece, None, None, group)
+    return (turned * 2 + piece).relu()
+
+
+def network_alone(inputs, weight, me):
+    n = len(inputs)
+    hidden = [torch.tanh(x @ weight) for x in inputs]
+    gathered = torch.cat([sum(hidden) * one for one in hidden]) + 1
+    pieces = (gathered * n).chunk(n)
+    turned = torch.cat([piece.chunk(n)[me] for piece in pieces])
+    return (turned * 2 + pieces[me]).relu()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compiled(world, compiler):
+    """In one graph; run twice, the second time without compiling."""
+    n, me = world.size, world.me
+    group = list(range(n))
+    torch._dynamo.reset()
+    compiled = torch.compile(network, backend=compiler, fullgraph=True)
+    weight = normal(9, 3, 3)
+    for key in range(2):
+        inputs = [normal(rank, 2 * n, 3, key=key) for rank in range(n)]
+        found = compiled(inputs[me], weight, group, n)
+        near(found, network_alone(inputs, weight, me), rtol=1e-4, atol=1e-5)
+    dist.barrier()
+
+
+def test_dist_calls_under_compile(world):
+    """In-place calls of torch.distributed are rewritten into functional ones."""
+
+    def call(x):
+        y = x * 2
+        dist.all_reduce(y)
+        outputs = torch.zeros(world.size * len(x))
+        dist.all_gather_into_tensor(outputs, y + 1)
+        return outputs
+
+    torch._dynamo.reset()
+    found = torch.compile(call, backend="aot_eager", fullgraph=True)(normal(world.me, 4))
+    total = sum(normal(rank, 4) * 2 for rank in range(world.size)) + 1
+    near(found, total.repeat(world.size))
+    dist.barrier()
+
+
+def test_compiled_gradients(world):
+    """Forward and backward through a compiled function."""
+    n = world.size
+    group = list(range(n))
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def call(x):
+        return funcol.all_gather_tensor_autograd(torch.sin(x), 0, group) * 3
+
+    check_gradient(world, call, lambda inputs: [torch.cat([torch.sin(x) for x in inputs]) * 3] * n)
+
+
+def test_compiled_ddp(world):
+    """DDP below torch.compile, its gradients reduced as the compiled backward pass goes on."""
+    torch._dynamo.reset()
+    model = torch.nn.parallel.DistributedDataParallel(make())
+    compiled = torch.compile(model, backend="aot_eager")
+    train(compiled, world.me, 3)
+    same_parameters(model.module, trained_alone(world.size, 3))

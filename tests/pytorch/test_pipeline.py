@@ -1,0 +1,185 @@
+"""Pipelines: each rank holds some of the layers; outputs and gradients are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from inputs import near, normal
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    SplitPoint,
+    pipeline,
+)
+
+BATCH, WIDTH = 16, 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Network(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def network(count):
+    torch.manual_seed(5)
+    return Network(count)
+
+
+def data(step=0):
+    return normal(0, BATCH, WIDTH, key=("x", step)), normal(0, BATCH, WIDTH, key=("y", step))
+
+
+def loss_fn(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+def alone(count, chunks):
+    """Output, losses of the microbatches, and the gradients of their mean."""
+    model = network(count)
+    x, y = data()
+    output = model(x)
+    losses = [
+        loss_fn(out, want) for out, want in zip(output.chunk(chunks), y.chunk(chunks), strict=True)
+    ]
+    torch.stack(losses).mean().backward()
+    return model, output.detach(), torch.stack(losses).detach()
+
+
+def run(schedule, first, last):
+    """One step; returns what the last stage's rank has of output and losses."""
+    x, y = data()
+    losses = []
+    ends = {"target": y, "losses": losses} if last else {}
+    output = schedule.step(*[x][: int(first)], **ends)
+    return output, losses
+
+
+def check(modules, model, output, losses, wanted, exact):
+    """modules: the layers of this rank by their place."""
+    for place, module in modules.items():
+        for found, full in zip(module.parameters(), model.layers[place].parameters(), strict=True):
+            near(found.grad, full.grad, rtol=1e-4, atol=1e-6)
+    if losses:
+        near(torch.stack(losses), exact, rtol=1e-4, atol=1e-6)
+        near(output, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_one_stage_a_rank(world, kind, chunks):
+    n, me = world.size, world.me
+    model, wanted, exact = alone(n, chunks)
+    module = network(n).layers[me]
+    stage = PipelineStage(module, me, n, torch.device("cpu"))
+    schedule = kind(stage, n_microbatches=chunks, loss_fn=loss_fn)
+    for _ in range(2):  # a stage can be used again
+        module.zero_grad()
+        output, losses = run(schedule, me == 0, me == n - 1)
+        assert bool(losses) == (me == n - 1)
+        check({me: module}, model, output, losses, wanted, exact)
+        dist.barrier()
+
+
+#: Which stages a rank holds, by its rank and the number of ranks: in turn, or there and back.
+IN_TURN = [ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble]
+THERE_AND_BACK = [ScheduleZBVZeroBubble, ScheduleDualPipeV]
+
+
+@pytest.mark.parametrize("kind", IN_TURN + THERE_AND_BACK, ids=lambda kind: kind.__name__)
+def test_two_stages_a_rank(world, kind):
+    n, me = world.size, world.me
+    count, chunks = 2 * n, 8
+    places = [me, count - 1 - me] if kind in THERE_AND_BACK else [me, me + n]
+    last = count - 1 in places
+    model, wanted, exact = alone(count, chunks)
+    mine = {place: network(count).layers[place] for place in places}
+    stages = [
+        PipelineStage(module, place, count, torch.device("cpu")) for place, module in mine.items()
+    ]
+    schedule = kind(stages, n_microbatches=chunks, loss_fn=loss_fn)
+    output, losses = run(schedule, me == 0, last)
+    assert bool(losses) == last
+    check(mine, model, output, losses, wanted, exact)
+    dist.barrier()
+
+
+def test_evaluation(world):
+    """Forward only."""
+    n, me = world.size, world.me
+    _, wanted, exact = alone(n, 4)
+    stage = PipelineStage(network(n).layers[me].eval(), me, n, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss_fn)
+    x, y = data()
+    losses = []
+    if me == 0:
+        schedule.eval(x)
+    elif me == n - 1:
+        near(schedule.eval(target=y, losses=losses), wanted, rtol=1e-4, atol=1e-6)
+        near(torch.stack(losses).detach(), exact, rtol=1e-4, atol=1e-6)
+    else:
+        schedule.eval()
+    dist.barrier()
+
+
+def test_a_traced_model(world):
+    """Split by torch itself where it is told to."""
+    n, me = world.size, world.me
+    model, wanted, exact = alone(n, 4)
+    x, _ = data()
+    split = {f"layers.{place}": SplitPoint.BEGINNING for place in range(1, n)}
+    pipe = pipeline(network(n), mb_args=(x.chunk(4)[0],), split_spec=split)
+    stage = pipe.build_stage(me, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
+    output, losses = run(schedule, me == 0, me == n - 1)
+    for found, full in zip(stage.submod.parameters(), model.layers[me].parameters(), strict=True):
+        near(found.grad, full.grad, rtol=1e-4, atol=1e-6)
+    if me == n - 1:
+        near(output, wanted, rtol=1e-4, atol=1e-6)
+        near(torch.stack(losses), exact, rtol=1e-4, atol=1e-6)
+    dist.barrier()
+
+
+def test_pipelines_beside_each_other(world):
+    """On a mesh of two dimensions: stages along the columns, data parallel along the rows."""
+    grid = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("data", "stages"))
+    group, place = grid.get_group("stages"), grid.get_local_rank("stages")
+    rows, row = grid.size(0), grid.get_local_rank("data")
+    module = network(2).layers[place]
+    stage = PipelineStage(module, place, 2, torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss_fn)
+    x, y = data(row)
+    if place == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=y)
+    full = network(2)
+    for each in range(rows):
+        x, y = data(each)
+        (loss_fn(full(x), y) / rows).backward()
+    for found, wanted in zip(module.parameters(), full.layers[place].parameters(), strict=True):
+        dist.all_reduce(found.grad, dist.ReduceOp.AVG, grid.get_group("data"))
+        near(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)

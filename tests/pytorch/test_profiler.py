@@ -1,0 +1,80 @@
+"""The profiler shows each operation by name: ``mpicoll:all_reduce``, as ``gloo:all_reduce``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import BACKEND, not_gloo
+from models import batch, loss_of, make
+from torch.profiler import ProfilerActivity, profile
+
+
+def calls(world):
+    n, me = world.size, world.me
+    x, many = torch.ones(4), [torch.zeros(4) for _ in range(n)]
+    at_root = many if me == 0 else None
+    partner = me ^ 1
+
+    def send():
+        work = dist.irecv(torch.zeros(4), partner)
+        dist.send(x, partner)
+        work.wait()
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "reduce": lambda: dist.reduce(x, 0),
+        "all_gather": lambda: dist.all_gather(many, x),
+        "all_gather_single": lambda: dist.all_gather_single(torch.zeros(4 * n), x),
+        "gather": lambda: dist.gather(x, at_root),
+        "scatter": lambda: dist.scatter(x, at_root),
+        "reduce_scatter": lambda: dist.reduce_scatter(x, many),
+        "reduce_scatter_single": lambda: dist.reduce_scatter_single(x, torch.zeros(4 * n)),
+        "all_to_all": lambda: dist.all_to_all(many, [one.clone() for one in many]),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.zeros(n), torch.zeros(n)),
+        "barrier": dist.barrier,
+        "send": send,
+        "recv": send,
+    }
+
+
+def names(profiler):
+    return [event.name for event in profiler.events() if event.name.startswith(f"{BACKEND}:")]
+
+
+@pytest.mark.parametrize("name", list(calls(type("Team", (), {"size": 2, "me": 0}))))
+def test_shows(world, name):
+    if name.startswith(("all_to_all", "all_gather_single", "reduce_scatter")):
+        not_gloo("names it otherwise")
+    call = calls(world)[name]
+    call()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call()
+        call()
+    found = names(profiler)
+    assert len([one for one in found if one == f"{BACKEND}:{name}"]) == 2, found
+    dist.barrier()
+
+
+def test_shows_asynchronous_calls(world):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        work = dist.all_reduce(torch.ones(100), async_op=True)
+        work.wait()
+    assert f"{BACKEND}:all_reduce" in names(profiler)
+
+
+def test_shows_the_traffic_of_ddp(world):
+    model = torch.nn.parallel.DistributedDataParallel(make())
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss_of(model, *batch(world.me, 0)).backward()
+    assert f"{BACKEND}:all_reduce" in names(profiler)
+
+
+def test_trace_file(world, folder):
+    """As chrome://tracing reads it."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        dist.all_reduce(torch.ones(4))
+    path = folder / f"trace-{world.me}.json"
+    profiler.export_chrome_trace(str(path))
+    assert f'"{BACKEND}:all_reduce"' in path.read_text()

@@ -6,7 +6,8 @@ Each MPI comes with the virtual environment that holds it. In each of them run
 
 - the tests of ``tests/`` itself, once, by a plain pytest. A test that needs ranks starts them by
   the command in MPICOLL_TEST_MPIEXEC (split it with shlex, append ``-n N program``);
-- the tests of ``tests/mpi/``, under mpiexec, on 1, 2, 3 and 4 ranks.
+- the tests of ``tests/mpi/``, under mpiexec, on 1, 2, 3 and 4 ranks;
+- those of ``tests/pytorch/``, where there is torch, likewise on 2 and 4 ranks.
 
 With Intel MPI, those on 2 ranks alone.
 
@@ -39,6 +40,9 @@ LOGS = ROOT / ".cache" / "tests"
 
 #: Numbers of ranks, 0 for the plain tests.
 RANKS = [0, 1, 2, 3, 4]
+#: The folders of tests, in the order in which they run: plain, on ranks, on some numbers of ranks.
+PLAIN, MPI, TORCH = FOLDERS = "tests", "tests/mpi", "tests/pytorch"
+TORCH_RANKS = [2, 4]
 #: Where others than those are enough: Intel MPI is of MPICH's family, and its jobs end like those.
 RANKS_OF = {"impi": [2]}
 
@@ -76,6 +80,7 @@ class Launch:
 
     mpi: str
     ranks: int  # 0: plain pytest
+    folder: str = PLAIN
     seconds: float = 0.0
     problem: str = ""
     passed: int = 0
@@ -88,11 +93,13 @@ class Launch:
     @property
     def name(self) -> str:
         ranks = "plain" if self.ranks == 0 else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        return f"{self.mpi:<8}{ranks:<8}"
+        what = "torch" if self.folder == TORCH else ""
+        return f"{self.mpi:<8}{ranks:<8}{what:<6}"
 
     @property
     def logs(self) -> Path:
-        return LOGS / self.mpi / ("plain" if self.ranks == 0 else str(self.ranks))
+        where = "plain" if self.ranks == 0 else str(self.ranks)
+        return LOGS / self.mpi / (where + "-torch" * (self.folder == TORCH))
 
     def __str__(self) -> str:
         counts = f"{self.passed:6} passed {self.failed:4} failed {self.skipped:5} skipped"
@@ -102,17 +109,19 @@ class Launch:
         """Start the ranks, wait for them and read their results."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
+        arguments = [each for each in arguments if folder_of(each) in ("", self.folder)]
         options = ["-q", f"--override-ini=faulthandler_timeout={timeout / 3}"]
         if self.ranks == 0:
             report = f"--junitxml={self.logs / 'rank-0.xml'}"
             command = [str(python), "-m", "pytest", *options, report, *arguments]
-            command += [] if any(map(names_a_file, arguments)) else ["tests", "--ignore=tests/mpi"]
+            all_of_it = [PLAIN, f"--ignore={MPI}", f"--ignore={TORCH}"]
+            command += [] if any(map(folder_of, arguments)) else all_of_it
         else:
             command = [*mpiexec, "-n", str(self.ranks), str(python), "-m", "mpi4py"]
             command += ["tests/rank.py", str(self.logs), *options]
             # Ranks that write to one cache would trip over each other.
             command += ["--exitfirst", "-p", "no:cacheprovider", *arguments]
-            command += [] if any(map(names_a_file, arguments)) else ["tests/mpi"]
+            command += [] if any(map(folder_of, arguments)) else [self.folder]
         environment = os.environ | ENVIRONMENT | {"MPICOLL_TEST_MPIEXEC": shlex.join(mpiexec)}
         start = time.perf_counter()
         code = self._wait(command, environment, timeout)
@@ -185,9 +194,23 @@ class Launch:
                 print("\n".join(lines[-limit:]))
 
 
-def names_a_file(argument: str) -> bool:
-    """Tell whether a pytest argument chooses the tests: FILE or FILE::TEST."""
-    return (ROOT / argument.partition("::")[0]).exists()
+def folder_of(argument: str) -> str:
+    """The folder of the tests that a pytest argument chooses by FILE or FILE::TEST; "" if none."""
+    path = argument.partition("::")[0]
+    if not (ROOT / path).exists():
+        return ""
+    return next((each for each in (MPI, TORCH) if f"{path}/".startswith(f"{each}/")), PLAIN)
+
+
+def launches_of(mpi: str, numbers: list[int], torch: bool, arguments: list[str]) -> list[Launch]:
+    """What to launch on those numbers of ranks: of the folders that pytest's arguments name."""
+    named = set(filter(None, map(folder_of, arguments))) or set(FOLDERS)
+    launches = []
+    for number in numbers:
+        folders = {PLAIN} if number == 0 else {MPI, TORCH} if number in TORCH_RANKS else {MPI}
+        folders &= named if torch else named - {TORCH}
+        launches += [Launch(mpi, number, folder) for folder in FOLDERS if folder in folders]
+    return launches
 
 
 def read_report(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -244,8 +267,8 @@ def run_environment(
     if "torch missing" in versions:
         left_out.append(f"{mpi}: there is NO TORCH, so its tests were skipped")
     ranks = [0] if arguments.plain else arguments.ranks or RANKS_OF.get(mpi, RANKS)
-    for number in ranks:
-        launch = Launch(mpi, number)
+    torch = "torch missing" not in versions
+    for launch in launches_of(mpi, ranks, torch, arguments.pytest):
         launch.run(python, mpiexec, arguments.timeout, arguments.pytest)
         if launch.problem == "NO TESTS" and arguments.pytest:
             launch.problem = ""  # the arguments may have left none

@@ -484,7 +484,7 @@ ANNOUNCED = {
     ),
     "torchrun": (
         {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-        ["torchrun announces 2 ranks", "WORLD_SIZE=2", "mpirun or srun"],
+        ["torchrun announces 2 ranks", "WORLD_SIZE=2", "before mpi4py.MPI is imported"],
     ),
     "mpiexec of MPICH": (
         {"PMI_RANK": "0", "PMI_SIZE": "8", "PMI_FD": "7"},
@@ -593,17 +593,18 @@ answers = [
     told(init_method="env://"),
     told(rank=0, world_size=1),
     told(dict(RANK="0", WORLD_SIZE="1"), init_method="env://"),
-    told(dict(RANK="3", WORLD_SIZE="4")),
     told(backend="gloo"), told(backend="nccl"), told(backend="MPI"),
     told(backend="cpu:gloo,cuda:nccl"),
     told(timeout=5), told(group_name="mine"),
     told(rank=2),
     told(world_size=4),
+    told(dict(RANK="3", WORLD_SIZE="4")),
     told(dict(RANK="3"), init_method="env://"),
     told(dict(WORLD_SIZE="4"), init_method="env://"),
     told(dict(WORLD_SIZE="four"), init_method="env://"),
     told(init_method="tcp://127.0.0.1:1234"),
     told(init_method="file:///tmp/x"),
+    told(init_method="http://x"),
     told(backend="ucc"), told(backend="mpich"), told(backend=3),
     told(timeout="5"), told(rank="0"), told(timeout=-1),
     told(store=object()), told(pg_options=object()), told(device_id=0),
@@ -613,16 +614,18 @@ print(json.dumps(answers))
     done = child(ASK + code)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
-    fine, wrong = answers[:12], answers[12:]
-    assert fine == [[[], ""]] * 12
+    fine, wrong = answers[:11], answers[11:]
+    assert fine == [[[], ""]] * 11
     expected = [
         ("LaunchError", ["rank=2", "MPI's own rank, 0", "rank 0 of 1"]),
         ("LaunchError", ["world_size=4", "MPI's own world_size, 1"]),
+        ("LaunchError", ["rank 3 of 4", "a world of its own"]),
         ("LaunchError", ["RANK=3", "MPI's own rank, 0"]),
         ("LaunchError", ["WORLD_SIZE=4", "MPI's own world_size, 1"]),
         ("ArgumentError", ["WORLD_SIZE", "'four'"]),
-        ("UnsupportedError", ["init_method", "tcp://127.0.0.1:1234", "mpi://", "env://"]),
-        ("UnsupportedError", ["init_method", "file:///tmp/x"]),
+        ("ArgumentError", ["tcp://127.0.0.1:1234", "needs rank and world_size"]),
+        ("ArgumentError", ["file:///tmp/x", "needs rank and world_size"]),
+        ("UnsupportedError", ["init_method", "http://x", "tcp://HOST:PORT", "mpi://"]),
         ("ArgumentError", ["backend 'ucc'", "mpi, or gloo or nccl"]),
         ("ArgumentError", ["backend 'mpich'"]),
         ("ArgumentError", ["Backend", "int"]),

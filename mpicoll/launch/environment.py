@@ -14,6 +14,7 @@ from mpicoll.errors import LaunchError
 
 __all__ = [
     "LAUNCHERS",
+    "SINGLETON",
     "Launcher",
     "Way",
     "by_mpi",
@@ -21,6 +22,7 @@ __all__ = [
     "check_world",
     "choose",
     "fill_environment",
+    "filled",
     "inherited",
     "instead_of_managers",
     "local_rank",

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
-from mpicoll.launch.environment import by_mpi
+from mpicoll.launch.environment import SINGLETON, by_mpi, filled
 from mpicoll.launch.meeting import Meeting, NotThere, Store
 from mpicoll.launch.session import SECRET, greeted, read_line
 
@@ -44,10 +44,15 @@ def told(
     """Rank and size by argument, else by the query of the URL, else by RANK and WORLD_SIZE.
 
     The variables count where an init_method needs them; without one, where no process manager of
-    MPI started this process. Raises ArgumentError for what is no number, or is said twice.
+    MPI started this process; never where a single rank is asked for, nor where fill_environment
+    has set them. Raises ArgumentError for what is no number, or is said twice.
     """
     query = parse_qs(urlsplit(init_method or "").query)
-    variables = init_method != "mpi://" and not (init_method is None and by_mpi(environment))
+    variables = (
+        init_method != "mpi://"
+        and not (init_method is None and by_mpi(environment))
+        and environment.get(SINGLETON) != "1"
+    )
     values: dict[str, int | None] = {}
     names: dict[str, str] = {}
     for what, argument in (("rank", rank), ("world_size", world_size)):
@@ -61,7 +66,7 @@ def told(
             values[what], names[what] = argument, f"{what}="
         elif asked is not None:
             values[what], names[what] = asked, f"{what}="
-        elif variables and variable in environment:
+        elif variables and variable in environment and not filled(variable, environment):
             values[what], names[what] = _number(variable, environment[variable]), f"{variable}="
     return Told(values.get("rank"), values.get("world_size"), names)
 

@@ -31,6 +31,12 @@ TIMEOUT = timedelta(seconds=120)
 torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    """What torch says of its own parts is nobody's concern here."""
+    for category in "DeprecationWarning", "FutureWarning", "UserWarning":
+        config.addinivalue_line("filterwarnings", f"ignore::{category}")
+
+
 @dataclass(frozen=True)
 class Team:
     """A group, and who is in it.

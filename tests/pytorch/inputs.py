@@ -79,11 +79,16 @@ def combined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(FOLDS[name], parts)
 
 
+def said(found: torch.Tensor):
+    """Names what was compared, where a test compares many."""
+    return lambda text: f"{text}\n\n{found.dtype}, {tuple(found.shape)}"
+
+
 def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Every bit."""
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=said(found))
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, **tolerance: float) -> None:
     """To the rounding of the dtype."""
-    torch.testing.assert_close(found, wanted, **tolerance)
+    torch.testing.assert_close(found, wanted, **tolerance, msg=said(found))

@@ -13,8 +13,6 @@ from inputs import equal, near, normal
 from models import make, same_parameters, train, trained_alone
 from torch.distributed.device_mesh import init_device_mesh
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
 
 def leaves(world, *shape):
     """The inputs of all ranks, for the computation alone, and this rank's."""

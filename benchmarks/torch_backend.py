@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import statistics
 import time
@@ -159,6 +160,7 @@ def describe(report: Report, threads: int) -> None:
         "machine": platform.machine(),
         "ranks": dist.get_world_size(),
         "threads": threads,
+        "load before": round(os.getloadavg()[0], 1),
     }
     report.record |= what
     report.line(", ".join(f"{name} {value}" for name, value in what.items()))

@@ -22,6 +22,7 @@ from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import sparse
+from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.profiling import profiled
 from mpicoll.torch.works import Done, Pending, Received, flat
 from mpicoll.work import Work, seconds
@@ -55,6 +56,7 @@ class _Options:
         self.timeout = timedelta(milliseconds=-1) if timeout is None else timeout
 
 
+@uncompiled
 class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """A group of the core, as torch.distributed sees it.
 

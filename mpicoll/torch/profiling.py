@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,6 +30,12 @@ def profiled(name: str, inputs: Any, begin: Callable[[], W]) -> W:
         raise
     if work is None:
         event.__exit__(None, None, None)
+        return work
+    if work.is_completed():
+        # torch calls an event asynchronous that ends on another thread than it began on.
+        end = threading.Thread(target=event.__exit__, args=(None, None, None))
+        end.start()
+        end.join()
     else:
         work.get_future().add_done_callback(lambda done: event.__exit__(None, None, None))
     return work

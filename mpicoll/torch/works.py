@@ -12,6 +12,7 @@ from torch.distributed import Work as TorchWork
 
 from mpicoll import work as core
 from mpicoll.groups import ProcessGroup
+from mpicoll.torch.compilation import uncompiled
 
 __all__ = ["Done", "Pending", "Received", "flat"]
 
@@ -24,6 +25,7 @@ _RESULT = torch._C._distributed_c10d.WorkResult
 _let_go: deque[Any] = deque(maxlen=64)
 
 
+@uncompiled
 class Pending(TorchWork):  # type: ignore[misc]
     """A call that is under way: one Work of the core, or several that were begun together.
 
@@ -100,6 +102,7 @@ class Pending(TorchWork):  # type: ignore[misc]
         return self.source_rank()
 
 
+@uncompiled
 class Received(Pending):
     """A receive. Its sender is named by rank in the group, as torch asks for."""
 
@@ -113,6 +116,7 @@ class Received(Pending):
         return -1 if rank is None else rank
 
 
+@uncompiled
 class Done(TorchWork):  # type: ignore[misc]
     """A synchronous call, which is over when it returns."""
 

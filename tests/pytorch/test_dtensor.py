@@ -179,7 +179,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", list(OPERATIONS))
 def test_operations(world, mesh, grid, name):
     """Computed on the parts, they are those of the whole tensors."""
-    a, b = normal(0, 8, 6, key="a"), normal(0, 8, 6, key="b")
+    a, b = normal(0, 8, 8, key="a"), normal(0, 8, 8, key="b")
     wanted = OPERATIONS[name](a, b)
     for one, two in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
         pair = distribute_tensor(a, mesh, [one]), distribute_tensor(b, mesh, [two])

@@ -193,7 +193,8 @@ def begin(
         _check(expected or {}, world.Get_rank(), world.Get_size())
     session = launch.current()
     if session is not None:
-        session.enter()
+        session.check()
+        session.say("busy")
     _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
     try:
         comm, messages = world.Dup(), world.Dup()

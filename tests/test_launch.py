@@ -321,6 +321,11 @@ SPAWN = """
             one.join()
         say("codes", *[one.exitcode for one in ranks])
 """
+#: Says at the very end that MPI was finalised.
+AFTER = (
+    "import multiprocessing.util, mpi4py.MPI as m; multiprocessing.util.Finalize(None, "
+    "lambda: say('finalized', m.Is_finalized()), exitpriority=-9)"
+)
 BEGIN = "dist.init_process_group('mpi', 'tcp://127.0.0.1:$PORT', 30, 2, rank)"
 
 
@@ -330,14 +335,15 @@ BEGIN = "dist.init_process_group('mpi', 'tcp://127.0.0.1:$PORT', 30, 2, rank)"
     ("work", "codes"),
     [
         (f"{BEGIN}; say(total(1)); dist.destroy_process_group()", "0 0"),
-        (f"{BEGIN}; say(total(1))", "0 0"),
+        (f"{BEGIN}; say(total(1)); {AFTER}", "0 0"),
         (f"{BEGIN}; say(total(1)); sys.exit(5)", "5 5"),
     ],
     ids=["destroy", "none", "exit"],
 )
 @job(SPAWN, by="one")
 def test_multiprocessing(start: str, work: str, codes: str, ended: Ended) -> None:
-    ended.in_good_order("2.0", "2.0", f"codes {codes}")
+    more = ["finalized True"] * 2 if "finalized" in work else []
+    ended.in_good_order("2.0", "2.0", *more, f"codes {codes}")
     assert "Traceback" not in ended.err, ended
 
 

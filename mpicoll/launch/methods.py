@@ -244,11 +244,8 @@ class Agent(Store):
         self._store().set(key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, waited for; raises NotThere when the time is up."""
-        try:
-            return bytes(self._store().get(key))
-        except RuntimeError as error:
-            raise NotThere(f"torchrun's store: {error}") from None
+        """The value of a key, waited for."""
+        return bytes(self._store().get(key))
 
 
 #: Who is alone in the world meets nobody.

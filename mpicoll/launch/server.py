@@ -212,11 +212,12 @@ class Server:
             self._say(one, f"{GREETING} {one.nonce}")
 
     def _say(self, one: _Connection, line: str) -> None:
-        if one in self.connections:
-            one.outbox += line.encode() + b"\n"
-            self._flush(one)
+        one.outbox += line.encode() + b"\n"
+        self._flush(one)
 
     def _flush(self, one: _Connection) -> None:
+        if one not in self.connections:
+            return
         try:
             sent = one.sock.send(one.outbox) if one.outbox else 0
         except BlockingIOError:
@@ -399,8 +400,8 @@ class Server:
         """Lets those in the barrier go on when all that are left are there."""
         if self.fence and len(self.fence) == len(self.pmi) and self.complete:
             waiting, self.fence = self.fence, set()
-            for rank in waiting:
-                self._say(self.pmi[rank], "cmd=barrier_out rc=0")
+            for one in [self.pmi[rank] for rank in waiting]:
+                self._say(one, "cmd=barrier_out rc=0")
 
 
 def tune(sock: socket.socket) -> None:

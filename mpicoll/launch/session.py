@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from mpicoll.errors import CollectiveTimeoutError, LaunchError
+from mpicoll.errors import CollectiveTimeoutError, LaunchError, MpicollError
 from mpicoll.launch import server
 from mpicoll.launch.meeting import Meeting, NotThere, Taken
 
@@ -71,12 +71,11 @@ class Session:
             with contextlib.suppress(OSError):
                 self._sock.sendall(line.encode() + b"\n")
 
-    def enter(self) -> None:
-        """A process group begins; raises LaunchError where a rank of it is gone."""
+    def check(self) -> None:
+        """Raises LaunchError where the job has ended already."""
         found = self.news()
         if found is not None:
             raise LaunchError(f"{_WHERE}: rank {self.rank} of {self.size}: {found[0]}")
-        self.say("busy")
 
     def abort(self, code: int) -> NoReturn:
         """Ends this process with an exit code, and the others with the same."""
@@ -102,22 +101,27 @@ class Session:
         line, _, self._inbox = self._inbox.partition(b"\n")
         return line.decode("ascii", "replace")
 
-    def alarm(self, on: bool) -> None:
-        """While on, any news end this process, by SIGIO.
+    @contextlib.contextmanager
+    def alarm(self) -> Iterator[None]:
+        """In here any news end this process, by SIGIO.
 
         For MPI_Init: nothing else can, for it lets no other thread run, and waits for ranks that
-        may be lost.
+        may be lost. Raises LaunchError where there are news already.
         """
         flags = fcntl.fcntl(self._sock, fcntl.F_GETFL)
         fcntl.fcntl(self._sock, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(self._sock, fcntl.F_SETFL, flags | os.O_ASYNC if on else flags & ~os.O_ASYNC)
+        fcntl.fcntl(self._sock, fcntl.F_SETFL, flags | os.O_ASYNC)
+        try:
+            self.check()
+            yield
+        finally:
+            fcntl.fcntl(self._sock, fcntl.F_SETFL, flags)
 
-    def news(self, limit: float = 0.0) -> tuple[str, int] | None:
-        """Why the job ends, and with what exit code; None if it goes on.
-
-        Nothing is to be said where this rank ended it itself. limit: seconds to wait.
+    def news(self) -> tuple[str, int] | None:
+        """Why the job ends, "" where this rank ends it itself, and with what exit code; None if it
+        goes on.
         """
-        line = self.hear(limit)
+        line = self.hear(0)
         if line is None:
             return None
         word, _, rest = line.partition(" ")
@@ -219,7 +223,7 @@ def _reach(
     while True:
         try:
             if meeting.rank != 0:
-                place = json.loads(meeting.store.get(_KEY))
+                place = json.loads(_ask(meeting))
             return _connect(place, "pmi", meeting), _connect(place, "watch", meeting)
         except Taken as error:
             # Perhaps by a process that is ending: of an earlier job, or an earlier try of this one.
@@ -243,6 +247,19 @@ def _reach(
                 ) from None
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
+
+
+def _ask(meeting: Meeting) -> bytes:
+    """What rank 0 has left at the store."""
+    try:
+        return meeting.store.get(_KEY)
+    except (NotThere, MpicollError):
+        raise
+    except Exception as error:  # a store of somebody else's, with errors of its own
+        raise CollectiveTimeoutError(
+            f"{_WHERE}: rank {meeting.rank} of {meeting.world_size}: rank 0 has not come to the "
+            f"store: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _await_all(session: Session, limit: float, deadline: float) -> None:

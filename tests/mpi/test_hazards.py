@@ -290,7 +290,9 @@ def test_monitored_barrier_names_who_is_missing(pair, world, mpi, wait_all):
                 dist.monitored_barrier(pair, timeout=20, wait_all_ranks=wait_all)
         else:
             named = ", ".join(map(str, late)) if wait_all else "1"
-            with pytest.raises(RuntimeError, match=rf"Ranks? {named} failed to pass.*did not arrive"):
+            with pytest.raises(
+                RuntimeError, match=rf"Ranks? {named} failed to pass.*did not arrive"
+            ):
                 dist.monitored_barrier(pair, timeout=0.5, wait_all_ranks=wait_all)
         mpi.Barrier()
         dist.monitored_barrier(pair, timeout=30)
@@ -310,7 +312,9 @@ def test_a_barrier_and_a_work_that_others_join_late(pair, world, mpi):
         with pytest.raises(TimeoutError, match="barrier"):
             dist.barrier(pair, timeout=0.3)
         work = dist.all_reduce(np.ones(2), group=pair, async_op=True)
-        with pytest.raises(dist.CollectiveTimeoutError, match=r"not complete within the timeout of 0\.2"):
+        with pytest.raises(
+            dist.CollectiveTimeoutError, match=r"not complete within the timeout of 0\.2"
+        ):
             work.wait(0.2)
         assert not work.is_completed()
         mpi.Barrier()

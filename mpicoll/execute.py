@@ -249,13 +249,15 @@ def in_order(
     def locked() -> None:
         try:
             with group.lock:
-                group.keeps_time = keeps_time
                 if root is not None:
                     group.sequence += 1
                     if group.sequence >= group.next_check:
                         consistency.check(group, *consistency.of_task(name, root))
-                result.append(task())
-                group.keeps_time = False
+                group.keeps_time = keeps_time
+                try:
+                    result.append(task())
+                finally:
+                    group.keeps_time = False
         except MpicollError:
             raise
         except Exception as error:

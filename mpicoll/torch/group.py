@@ -24,7 +24,7 @@ from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import sparse
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.profiling import profiled
-from mpicoll.torch.works import Done, Pending, Received, flat
+from mpicoll.torch.works import Done, Pending, Received, flat, joined
 from mpicoll.work import Work, seconds
 
 __all__ = ["TorchGroup"]
@@ -40,6 +40,8 @@ Tensors = Sequence[Tensor]
 #: looking a number up takes a tenth of the time that comparing two of torch's enums takes.
 _OPERATIONS = {hash(getattr(c10d.ReduceOp.RedOpType, row.name)): row for row in OPERATIONS}
 _NOW = timedelta(0)
+#: Calls in a batch from which on those that are done leave it.
+_BATCH = 256
 
 
 class _Options:
@@ -75,7 +77,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._backend_name = backend
         self._name = core.group_name
         self._description = core.group_desc
-        self._batch: list[tuple[Work, Sequence[Any]]] | None = None
+        self._batch: list[Pending] | None = None
 
     # --- who and how ---------------------------------------------------------------------------
 
@@ -167,7 +169,6 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if (
             asynchronous
             or limit > _NOW
-            or self._batch is not None
             or primitive is _BARRIER  # on the group's thread: a timeout of it can be survived
             or _profiler_enabled()
         ):
@@ -222,25 +223,33 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         assert work is not None  # None is for ranks outside, which have no group object
         if limit > _NOW:
             work.limit = limit.total_seconds()
-        outputs = flat(work.outputs)
+        pending = Pending((work,), flat(work.outputs))
+        if asynchronous:
+            self._coalesce(pending)
+        else:
+            pending.wait()
+        return pending
+
+    def _coalesce(self, pending: Pending) -> None:
+        """Puts what was begun into the batch, if there is one.
+
+        torch does not end a batch in which an exception was raised: what is done leaves it.
+        """
         if self._batch is not None:
-            self._batch.append((work, outputs))
-        elif not asynchronous:
-            work.wait()
-        return Pending((work,), outputs)
+            if len(self._batch) >= _BATCH:
+                self._batch = [one for one in self._batch if not one.is_success()]
+            self._batch.append(pending)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Until ``_end_coalescing`` calls are only begun."""
-        if self._batch is not None:
-            raise ArgumentError("_start_coalescing: calls are being coalesced already")
+        """From here on asynchronous calls are ``_end_coalescing``'s too."""
         self._batch = []
 
     def _end_coalescing(self, device: torch.device) -> c10d.Work:
-        """One Work for all calls since ``_start_coalescing``."""
+        """One Work for all asynchronous calls since ``_start_coalescing``."""
         if self._batch is None:
             raise ArgumentError("_end_coalescing: _start_coalescing was not called")
         batch, self._batch = self._batch, None
-        return Pending([work for work, _ in batch], [t for _, outputs in batch for t in outputs])
+        return joined(batch)
 
     # --- collectives -----------------------------------------------------------------------------
 
@@ -459,9 +468,9 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
             work = profiled(f"{self._backend_name}:{name}", tensor, begin)
         else:
             work = begin()
-        if self._batch is not None:
-            self._batch.append((work, work.outputs))
-        return Received(self.core, work, work.outputs)
+        pending = Received(self.core, work, work.outputs)
+        self._coalesce(pending)
+        return pending
 
 
 def _done(output: Any) -> Done:

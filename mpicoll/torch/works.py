@@ -14,7 +14,7 @@ from mpicoll import work as core
 from mpicoll.groups import ProcessGroup
 from mpicoll.torch.compilation import uncompiled
 
-__all__ = ["Done", "Pending", "Received", "flat"]
+__all__ = ["Done", "Pending", "Received", "flat", "joined"]
 
 _ZERO = timedelta(0)
 _RESULT = torch._C._distributed_c10d.WorkResult
@@ -40,12 +40,14 @@ class Pending(TorchWork):  # type: ignore[misc]
         self._waited_for = False
 
     def __del__(self) -> None:
-        unused = not self._waited_for and self._future is None
-        # One that has failed says so when it goes.
-        if unused and not any(
-            work.is_completed() and not work.is_success() for work in self._works
-        ):
-            _let_go.append(self)
+        if self._waited_for or self._future is not None:
+            return
+        if any(work.is_completed() and not work.is_success() for work in self._works):
+            return  # its error is told when it goes
+        self._outputs = ()  # waiting is all that C++ can still do with it
+        for work in self._works:
+            work.outputs = ()
+        _let_go.append(self)
 
     def wait(self, timeout: timedelta = _ZERO) -> bool:
         """Waits until the outputs are filled; ``timeout`` of zero is the group's.
@@ -157,6 +159,14 @@ class Done(TorchWork):  # type: ignore[misc]
     def get_future_result(self) -> Any:
         """A torch.futures.Future of WorkResult.SUCCESS."""
         return _future((), lambda: _RESULT.SUCCESS)
+
+
+def joined(pending: Sequence[Pending]) -> Pending:
+    """One Work for several."""
+    return Pending(
+        [work for one in pending for work in one._works],
+        [tensor for one in pending for tensor in one._outputs],
+    )
 
 
 def flat(output: Any) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from torch.autograd import _profiler_enabled
 from mpicoll import collectives, execute, point_to_point, runtime
 from mpicoll.dtypes import OPERATIONS, ReduceOp
 from mpicoll.errors import ArgumentError, UnsupportedError
+from mpicoll.execute import run_in_place
 from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import sparse
@@ -39,6 +40,8 @@ Tensors = Sequence[Tensor]
 #: The core's operation of each of torch's. A ReduceOp and its RedOpType hash to their number, and
 #: looking a number up takes a tenth of the time that comparing two of torch's enums takes.
 _OPERATIONS = {hash(getattr(c10d.ReduceOp.RedOpType, row.name)): row for row in OPERATIONS}
+_PREMUL_SUM = ReduceOp.PREMUL_SUM
+_ALL_REDUCE_OPTIONS = c10d.AllreduceOptions
 _NOW = timedelta(0)
 #: Calls in a batch from which on those that are done leave it.
 _BATCH = 256
@@ -270,6 +273,18 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         op: Any = c10d.ReduceOp.SUM,
     ) -> c10d.Work:
         """all_reduce of one tensor."""
+        # The short way of the most frequent call: synchronous, and nothing unusual about it.
+        if (
+            opts.__class__ is _ALL_REDUCE_OPTIONS
+            and not opts.asyncOp
+            and len(tensors) == 1
+            and not _profiler_enabled()
+            and not opts.timeout > _NOW
+        ):
+            tensor, row = tensors[0], _OPERATIONS[hash(opts.reduceOp)]
+            if row is not _PREMUL_SUM and not tensor.is_sparse:
+                run_in_place(_ALL_REDUCE, self.core, False, tensor, row, 0)
+                return _done(tensor)
         if not isinstance(opts, c10d.AllreduceOptions):
             opts = _Options(op=op if opts is None else opts, timeout=timeout)
         tensor, row = _one("allreduce", tensors), _operation(opts.reduceOp)

@@ -372,6 +372,8 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
             return None
 
     def adapter(tensor: Any, writable: bool, where: str) -> View:
+        if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor: a result on its way
+            tensor = tensor.trigger_wait()
         seen = glance(tensor) if type(tensor) in direct else None
         if seen is None:
             refuse(tensor, where, writable)

@@ -195,6 +195,8 @@ def begin(
     if session is not None:
         session.check()
         session.say("busy")
+    if _guard is not None:  # of a group that was destroyed on the way of an exception
+        _guard.remove()
     _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
     try:
         comm, messages = world.Dup(), world.Dup()
@@ -284,6 +286,8 @@ def _over() -> None:
     state.local.clear()
     _node = None
     point_to_point.stop_polling()
+    if sys.exc_info()[1] is not None:
+        return  # it may end this process yet, and then the others have to hear of it
     _part()
     if _guard is not None:
         _guard.remove()

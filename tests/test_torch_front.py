@@ -178,6 +178,15 @@ def test_mpi_rendezvous_for_another_backend():
             dist.all_reduce(x, group=half)
         say(x.tolist(), dist.get_backend(), dist.get_backend(group))
         dist.barrier()
+        pair = dist.new_group([0, 1], backend="mpicoll")
+        dist.destroy_process_group(group)  # the others live on
+        dist.all_reduce(x, group=pair)
+        dist.destroy_process_group(pair)
+        if dist.get_rank() == 1:
+            dist.destroy_process_group(half)
+        group = dist.new_group(backend="mpicoll")
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [24.0, 24.0], x
         dist.destroy_process_group()
     """)
     assert lines == ["[6.0, 6.0] gloo mpicoll"] * 2 + [
@@ -253,6 +262,35 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback():
     )
     assert done.returncode != 0
     assert "KeyError: 'the reason'" in done.stderr, done.stderr
+
+
+@needs_mpiexec
+def test_destroyed_on_the_way_of_an_exception():
+    """``finally: destroy_process_group()``, as in PyTorch's examples: the others hear of it."""
+    done = python(
+        """
+        dist.init_process_group("mpicoll")
+        try:
+            if dist.get_rank() == 1:
+                raise KeyError("the reason")
+            dist.all_reduce(torch.ones(1))
+        finally:
+            dist.destroy_process_group()
+        """,
+        *MPIEXEC,
+        "-n",
+        "3",
+    )
+    assert done.returncode != 0
+    assert "KeyError: 'the reason'" in done.stderr, done.stderr
+
+
+def test_a_prompt_goes_on_after_a_mistake():
+    lines = "import mpicoll as dist\ndist.init_process_group()\n1/0\nprint('still', 'here')\n"
+    done = subprocess.run(
+        [sys.executable, "-i"], input=lines, capture_output=True, text=True, timeout=60
+    )
+    assert "still here" in done.stdout and "ZeroDivisionError" in done.stderr, done
 
 
 # ---- under torchrun ------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def create(options: Any, pg_options: Any) -> TorchGroup:
     Raises UnsupportedError for pg_options, for a mix of backends that one Python object cannot
     serve and for a part of the ranks where the default group is of another backend.
     """
+    global _base
     asked = str(variable("_new_process_group_helper", "backend") or NAME)
     _refuse_mixed(asked)
     if pg_options is not None:
@@ -39,9 +40,23 @@ def create(options: Any, pg_options: Any) -> TorchGroup:
                 "begin with init_process_group('mpicoll')"
             )
         core = world(options.store, rank, size, limit)
+        if ranks:
+            _base = core
+            core = _group(ranks, limit, name)
     else:
         core = _group(ranks or list(range(size)), limit, name)
-    return TorchGroup(core, options.store, NAME if ":" in asked else asked)
+    return TorchGroup(core, options.store, NAME if ":" in asked else asked, _ended)
+
+
+#: The core's default group where torch's is of another backend: nobody is given it, so that every
+#: group can end alone.
+_base: ProcessGroup | None = None
+
+
+def _ended() -> None:
+    """Called when a group has ended: with the last one that stands on it ends ``_base``."""
+    if _base is not None and state.groups == [_base]:
+        runtime.destroy_process_group()
 
 
 def world(store: Any, rank: int, size: int, limit: float | None) -> ProcessGroup:

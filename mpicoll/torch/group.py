@@ -67,17 +67,26 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     core:  the group that carries everything out.
     store: torch's store of the group.
+    backend: the name that was asked for.
+    ended: called when the group has ended.
     """
 
     # What torch asks a backend before it asks it for more than collectives.
     supports_splitting = supports_shrinking = supports_coalescing = False
     supports_time_estimate = supports_tensor_alloc = False
 
-    def __init__(self, core: ProcessGroup, store: c10d.Store, backend: str) -> None:
+    def __init__(
+        self,
+        core: ProcessGroup,
+        store: c10d.Store,
+        backend: str,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(core.rank(), core.size())
         self.core = core
         self.store = store
         self._backend_name = backend
+        self._ended = ended
         self._name = core.group_name
         self._description = core.group_desc
         self._batch: list[Pending] | None = None
@@ -150,11 +159,13 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """
         if self.core.closed is None:
             runtime.destroy_process_group(self.core)
+            self._ended()
 
     def abort(self) -> None:
         """Ends the group without waiting for anything, which other ranks may never join."""
         if self.core.closed is None:
             runtime.abandon(self.core)
+            self._ended()
 
     # --- the one way of a collective -------------------------------------------------------------
 

@@ -169,8 +169,10 @@ class Guard:
         try:
             self._previous_hook(kind, error, trace)
         finally:
-            # Another hook may still call this one when its time is over.
-            if os.getpid() == self._pid and not self._stopping:
+            # Another hook may still call this one when its time is over, and at a prompt an
+            # exception ends nothing.
+            ends = not self._stopping and not hasattr(sys, "ps1")
+            if os.getpid() == self._pid and ends:
                 self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _exiting(self) -> None:

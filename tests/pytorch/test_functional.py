@@ -346,3 +346,15 @@ def test_compiled_ddp(world):
     compiled = torch.compile(model, backend="aot_eager")
     train(compiled, world.me, 3)
     same_parameters(model.module, trained_alone(world.size, 3))
+
+
+def test_results_on_their_way_are_waited_for(world):
+    """A functional collective returns before its result is there; other calls take it as it is."""
+    n = world.size
+    onward = funcol.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    dist.all_reduce(onward)
+    equal(onward + 0, torch.full((3,), float(n * n)))
+    outputs = [torch.zeros(2) for _ in range(n)]
+    dist.all_gather(outputs, funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD))
+    for output in outputs:
+        equal(output, torch.full((2,), float(n)))

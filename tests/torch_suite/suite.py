@@ -10,8 +10,10 @@ before anything runs. With BACKEND=mpi it is left as it is.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +95,8 @@ def rank(
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    # A rank that is ended, because another failed or because of the time, says where it was.
+    faulthandler.register(signal.SIGTERM, file=2, chain=True)
     target(*args, **kwargs)
 
 

@@ -273,7 +273,7 @@ def parse_arguments() -> argparse.Namespace:
         help="spawn: as PyTorch does, each rank imports torch anew (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("-k", type=re.compile, default=re.compile(""), metavar="PATTERN")
-    parser.add_argument("--jobs", type=int, default=1, help="tests at a time (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=4, help="tests at a time (%(default)s)")
     parser.add_argument("--timeout", type=int, default=120, help="seconds a test (%(default)s)")
     parser.add_argument("--record", action="store_true", help="take Gloo's outcomes from gloo.txt")
     parser.add_argument("--write-record", action="store_true", help="write gloo.txt")

@@ -222,7 +222,7 @@ def submit(
         work.finish(error[0] if error else None)
 
     group.pending.add(work)
-    group.give(guarded, then)
+    work.carrier = group.give(guarded, then)
     return work
 
 

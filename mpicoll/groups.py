@@ -121,12 +121,13 @@ class ProcessGroup:
         """Asynchronous collectives are pending, and a caller has to queue behind them."""
         return self.worker is not None and self.worker.busy
 
-    def give(self, task: Callable[[], None], then: Callable[[], None]) -> None:
-        """Hands a task to the group's thread; see Worker."""
+    def give(self, task: Callable[[], None], then: Callable[[], None]) -> Worker:
+        """Hands a task to the group's thread, which it returns; see Worker."""
         with self._giving:
             if self.worker is None:
                 self.worker = Worker(f"mpicoll-{self.group_name}")
             self.worker.give(task, then)
+            return self.worker
 
     def finish(self, limit: float | None) -> bool:
         """Ends the group's thread after what is pending; False if that takes longer."""

@@ -56,6 +56,14 @@ class Worker:
             self.done += 1
             del given, task, then  # they hold arrays: not while waiting for the next
 
+    def run_until(self, finished: Callable[[], bool]) -> None:
+        """On the thread itself, carries tasks out until one brings ``finished()``."""
+        while not finished() and (given := self._tasks.get()) is not None:
+            task, then = given
+            task()
+            then()
+            self.done += 1
+
     def stop(self, limit: float | None) -> bool:
         """Ends the thread after the tasks it has; False, and it goes on, if that takes longer than
         ``limit``. A later task starts it again.

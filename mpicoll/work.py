@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpicoll.errors import ArgumentError, ArgumentTypeError, CollectiveTimeoutError
+from mpicoll.progress import Worker
 
 __all__ = ["Future", "Work", "seconds"]
 
@@ -130,11 +131,12 @@ class Work:
     outputs:     the arrays that the operation fills, as the caller passed them.
     limit:       seconds that ``wait()`` waits if it is not told otherwise.
     overdue:     somebody has waited in vain, and knows.
+    carrier:     the thread that carries the work out; None where it is no group's.
     """
 
     __slots__ = (
-        "__weakref__", "_error", "_finished", "_future", "_gate", "_seen", "description", "limit",
-        "outputs", "overdue",
+        "__weakref__", "_error", "_finished", "_future", "_gate", "_seen", "carrier", "description",
+        "limit", "outputs", "overdue",
     )  # fmt: skip
 
     def __init__(self, description: str, outputs: Sequence[Any], limit: float | None) -> None:
@@ -147,6 +149,7 @@ class Work:
         self._error: BaseException | None = None
         self._seen = False
         self.overdue = False
+        self.carrier: Worker | None = None
         self._future: Future | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -176,6 +179,9 @@ class Work:
         itself goes on then, and can be waited for again.
         """
         limit = seconds(timeout, None, "Work.wait") or self.limit
+        if not self._finished and self.carrier is not None and self.carrier.current:
+            # A callback of an earlier work waits, on the thread that is to carry this one out.
+            self.carrier.run_until(self.is_completed)
         if not self._finished and not self._join(limit):
             self.overdue = True
             raise CollectiveTimeoutError(

@@ -350,6 +350,26 @@ def test_mistakes_are_raised_at_once(world):
     assert x[0] == world.size
 
 
+def test_a_callback_waits_for_a_later_work(world):
+    """The group's thread, on which callbacks run, then carries the later work out first."""
+    first = dist.all_reduce(np.ones(2), async_op=True)
+    started = threading.Event()
+    later = []
+
+    def wait(done):
+        started.wait(DEADLINE)
+        return later[0].wait()
+
+    future = first.get_future().then(wait)
+    y = np.ones(3)
+    later.append(dist.all_reduce(y, async_op=True))
+    third = dist.all_reduce(np.ones(1), async_op=True)
+    started.set()
+    assert future.wait(DEADLINE) is True
+    assert (y == world.size).all()
+    third.wait(DEADLINE)
+
+
 # ---- Coalesced calls -----------------------------------------------------------------------------
 
 

@@ -61,10 +61,17 @@ def _ended() -> None:
 
 def world(store: Any, rank: int, size: int, limit: float | None) -> ProcessGroup:
     """Starts MPI and makes the group of all ranks."""
+    if rank == 0:
+        _stores.append(store)
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
     return runtime.begin(
         NAME, limit, "0", meeting=launch.Meeting(store, rank, size), expected=expected
     )
+
+
+#: The stores of rank 0, kept until the process ends: a rank that is through with its destroy before
+#: rank 0 may begin anew at the same port, with the store of before.
+_stores: list[Any] = []
 
 
 def _group(ranks: list[int], limit: float | None, name: str) -> ProcessGroup:

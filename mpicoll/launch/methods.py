@@ -235,8 +235,9 @@ class Agent(Store):
                 raise LaunchError(
                     f"{_WHERE}: torchrun's store cannot be reached: {error}"
                 ) from error
-            restarts = self._environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._opened = PrefixStore(f"mpicoll/{restarts}", store)
+            # The same on every attempt: agents count their restarts each for itself. What an
+            # earlier attempt has left leads to no server, and is looked up again.
+            self._opened = PrefixStore("mpicoll", store)
         return self._opened
 
     def set(self, key: str, value: str) -> None:

@@ -7,8 +7,9 @@ mpiexec. The tests are those of ``torch.testing._internal.distributed.distribute
 
 - ``gloo``: as PyTorch runs them with BACKEND=gloo. The outcomes are kept in gloo.txt.
 - ``mpicoll``: with BACKEND=mpicoll. Every test that passes with Gloo has to pass.
-- ``mpi``: with BACKEND=mpi, a name that mpicoll takes over. PyTorch leaves out most of DDP and asks
-  more of profiles. No test may fail, and those that are run for this name alone have to pass.
+- ``mpi``: with BACKEND=mpi, a name that mpicoll takes over, those that do not pass with Gloo. None
+  may fail, and those that PyTorch runs for this name alone have to pass. With ``--all`` the others
+  too, of which PyTorch asks more for this name than for a plug-in's: events of its profilers.
 
 exceptions.txt names those that do not, and why. The exit code is 1 if another one does not, or if
 one of those does. What a test printed is in .cache/torch_suite/BACKEND/WORLD_SIZE/TEST.log.
@@ -75,7 +76,7 @@ class Pass:
         head = f"{self.backend:<8} {self.ranks} ranks"
         return f"{head}{cells}{self.seconds:8.0f} s  {self.note}".rstrip()
 
-    def run(self, arguments: argparse.Namespace) -> None:
+    def run(self, arguments: argparse.Namespace, left_out: set[str]) -> None:
         """Run the tests, by several workers at once."""
         start = time.perf_counter()
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,7 @@ class Pass:
             first = Worker(environment, self.logs)
             names: queue.Queue[str] = queue.Queue()
             for name in first.names:
-                if arguments.k.search(name):
+                if arguments.k.search(name) and name not in left_out:
                     names.put(name)
 
             def work(worker: Worker | None = None) -> None:
@@ -277,6 +278,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=int, default=120, help="seconds a test (%(default)s)")
     parser.add_argument("--record", action="store_true", help="take Gloo's outcomes from gloo.txt")
     parser.add_argument("--write-record", action="store_true", help="write gloo.txt")
+    parser.add_argument("--all", action="store_true", help="mpi: also what passes with Gloo")
     parser.add_argument("-v", "--verbose", action="store_true", help="print each test")
     return parser.parse_args()
 
@@ -293,13 +295,14 @@ def main() -> int:
     for ranks in arguments.world_size:
         if ranks not in gloo:
             gloo[ranks] = Pass("gloo", ranks)
-            gloo[ranks].run(arguments)
+            gloo[ranks].run(arguments, set())
         passes.append(gloo[ranks])
         print(gloo[ranks], flush=True)
         for backend in arguments.backend:
             if backend != "gloo":
                 run = Pass(backend, ranks)
-                run.run(arguments)
+                others = backend == "mpi" and not arguments.all
+                run.run(arguments, gloo[ranks].those("passed") if others else set())
                 passes.append(run)
                 verdicts.append((run, Verdict.of(run, gloo[ranks], exceptions, whole)))
                 print(run, flush=True)

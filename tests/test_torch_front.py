@@ -33,10 +33,12 @@ def say(*words):  # one write, so that ranks do not print into each other's line
 
 
 def python(script: str, *start: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script, behind the words of a launcher where there are some."""
+    """Runs a script, as a function, behind the words of a launcher where there are some."""
+    # What a function holds is gone when the interpreter ends: torch's Gloo may abort otherwise.
+    script = "def main():\n" + textwrap.indent(textwrap.dedent(script), "    ") + "\nmain()\n"
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [*start, sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
+        [*start, sys.executable, "-c", PREAMBLE + script],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

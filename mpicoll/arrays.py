@@ -385,9 +385,11 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
                 buffer = from_address(tensor.data_ptr(), count * row.itemsize)
             elif writable:
                 _refuse_overlap(tensor.shape, tensor.stride(), where)
-            return Alias(tensor, row, count, buffer, alias)
+            held = tensor.detach()
+            return Alias(tensor, row, count, buffer, lambda _: alias(held))
         row, buffer, count = seen
-        return Alias(tensor, row, count, buffer, alias)
+        held = tensor.detach()  # keeps the memory, whatever is assigned to tensor.data meanwhile
+        return Alias(tensor, row, count, buffer, lambda _: alias(held))
 
     return glance, adapter
 

@@ -166,6 +166,11 @@ class Work:
             self._settle(future)
         self._gate.release()
 
+    @property
+    def has_future(self) -> bool:
+        """Somebody may be waiting by the Future, which knows no timeout."""
+        return self._future is not None
+
     def give_up(self, error: BaseException) -> None:
         """Ends the work for whoever waits for it, though what it began may go on inside MPI."""
         self._seen = True
@@ -184,11 +189,19 @@ class Work:
             self.carrier.run_until(self.is_completed)
         if not self._finished and not self._join(limit):
             self.overdue = True
-            raise CollectiveTimeoutError(
-                f"{self.description}: not complete within the timeout of {limit:g} s; another rank "
-                "has not made this call, or is still on its way"
-            )
+            raise self._late(limit)
         return self._outcome()
+
+    def _late(self, limit: float | None) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(
+            f"{self.description}: not complete within the timeout of {limit:g} s; another rank has "
+            "not made this call, or is still on its way"
+        )
+
+    def time_out(self, limit: float) -> None:
+        """Ends the work with the error that ``wait()`` raises when the time is over."""
+        self.overdue = True
+        self.give_up(self._late(limit))
 
     def _outcome(self) -> bool:
         self._seen = True

@@ -21,8 +21,10 @@ _RESULT = torch._C._distributed_c10d.WorkResult
 
 
 #: Works that Python has let go of without waiting for them, the latest ones. C++ may have them:
-#: DDP's reducer keeps a Work that it is given without its Python half, which does the waiting.
+#: DDP's reducer keeps a Work that it is given without its Python half, which does the waiting. What
+#: they fill is kept as well if it is small, such as DDP's count of ranks.
 _let_go: deque[Any] = deque(maxlen=64)
+_SMALL = 1 << 16
 
 
 @uncompiled
@@ -44,9 +46,10 @@ class Pending(TorchWork):  # type: ignore[misc]
             return
         if any(work.is_completed() and not work.is_success() for work in self._works):
             return  # its error is told when it goes
-        self._outputs = ()  # waiting is all that C++ can still do with it
-        for work in self._works:
-            work.outputs = ()
+        if sum(one.numel() * one.element_size() for one in self._outputs) > _SMALL:
+            self._outputs = ()
+            for work in self._works:
+                work.outputs = ()
         _let_go.append(self)
 
     def wait(self, timeout: timedelta = _ZERO) -> bool:
@@ -94,7 +97,8 @@ class Pending(TorchWork):  # type: ignore[misc]
 
     def get_future_result(self) -> Any:
         """A torch.futures.Future of the WorkResult: SUCCESS, TIMEOUT or COMM_ERROR."""
-        return self.get_future().then(_result)
+        works = self._works
+        return self.get_future().then(lambda _: _result_of(works))
 
     def source_rank(self) -> int:
         """The rank in the group that a receive got its message from."""
@@ -178,36 +182,36 @@ def flat(output: Any) -> list[torch.Tensor]:
 
 def _future(works: Sequence[core.Work], value: Callable[[], Any]) -> Any:
     """A torch Future that ends with ``value()`` when all works have, with an error if one has."""
-    future: Any = torch.futures.Future()
-    if not works:
-        future.set_result(value())
-        return future
+    ended: Any = torch.futures.Future()
     pending = list(works)
 
-    def look(done: core.Future) -> None:
+    def look(done: core.Future | None) -> None:
         # The works are done in any order; whoever finds the last one done settles the future.
-        while pending and pending[0].is_completed():
-            error = pending[0].exception()
-            if error is not None:
-                pending.clear()
-                future.set_exception(error)
+        while pending:
+            if not pending[0].is_completed():
+                pending[0].get_future().add_done_callback(look)
                 return
+            if pending[0].exception() is not None:
+                break
             pending.pop(0)
-            if not pending:
-                future.set_result(value())
-                return
-        if pending:
-            pending[0].get_future().add_done_callback(look)
+        ended.set_result(None)
 
-    works[0].get_future().add_done_callback(look)
-    return future
+    def outcome(_: Any) -> Any:
+        for work in pending:  # the first of these has failed
+            error = work.exception()
+            if error is not None:
+                raise error
+        return value()
+
+    # Not Future.set_exception: it sets a value that raises where Python asks for it, and C++, such
+    # as DDP's reducer, would take the exception for a tensor. What a callback raises is an error.
+    found = ended.then(outcome)
+    look(None)
+    return found
 
 
-def _result(future: Any) -> Any:
-    try:
-        future.value()
-    except TimeoutError:
+def _result_of(works: Sequence[core.Work]) -> Any:
+    errors = [work.exception() for work in works]
+    if any(isinstance(error, TimeoutError) for error in errors):
         return _RESULT.TIMEOUT
-    except Exception:
-        return _RESULT.COMM_ERROR
-    return _RESULT.SUCCESS
+    return _RESULT.SUCCESS if not any(errors) else _RESULT.COMM_ERROR

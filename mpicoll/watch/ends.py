@@ -258,9 +258,12 @@ class Guard:
             if gone:
                 who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
                 self._give_up(f"{who} ended without making this call", 1)
-            # What the group's thread carries out has somebody waiting who sees to the timeout.
             late = group.timeout is not None and now - since > group.timeout
-            if late and not group.busy() and not group.keeps_time:
+            if late and group.busy():
+                # Whoever waits for a Work sees to the timeout; a Future's has to be seen to.
+                for work in [one for one in list(group.pending) if one.has_future]:
+                    work.time_out(group.timeout)
+            elif late and not group.keeps_time:
                 self._give_up(
                     f"the other ranks of group {group.group_name} did not come within its timeout "
                     f"of {group.timeout:g} s",

@@ -287,6 +287,30 @@ def test_destroyed_on_the_way_of_an_exception():
     assert "KeyError: 'the reason'" in done.stderr, done.stderr
 
 
+@needs_mpiexec
+def test_backward_knows_the_timeout():
+    """DDP waits for futures, in C++: a rank that does not come is an error there.
+
+    What the exit code is, is the launcher's: the call is still inside MPI, which is not finalised.
+    """
+    script = """
+        import time
+        from datetime import timedelta
+        dist.init_process_group("mpicoll", timeout=timedelta(seconds=4))
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+        if dist.get_rank() == 0:
+            try:
+                model(torch.ones(1, 3)).sum().backward()
+            except RuntimeError as error:
+                say("not complete within the timeout of 4 s" in str(error))
+        else:
+            time.sleep(8)
+        dist.destroy_process_group()
+    """
+    done = python(script, *MPIEXEC, "-n", "2")
+    assert "True\n" in done.stdout, done.stdout + done.stderr
+
+
 def test_a_prompt_goes_on_after_a_mistake():
     lines = "import mpicoll as dist\ndist.init_process_group()\n1/0\nprint('still', 'here')\n"
     done = subprocess.run(

@@ -262,3 +262,17 @@ def test_threads_with_a_group_each(world):
     for thread in threads:
         thread.join(DEADLINE)
     assert found == {i: float(world.size * sum(i + s for s in range(20))) for i in range(3)}
+
+
+def test_a_pending_call_keeps_the_memory_that_it_was_given(world):
+    """Assigning to .data frees what the tensor had, if nobody else holds it."""
+    count = 1_000_000
+    before = [dist.all_reduce(torch.ones(count), async_op=True) for _ in range(5)]
+    tensor = torch.full((count,), 1000.0)
+    work = dist.all_reduce(tensor, async_op=True)
+    tensor.data = torch.zeros(5)
+    innocent = torch.full((count,), 7.0)
+    for one in [*before, work]:
+        one.wait()
+    assert bool((innocent == 7.0).all())
+    assert tensor.tolist() == [0.0] * 5

@@ -385,9 +385,8 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
                 buffer = from_address(tensor.data_ptr(), count * row.itemsize)
             elif writable:
                 _refuse_overlap(tensor.shape, tensor.stride(), where)
-            held = tensor.detach()
-            return Alias(tensor, row, count, buffer, lambda _: alias(held))
-        row, buffer, count = seen
+        else:
+            row, buffer, count = seen
         held = tensor.detach()  # keeps the memory, whatever is assigned to tensor.data meanwhile
         return Alias(tensor, row, count, buffer, lambda _: alias(held))
 

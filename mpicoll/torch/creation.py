@@ -14,7 +14,7 @@ from mpicoll.torch.callers import variable
 from mpicoll.torch.group import TorchGroup
 from mpicoll.work import seconds
 
-__all__ = ["create", "world"]
+__all__ = ["create"]
 
 
 def create(options: Any, pg_options: Any) -> TorchGroup:
@@ -39,7 +39,7 @@ def create(options: Any, pg_options: Any) -> TorchGroup:
                 f"{c10d.get_world_size()} ranks, got {ranks}; make one with ranks=None first, or "
                 "begin with init_process_group('mpicoll')"
             )
-        core = world(options.store, rank, size, limit)
+        core = _world(options.store, rank, size, limit)
         if ranks:
             _base = core
             core = _group(ranks, limit, name)
@@ -59,7 +59,7 @@ def _ended() -> None:
         runtime.destroy_process_group()
 
 
-def world(store: Any, rank: int, size: int, limit: float | None) -> ProcessGroup:
+def _world(store: Any, rank: int, size: int, limit: float | None) -> ProcessGroup:
     """Starts MPI and makes the group of all ranks."""
     if rank == 0:
         _stores.append(store)

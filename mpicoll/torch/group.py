@@ -194,7 +194,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 output if input is None else input,
             )
         if output is not None and input is None:
-            execute.run_in_place(primitive, self.core, False, output, op, root)
+            run_in_place(primitive, self.core, False, output, op, root)
         else:
             execute.run(primitive, self.core, False, output, input, op, root, splits)
         return _done(output)
@@ -230,11 +230,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
         inputs: the tensors that it reads, whose shapes a profiler gets.
         """
-        if _profiler_enabled():
-            work = profiled(f"{self._backend_name}:{name}", inputs, begin)
-        else:
-            work = begin()
-        assert work is not None  # None is for ranks outside, which have no group object
+        work = self._begun(name, inputs, begin)
         if limit > _NOW:
             work.limit = limit.total_seconds()
         pending = Pending((work,), flat(work.outputs))
@@ -243,6 +239,15 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         else:
             pending.wait()
         return pending
+
+    def _begun(self, name: str, inputs: Any, begin: Callable[[], Work | None]) -> Work:
+        """What ``begin()`` has begun, as an event of the profiler if there is one."""
+        if _profiler_enabled():
+            work = profiled(f"{self._backend_name}:{name}", inputs, begin)
+        else:
+            work = begin()
+        assert work is not None  # None is for ranks outside, which have no group object
+        return work
 
     def _coalesce(self, pending: Pending) -> None:
         """Puts what was begun into the batch, if there is one.
@@ -271,8 +276,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> c10d.Work:
         """The root's tensor to all."""
-        if not isinstance(opts, c10d.BroadcastOptions):
-            opts = _Options(root=root if opts is None else opts, timeout=timeout)
+        opts = _options(c10d.BroadcastOptions, opts, "root", root=root, timeout=timeout)
         return self._call(_BROADCAST, opts, _one("broadcast", tensors), root=opts.rootRank)
 
     def allreduce(
@@ -296,8 +300,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
             if row is not _PREMUL_SUM and not tensor.is_sparse:
                 run_in_place(_ALL_REDUCE, self.core, False, tensor, row, 0)
                 return _done(tensor)
-        if not isinstance(opts, c10d.AllreduceOptions):
-            opts = _Options(op=op if opts is None else opts, timeout=timeout)
+        opts = _options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
         tensor, row = _one("allreduce", tensors), _operation(opts.reduceOp)
         if tensor.is_sparse:
             return self._begin(
@@ -327,8 +330,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         root: int = 0,
     ) -> c10d.Work:
         """reduce of one tensor to the root."""
-        if not isinstance(opts, c10d.ReduceOptions):
-            opts = _Options(op=op, root=root if opts is None else opts, timeout=timeout)
+        opts = _options(c10d.ReduceOptions, opts, "root", op=op, root=root, timeout=timeout)
         return self._call(
             _REDUCE,
             opts,
@@ -380,8 +382,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         root: int = 0,
     ) -> c10d.Work:
         """gather to the root; elsewhere the list of outputs is empty."""
-        if not isinstance(opts, c10d.GatherOptions):
-            opts = _Options(root=root if opts is None else opts, timeout=timeout)
+        opts = _options(c10d.GatherOptions, opts, "root", root=root, timeout=timeout)
         output = _nested("gather", output_tensors) if len(output_tensors) else None
         return self._call(_GATHER, opts, output, _one("gather", input_tensors), root=opts.rootRank)
 
@@ -395,8 +396,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         root: int = 0,
     ) -> c10d.Work:
         """scatter from the root; elsewhere the list of inputs is empty."""
-        if not isinstance(opts, c10d.ScatterOptions):
-            opts = _Options(root=root if opts is None else opts, timeout=timeout)
+        opts = _options(c10d.ScatterOptions, opts, "root", root=root, timeout=timeout)
         input = _nested("scatter", input_tensors) if len(input_tensors) else None
         output = _one("scatter", output_tensors)
         return self._call(_SCATTER, opts, output, input, root=opts.rootRank)
@@ -411,8 +411,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         op: Any = c10d.ReduceOp.SUM,
     ) -> c10d.Work:
         """reduce_scatter of a list of tensors, one a rank."""
-        if not isinstance(opts, c10d.ReduceScatterOptions):
-            opts = _Options(op=op if opts is None else opts, timeout=timeout)
+        opts = _options(c10d.ReduceScatterOptions, opts, "op", op=op, timeout=timeout)
         output = _one("reduce_scatter", output_tensors)
         input = _nested("reduce_scatter", input_tensors)
         return self._call(_REDUCE_SCATTER, opts, output, input, _operation(opts.reduceOp))
@@ -490,10 +489,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         def begin() -> Work:
             return point_to_point.post(self.core, name, tensor, peer, tag, name != "send")
 
-        if _profiler_enabled():
-            work = profiled(f"{self._backend_name}:{name}", tensor, begin)
-        else:
-            work = begin()
+        work = self._begun(name, tensor, begin)
         pending = Received(self.core, work, work.outputs)
         self._coalesce(pending)
         return pending
@@ -510,6 +506,13 @@ def _operation(op: Any) -> ReduceOp:
     """The core's row of torch's ReduceOp, or of its RedOpType."""
     row = _OPERATIONS[hash(op)]
     return row if row is not ReduceOp.PREMUL_SUM else row(op.factor)
+
+
+def _options(kind: type, opts: Any, first: str, **short: Any) -> Any:
+    """Options as they are, or what was given in short; ``first`` is what stands in their place."""
+    if isinstance(opts, kind):
+        return opts
+    return _Options(**(short if opts is None else short | {first: opts}))
 
 
 def _timed(opts: Any, timeout: timedelta | None = None) -> Any:

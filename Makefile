@@ -98,7 +98,7 @@ ifneq ($(ONE),impi)
 endif
 
 # The stamps: pip runs again when what is installed or compiled has changed.
-BUILT := pyproject.toml $(wildcard mpicoll/*.c)
+BUILT := pyproject.toml $(wildcard mpicoll/*.c mpicoll/*.h)
 
 $(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
 	$(PIP) -e . $(wheel_$(ONE)) scikit-learn

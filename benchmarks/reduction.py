@@ -1,10 +1,10 @@
 """Time of the local reduction, SUM of 2 and of 4 sources, by dtype and by who computes.
 
-``compiled`` and ``numpy`` are the two implementations of mpicoll.reduction (for float32 they are
-the same), ``plain`` is one whole-array np.add after the other, which for narrow floats rounds at
-every step, and ``torch`` is torch.add, which rounds at every step too, in one thread. Repetitions
-are interleaved; a line gives the median, and the spread between the quartiles. GB/s counts every
-source read and the result written.
+``compiled`` and ``numpy`` are the two implementations of mpicoll.reduction, ``plain`` is one
+whole-array np.add after the other, which for narrow floats rounds at every step, and ``torch`` is
+torch.add, which rounds at every step too, in one thread. Repetitions are interleaved; a line gives
+the median, and the spread between the quartiles. GB/s counts every source read and the result
+written.
 
     python benchmarks/reduction.py [--elements N] [--repetitions N]
 """
@@ -15,10 +15,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from mpicoll import reduction
+from mpicoll import kernels, reduction
 from mpicoll.dtypes import DType, ReduceOp, by_name
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
@@ -29,12 +30,12 @@ def contestants(dtype: DType, n: int, count: int) -> dict[str, Callable[[], obje
     rng = np.random.default_rng(0)
     sources = [rng.standard_normal(count).astype(dtype.numpy) for _ in range(n)]
     out = np.empty(count, dtype.numpy)
-    chosen, numpy = reduction._kernels, dict.fromkeys(reduction._kernels, reduction._NumPy())
+    chosen = reduction._compiled
 
-    def combine(kernels: dict) -> None:
-        reduction._kernels = kernels
+    def combine(compiled: Any) -> None:
+        reduction._compiled = compiled
         reduction.combine(ReduceOp.SUM, dtype, sources, out)
-        reduction._kernels = chosen
+        reduction._compiled = chosen
 
     def plain() -> None:
         np.add(sources[0], sources[1], out=out)
@@ -42,9 +43,9 @@ def contestants(dtype: DType, n: int, count: int) -> dict[str, Callable[[], obje
             np.add(out, source, out=out)
 
     found: dict[str, Callable[[], object]] = {}
-    if reduction.COMPILED:
+    if chosen:
         found["compiled"] = lambda: combine(chosen)
-    found["numpy"] = lambda: combine(numpy)
+    found["numpy"] = lambda: combine(None)
     found["plain"] = plain
     try:
         import torch
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--repetitions", type=int, default=31)
     arguments = parser.parse_args()
-    print(f"{reduction.how()}; {arguments.elements} elements, one thread")
+    print(f"{kernels.how()}; {arguments.elements} elements, one thread")
     for name in DTYPES:
         for n in (2, 4):
             report(by_name[name], n, arguments.elements, arguments.repetitions)

@@ -1,10 +1,11 @@
-/* Reductions of the floats that are too narrow to accumulate in: bfloat16, float16 and float8_*,
- * but for float8_e8m0fnu, which is a scale rather than a number.
+/* Reductions of numbers: of integers and of float32 and float64 as they are, and of the floats that
+ * are too narrow to accumulate in, bfloat16, float16 and float8_* (but for float8_e8m0fnu, which is a
+ * scale rather than a number), in float32.
  *
- * Everything is computed in float32 and rounded once, to nearest even, block by block: a block of
- * every source is widened, folded into an accumulator that stays in the first-level cache, and
- * narrowed into the result. A block of the result is written after the same block of all sources
- * was read, so the result may be the memory of any one of them.
+ * Narrow floats are rounded once, to nearest even, block by block: a block of every source is
+ * widened, folded into an accumulator that stays in the first-level cache, and narrowed into the
+ * result. A block of the result is written after the same block of all sources was read, so the
+ * result may be the memory of any one of them.
  *
  * The loops are branch-free and dtype-generic: a format is a handful of constants, and the compiler
  * folds them into a loop of its own for each format, and vectorises it. (It may only if it need not
@@ -20,7 +21,8 @@
  * This is plain C for ctypes: it does not include Python.h and defines no module.
  */
 
-#include <stddef.h>
+#include "_kernels.h"
+
 #include <stdint.h>
 #include <string.h>
 
@@ -40,7 +42,6 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define EXPORT __attribute__((visibility("default")))
 
 /* Elements of a block: two blocks of float32 leave most of a first-level cache to the sources. */
 enum { BLOCK = 1024 };
@@ -241,43 +242,132 @@ __attribute__((constructor)) static void choose(void)
 }
 #endif
 
+enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
+
 /* Of equal numbers (0.0 and -0.0) the later is taken, as by NumPy on x86-64; the first NaN stays. */
-INLINE float minimum(float a, float b)
-{
-    return a < b || a != a ? a : b;
-}
+#define MINIMUM(A, B) ((A) < (B) || (A) != (A) ? (A) : (B))
+#define MAXIMUM(A, B) ((A) > (B) || (A) != (A) ? (A) : (B))
 
-INLINE float maximum(float a, float b)
-{
-    return a > b || a != a ? a : b;
-}
+/* The result may be exactly one of the operands, which compilers cannot guess. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#elif defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT
+#endif
 
-enum operation { SUM, PRODUCT, MIN, MAX };
-
-VECTORISED static void fold(int operation, word32 *accumulator, const word32 *block, size_t count)
-{
-    word32 *restrict a = accumulator;
-    const word32 *restrict b = block;
-#define FOLD(EXPRESSION)                                                                           \
-    for (size_t i = 0; i < count; i++)                                                             \
-        a[i] = EXPRESSION;                                                                         \
+#define EACH(EXPRESSION)                                                                           \
+    INDEPENDENT for (size_t i = 0; i < count; i++) out[i] = EXPRESSION;                            \
     break
-    switch (operation) {
-    case SUM:
-        FOLD(a[i] + b[i]);
-    case PRODUCT:
-        FOLD(a[i] * b[i]);
-    case MIN:
-        FOLD(minimum(a[i], b[i]));
-    case MAX:
-        FOLD(maximum(a[i], b[i]));
+
+/* Integers wrap around, in a type that arithmetic does not widen; floats have no bits to combine. */
+#define INTEGER_CASES(WIDE)                                                                        \
+    case SUM:                                                                                      \
+        EACH((WIDE)a[i] + (WIDE)b[i]);                                                             \
+    case PRODUCT:                                                                                  \
+        EACH((WIDE)a[i] * (WIDE)b[i]);                                                             \
+    case BAND:                                                                                     \
+        EACH(a[i] & b[i]);                                                                         \
+    case BOR:                                                                                      \
+        EACH(a[i] | b[i]);                                                                         \
+    case BXOR:                                                                                     \
+        EACH(a[i] ^ b[i]);
+
+#define FLOAT_CASES(WIDE)                                                                          \
+    case SUM:                                                                                      \
+        EACH(a[i] + b[i]);                                                                         \
+    case PRODUCT:                                                                                  \
+        EACH(a[i] * b[i]);
+
+/* The formats that are computed with as they are: the C type, in which type integers wrap around,
+ * and what there is to do besides MIN and MAX. */
+#define WIDE_FORMATS(X)                                                                            \
+    X(float32, float, float, FLOAT_CASES)                                                          \
+    X(float64, double, double, FLOAT_CASES)                                                        \
+    X(int8, int8_t, uint32_t, INTEGER_CASES)                                                       \
+    X(int16, int16_t, uint32_t, INTEGER_CASES)                                                     \
+    X(int32, int32_t, uint32_t, INTEGER_CASES)                                                     \
+    X(int64, int64_t, uint64_t, INTEGER_CASES)                                                     \
+    X(uint8, uint8_t, uint32_t, INTEGER_CASES)                                                     \
+    X(uint16, uint16_t, uint32_t, INTEGER_CASES)                                                   \
+    X(uint32, uint32_t, uint32_t, INTEGER_CASES)                                                   \
+    X(uint64, uint64_t, uint64_t, INTEGER_CASES)
+
+/* fold: out = left op right; out may be one of them. divide: out = out / divisor. */
+#define WIDE_LOOPS(NAME, TYPE, WIDE, CASES)                                                        \
+    typedef TYPE __attribute__((may_alias, aligned(1))) element_##NAME;                            \
+    VECTORISED static void fold_##NAME(int operation, const void *left, const void *right,         \
+                                       void *result, size_t count)                                 \
+    {                                                                                              \
+        const element_##NAME *a = left, *b = right;                                                \
+        element_##NAME *out = result;                                                              \
+        switch (operation) {                                                                       \
+            CASES(WIDE)                                                                            \
+        case MIN:                                                                                  \
+            EACH(MINIMUM(a[i], b[i]));                                                             \
+        case MAX:                                                                                  \
+            EACH(MAXIMUM(a[i], b[i]));                                                             \
+        }                                                                                          \
+    }                                                                                              \
+    VECTORISED static void divide_##NAME(void *result, double divisor, size_t count)               \
+    {                                                                                              \
+        element_##NAME *out = result;                                                              \
+        for (size_t i = 0; i < count; i++)                                                         \
+            out[i] /= (TYPE)divisor;                                                               \
+    }
+WIDE_FORMATS(WIDE_LOOPS)
+
+#define WIDE_INDEX(NAME, ...) INDEX_##NAME,
+enum { LAST_NARROW = COUNT - 1, WIDE_FORMATS(WIDE_INDEX) END };
+
+#define WIDE_ROW(NAME, TYPE, ...) {#NAME, sizeof(TYPE), fold_##NAME, divide_##NAME},
+static const struct {
+    const char *name;
+    size_t size;
+    void (*fold)(int operation, const void *left, const void *right, void *result, size_t count);
+    void (*divide)(void *result, double divisor, size_t count);
+} wide_formats[END - COUNT] = {WIDE_FORMATS(WIDE_ROW)};
+
+static void combine_narrow(int format, int operation, const char *const *sources, size_t n,
+                           char *out, size_t count, double divisor)
+{
+    const size_t size = formats[format].size;
+    _Alignas(64) word32 accumulator[BLOCK], block[BLOCK];
+
+    for (size_t start = 0; start < count; start += BLOCK) {
+        const size_t length = count - start < BLOCK ? count - start : BLOCK;
+        formats[format].widen(sources[0] + start * size, accumulator, length);
+        for (size_t k = 1; k < n; k++) {
+            formats[format].widen(sources[k] + start * size, block, length);
+            fold_float32(operation, accumulator, block, accumulator, length);
+        }
+        if (divisor != 1)
+            divide_float32(accumulator, divisor, length);
+        formats[format].narrow(accumulator, out + start * size, length);
     }
 }
 
-VECTORISED static void divide(word32 *accumulator, float divisor, size_t count)
+static void combine_wide(int format, int operation, const char *const *sources, size_t n, char *out,
+                         size_t count, double divisor)
 {
-    for (size_t i = 0; i < count; i++)
-        accumulator[i] /= divisor;
+    const size_t size = mpicoll_size(format), step = n > 2 ? sizeof(float[BLOCK]) / size : count;
+    _Alignas(64) char accumulator[sizeof(float[BLOCK])];
+
+    for (size_t start = 0; start < count; start += step) {
+        const size_t length = count - start < step ? count - start : step, at = start * size;
+        const char *left = sources[0] + at;
+        if (n == 1 && left != out + at)
+            memcpy(out + at, left, length * size);
+        for (size_t k = 1; k < n; k++) {
+            /* Only the last step may write to the result, as it may be any source. */
+            char *result = k == n - 1 ? out + at : accumulator;
+            wide_formats[format - COUNT].fold(operation, left, sources[k] + at, result, length);
+            left = result;
+        }
+        if (divisor != 1)
+            wide_formats[format - COUNT].divide(out + at, divisor, length);
+    }
 }
 
 /* ---- What Python calls ----------------------------------------------------------------------- */
@@ -288,16 +378,25 @@ EXPORT int mpicoll_format(const char *name)
     for (int i = 0; i < COUNT; i++)
         if (!strcmp(formats[i].name, name))
             return i;
+    for (int i = COUNT; i < END; i++)
+        if (!strcmp(wide_formats[i - COUNT].name, name))
+            return i;
     return -1;
 }
 
-/* out = float32 of source; they do not overlap. */
+/* Bytes of an element. */
+EXPORT size_t mpicoll_size(int format)
+{
+    return format < COUNT ? formats[format].size : wide_formats[format - COUNT].size;
+}
+
+/* out = float32 of source, a narrow float; they do not overlap. */
 EXPORT void mpicoll_widen(int format, const void *source, void *out, size_t count)
 {
     formats[format].widen(source, out, count);
 }
 
-/* out = source, float32, rounded; they do not overlap. */
+/* out, a narrow float, = source, float32, rounded; they do not overlap. */
 EXPORT void mpicoll_narrow(int format, const void *source, void *out, size_t count)
 {
     formats[format].narrow(source, out, count);
@@ -306,20 +405,8 @@ EXPORT void mpicoll_narrow(int format, const void *source, void *out, size_t cou
 /* out = (sources[0] op sources[1] op ...) / divisor, from the left. There are n >= 1 sources; out
  * may be one of them and overlaps the others nowhere. */
 EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
-                            char *out, size_t count, float divisor)
+                            char *out, size_t count, double divisor)
 {
-    const size_t size = formats[format].size;
-    _Alignas(64) word32 accumulator[BLOCK], block[BLOCK];
-
-    for (size_t start = 0; start < count; start += BLOCK) {
-        const size_t length = count - start < BLOCK ? count - start : BLOCK;
-        formats[format].widen(sources[0] + start * size, accumulator, length);
-        for (size_t k = 1; k < n; k++) {
-            formats[format].widen(sources[k] + start * size, block, length);
-            fold(operation, accumulator, block, length);
-        }
-        if (divisor != 1)
-            divide(accumulator, divisor, length);
-        formats[format].narrow(accumulator, out + start * size, length);
-    }
+    (format < COUNT ? combine_narrow : combine_wide)(format, operation, sources, n, out, count,
+                                                     divisor);
 }

@@ -49,6 +49,7 @@ class ProcessGroup:
     worker:   carries asynchronous collectives out; None before the first.
     plans:    the plan of each (primitive, dtype, operation) met so far.
     scratch:  memory that routes use, one call at a time.
+    shared:   memory that the ranks share; None before it was looked for, False where there is none.
     sequence: number of collectives begun that are compared between the ranks.
     formed:   number of the others: groups made of this one, monitored barriers.
     keeps_time: the collective inside MPI watches its own timeout.
@@ -80,6 +81,7 @@ class ProcessGroup:
         self.worker: Worker | None = None
         self.plans: dict[Any, Any] = {}
         self.scratch = np.empty(0, np.uint8)
+        self.shared: Any = None
         self.sequence = 0
         self.formed = 0
         self.keeps_time = False
@@ -146,6 +148,7 @@ class ProcessGroup:
         """Makes every later call on the group raise ``error``."""
         self.closed = error
         self.plans = {}
+        self.shared = None
 
     def __repr__(self) -> str:
         return (

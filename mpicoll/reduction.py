@@ -3,7 +3,8 @@
 MPI cannot compute with half and 8-bit floats, and a ring that rounded them at every step would lose
 digits at every step. Here they are accumulated in float32 and rounded once, by a small C library
 where one was built (``mpicoll/_reduction.c``) and by NumPy otherwise, with the same bits. The other
-dtypes are NumPy's own business in either case.
+dtypes are combined as they are, in C as well but for products of complex numbers, which NumPy
+rounds in a way of its own.
 
 The bits of a result depend on the operands and their order alone, neither on how a message is cut
 into blocks nor on who computes. For narrow floats that takes a rule for NaN, because of two NaN
@@ -16,29 +17,27 @@ Everything here may be called from several threads at once.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import operator
-import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mpicoll.dtypes import DTYPES, DType, Kind, ReduceOp, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpicoll.kernels import Kernels, kernels
 
-__all__ = ["COMPILED", "combine", "how", "narrow", "scale"]
+__all__ = ["Loop", "combine", "loop", "narrow", "scale"]
 
 Array = npt.NDArray[Any]
 
 _FLOAT32 = np.dtype(np.float32)
 _INTP = np.dtype(np.intp)
 _UINT32 = np.dtype(np.uint32)
-_NARROW = [dtype for dtype in DTYPES if dtype.kind is Kind.NARROW_FLOAT]
 
 # Bytes of one temporary: few enough for all of them to stay in a second-level cache, and enough for
 # the number of NumPy's calls not to count.
@@ -80,8 +79,11 @@ def combine(
     count = _check_out(out, dtype.numpy)
     for source in sources:
         _check(source, dtype.numpy, count)
-    if dtype.kind is Kind.NARROW_FLOAT:
-        _kernels[dtype].combine(op, dtype, sources, out, divisor)
+    by = loop(op, dtype)
+    if _compiled is not None and by is not None:
+        _compiled.combine(by, sources, out, divisor)
+    elif dtype.kind is Kind.NARROW_FLOAT:
+        _numpy.combine(op, dtype, sources, out, divisor)
     else:
         _combine_wide(op, dtype, sources, out, divisor)
 
@@ -108,13 +110,13 @@ def scale(dtype: DType, source: Array, factor: Any, out: Array) -> None:
     with np.errstate(all="ignore"):
         factor = _factor(dtype, factor)
         if dtype.kind is Kind.NARROW_FLOAT:
-            kernels, scratch = _kernels[dtype], _scratch(_ACCUMULATOR)
+            converter, scratch = _converter(dtype), _scratch(_ACCUMULATOR)
             for block in _blocks(count):
                 target = scratch[: block.stop - block.start] if rounds else out[block]
-                kernels.widen(dtype, source[block], target)
+                converter.widen(dtype, source[block], target)
                 np.multiply(target, factor, out=target)
                 if rounds:
-                    kernels.narrow(dtype, target, out[block])
+                    converter.narrow(dtype, target, out[block])
         elif dtype.kind is Kind.COMPLEX and not np.iscomplexobj(factor):
             # A real factor must not meet the imaginary part's zeros: inf * 0 is NaN.
             np.multiply(_parts(source), factor, out=_parts(out))
@@ -136,12 +138,7 @@ def narrow(source: Array, out: Array) -> None:
         raise ArgumentTypeError(f"{out.dtype} is not a narrow float")
     _check(source, _FLOAT32, _check_out(out, dtype.numpy))
     with np.errstate(all="ignore"):
-        _kernels[dtype].narrow(dtype, source, out)
-
-
-def how() -> str:
-    """Who computes with narrow floats: "compiled" or "numpy", and why."""
-    return _how
+        _converter(dtype).narrow(dtype, source, out)
 
 
 def _check(array: Array, dtype: np.dtype[Any], count: int) -> None:
@@ -232,12 +229,55 @@ def _combine_wide(
                 np.divide(parts, parts.dtype.type(divisor), out=parts)
 
 
-class _Kernels(Protocol):
-    """What there is to do with narrow floats; the arguments have been checked."""
+class Loop(NamedTuple):
+    """A loop of the C library.
 
-    def combine(
-        self, op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int
-    ) -> None: ...
+    format:    the dtype that it computes with, by name.
+    operation: the number of the operation.
+    elements:  how many numbers of that dtype make up one element.
+    """
+
+    format: str
+    operation: int
+    elements: int
+
+
+@cache
+def loop(op: ReduceOp, dtype: DType) -> Loop | None:
+    """What combines elements of ``dtype`` by ``op`` where there is the C library; None: NumPy does.
+
+    The same on every rank, whether it has the library or not.
+    """
+    if dtype.name == "float8_e8m0fnu":
+        # It is a scale rather than a number, and how ml_dtypes rounds to it has changed from
+        # version to version.
+        return None
+    if dtype.kind is Kind.BOOL:
+        assert op.logical is not None
+        return Loop("uint8", _OPERATIONS[op.logical], 1)
+    if dtype.kind is Kind.COMPLEX:
+        part = "float32" if dtype.itemsize == 8 else "float64"
+        return Loop(part, _OPERATIONS[np.add], 2) if op.ufunc is np.add else None
+    return Loop(dtype.name, _OPERATIONS[op.ufunc], 1)
+
+
+#: The C library's numbers of operations; on bool, bytes that are 0 or 1, the bitwise are logical.
+_OPERATIONS: dict[np.ufunc, int] = {
+    np.add: 0,
+    np.multiply: 1,
+    np.minimum: 2,
+    np.maximum: 3,
+    np.bitwise_and: 4,
+    np.logical_and: 4,
+    np.bitwise_or: 5,
+    np.logical_or: 5,
+    np.bitwise_xor: 6,
+    np.logical_xor: 6,
+}
+
+
+class _Converter(Protocol):
+    """What there is to do with narrow floats; the arguments have been checked."""
 
     def widen(self, dtype: DType, source: Array, out: Array) -> None:
         """Out is float32."""
@@ -246,8 +286,13 @@ class _Kernels(Protocol):
         """Source is float32."""
 
 
+def _converter(dtype: DType) -> _Converter:
+    compiled = _compiled is not None and dtype.name in _compiled.formats
+    return _compiled if compiled else _numpy  # type: ignore[return-value]
+
+
 class _NumPy:
-    """The kernels in NumPy."""
+    """Narrow floats in NumPy."""
 
     def combine(
         self, op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int
@@ -331,73 +376,31 @@ def _without_nan_bits(source: Array) -> Array:
 
 
 class _Compiled:
-    """The kernels of the C library at ``path``; OSError or AttributeError if it is none.
+    """The loops of the C library. formats: the numbers by which it knows dtypes, by their names."""
 
-    formats: the dtypes it knows, with the numbers that it knows them by. float8_e8m0fnu is not
-             among them: it is a scale rather than a number, and how ml_dtypes rounds to it has
-             changed from version to version.
-    """
+    def __init__(self, library: Kernels) -> None:
+        self._library = library
+        numbers = {dtype.name: library.format(dtype.name.encode()) for dtype in DTYPES}
+        self.formats = {name: number for name, number in numbers.items() if number >= 0}
 
-    def __init__(self, path: str) -> None:
-        library, library_with_gil = ctypes.CDLL(path), ctypes.PyDLL(path)
-        pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-        signature = integer, integer, pointer, size, pointer, size, ctypes.c_float
-        self._combine = _function(library, "combine", *signature)
-        self._combine_short = _function(library_with_gil, "combine", *signature)
-        self._widen = _function(library, "widen", integer, pointer, pointer, size)
-        self._narrow = _function(library, "narrow", integer, pointer, pointer, size)
-        number = _function(library, "format", ctypes.c_char_p, result=integer)
-        numbers = {dtype: number(dtype.name.encode()) for dtype in _NARROW}
-        self.formats = {dtype: number for dtype, number in numbers.items() if number >= 0}
-        self._operations: dict[np.ufunc, int] = {
-            np.add: 0,
-            np.multiply: 1,
-            np.minimum: 2,
-            np.maximum: 3,
-        }
-
-    def combine(
-        self, op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int
-    ) -> None:
-        n, count = len(sources), out.size
-        which = self.formats[dtype], self._operations[op.ufunc]
+    def combine(self, by: Loop, sources: Sequence[Array], out: Array, divisor: int) -> None:
+        n, count = len(sources), out.size * by.elements
+        which = self.formats[by.format], by.operation
         if count <= _SHORT:
             copies = (ctypes.c_char_p * n)(*[source.tobytes() for source in sources])
-            self._combine_short(*which, copies, n, out.ctypes.data, count, divisor)
+            self._library.short_combine(*which, copies, n, out.ctypes.data, count, divisor)
         else:
             addresses = struct.pack(f"{n}P", *[source.ctypes.data for source in sources])
-            self._combine(*which, addresses, n, out.ctypes.data, count, divisor)
+            self._library.combine(*which, addresses, n, out.ctypes.data, count, divisor)
 
     def widen(self, dtype: DType, source: Array, out: Array) -> None:
-        self._widen(self.formats[dtype], source.ctypes.data, out.ctypes.data, out.size)
+        self._library.widen(self.formats[dtype.name], source.ctypes.data, out.ctypes.data, out.size)
 
     def narrow(self, dtype: DType, source: Array, out: Array) -> None:
-        self._narrow(self.formats[dtype], source.ctypes.data, out.ctypes.data, out.size)
+        self._library.narrow(
+            self.formats[dtype.name], source.ctypes.data, out.ctypes.data, out.size
+        )
 
 
-def _function(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Any:
-    function = library[f"mpicoll_{name}"]
-    function.argtypes, function.restype = arguments, result
-    return function
-
-
-def _choose() -> tuple[dict[DType, _Kernels], str]:
-    """The kernels for each narrow float, and what ``how`` tells about them."""
-    numpy: dict[DType, _Kernels] = dict.fromkeys(_NARROW, _NumPy())
-    if os.environ.get("MPICOLL_KERNELS") == "numpy":
-        return numpy, "numpy (MPICOLL_KERNELS=numpy)"
-    # Found as the extension module that it was built as, but it is none, and is not imported.
-    spec = importlib.util.find_spec("mpicoll._reduction")
-    if spec is None or spec.origin is None:
-        return numpy, "numpy (the C library was not built)"
-    try:
-        compiled = _Compiled(spec.origin)
-    except (OSError, AttributeError) as error:
-        return numpy, f"numpy (the C library does not load: {error})"
-    return numpy | dict.fromkeys(compiled.formats, compiled), f"compiled ({spec.origin})"
-
-
-_kernels, _how = _choose()
-
-#: The C library computes with narrow floats, not NumPy.
-COMPILED: bool = _how.startswith("compiled")
+_numpy = _NumPy()
+_compiled = _Compiled(kernels) if kernels is not None else None

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpicoll import reduction
+from mpicoll import kernels, reduction
 from mpicoll.dtypes import DTYPES, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
@@ -24,13 +24,13 @@ COUNTS = [0, 1, 7, 1000, 100003]
 by_dtype = pytest.mark.parametrize("dtype", NARROW, ids=repr)
 
 
-@pytest.fixture(params=["compiled", "numpy"])
-def kernels(request, monkeypatch):
+@pytest.fixture(params=["compiled", "numpy"], name="kernels")
+def either(request, monkeypatch):
     """Either implementation in turn."""
     if request.param == "numpy":
-        monkeypatch.setattr(reduction, "_kernels", dict.fromkeys(NARROW, reduction._NumPy()))
-    elif not reduction.COMPILED:
-        pytest.skip(reduction.how())
+        monkeypatch.setattr(reduction, "_compiled", None)
+    elif not kernels.kernels:
+        pytest.skip(kernels.how())
     return request.param
 
 
@@ -369,7 +369,7 @@ def by_element(op, dtype, elements):
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=repr)
-def test_combine_wide(dtype):
+def test_combine_wide(kernels, dtype):
     with np.errstate(all="ignore"):
         ops = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
         for name, n, count in itertools.product(ops, range(1, 6), (0, 1, 7, 300)):
@@ -389,8 +389,45 @@ def test_combine_wide(dtype):
                 assert out.tobytes() == np.array(expected, dtype.numpy).tobytes()
 
 
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_special_values_of_wide(kernels, name):
+    """NaN spreads, infinities meet, and of equal zeros the later is taken, as by NumPy."""
+    dtype = by_name[name]
+    special = np.array([0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan], dtype.numpy)
+    a, b = (side.ravel() for side in np.meshgrid(special, special))
+    for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
+        out = np.empty_like(a)
+        reduction.combine(op, dtype, [a, b], out)
+        with np.errstate(all="ignore"):
+            expected = op.ufunc(a, b)
+        np.testing.assert_array_equal(out, expected)
+        zero = expected == 0
+        assert_same_bits(out[zero], expected[zero])
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=repr)
+def test_long_and_unaligned_wide(kernels, dtype):
+    """More than a block, at odd addresses, in place of each source."""
+    for n, aliased in itertools.product((2, 3), (0, 1)):
+        memory = [np.zeros(5003 * dtype.itemsize + 8, np.uint8) for _ in range(n)]
+        sources = [m[1 : 1 + 5003 * dtype.itemsize].view(dtype.numpy) for m in memory]
+        for seed, source in enumerate(sources):
+            source[:] = wide_values(dtype, 5003, seed)
+        for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BXOR):
+            if dtype.kind not in op.kinds:
+                continue
+            inputs = [source.copy() for source in sources]
+            fold = op.logical if dtype.kind is Kind.BOOL else op.ufunc
+            expected = functools.reduce(fold, inputs)
+            inputs[aliased] = sources[aliased]
+            kept = sources[aliased].copy()
+            reduction.combine(op, dtype, inputs, sources[aliased])
+            assert sources[aliased].tobytes() == expected.tobytes()
+            sources[aliased][:] = kept
+
+
 @pytest.mark.parametrize("name", ["complex64", "complex128"])
-def test_blocks_do_not_show(name):
+def test_blocks_do_not_show(kernels, name):
     """A long product, in place, and the same product one by one and in threes."""
     dtype = by_name[name]
     sources = [wide_values(dtype, 20001, seed) for seed in range(3)]
@@ -405,7 +442,7 @@ def test_blocks_do_not_show(name):
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
-def test_long_average_of_wide(name):
+def test_long_average_of_wide(kernels, name):
     dtype = by_name[name]
     sources = [wide_values(dtype, 100003, seed) for seed in range(4)]
     a, b, c, d = (source.view(np.finfo(dtype.numpy).dtype) for source in sources)
@@ -414,14 +451,14 @@ def test_long_average_of_wide(name):
     assert_same_bits(sources[3].view(a.dtype), expected)
 
 
-def test_average_keeps_infinite_parts():
+def test_average_keeps_infinite_parts(kernels):
     source = np.array([complex(math.inf, 3)])
     out = np.empty_like(source)
     reduction.combine(ReduceOp.AVG, by_name["complex128"], [source], out, 3)
     assert out[0] == complex(math.inf, 1)
 
 
-def test_long_integers_wrap():
+def test_long_integers_wrap(kernels):
     dtype = by_name["int8"]
     sources = [np.full(300001, 100, np.int8) for _ in range(3)]
     reduction.combine(ReduceOp.SUM, dtype, sources, sources[2])
@@ -480,15 +517,15 @@ def test_errors():
 
 def test_the_environment_forces_numpy(monkeypatch):
     monkeypatch.setenv("MPICOLL_KERNELS", "numpy")
-    assert reduction._choose()[1].startswith("numpy")
+    assert kernels._load() == (None, "numpy (MPICOLL_KERNELS=numpy)")
 
 
 def test_a_broken_library_is_not_used(monkeypatch, tmp_path):
-    broken = tmp_path / "_reduction.so"
+    broken = tmp_path / "_kernels.so"
     broken.write_bytes(b"nothing")
     spec = type("Spec", (), {"origin": str(broken)})
-    monkeypatch.setattr(reduction.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: spec)
     monkeypatch.delenv("MPICOLL_KERNELS", raising=False)
-    assert "does not load" in reduction._choose()[1]
-    monkeypatch.setattr(reduction.importlib.util, "find_spec", lambda _: None)
-    assert "not built" in reduction._choose()[1]
+    assert "does not load" in kernels._load()[1]
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None)
+    assert "not built" in kernels._load()[1]

@@ -12,7 +12,7 @@ from mpicoll.arrays import View
 from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
-from mpicoll.routes import composed, native
+from mpicoll.routes import composed, native, shared
 from mpicoll.routes.wire import explained
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def _reduction(
 ) -> tuple[Route, Direct | None]:
     whole = native.reducible(op, dtype)
     if primitive.name == "all_reduce":
-        if whole:
-            return _whole(native.all_reduce(group, dtype, op))
-        return composed.all_reduce(group, dtype, op), None
+        over_mpi = (native if whole else composed).all_reduce(group, dtype, op)
+        least = shared.LEAST if whole else 0
+        return _whole(shared.all_reduce(group, dtype, op, over_mpi, least))
     if primitive.name == "reduce":
         if whole:
             return _whole(native.reduce(group, dtype, op))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpicoll import arrays
 from mpicoll.arrays import View
-from mpicoll.calls import Blocks, Route
+from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.reduction import combine, narrow, scale
 from mpicoll.routes.wire import datatype, exchange, message
@@ -104,17 +104,16 @@ Side = tuple["View | None", int, int]
 Sides = Sequence[Side]
 
 
-def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
+def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     """Exchange, combine, exchange; small messages: MPI_Allgather, combine."""
     reducer = _Reducer(group, dtype, op)
     comm, element, n, me = group.comm, datatype(dtype), group.size(), group.rank()
 
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert recv is not None
-        count = recv.count
+    def direct(buffer: Any, count: int, root: int) -> None:
+        recv = arrays.of_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
         if recv.nbytes * n <= SMALL or count < n:
             stack = reducer.stack(count)
-            comm.Allgather([recv.buffer, count, element], [stack.buffer, count, element])
+            comm.Allgather([buffer, count, element], [stack.buffer, count, element])
             flat = stack.flat
             sources = [flat[r * count : (r + 1) * count] for r in range(n)]
             combine(op, dtype, sources, recv.flat, reducer.divisor)
@@ -127,7 +126,7 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
                 [reducer.others(r, recv, *block) for r, block in enumerate(piece)],
             )
 
-    return route
+    return direct
 
 
 def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:

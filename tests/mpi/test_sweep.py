@@ -126,6 +126,7 @@ def test_refuses_operations_without_a_meaning(teams, name, dtype):
 def cut(world):
     """A group whose routes cut messages that others take as a whole."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPICOLL_SHARED_MEMORY", "0")
         patch.setattr(composed, "SMALL", 0)
         patch.setattr(composed, "BLOCK", 64)  # bytes
         patch.setattr(native, "PIECE", 50)  # elements
@@ -157,8 +158,10 @@ def test_seams_between_uneven_blocks(cut, dtype):
             oracle.same_bits(output, oracle.any_bits(dtype, counts[r], r), f"{counts} from {r}")
 
 
-def test_real_blocks(world, mpi):
-    """Several of the blocks that composed routes exchange, with a rest."""
+def test_real_blocks(world, mpi, monkeypatch):
+    """Several of the blocks that composed routes exchange, with a rest; through messages alone."""
+    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
+    world = group_of("apart", range(world.size))
     for dtype, op in ((by_name["bfloat16"], ReduceOp.SUM), (by_name["float32"], ReduceOp.MAX)):
         count = (2 * composed.BLOCK // dtype.itemsize) * world.size + 4099
         call = Call("all_reduce", world, dtype, count, op)

@@ -1,0 +1,14 @@
+/* The C library's own view of itself: what its files use of each other. */
+
+#ifndef MPICOLL_KERNELS_H
+#define MPICOLL_KERNELS_H
+
+#include <stddef.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+EXPORT size_t mpicoll_size(int format);
+EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
+                            char *out, size_t count, double divisor);
+
+#endif

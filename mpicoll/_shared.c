@@ -1,0 +1,310 @@
+/* Collectives of ranks that share memory.
+ *
+ * A segment is mapped by all n ranks of a group. Each rank has a region in it: two counters, a
+ * description of its call, and SLOTS slots for what it gives to the others, and as many for what it
+ * has combined for them. A message goes through in rounds of at most one slot; in round k
+ *
+ *   1. every rank copies its elements into slot k, and counts `given` up;
+ *   2. when all have, it combines elements of all slots in the order of the ranks. Either all of
+ *      them, straight into its array, or its own share of them, which it also puts into its second
+ *      slot k, counting `combined` up;
+ *   3. in the latter case it copies the others' shares, when they are there, into its array.
+ *
+ * The steps of neighbouring rounds are interleaved (1 of round k, 3 of k - 2, 2 of k - 1), so that
+ * a rank seldom finds that another has not yet come as far. Combining everything on every rank
+ * costs a copy and a wait less, and more arithmetic: best for two ranks, and for little data.
+ *
+ * Why four slots are enough. A rank fills slot k once it has seen `given` k - 2 of all others, who
+ * by then had ended step 2 of round k - 4, the last to read the slot. It combines into its second
+ * slot k once it has seen `given` k of all, who by then had ended step 3 of round k - 3.
+ *
+ * Rounds are numbered on from call to call, so that a rank may begin a call while others still end
+ * the one before. Counters are of 32 bits and wrap around; they are compared by their difference.
+ *
+ * This is plain C for ctypes: it does not include Python.h and defines no module.
+ */
+
+#include "_kernels.h"
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
+
+enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
+
+/* Bytes that are combined and copied on before the first-level cache loses them. */
+enum { BLOCK = 8192 };
+
+/* A number that its rank counts up and others wait for. */
+struct counter {
+    _Alignas(LINE) atomic_uint value;
+    atomic_uint sleepers; /* somebody asked to be woken since the last change */
+};
+
+struct header {
+    struct counter given, combined;
+    /* What the rank's call is about, for two calls in turn. */
+    struct {
+        _Alignas(LINE) uint64_t what, count;
+    } calls[2];
+};
+
+/* A rank's hold on a segment; mpicoll/routes/shared.py has the same. */
+struct mpicoll_shared {
+    char *base;     /* where the segment is mapped */
+    size_t slot;    /* bytes of a slot, a multiple of LINE */
+    uint32_t n, me; /* ranks, and this one */
+    uint32_t round; /* rounds ended */
+    uint32_t calls; /* calls begun */
+    uint32_t looks; /* at a counter before the thread sleeps */
+};
+
+static size_t rounded(size_t size, size_t unit)
+{
+    return (size + unit - 1) / unit * unit;
+}
+
+/* Bytes of a second slot: a share of a slot, of at most one line more than the n-th part. */
+static size_t share_slot(size_t slot, size_t n)
+{
+    return rounded(slot / n, LINE) + LINE;
+}
+
+/* Bytes of one rank's region: a segment has n of them. */
+EXPORT size_t mpicoll_shared_region(size_t slot, size_t n)
+{
+    return rounded(rounded(sizeof(struct header), PAGE) + SLOTS * (slot + share_slot(slot, n)),
+                   PAGE);
+}
+
+static char *region(const struct mpicoll_shared *shared, uint32_t rank)
+{
+    return shared->base + rank * mpicoll_shared_region(shared->slot, shared->n);
+}
+
+static struct header *header(const struct mpicoll_shared *shared, uint32_t rank)
+{
+    return (struct header *)region(shared, rank);
+}
+
+static char *slot(const struct mpicoll_shared *shared, uint32_t rank, uint32_t round)
+{
+    return region(shared, rank) + rounded(sizeof(struct header), PAGE) +
+           round % SLOTS * shared->slot;
+}
+
+static char *second_slot(const struct mpicoll_shared *shared, uint32_t rank, uint32_t round)
+{
+    return slot(shared, rank, 0) + SLOTS * shared->slot +
+           round % SLOTS * share_slot(shared->slot, shared->n);
+}
+
+/* ---- Counting and waiting ---------------------------------------------------------------------- */
+
+/* Sleeping is for ranks that share a core, and for threads beside others that compute: whoever
+ * sleeps leaves them the core, and is put back on one at once when he is woken. */
+#ifdef __linux__
+static void sleep_while(struct counter *counter, unsigned value)
+{
+    /* Should a wake-up be lost with the rank that owed it, look again now and then. */
+    const struct timespec limit = {0, 50000000};
+    syscall(SYS_futex, &counter->value, FUTEX_WAIT, value, &limit, NULL, 0);
+}
+
+static void wake(struct counter *counter)
+{
+    syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+#else
+static void sleep_while(struct counter *counter, unsigned value)
+{
+    (void)counter, (void)value;
+    sched_yield();
+}
+
+static void wake(struct counter *counter)
+{
+    (void)counter;
+}
+#endif
+
+static void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void count_up(struct counter *counter, uint32_t value)
+{
+    /* Either this sees that somebody is about to sleep, or he sees the new value. */
+    atomic_store(&counter->value, value);
+    if (atomic_load(&counter->sleepers)) {
+        atomic_store(&counter->sleepers, 0);
+        wake(counter);
+    }
+}
+
+static int reached(unsigned value, uint32_t target)
+{
+    return (int32_t)(value - target) >= 0;
+}
+
+static void wait_for(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target)
+{
+    for (uint32_t i = 0; i < shared->looks; i++) {
+        if (reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
+            return;
+        relax();
+    }
+    for (;;) {
+        const unsigned value = atomic_load(&counter->value);
+        if (reached(value, target))
+            return;
+        atomic_store(&counter->sleepers, 1);
+        if (atomic_load(&counter->value) == value)
+            sleep_while(counter, value);
+    }
+}
+
+static void wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
+{
+    for (uint32_t i = 1; i < shared->n; i++)
+        wait_for(shared, &header(shared, (shared->me + i) % shared->n)->given, target);
+}
+
+/* ---- Calls ------------------------------------------------------------------------------------- */
+
+/* Says what this call is about. */
+static void announce(struct mpicoll_shared *shared, uint64_t what, uint64_t count)
+{
+    struct header *mine = header(shared, shared->me);
+    const uint32_t parity = ++shared->calls % 2;
+    mine->calls[parity].what = what;
+    mine->calls[parity].count = count;
+}
+
+/* All ranks, which have given something, are in the same call. If not, all of them find that out:
+ * whoever sees no difference to its own call is seen by none to differ. */
+static int agreed(const struct mpicoll_shared *shared)
+{
+    const uint32_t parity = shared->calls % 2;
+    const struct header *mine = header(shared, shared->me);
+    for (uint32_t rank = 0; rank < shared->n; rank++) {
+        const struct header *other = header(shared, rank);
+        if (other->calls[parity].what != mine->calls[parity].what ||
+            other->calls[parity].count != mine->calls[parity].count)
+            return 0;
+    }
+    return 1;
+}
+
+/* What rank's call is about, after one that was not agreed on. */
+EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t rank, uint64_t *what,
+                                uint64_t *count)
+{
+    const struct header *other = header(shared, rank);
+    *what = other->calls[shared->calls % 2].what;
+    *count = other->calls[shared->calls % 2].count;
+}
+
+/* One piece of a message: what goes through in a round. */
+struct piece {
+    char *data;
+    size_t count;
+};
+
+static struct piece piece_of(char *array, size_t size, size_t count, size_t step, size_t i)
+{
+    const size_t start = i * step;
+    return (struct piece){array + start * size, count - start < step ? count - start : step};
+}
+
+/* The first element of a rank's share of a piece: shares are whole lines. */
+static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank)
+{
+    const size_t share = rounded(rounded(piece.count, n) / n * size, LINE) / size;
+    return rank * share < piece.count ? rank * share : piece.count;
+}
+
+/* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements of `format`.
+ *
+ * split: each rank combines its share, instead of each everything.
+ * what:  tells this kind of call from others.
+ * Returns 0 without doing so, on all ranks, if they do not have the same count and `what`. */
+EXPORT int mpicoll_shared_all_reduce(struct mpicoll_shared *shared, int format, int operation,
+                                     char *array, size_t count, double divisor, int split,
+                                     uint64_t what)
+{
+    const uint32_t n = shared->n, me = shared->me, base = shared->round;
+    const size_t size = mpicoll_size(format), step = shared->slot / size;
+    const size_t rounds = count ? (count + step - 1) / step : 1;
+    struct header *mine = header(shared, me);
+    const char *sources[n];
+
+    announce(shared, what, count);
+    for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
+        if (i < rounds) {
+            const struct piece piece = piece_of(array, size, count, step, i);
+            char *into = slot(shared, me, base + i);
+            if (split) { /* all but the own share */
+                const size_t start = share_start(piece, size, n, me) * size;
+                const size_t end = share_start(piece, size, n, me + 1) * size;
+                memcpy(into, piece.data, start);
+                memcpy(into + end, piece.data + end, piece.count * size - end);
+            } else {
+                memcpy(into, piece.data, piece.count * size);
+            }
+            count_up(&mine->given, base + i + 1);
+        }
+        if (split && i >= 2) {
+            const struct piece piece = piece_of(array, size, count, step, i - 2);
+            for (uint32_t k = 1; k < n; k++) {
+                const uint32_t rank = (me + k) % n;
+                const size_t start = share_start(piece, size, n, rank);
+                const size_t end = share_start(piece, size, n, rank + 1);
+                wait_for(shared, &header(shared, rank)->combined, base + i - 1);
+                memcpy(piece.data + start * size, second_slot(shared, rank, base + i - 2),
+                       (end - start) * size);
+            }
+        }
+        if (i >= 1 && i <= rounds) {
+            const struct piece piece = piece_of(array, size, count, step, i - 1);
+            const size_t start = split ? share_start(piece, size, n, me) : 0;
+            const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
+            wait_for_given(shared, base + i);
+            if (i == 1 && !agreed(shared)) {
+                /* Some are in their first round, some in their second: end alike. */
+                count_up(&mine->given, base + 2);
+                count_up(&mine->combined, base + 2);
+                shared->round = base + 2;
+                return 0;
+            }
+            for (size_t at = start; at < end; at += BLOCK / size) {
+                const size_t length = end - at < BLOCK / size ? end - at : BLOCK / size;
+                char *out = piece.data + at * size;
+                for (uint32_t rank = 0; rank < n; rank++)
+                    sources[rank] =
+                        rank == me ? out : slot(shared, rank, base + i - 1) + at * size;
+                mpicoll_combine(format, operation, sources, n, out, length, divisor);
+                if (split)
+                    memcpy(second_slot(shared, me, base + i - 1) + (at - start) * size, out,
+                           length * size);
+            }
+            count_up(&mine->combined, base + i);
+        }
+    }
+    shared->round = base + rounds;
+    return 1;
+}

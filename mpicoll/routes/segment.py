@@ -1,0 +1,83 @@
+"""Memory that all ranks of a group share, where they are on one node."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Segment", "share"]
+
+
+class Segment(NamedTuple):
+    """Shared memory: n regions, one a rank, and how many processors the ranks may run on."""
+
+    memory: mmap.mmap
+    processors: int
+
+
+def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
+    """Memory of ``region`` bytes, a multiple of the page size, for each rank of ``comm``; zeros.
+
+    None on every rank if it cannot be had on one of them: they are not on one node, not of one
+    user, in different containers, out of memory, or one of them is not ``able`` to use it. All
+    ranks call.
+
+    Rank 0 makes a file that is nothing but memory and has no name in any file system (memfd_create,
+    Linux); the others open it through /proc. So there is nothing that a rank that is killed could
+    leave behind, no limit but memory itself, and nothing to free together: the memory goes when
+    the last rank lets go of it, whatever became of the others. (A window of MPI is freed by all
+    together, and MPI does not say which ranks can share one.)
+    """
+    me, n = comm.Get_rank(), comm.Get_size()
+    name = f"mpicoll-{secrets.token_hex(16)}"
+    file = _made(name, n * region) if me == 0 and able else None
+    where = None if file is None else f"/proc/{os.getpid()}/fd/{file}"
+    name, where = comm.bcast((name, where))
+    if me != 0 and able and where is not None:
+        file = _opened(name, where)
+    memory = None
+    if file is not None:
+        with suppress(OSError):
+            # Each its own part, which so comes to lie near it; what cannot be had is missed now.
+            os.posix_fallocate(file, me * region, region)
+            memory = mmap.mmap(file, n * region)
+    everybody = comm.allgather((memory is not None, _processors()))
+    if file is not None:  # not before all have opened it
+        os.close(file)
+    if memory is None or not all(has for has, _ in everybody):
+        return None
+    memory.madvise(mmap.MADV_DONTFORK)  # a forked child has no part in the group
+    return Segment(memory, len(set().union(*(each for _, each in everybody))))
+
+
+def _made(name: str, size: int) -> int | None:
+    try:
+        file = os.memfd_create(name)
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        return None
+    with suppress(OSError):
+        os.ftruncate(file, size)
+        return file
+    os.close(file)
+    return None
+
+
+def _opened(name: str, where: str) -> int | None:
+    """Opens rank 0's file, and no other that may be found there: this may be another machine."""
+    with suppress(OSError):
+        if str(Path(where).readlink()).startswith(f"/memfd:{name}"):
+            return os.open(where, os.O_RDWR)
+    return None
+
+
+def _processors() -> set[int]:
+    """The processors that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return set(range(os.cpu_count() or 1)) if affinity is None else affinity(0)

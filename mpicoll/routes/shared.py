@@ -1,0 +1,147 @@
+"""Through memory that the ranks share: groups whose ranks are all on one node.
+
+The algorithm, in pieces that stay in the processors' caches, is in ``mpicoll/_shared.c``. It needs
+the C library, on every rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.calls import Direct
+from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
+from mpicoll.errors import MismatchError
+from mpicoll.kernels import kernels
+from mpicoll.reduction import loop
+from mpicoll.routes.segment import Segment, share
+
+if TYPE_CHECKING:
+    from mpicoll.groups import ProcessGroup
+
+__all__ = ["LEAST", "all_reduce"]
+
+#: Bytes of a message from which on MPI's own reduction is not faster.
+LEAST = 4 * 1024
+#: Bytes of a slot, the most that goes through in a round, and of the slots of all ranks together.
+SLOT, TOGETHER = 256 * 1024, 48 * 1024 * 1024
+#: Ranks that share memory at most: each looks at what each other does.
+MOST = 128
+#: Bytes of a message up to which every rank combines everything: one wait instead of two.
+WHOLE = 16 * 1024
+
+#: How often a rank looks whether another has come as far before it sleeps; each look takes some 40
+#: to 140 cycles. And where threads that compute, or other ranks, want the processor.
+LOOKS, LOOKS_IN_A_CROWD = 2000, 50
+
+_SLOTS = 4  # as in _shared.c
+
+
+class _Hold(ctypes.Structure):
+    """struct mpicoll_shared of _shared.c."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("slot", ctypes.c_size_t),
+        ("n", ctypes.c_uint32),
+        ("me", ctypes.c_uint32),
+        ("round", ctypes.c_uint32),
+        ("calls", ctypes.c_uint32),
+        ("looks", ctypes.c_uint32),
+    )
+
+
+class Shared:
+    """A group's hold on the memory that its ranks share."""
+
+    def __init__(self, group: ProcessGroup, segment: Segment, slot: int) -> None:
+        assert kernels is not None
+        self._group = group
+        self._kernels = kernels
+        self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as anybody may be inside
+        n = group.size()
+        self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank(), 0, 0, 0)
+        self._pointer = ctypes.addressof(self._hold)
+        self._crowded = segment.processors < n
+        self._crowded_beside = segment.processors < 2 * n
+
+    def all_reduce(
+        self, buffer: Any, count: int, dtype: DType, op: ReduceOp, format: int, split: bool
+    ) -> None:
+        """Combines ``count`` elements of all ranks, in place.
+
+        Raises MismatchError, on all ranks, where they do not agree on count, dtype and operation.
+        """
+        by = loop(op, dtype)
+        assert by is not None
+        group, hold = self._group, self._hold
+        beside = group.worker is not None and group.worker.current
+        crowded = self._crowded_beside if beside else self._crowded
+        hold.looks = LOOKS_IN_A_CROWD if crowded else LOOKS
+        divisor = hold.n if op is ReduceOp.AVG else 1
+        done = self._kernels.shared_all_reduce(
+            self._pointer, format, by.operation, MPI.Get_address(buffer), count * by.elements,
+            divisor, split, dtype.code << 8 | op.code,
+        )  # fmt: skip
+        if not done:
+            raise MismatchError(self._differences())
+
+    def _differences(self) -> str:
+        what, count = ctypes.c_uint64(), ctypes.c_uint64()
+        ranks: dict[str, list[int]] = {}
+        for rank in range(self._hold.n):
+            self._kernels.shared_call(
+                self._pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
+            )
+            dtype, op = DTYPES[what.value >> 8], OPERATIONS[what.value & 0xFF]
+            elements = count.value // (2 if dtype.kind is Kind.COMPLEX else 1)
+            ranks.setdefault(f"{elements} elements of {dtype}, {op.name}", []).append(rank)
+        listed = "; ".join(
+            f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}: {text}"
+            for text, those in ranks.items()
+        )
+        return (
+            f"all_reduce on rank {self._hold.me} of group {self._group.group_name}: the ranks' "
+            f"calls do not belong together: {listed}"
+        )
+
+
+def all_reduce(
+    group: ProcessGroup, dtype: DType, op: ReduceOp, otherwise: Direct, least: int
+) -> Direct:
+    """Copy in, combine, copy out; ``otherwise`` for less than ``least`` bytes, and where no memory
+    is shared.
+    """
+    by, n = loop(op, dtype), group.size()
+    if by is None or not 1 < n <= MOST:
+        return otherwise
+    fewest, whole = max(1, least // dtype.itemsize), WHOLE // dtype.itemsize
+    format = -1 if kernels is None else kernels.format(by.format.encode())
+
+    def direct(buffer: Any, count: int, root: int) -> None:
+        if count < fewest:
+            otherwise(buffer, count, root)
+            return
+        shared = group.shared
+        if shared is None:  # the first call of this size, on every rank
+            shared = group.shared = _look(group) or False
+        if shared:
+            shared.all_reduce(buffer, count, dtype, op, format, count > whole)
+        else:
+            otherwise(buffer, count, root)
+
+    return direct
+
+
+def _look(group: ProcessGroup) -> Shared | None:
+    """The memory that the ranks share, or None on all of them."""
+    n = group.size()
+    slot = min(SLOT, TOGETHER // (_SLOTS * n)) // 64 * 64
+    able = kernels is not None and os.environ.get("MPICOLL_SHARED_MEMORY") != "0"
+    region = 0 if kernels is None else kernels.shared_region(slot, n)
+    segment = share(group.comm, region, able)
+    return None if segment is None else Shared(group, segment, slot)

@@ -1,0 +1,213 @@
+"""all_reduce through memory that the ranks share: every piece and every race, and who cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import time
+
+import numpy as np
+import oracle
+import pytest
+from conftest import team as group_of
+from driver import DTYPES, Call, legal, same_on_all
+
+import mpicoll as dist
+from mpicoll import kernels
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.errors import MismatchError
+from mpicoll.routes import segment, shared
+
+needs = pytest.mark.skipif(
+    kernels.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
+)
+
+
+@pytest.fixture(scope="module", params=["split", "whole"])
+def cut(world, request):
+    """A group with slots of few bytes: every rank combines its share, or everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "SLOT", 512)
+        patch.setattr(shared, "LEAST", 0)
+        patch.setattr(shared, "WHOLE", 0 if request.param == "split" else 1 << 40)
+        yield group_of("cut", range(world.size))
+
+
+def shares(team):
+    return bool(team.group.shared)
+
+
+@needs
+@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+def test_seams(cut, mpi, dtype):
+    """Sizes around the borders of lines, slots and shares; more rounds than there are slots."""
+    in_slot = 512 // dtype.itemsize
+    counts = (0, 1, 3, 63, 64, 65, in_slot - 1, in_slot, in_slot + 1, 5 * in_slot + 7)
+    for op in legal(dtype):
+        calls = [Call("all_reduce", cut, dtype, count, op) for count in counts]
+        for call in calls:
+            call.run()
+        same_on_all(mpi, calls)
+    assert cut.size == 1 or shares(cut) or dtype.name == "float8_e8m0fnu"
+
+
+@needs
+def test_no_rank_overtakes_another(cut):
+    """Calls of many sizes in close order, of ranks that are late at random."""
+    rng = np.random.default_rng(7)  # the same sizes everywhere
+    mine = np.random.default_rng(cut.me)
+    pending = []
+    for number in range(600):
+        count = int(rng.choice([1, 5, 100, 128, 129, 400, 2000]))
+        array = np.arange(count, dtype=np.float64) * (cut.me + 1) + number
+        total = sum(range(1, cut.size + 1))
+        expected = np.arange(count) * total + number * cut.size
+        if mine.random() < 0.05:
+            time.sleep(mine.random() / 500)
+        work = dist.all_reduce(array, group=cut.group, async_op=number % 3 == 0)
+        pending.append((work, array, expected))
+    for work, array, expected in pending:
+        assert work is None or work.wait()
+        np.testing.assert_array_equal(array, expected)
+
+
+@needs
+def test_counters_wrap_around(world, monkeypatch):
+    """After 2**32 rounds."""
+    monkeypatch.setattr(shared, "SLOT", 512)
+    monkeypatch.setattr(shared, "LEAST", 0)
+    monkeypatch.setattr(shared, "WHOLE", 256)
+    team = group_of("late", range(world.size))
+    Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()
+    if team.size == 1:
+        return
+    hold = team.group.shared._hold
+    close = 2**32 - 6
+    region = kernels.kernels.shared_region(hold.slot, hold.n)
+    dist.barrier(team.group)
+    for line in (0, 64):  # given and combined
+        ctypes.c_uint32.from_address(hold.base + hold.me * region + line).value = close
+    hold.round = close
+    dist.barrier(team.group)
+    for count in (40, 20, 300, 40, 1000):
+        Call("all_reduce", team, by_name["int64"], count, ReduceOp.SUM).run()
+    assert hold.round < 100
+
+
+@needs
+def test_ranks_that_disagree(world):
+    """An error on every rank, with what they said; then all goes on."""
+    if world.size == 1:
+        return
+    team = group_of("at odds", range(world.size))
+    for _ in range(130):  # the first calls, and one in a stride, are compared in another way
+        dist.barrier(team.group)
+    odd = team.me == team.size - 1
+    Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
+    for count, dtype, op, words in (
+        (4097 if odd else 10**6, np.float32, ReduceOp.SUM, "4097 elements of float32, SUM"),
+        (10**6 if odd else 4097, np.float32, ReduceOp.SUM, "4097 elements of float32, SUM"),
+        (4096, np.int32 if odd else np.float32, ReduceOp.SUM, "4096 elements of int32, SUM"),
+        (4096, np.float32, ReduceOp.AVG if odd else ReduceOp.SUM, "float32, AVG"),
+        (4096, np.complex64 if odd else np.float64, ReduceOp.SUM, "4096 elements of complex64"),
+    ):
+        for async_op in (False, True):
+            array = np.ones(count, dtype)
+            with pytest.raises(MismatchError, match=f"rank {team.me} of .*{words}"):
+                work = dist.all_reduce(array, op, team.group, async_op=async_op)
+                if work is not None:
+                    work.wait()
+            Call("all_reduce", team, by_name["float32"], 300000, ReduceOp.SUM).run()
+
+
+def cannot_make(patch):
+    patch.setattr(segment, "_made", lambda name, size: None)
+
+
+def cannot_open(patch):
+    patch.setattr(segment, "_opened", lambda name, where: None)
+
+
+def no_memory(patch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    patch.setattr(os, "posix_fallocate", full)
+
+
+def no_library(patch):
+    patch.setattr(shared, "kernels", None)
+
+
+def switched_off(patch):
+    patch.setenv("MPICOLL_SHARED_MEMORY", "0")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [cannot_make, cannot_open, no_memory, no_library, switched_off],
+    ids=lambda failure: failure.__name__,
+)
+def test_one_rank_that_cannot_share_is_enough(world, mpi, monkeypatch, failure):
+    """All take to messages then, with no other result."""
+    open_files = len(os.listdir("/proc/self/fd"))
+    for unable in {0, world.size - 1}:
+        with pytest.MonkeyPatch.context() as patch:
+            if unable == world.me:
+                failure(patch)
+            team = group_of(f"without {unable}", range(world.size))
+            calls = [
+                Call("all_reduce", team, by_name[name], 20000, ReduceOp.SUM)
+                for name in ("float32", "bfloat16")
+            ]
+            for call in calls:
+                call.run()
+            same_on_all(mpi, calls)
+        if {cannot_make: unable == 0, cannot_open: unable != 0}.get(failure, True):
+            assert not shares(team)
+        dist.destroy_process_group(team.group)
+        del team, calls
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_another_file_is_not_opened(tmp_path):
+    """Where rank 0's file should be, there may be anything if this is another machine."""
+    with (tmp_path / "other").open("w") as other:
+        assert segment._opened("mpicoll-1", f"/proc/{os.getpid()}/fd/{other.fileno()}") is None
+    assert segment._opened("mpicoll-1", "/proc/0/fd/0") is None
+
+
+@needs
+def test_memory_is_given_back(world):
+    """Group after group; what is left is what was there."""
+
+    def mapped():
+        with open("/proc/self/maps") as maps:
+            return sum("memfd:mpicoll" in line for line in maps)
+
+    before = mapped()
+    for number in range(20):
+        group = dist.new_group(list(range(world.size)), group_desc=f"one of many, {number}")
+        array = np.ones(5000, np.float32)
+        dist.all_reduce(array, group=group)
+        assert (array == world.size).all()
+        assert mapped() == before + (world.size > 1)
+        dist.destroy_process_group(group)
+        del group
+    assert mapped() == before
+
+
+@needs
+def test_odd_addresses(world):
+    """Memory that starts anywhere, and nothing beside it is touched."""
+    for name, start in itertools.product(("float32", "bfloat16", "complex128"), (1, 3)):
+        dtype = by_name[name]
+        values = [oracle.operands(ReduceOp.SUM, dtype, 9001, r) for r in range(world.size)]
+        memory = np.full(9001 * dtype.itemsize + 8, 0xA5, np.uint8)
+        array = memory[start : start + 9001 * dtype.itemsize].view(dtype.numpy)
+        array[:] = values[world.me]
+        dist.all_reduce(array)
+        between = oracle.reduced(ReduceOp.SUM, dtype, values, None)
+        between.check(array.copy(), name)
+        assert (memory[:start] == 0xA5).all() and (memory[start + array.nbytes :] == 0xA5).all()

@@ -29,17 +29,19 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 #else
 #include <sched.h>
 #endif
 
 enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
+
+#define FOREVER UINT64_MAX
 
 /* Bytes that are combined and copied on before the first-level cache loses them. */
 enum { BLOCK = 8192 };
@@ -52,6 +54,7 @@ struct counter {
 
 struct header {
     struct counter given, combined;
+    struct counter asked; /* calls asked for, begun or not */
     /* What the rank's call is about, for two calls in turn. */
     struct {
         _Alignas(LINE) uint64_t what, count;
@@ -65,6 +68,7 @@ struct mpicoll_shared {
     uint32_t n, me; /* ranks, and this one */
     uint32_t round; /* rounds ended */
     uint32_t calls; /* calls begun */
+    uint32_t asked; /* calls asked for, as far as they said so */
     uint32_t looks; /* at a counter before the thread sleeps */
 };
 
@@ -113,10 +117,9 @@ static char *second_slot(const struct mpicoll_shared *shared, uint32_t rank, uin
 /* Sleeping is for ranks that share a core, and for threads beside others that compute: whoever
  * sleeps leaves them the core, and is put back on one at once when he is woken. */
 #ifdef __linux__
-static void sleep_while(struct counter *counter, unsigned value)
+static void sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
 {
-    /* Should a wake-up be lost with the rank that owed it, look again now and then. */
-    const struct timespec limit = {0, 50000000};
+    const struct timespec limit = {0, (long)nanoseconds};
     syscall(SYS_futex, &counter->value, FUTEX_WAIT, value, &limit, NULL, 0);
 }
 
@@ -125,9 +128,9 @@ static void wake(struct counter *counter)
     syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 #else
-static void sleep_while(struct counter *counter, unsigned value)
+static void sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
 {
-    (void)counter, (void)value;
+    (void)counter, (void)value, (void)nanoseconds;
     sched_yield();
 }
 
@@ -161,21 +164,41 @@ static int reached(unsigned value, uint32_t target)
     return (int32_t)(value - target) >= 0;
 }
 
-static void wait_for(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target)
+static uint64_t now(void)
 {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
+}
+
+/* Waits until another rank has counted to `target`, or, returning 0, until the time `end`. */
+static int wait_until(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target,
+                      uint64_t end)
+{
+    /* Should a wake-up be lost with the rank that owed it, look again now and then. */
+    const uint64_t nap = 50000000;
+
     for (uint32_t i = 0; i < shared->looks; i++) {
         if (reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
-            return;
+            return 1;
         relax();
     }
     for (;;) {
         const unsigned value = atomic_load(&counter->value);
         if (reached(value, target))
-            return;
+            return 1;
+        const uint64_t time = end == FOREVER ? 0 : now();
+        if (time >= end)
+            return 0;
         atomic_store(&counter->sleepers, 1);
         if (atomic_load(&counter->value) == value)
-            sleep_while(counter, value);
+            sleep_while(counter, value, end - time < nap ? end - time : nap);
     }
+}
+
+static void wait_for(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target)
+{
+    wait_until(shared, counter, target, FOREVER);
 }
 
 static void wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
@@ -186,11 +209,29 @@ static void wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
 
 /* ---- Calls ------------------------------------------------------------------------------------- */
 
+/* The next call has been asked for. Returns 1 if the other ranks have got that far, too, or get
+ * there in so many nanoseconds. Whoever then begins the call will not have to wait for them. */
+EXPORT int mpicoll_shared_ask(struct mpicoll_shared *shared, uint64_t nanoseconds)
+{
+    const uint64_t end = now() + nanoseconds;
+    count_up(&header(shared, shared->me)->asked, ++shared->asked);
+    for (uint32_t i = 1; i < shared->n; i++) {
+        struct counter *asked = &header(shared, (shared->me + i) % shared->n)->asked;
+        if (!wait_until(shared, asked, shared->asked, end))
+            return 0;
+    }
+    return 1;
+}
+
 /* Says what this call is about. */
 static void announce(struct mpicoll_shared *shared, uint64_t what, uint64_t count)
 {
     struct header *mine = header(shared, shared->me);
     const uint32_t parity = ++shared->calls % 2;
+    if (!reached(shared->asked, shared->calls)) { /* nobody asked before */
+        shared->asked = shared->calls;
+        count_up(&mine->asked, shared->asked);
+    }
     mine->calls[parity].what = what;
     mine->calls[parity].count = count;
 }

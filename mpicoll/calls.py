@@ -18,7 +18,18 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Blocks", "Direct", "Plan", "Route", "counts", "operation", "views", "writes"]
+__all__ = [
+    "Blocks",
+    "Direct",
+    "Plan",
+    "Prompt",
+    "Route",
+    "Way",
+    "counts",
+    "operation",
+    "views",
+    "writes",
+]
 
 
 class Plan:
@@ -28,12 +39,10 @@ class Plan:
     group:     the group that calls.
     op:        the reduce operation; None where nothing is combined.
     dtype:     the dtype of the elements; None where there are none.
-    route:     carries a call out.
-    direct:    the same for one array in place, given as buffer, count and root; None where the
-               route needs more than that.
+    route, direct, prompt: how it is carried out; see Way.
     """
 
-    __slots__ = ("direct", "dtype", "group", "op", "primitive", "route")
+    __slots__ = ("direct", "dtype", "group", "op", "primitive", "prompt", "route")
 
     def __init__(
         self,
@@ -41,15 +50,13 @@ class Plan:
         group: ProcessGroup,
         op: ReduceOp | None,
         dtype: DType | None,
-        route: Route,
-        direct: Direct | None,
+        way: Way,
     ) -> None:
         self.primitive = primitive
         self.group = group
         self.op = op
         self.dtype = dtype
-        self.route = route
-        self.direct = direct
+        self.route, self.direct, self.prompt = way
 
 
 class Blocks(NamedTuple):
@@ -65,6 +72,24 @@ class Blocks(NamedTuple):
 Route = Callable[["View | None", "View | None", int, "Blocks | None"], None]
 
 Direct = Callable[[Any, int, int], None]
+
+Prompt = Callable[[int], bool]
+
+
+class Way(NamedTuple):
+    """What carries out calls of one kind.
+
+    route:  carries a call out.
+    direct: the same for one array in place, given as buffer, count and root; None where the route
+            needs more than that.
+    prompt: told of an asynchronous call of so many elements that nothing is pending before, whether
+            to carry it out at once instead of on the group's thread; None for never.
+    """
+
+    route: Route
+    direct: Direct | None = None
+    prompt: Prompt | None = None
+
 
 #: The views of a call, and its blocks.
 Views = tuple[View | None, View | None, Blocks | None]

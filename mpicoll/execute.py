@@ -49,7 +49,15 @@ def run(
         perform(plan, send, recv, root, blocks)
         return None
     written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
-    work = submit(member, partial(perform, plan, send, recv, root, blocks), primitive.name, written)
+    at_once = (
+        plan.prompt is not None
+        and recv is not None
+        and async_op
+        and not member.busy()
+        and plan.prompt(recv.count)
+    )
+    task = partial(perform, plan, send, recv, root, blocks)
+    work = submit(member, task, primitive.name, written, at_once)
     if async_op:
         return work
     work.wait()
@@ -137,7 +145,7 @@ def _plan(
     if primitive.reduces:
         assert dtype is not None
         meant = calls.operation(primitive, op, dtype)
-    plan = Plan(primitive, group, meant, dtype, *routes.choose(primitive, group, meant, dtype))
+    plan = Plan(primitive, group, meant, dtype, routes.choose(primitive, group, meant, dtype))
     if meant is None or meant.factor is None:  # every PREMUL_SUM(factor) is a new object
         group.plans[key] = plan
     return plan
@@ -194,14 +202,18 @@ def _explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
 
 
 def submit(
-    group: ProcessGroup, task: Callable[[], None], name: str, outputs: Sequence[Any]
+    group: ProcessGroup,
+    task: Callable[[], None],
+    name: str,
+    outputs: Sequence[Any],
+    at_once: bool = False,
 ) -> Work:
-    """Gives a task to the group's thread, behind what is pending there."""
+    """Gives a task to the group's thread, behind what is pending there; ``at_once``: runs it."""
     work = Work(
         f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
     )
-    if group.worker is not None and group.worker.current:
-        # A callback of an earlier work: right behind that work, not behind itself.
+    if at_once or (group.worker is not None and group.worker.current):
+        # The latter is a callback of an earlier work: right behind that work, not behind itself.
         try:
             task()
         except BaseException as caught:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.calls import Direct
+from mpicoll.calls import Direct, Prompt
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import kernels
@@ -37,6 +37,9 @@ WHOLE = 16 * 1024
 #: How often a rank looks whether another has come as far before it sleeps; each look takes some 40
 #: to 140 cycles. And where threads that compute, or other ranks, want the processor.
 LOOKS, LOOKS_IN_A_CROWD = 2000, 50
+#: Seconds that a rank waits for the others before it leaves an asynchronous call to the group's
+#: thread: what it costs if that thread and the one that goes on computing take turns.
+PATIENCE = 1e-3
 
 _SLOTS = 4  # as in _shared.c
 
@@ -51,6 +54,7 @@ class _Hold(ctypes.Structure):
         ("me", ctypes.c_uint32),
         ("round", ctypes.c_uint32),
         ("calls", ctypes.c_uint32),
+        ("asked", ctypes.c_uint32),
         ("looks", ctypes.c_uint32),
     )
 
@@ -64,7 +68,7 @@ class Shared:
         self._kernels = kernels
         self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as anybody may be inside
         n = group.size()
-        self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank(), 0, 0, 0)
+        self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank(), 0, 0, 0, 0)
         self._pointer = ctypes.addressof(self._hold)
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
@@ -90,6 +94,15 @@ class Shared:
         if not done:
             raise MismatchError(self._differences())
 
+    def prompt(self) -> bool:
+        """An asynchronous call is best carried out at once: all ranks are there, and no processor
+        is free for a thread that would do it.
+        """
+        if not self._crowded_beside:
+            return False
+        self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
+        return bool(self._kernels.shared_ask(self._pointer, round(1e9 * PATIENCE)))
+
     def _differences(self) -> str:
         what, count = ctypes.c_uint64(), ctypes.c_uint64()
         ranks: dict[str, list[int]] = {}
@@ -112,13 +125,13 @@ class Shared:
 
 def all_reduce(
     group: ProcessGroup, dtype: DType, op: ReduceOp, otherwise: Direct, least: int
-) -> Direct:
+) -> tuple[Direct, Prompt | None]:
     """Copy in, combine, copy out; ``otherwise`` for less than ``least`` bytes, and where no memory
     is shared.
     """
     by, n = loop(op, dtype), group.size()
     if by is None or not 1 < n <= MOST:
-        return otherwise
+        return otherwise, None
     fewest, whole = max(1, least // dtype.itemsize), WHOLE // dtype.itemsize
     format = -1 if kernels is None else kernels.format(by.format.encode())
 
@@ -134,7 +147,10 @@ def all_reduce(
         else:
             otherwise(buffer, count, root)
 
-    return direct
+    def prompt(count: int) -> bool:
+        return count >= fewest and bool(group.shared) and group.shared.prompt()
+
+    return direct, prompt
 
 
 def _look(group: ProcessGroup) -> Shared | None:

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import oracle
@@ -70,6 +71,48 @@ def test_no_rank_overtakes_another(cut):
     for work, array, expected in pending:
         assert work is None or work.wait()
         np.testing.assert_array_equal(array, expected)
+
+
+@needs
+def test_an_asynchronous_call_does_not_wait_for_ever(world, monkeypatch):
+    """Rank 0's message, sent after its call, is what makes the others call at all."""
+    for patience in (0.0, 1e-3):
+        monkeypatch.setattr(shared, "PATIENCE", patience)
+        for _ in range(3):
+            array, token = np.full(5000, world.me + 1.0), np.zeros(1)
+            if world.me == 0:
+                work = dist.all_reduce(array, async_op=True)
+                for rank in range(1, world.size):
+                    dist.send(token, rank)
+            else:
+                dist.recv(token, 0)
+                work = dist.all_reduce(array, async_op=True)
+            assert work.wait()
+            assert (array == sum(range(1, world.size + 1))).all()
+
+
+@needs
+@pytest.mark.parametrize("processors", [1, 2, 64])
+def test_asynchronous_calls_keep_their_order(world, monkeypatch, processors):
+    """Behind what is pending, whether a call waits for the others or leaves to the thread."""
+    monkeypatch.setattr(segment, "_processors", lambda: set(range(processors)))
+    team = group_of(f"on {processors}", range(world.size))
+    late = np.random.default_rng(world.me)
+    for _ in range(20):
+        arrays = [np.full(3000 + 5000 * (i % 2), 1.0) for i in range(8)]
+        works = []
+        for i, array in enumerate(arrays):
+            if late.random() < 0.2:
+                time.sleep(0.002)
+            same = dist.all_reduce(array, group=team.group, async_op=True)
+            again = dist.broadcast(array, group=team.group, async_op=True, group_src=0)
+            works += [same, again]
+            if i % 3 == 0:
+                dist.all_reduce(array, group=team.group)
+        for work in works:
+            assert work.wait()
+        for i, array in enumerate(arrays):
+            assert (array == world.size ** (2 if i % 3 == 0 else 1)).all()
 
 
 @needs
@@ -151,7 +194,11 @@ def switched_off(patch):
 )
 def test_one_rank_that_cannot_share_is_enough(world, mpi, monkeypatch, failure):
     """All take to messages then, with no other result."""
-    open_files = len(os.listdir("/proc/self/fd"))
+
+    def open_files():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = open_files()
     for unable in {0, world.size - 1}:
         with pytest.MonkeyPatch.context() as patch:
             if unable == world.me:
@@ -168,7 +215,7 @@ def test_one_rank_that_cannot_share_is_enough(world, mpi, monkeypatch, failure):
             assert not shares(team)
         dist.destroy_process_group(team.group)
         del team, calls
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert open_files() == before
 
 
 def test_another_file_is_not_opened(tmp_path):
@@ -183,8 +230,7 @@ def test_memory_is_given_back(world):
     """Group after group; what is left is what was there."""
 
     def mapped():
-        with open("/proc/self/maps") as maps:
-            return sum("memfd:mpicoll" in line for line in maps)
+        return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
 
     before = mapped()
     for number in range(20):

@@ -8,6 +8,7 @@ short, what would be in it: ``pg.broadcast([tensor], opts)`` and ``pg.broadcast(
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +23,8 @@ from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.execute import run_in_place
 from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
-from mpicoll.torch import sparse
+from mpicoll.torch import profiling, sparse
 from mpicoll.torch.compilation import uncompiled
-from mpicoll.torch.profiling import profiled
 from mpicoll.torch.works import Done, Pending, Received, flat, joined
 from mpicoll.work import Work, seconds
 
@@ -43,6 +43,7 @@ _OPERATIONS = {hash(getattr(c10d.ReduceOp.RedOpType, row.name)): row for row in 
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 _ALL_REDUCE_OPTIONS = c10d.AllreduceOptions
 _NOW = timedelta(0)
+_NO_EVENT: AbstractContextManager[None] = nullcontext()
 #: Calls in a batch from which on those that are done leave it.
 _BATCH = 256
 
@@ -184,7 +185,6 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
             asynchronous
             or limit > _NOW
             or primitive is _BARRIER  # on the group's thread: a timeout of it can be survived
-            or _profiler_enabled()
         ):
             return self._begin(
                 primitive.name,
@@ -193,10 +193,11 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 limit,
                 output if input is None else input,
             )
-        if output is not None and input is None:
-            run_in_place(primitive, self.core, False, output, op, root)
-        else:
-            execute.run(primitive, self.core, False, output, input, op, root, splits)
+        with self._event(primitive.name, output if input is None else input):
+            if output is not None and input is None:
+                run_in_place(primitive, self.core, False, output, op, root)
+            else:
+                execute.run(primitive, self.core, False, output, input, op, root, splits)
         return _done(output)
 
     def _call_all(
@@ -226,28 +227,27 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         limit: timedelta,
         inputs: Any,
     ) -> c10d.Work:
-        """Begins a call whose Work is asked for, timed, batched or profiled.
+        """Begins a call whose Work is asked for, timed or batched.
 
         inputs: the tensors that it reads, whose shapes a profiler gets.
         """
-        work = self._begun(name, inputs, begin)
-        if limit > _NOW:
-            work.limit = limit.total_seconds()
-        pending = Pending((work,), flat(work.outputs))
-        if asynchronous:
-            self._coalesce(pending)
-        else:
-            pending.wait()
+        with self._event(name, inputs):
+            work = begin()
+            assert work is not None  # None is for ranks outside, which have no group object
+            if limit > _NOW:
+                work.limit = limit.total_seconds()
+            pending = Pending((work,), flat(work.outputs))
+            if asynchronous:
+                self._coalesce(pending)
+            else:
+                pending.wait()
         return pending
 
-    def _begun(self, name: str, inputs: Any, begin: Callable[[], Work | None]) -> Work:
-        """What ``begin()`` has begun, as an event of the profiler if there is one."""
-        if _profiler_enabled():
-            work = profiled(f"{self._backend_name}:{name}", inputs, begin)
-        else:
-            work = begin()
-        assert work is not None  # None is for ranks outside, which have no group object
-        return work
+    def _event(self, name: str, inputs: Any) -> AbstractContextManager[Any]:
+        """The call as an event of the profiler, if there is one."""
+        if not _profiler_enabled():
+            return _NO_EVENT
+        return profiling.event(self._backend_name, name, flat(inputs))
 
     def _coalesce(self, pending: Pending) -> None:
         """Puts what was begun into the batch, if there is one.
@@ -486,10 +486,8 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._message("recvAnySource", _one("recv_anysource", tensors), None, tag)
 
     def _message(self, name: str, tensor: Tensor, peer: int | None, tag: int) -> c10d.Work:
-        def begin() -> Work:
-            return point_to_point.post(self.core, name, tensor, peer, tag, name != "send")
-
-        work = self._begun(name, tensor, begin)
+        with self._event(name, tensor):
+            work = point_to_point.post(self.core, name, tensor, peer, tag, name != "send")
         pending = Received(self.core, work, work.outputs)
         self._coalesce(pending)
         return pending

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import BACKEND, not_gloo
 from models import batch, loss_of, make
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from mpicoll.torch import profiling
 
 
 def calls(world):
@@ -64,6 +68,32 @@ def test_shows_asynchronous_calls(world):
     assert f"{BACKEND}:all_reduce" in names(profiler)
 
 
+def test_events_last_as_long_as_the_calls(world):
+    """A synchronous one until the last rank has come, an asynchronous one until it has begun."""
+    dist.all_reduce(torch.ones(3, 5))
+    for async_op in (False, True):
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            dist.barrier()
+            if world.me == world.size - 1:
+                time.sleep(0.1)
+            with record_function("before"):
+                pass
+            work = dist.all_reduce(torch.ones(3, 5), async_op=async_op)
+            with record_function("after"):
+                pass
+            if async_op:
+                work.wait()
+        events = {event.name: event for event in profiler.events()}
+        event = events[f"{BACKEND}:all_reduce"]
+        assert event.input_shapes == [[3, 5]]
+        if BACKEND == "gloo":  # ends elsewhere
+            continue
+        assert events["before"].time_range.end <= event.time_range.start
+        assert event.time_range.end <= events["after"].time_range.start
+        if world.me == 0 and not async_op:
+            assert event.time_range.elapsed_us() > 80_000
+
+
 def test_shows_the_traffic_of_ddp(world):
     model = torch.nn.parallel.DistributedDataParallel(make())
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -78,3 +108,24 @@ def test_trace_file(world, folder):
     path = folder / f"trace-{world.me}.json"
     profiler.export_chrome_trace(str(path))
     assert f'"{BACKEND}:all_reduce"' in path.read_text()
+
+
+@pytest.mark.parametrize("backend", ["mpicoll", "mpi"])
+def test_an_event_by_itself(backend):
+    """For "mpi" it is marked as asynchronous, as by torch's own; other than that there is no
+    difference.
+    """
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        for seconds in (0.03, 0.0):
+            with profiling.event(backend, "nap", [torch.ones(2, 7)]):
+                time.sleep(seconds)
+            time.sleep(0.02)
+        with pytest.raises(ZeroDivisionError), profiling.event(backend, "error", []):
+            _ = 1 / 0
+    long, short = (event for event in profiler.events() if event.name == f"{backend}:nap")
+    assert long.input_shapes == short.input_shapes == [[2, 7]]
+    assert long.time_range.elapsed_us() >= 30_000
+    assert long.time_range.end + 20_000 <= short.time_range.start
+    assert long.is_async is short.is_async is (backend == "mpi")
+    assert any(event.name == f"{backend}:error" for event in profiler.events())
+    assert not profiling._open

@@ -801,6 +801,26 @@ def test_multiprocessing_by_fork(ended: Ended) -> None:
     assert ended.err.count("ValueError: of the child alone") == 2
 
 
+@job("""
+    dist.init_process_group()
+    x = np.ones(5000)
+    dist.all_reduce(x)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        sys.exit($code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == $code
+    dist.all_reduce(x)
+    say("done", x[0])
+    dist.destroy_process_group()
+""")
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_forked_child_that_ends_as_python_does(ended: Ended, code: int) -> None:
+    """What is called at its end must not end MPI, which is its parent's."""
+    assert ended.code == 0, ended
+    assert ended.lines == ["done 4.0", "done 4.0"]
+
+
 # --- shrinking the default group ----------------------------------------------------------------
 
 

@@ -201,6 +201,9 @@ def test_mpi_rendezvous_for_another_backend():
 def test_in_place_of_torchs_own_mpi_backend(how):
     script = """
         dist.init_process_group(backend="mpi")
+        from torch.distributed import distributed_c10d
+        assert isinstance(dist.HashStore(), distributed_c10d.Store)
+        assert not isinstance(dist, distributed_c10d.Store)
         x = torch.full((2,), dist.get_rank() + 1.0)
         dist.all_reduce(x)
         pair = dist.new_group([0, 1])

@@ -36,11 +36,11 @@ def start(meeting: Meeting | None = None, limit: float = 1800.0) -> MPI.Intracom
     one world of these ranks, and where the meeting and an MPI that runs already disagree;
     CollectiveTimeoutError where ranks do not come.
     """
-    mpi = _load(initialize=meeting is None)
+    mpi = _load()
     if mpi.Is_finalized():
         raise LaunchError(f"{_WHERE}: MPI was finalised; it cannot start again")
     if not mpi.Is_initialized():
-        if meeting is None:  # the program told mpi4py to leave that to somebody
+        if meeting is None:
             _initialize(mpi)
         else:
             _meet(mpi, meeting, limit)
@@ -65,12 +65,12 @@ def master(world: MPI.Intracomm) -> str:
     return found
 
 
-def _load(initialize: bool) -> Any:
-    """mpi4py.MPI; loading it initialises MPI, unless that is to wait."""
+def _load() -> Any:
+    """mpi4py.MPI, which is not to start MPI and end it: it ends it in forked children, too."""
     try:
         import mpi4py
 
-        if not initialize and "mpi4py.MPI" not in sys.modules:
+        if "mpi4py.MPI" not in sys.modules:
             mpi4py.rc.initialize = False
             mpi4py.rc.finalize = False
         return importlib.import_module("mpi4py.MPI")

@@ -6,6 +6,7 @@ without a store or a timeout. Stock wheels lack that class; here is one that mak
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -41,13 +42,24 @@ class _ProcessGroupMPI:
 _found: Any = None
 
 
+#: What env:// needs.
+_ENVIRONMENT = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
 def _met() -> Any:
     global _found
     found, _found = _found, None
     return found
 
 
-class _Store(c10d.Store):  # type: ignore[misc]
+class _AnyStore(type(c10d.Store)):  # type: ignore[misc]
+    """Every store is an instance of ``_Store``, as it was of what that takes the place of."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, c10d.Store)
+
+
+class _Store(c10d.Store, metaclass=_AnyStore):  # type: ignore[misc]
     """torch passes ``Store()``, which stores nothing, for backend "mpi"; here it is a real one, so
     that groups of other backends can be made beside.
     """
@@ -59,11 +71,8 @@ class _Store(c10d.Store):  # type: ignore[misc]
 
 
 def _meet() -> Any:
-    if not launch.by_mpi():
-        try:
-            return next(c10d.rendezvous("env://"))
-        except ValueError:
-            pass
+    if not launch.by_mpi() and os.environ.keys() >= _ENVIRONMENT:
+        return next(c10d.rendezvous("env://"))
     from mpicoll.torch.rendezvous import meet
 
     return meet(timedelta(minutes=30))

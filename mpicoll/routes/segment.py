@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpicoll.pickles import Bytes
+from mpicoll.routes.wire import all_gather_bytes, broadcast_bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,7 +45,7 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     name = f"mpicoll-{secrets.token_hex(16)}"
     file = _made(name, n * region) if me == 0 and able else None
     where = None if file is None else f"/proc/{os.getpid()}/fd/{file}"
-    name, where = comm.bcast((name, where))
+    name, where = _words(broadcast_bytes(comm, _bytes([name, where]), 0))
     if me != 0 and able and where is not None:
         file = _opened(name, where)
     memory = None
@@ -48,13 +54,23 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
             # Each its own part, which so comes to lie near it; what cannot be had is missed now.
             os.posix_fallocate(file, me * region, region)
             memory = mmap.mmap(file, n * region)
-    everybody = comm.allgather((memory is not None, _processors()))
+    own = _bytes([memory is not None, sorted(_processors())])
+    everybody = [_words(each) for each in all_gather_bytes(comm, own)]
     if file is not None:  # not before all have opened it
         os.close(file)
     if memory is None or not all(has for has, _ in everybody):
         return None
     memory.madvise(mmap.MADV_DONTFORK)  # a forked child has no part in the group
     return Segment(memory, len(set().union(*(each for _, each in everybody))))
+
+
+def _bytes(words: list[Any]) -> Bytes:
+    return np.frombuffer(json.dumps(words).encode(), np.uint8)
+
+
+def _words(words: Bytes) -> list[Any]:
+    found: list[Any] = json.loads(words.tobytes())
+    return found
 
 
 def _made(name: str, size: int) -> int | None:

@@ -4,8 +4,9 @@
 
 Each MPI comes with the virtual environment that holds it. In each of them run
 
-- the tests of ``tests/`` itself, once, by a plain pytest. A test that needs ranks starts them by
-  the command in MPICOLL_TEST_MPIEXEC (split it with shlex, append ``-n N program``);
+- the tests of ``tests/`` itself, once, by a plain pytest, those of the jobs by one beside. A test
+  that needs ranks starts them by the command in MPICOLL_TEST_MPIEXEC (split it with shlex, append
+  ``-n N program``);
 - the tests of ``tests/mpi/``, under mpiexec, on 1, 2, 3 and 4 ranks;
 - those of ``tests/pytorch/``, where there is torch, likewise on 2 and 4 ranks.
 
@@ -31,6 +32,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -40,8 +42,9 @@ LOGS = ROOT / ".cache" / "tests"
 
 #: Numbers of ranks, 0 for the plain tests.
 RANKS = [0, 1, 2, 3, 4]
-#: The folders of tests, in the order in which they run: plain, on ranks, on some numbers of ranks.
-PLAIN, MPI, TORCH = FOLDERS = "tests", "tests/mpi", "tests/pytorch"
+#: The folders of tests, in the order in which they run: plain, beside them the tests of the jobs,
+#: which take as long, on ranks, on some numbers of ranks.
+PLAIN, JOBS, MPI, TORCH = FOLDERS = "tests", "tests/test_jobs.py", "tests/mpi", "tests/pytorch"
 TORCH_RANKS = [2, 4]
 #: Where others than those are enough: Intel MPI is of MPICH's family, and its jobs end like those.
 RANKS_OF = {"impi": [2]}
@@ -93,13 +96,13 @@ class Launch:
     @property
     def name(self) -> str:
         ranks = "plain" if self.ranks == 0 else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        what = "torch" if self.folder == TORCH else ""
+        what = {TORCH: "torch", JOBS: "jobs"}.get(self.folder, "")
         return f"{self.mpi:<8}{ranks:<8}{what:<6}"
 
     @property
     def logs(self) -> Path:
         where = "plain" if self.ranks == 0 else str(self.ranks)
-        return LOGS / self.mpi / (where + "-torch" * (self.folder == TORCH))
+        return LOGS / self.mpi / (where + {TORCH: "-torch", JOBS: "-jobs"}.get(self.folder, ""))
 
     def __str__(self) -> str:
         counts = f"{self.passed:6} passed {self.failed:4} failed {self.skipped:5} skipped"
@@ -114,7 +117,9 @@ class Launch:
         if self.ranks == 0:
             report = f"--junitxml={self.logs / 'rank-0.xml'}"
             command = [str(python), "-m", "pytest", *options, report, *arguments]
-            all_of_it = [PLAIN, f"--ignore={MPI}", f"--ignore={TORCH}"]
+            command += [] if self.folder == PLAIN else ["-p", "no:cacheprovider"]
+            inside = [each for each in FOLDERS if each.startswith(f"{self.folder}/")]
+            all_of_it = [self.folder, *(f"--ignore={each}" for each in inside)]
             command += [] if any(map(folder_of, arguments)) else all_of_it
         else:
             command = [*mpiexec, "-n", str(self.ranks), str(python), "-m", "mpi4py"]
@@ -199,7 +204,7 @@ def folder_of(argument: str) -> str:
     path = argument.partition("::")[0]
     if not (ROOT / path).exists():
         return ""
-    return next((each for each in (MPI, TORCH) if f"{path}/".startswith(f"{each}/")), PLAIN)
+    return next((each for each in (JOBS, MPI, TORCH) if f"{path}/".startswith(f"{each}/")), PLAIN)
 
 
 def launches_of(mpi: str, numbers: list[int], torch: bool, arguments: list[str]) -> list[Launch]:
@@ -207,7 +212,8 @@ def launches_of(mpi: str, numbers: list[int], torch: bool, arguments: list[str])
     named = set(filter(None, map(folder_of, arguments))) or set(FOLDERS)
     launches = []
     for number in numbers:
-        folders = {PLAIN} if number == 0 else {MPI, TORCH} if number in TORCH_RANKS else {MPI}
+        folders = {PLAIN, JOBS} if number == 0 else {MPI}
+        folders |= {TORCH} if number in TORCH_RANKS else set()
         folders &= named if torch else named - {TORCH}
         launches += [Launch(mpi, number, folder) for folder in FOLDERS if folder in folders]
     return launches
@@ -268,11 +274,20 @@ def run_environment(
         left_out.append(f"{mpi}: there is NO TORCH, so its tests were skipped")
     ranks = [0] if arguments.plain else arguments.ranks or RANKS_OF.get(mpi, RANKS)
     torch = "torch missing" not in versions
-    for launch in launches_of(mpi, ranks, torch, arguments.pytest):
-        launch.run(python, mpiexec, arguments.timeout, arguments.pytest)
-        if launch.problem == "NO TESTS" and arguments.pytest:
-            launch.problem = ""  # the arguments may have left none
-        yield launch
+    launches = launches_of(mpi, ranks, torch, arguments.pytest)
+    plain = [launch for launch in launches if launch.ranks == 0]
+    with ThreadPoolExecutor(max(1, len(plain))) as pool:
+
+        def run(launch: Launch) -> None:
+            launch.run(python, mpiexec, arguments.timeout, arguments.pytest)
+            if launch.problem == "NO TESTS" and arguments.pytest:
+                launch.problem = ""  # the arguments may have left none
+
+        for launch, _ in zip(plain, pool.map(run, plain), strict=True):
+            yield launch
+        for launch in launches[len(plain) :]:
+            run(launch)
+            yield launch
 
 
 def main() -> int:

@@ -280,11 +280,21 @@ enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
     case PRODUCT:                                                                                  \
         EACH(a[i] * b[i]);
 
+/* Any byte but 0 is true, as for NumPy. */
+#define BOOL_CASES(WIDE)                                                                           \
+    case BAND:                                                                                     \
+        EACH((a[i] != 0) & (b[i] != 0));                                                           \
+    case BOR:                                                                                      \
+        EACH((a[i] != 0) | (b[i] != 0));                                                           \
+    case BXOR:                                                                                     \
+        EACH((a[i] != 0) ^ (b[i] != 0));
+
 /* The formats that are computed with as they are: the C type, in which type integers wrap around,
  * and what there is to do besides MIN and MAX. */
 #define WIDE_FORMATS(X)                                                                            \
     X(float32, float, float, FLOAT_CASES)                                                          \
     X(float64, double, double, FLOAT_CASES)                                                        \
+    X(bool, uint8_t, uint32_t, BOOL_CASES)                                                         \
     X(int8, int8_t, uint32_t, INTEGER_CASES)                                                       \
     X(int16, int16_t, uint32_t, INTEGER_CASES)                                                     \
     X(int32, int32_t, uint32_t, INTEGER_CASES)                                                     \

@@ -54,7 +54,7 @@ struct counter {
 
 struct header {
     struct counter given, combined;
-    struct counter asked; /* calls asked for, begun or not */
+    struct counter asked; /* the number of the last call asked for, begun or not */
     /* What the rank's call is about, for two calls in turn. */
     struct {
         _Alignas(LINE) uint64_t what, count;
@@ -68,7 +68,6 @@ struct mpicoll_shared {
     uint32_t n, me; /* ranks, and this one */
     uint32_t round; /* rounds ended */
     uint32_t calls; /* calls begun */
-    uint32_t asked; /* calls asked for, as far as they said so */
     uint32_t looks; /* at a counter before the thread sleeps */
 };
 
@@ -209,29 +208,30 @@ static void wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
 
 /* ---- Calls ------------------------------------------------------------------------------------- */
 
-/* The next call has been asked for. Returns 1 if the other ranks have got that far, too, or get
- * there in so many nanoseconds. Whoever then begins the call will not have to wait for them. */
-EXPORT int mpicoll_shared_ask(struct mpicoll_shared *shared, uint64_t nanoseconds)
+/* Call `number` of the group's collectives has been asked for. Returns 1 if the other ranks have got
+ * that far, too, or get there in so many nanoseconds. Whoever then begins the call will not have to
+ * wait for them. (It is the group's number, and not one of the calls here, so that an error between
+ * this and the call, after which the ranks go on with the next number, leaves nothing behind.) */
+EXPORT int mpicoll_shared_ask(const struct mpicoll_shared *shared, uint32_t number,
+                              uint64_t nanoseconds)
 {
     const uint64_t end = now() + nanoseconds;
-    count_up(&header(shared, shared->me)->asked, ++shared->asked);
+    count_up(&header(shared, shared->me)->asked, number);
     for (uint32_t i = 1; i < shared->n; i++) {
         struct counter *asked = &header(shared, (shared->me + i) % shared->n)->asked;
-        if (!wait_until(shared, asked, shared->asked, end))
+        if (!wait_until(shared, asked, number, end))
             return 0;
     }
     return 1;
 }
 
 /* Says what this call is about. */
-static void announce(struct mpicoll_shared *shared, uint64_t what, uint64_t count)
+static void announce(struct mpicoll_shared *shared, uint32_t number, uint64_t what, uint64_t count)
 {
     struct header *mine = header(shared, shared->me);
     const uint32_t parity = ++shared->calls % 2;
-    if (!reached(shared->asked, shared->calls)) { /* nobody asked before */
-        shared->asked = shared->calls;
-        count_up(&mine->asked, shared->asked);
-    }
+    if (!reached(atomic_load(&mine->asked.value), number))
+        count_up(&mine->asked, number);
     mine->calls[parity].what = what;
     mine->calls[parity].count = count;
 }
@@ -281,12 +281,13 @@ static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank
 
 /* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements of `format`.
  *
- * split: each rank combines its share, instead of each everything.
- * what:  tells this kind of call from others.
+ * split:  each rank combines its share, instead of each everything.
+ * number: of the call among the group's collectives, the same on every rank.
+ * what:   tells this kind of call from others.
  * Returns 0 without doing so, on all ranks, if they do not have the same count and `what`. */
 EXPORT int mpicoll_shared_all_reduce(struct mpicoll_shared *shared, int format, int operation,
                                      char *array, size_t count, double divisor, int split,
-                                     uint64_t what)
+                                     uint32_t number, uint64_t what)
 {
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
     const size_t size = mpicoll_size(format), step = shared->slot / size;
@@ -294,7 +295,7 @@ EXPORT int mpicoll_shared_all_reduce(struct mpicoll_shared *shared, int format, 
     struct header *mine = header(shared, me);
     const char *sources[n];
 
-    announce(shared, what, count);
+    announce(shared, number, what, count);
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
             const struct piece piece = piece_of(array, size, count, step, i);

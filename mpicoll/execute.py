@@ -218,6 +218,8 @@ def submit(
             task()
         except BaseException as caught:
             work.finish(caught)
+            if not isinstance(caught, Exception):
+                raise  # Ctrl-C is for the program, not for the Work alone
         else:
             work.finish()
         return work

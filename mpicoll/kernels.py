@@ -27,13 +27,15 @@ class Kernels:
         self.combine = _function(library, "combine", integer, integer, *sources)
         self.short_combine = _function(library_with_gil, "combine", integer, integer, *sources)
         self.shared_region = _function(library, "shared_region", size, size, result=size)
-        self.shared_ask = _function(library, "shared_ask", pointer, ctypes.c_uint64, result=integer)
+        self.shared_ask = _function(
+            library, "shared_ask", pointer, ctypes.c_uint32, ctypes.c_uint64, result=integer
+        )
         self.shared_call = _function(
             library, "shared_call", pointer, ctypes.c_uint32, pointer, pointer
         )
         self.shared_all_reduce = _function(
             library, "shared_all_reduce", pointer, integer, integer, pointer, size,
-            ctypes.c_double, integer, ctypes.c_uint64, result=integer,
+            ctypes.c_double, integer, ctypes.c_uint32, ctypes.c_uint64, result=integer,
         )  # fmt: skip
 
 

@@ -254,14 +254,14 @@ def loop(op: ReduceOp, dtype: DType) -> Loop | None:
         return None
     if dtype.kind is Kind.BOOL:
         assert op.logical is not None
-        return Loop("uint8", _OPERATIONS[op.logical], 1)
+        return Loop("bool", _OPERATIONS[op.logical], 1)
     if dtype.kind is Kind.COMPLEX:
         part = "float32" if dtype.itemsize == 8 else "float64"
         return Loop(part, _OPERATIONS[np.add], 2) if op.ufunc is np.add else None
     return Loop(dtype.name, _OPERATIONS[op.ufunc], 1)
 
 
-#: The C library's numbers of operations; on bool, bytes that are 0 or 1, the bitwise are logical.
+#: The C library's numbers of operations; on bool the bitwise are logical.
 _OPERATIONS: dict[np.ufunc, int] = {
     np.add: 0,
     np.multiply: 1,

@@ -405,6 +405,16 @@ def test_special_values_of_wide(kernels, name):
         assert_same_bits(out[zero], expected[zero])
 
 
+def test_any_byte_but_zero_is_true(kernels):
+    a, b = (side.ravel() for side in np.meshgrid(*2 * [np.uint8([0, 1, 2, 254])]))
+    folds = {"PRODUCT": np.logical_and, "SUM": np.logical_or, "BXOR": np.logical_xor}
+    for name, logical in folds.items():
+        out = np.empty(16, bool)
+        sources = [a.view(bool), b.view(bool)]
+        reduction.combine(getattr(ReduceOp, name), by_name["bool"], sources, out)
+        assert out.tobytes() == logical(a != 0, b != 0).tobytes()
+
+
 @pytest.mark.parametrize("dtype", WIDE, ids=repr)
 def test_long_and_unaligned_wide(kernels, dtype):
     """More than a block, at odd addresses, in place of each source."""

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import secrets
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,7 +54,7 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
         with suppress(OSError):
             # Each its own part, which so comes to lie near it; what cannot be had is missed now.
             os.posix_fallocate(file, me * region, region)
-            memory = mmap.mmap(file, n * region)
+            memory = mmap.mmap(file, n * region, **_WITHOUT_FILE)
     own = _bytes([memory is not None, sorted(_processors())])
     everybody = [_words(each) for each in all_gather_bytes(comm, own)]
     if file is not None:  # not before all have opened it
@@ -62,6 +63,10 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
         return None
     memory.madvise(mmap.MADV_DONTFORK)  # a forked child has no part in the group
     return Segment(memory, len(set().union(*(each for _, each in everybody))))
+
+
+#: The mapping needs no open file, but before Python 3.13 it keeps one.
+_WITHOUT_FILE: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 def _bytes(words: list[Any]) -> Bytes:

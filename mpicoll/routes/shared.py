@@ -54,7 +54,6 @@ class _Hold(ctypes.Structure):
         ("me", ctypes.c_uint32),
         ("round", ctypes.c_uint32),
         ("calls", ctypes.c_uint32),
-        ("asked", ctypes.c_uint32),
         ("looks", ctypes.c_uint32),
     )
 
@@ -68,7 +67,7 @@ class Shared:
         self._kernels = kernels
         self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as anybody may be inside
         n = group.size()
-        self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank(), 0, 0, 0, 0)
+        self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank(), 0, 0, 0)
         self._pointer = ctypes.addressof(self._hold)
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
@@ -89,7 +88,7 @@ class Shared:
         divisor = hold.n if op is ReduceOp.AVG else 1
         done = self._kernels.shared_all_reduce(
             self._pointer, format, by.operation, MPI.Get_address(buffer), count * by.elements,
-            divisor, split, dtype.code << 8 | op.code,
+            divisor, split, group.sequence & 0xFFFFFFFF, dtype.code << 8 | op.code,
         )  # fmt: skip
         if not done:
             raise MismatchError(self._differences())
@@ -101,7 +100,8 @@ class Shared:
         if not self._crowded_beside:
             return False
         self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
-        return bool(self._kernels.shared_ask(self._pointer, round(1e9 * PATIENCE)))
+        number = (self._group.sequence + 1) & 0xFFFFFFFF
+        return bool(self._kernels.shared_ask(self._pointer, number, round(1e9 * PATIENCE)))
 
     def _differences(self) -> str:
         what, count = ctypes.c_uint64(), ctypes.c_uint64()

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: TorchScript reads annotations, and not as text.
 
 import itertools
+import threading
 import warnings
 from contextlib import AbstractContextManager
 from functools import cache
@@ -43,13 +44,17 @@ class _Elsewhere(AbstractContextManager[Any]):
         self._inner.__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        number, go, gone = next(_numbers), torch.futures.Future[int](), torch.futures.Future[None]()
+        number, go, gone = next(_numbers), torch.futures.Future[int](), threading.Event()
         _open[number] = self._inner, gone
         self._end(go)
         go.set_result(number)
-        gone.wait()
+        # Scripts go on in threads of torch, which may all be in calls like this one.
+        if not gone.wait(_PATIENCE) and _open.pop(number, None) is not None:
+            self._inner.__exit__(None, None, None)
 
 
+#: Seconds to wait for such a thread.
+_PATIENCE = 1.0
 #: Events that are about to end, and whom to tell.
 _open: dict[int, Any] = {}
 _numbers = itertools.count()
@@ -57,9 +62,10 @@ _numbers = itertools.count()
 
 @torch.jit.ignore  # type: ignore[untyped-decorator]
 def _end(number: int) -> None:
-    inner, gone = _open.pop(number)
-    inner.__exit__(None, None, None)
-    gone.set_result(None)
+    inner, gone = _open.pop(number, (None, None))
+    if inner is not None:
+        inner.__exit__(None, None, None)
+        gone.set()
 
 
 def _wait_and_end(go: torch.jit.Future[int]) -> None:

@@ -15,7 +15,7 @@ from conftest import team as group_of
 from driver import DTYPES, Call, legal, same_on_all
 
 import mpicoll as dist
-from mpicoll import kernels
+from mpicoll import execute, kernels
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.routes import segment, shared
@@ -89,6 +89,83 @@ def test_an_asynchronous_call_does_not_wait_for_ever(world, monkeypatch):
                 work = dist.all_reduce(array, async_op=True)
             assert work.wait()
             assert (array == sum(range(1, world.size + 1))).all()
+
+
+@needs
+def test_what_was_asked_for_and_failed_is_forgotten(world):
+    """A rank that asked for a call which then raised on all ranks does not count as there."""
+    if world.size == 1:
+        return
+    team = group_of("asking", range(world.size))
+    Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
+    for _ in range(3):
+        count = 5000 if team.me == 0 else 10
+        with pytest.raises(MismatchError):
+            dist.all_reduce(np.ones(count, np.float32), group=team.group, async_op=True).wait()
+    for first in (0, team.size - 1):
+        starts_the_others(team, first)
+
+
+def starts_the_others(team, first):
+    """Rank ``first`` begins, and then sends the message for which the others wait."""
+    array, token = np.ones(5000, np.float32), np.zeros(1)
+    if team.me != first:
+        dist.recv(token, first, group=team.group)
+    work = dist.all_reduce(array, group=team.group, async_op=True)
+    if team.me == first:
+        for rank in set(range(team.size)) - {first}:
+            dist.send(token, rank, group=team.group)
+    assert work.wait() and (array == team.size).all()
+
+
+@needs
+def test_ranks_that_wait_meet_ranks_that_do_not(world):
+    """The same calls, synchronous on some ranks; then such as wait for no one."""
+    mine = np.random.default_rng(world.me)
+    array = np.ones(5000, np.float32)
+    for _ in range(200):
+        array[:] = 1
+        work = dist.all_reduce(array, async_op=bool(mine.integers(0, 2)))
+        assert work is None or work.wait()
+        assert (array == world.size).all()
+    for number in range(20):
+        starts_the_others(world, number % world.size)
+
+
+@needs
+@pytest.mark.parametrize("per_rank", [0.5, 1, 2])
+def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
+    """The caller where no processor is left for a thread, if all ranks are there in time."""
+    if world.size == 1:
+        return
+    processors = set(range(int(per_rank * world.size)))
+    monkeypatch.setattr(segment, "_processors", lambda: processors)
+    monkeypatch.setattr(shared, "PATIENCE", 20.0)
+    team = group_of(f"{per_rank} processors a rank", range(world.size))
+    Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
+    assert team.group.shared.prompt() == (per_rank < 2)
+    array = np.ones(5000, np.float32)
+    work = dist.all_reduce(array, group=team.group, async_op=True)
+    assert (team.group.worker is None) == (per_rank < 2)
+    work.wait()
+    if per_rank < 2:
+        monkeypatch.setattr(shared, "PATIENCE", 0.05)
+        dist.barrier(team.group)
+        assert team.me != 0 or not team.group.shared.prompt()  # the others do not ask
+        dist.barrier(team.group)
+
+
+def test_ctrl_c_is_for_the_program(world):
+    """It is not kept in a Work that the calling thread carried out."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute.submit(world.group, interrupted, "all_reduce", (), at_once=True)
+    work = execute.submit(world.group, lambda: 1 / 0, "all_reduce", (), at_once=True)
+    with pytest.raises(ZeroDivisionError):
+        work.wait()
 
 
 @needs

@@ -110,6 +110,19 @@ def test_trace_file(world, folder):
     assert f'"{BACKEND}:all_reduce"' in path.read_text()
 
 
+def test_an_event_ends_without_a_thread_of_torch(monkeypatch):
+    """They may all be in calls whose events wait for such a thread."""
+    monkeypatch.setattr(profiling, "_script", lambda: lambda go: None)
+    monkeypatch.setattr(profiling, "_PATIENCE", 0.02)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profiling.event("mpi", "alone", []):
+            time.sleep(0.03)
+        time.sleep(0.05)
+    (event,) = (event for event in profiler.events() if event.name == "mpi:alone")
+    assert event.time_range.elapsed_us() >= 30_000
+    assert not profiling._open
+
+
 @pytest.mark.parametrize("backend", ["mpicoll", "mpi"])
 def test_an_event_by_itself(backend):
     """For "mpi" it is marked as asynchronous, as by torch's own; other than that there is no

@@ -149,6 +149,9 @@ def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
     assert (team.group.worker is None) == (per_rank < 2)
     work.wait()
     if per_rank < 2:
+        # The others begin without having asked.
+        work = dist.all_reduce(array, group=team.group, async_op=team.me == 0)
+        assert team.group.worker is None and (work is None or work.wait())
         monkeypatch.setattr(shared, "PATIENCE", 0.05)
         dist.barrier(team.group)
         assert team.me != 0 or not team.group.shared.prompt()  # the others do not ask

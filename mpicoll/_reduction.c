@@ -176,8 +176,19 @@ typedef uint8_t __attribute__((may_alias)) word8;
 typedef uint16_t __attribute__((may_alias, aligned(1))) word16;
 typedef float __attribute__((may_alias, aligned(1))) word32;
 
+/* The result may be exactly one of the operands, which compilers cannot guess. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#elif defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT
+#endif
+
 typedef void widen_loop(const void *source, word32 *out, size_t count);
 typedef void narrow_loop(const word32 *source, void *out, size_t count);
+/* out = (left + right) / divisor, all in registers; out may be one of them. */
+typedef void add_loop(const void *left, const void *right, void *out, float divisor, size_t count);
 
 #define LOOPS(NAME, WIDTH, ...)                                                                    \
     VECTORISED static void widen_loop_##NAME(const void *source, word32 *out, size_t count)        \
@@ -193,18 +204,33 @@ typedef void narrow_loop(const word32 *source, void *out, size_t count);
         word##WIDTH *restrict to = out;                                                            \
         for (size_t i = 0; i < count; i++)                                                         \
             to[i] = (word##WIDTH)narrow_##NAME(from[i]);                                           \
+    }                                                                                              \
+    VECTORISED static void add_loop_##NAME(const void *left, const void *right, void *out,         \
+                                           float divisor, size_t count)                            \
+    {                                                                                              \
+        const word##WIDTH *a = left, *b = right;                                                   \
+        word##WIDTH *to = out;                                                                     \
+        if (divisor == 1) {                                                                        \
+            INDEPENDENT for (size_t i = 0; i < count; i++) to[i] =                                 \
+                (word##WIDTH)narrow_##NAME(widen_##NAME(a[i]) + widen_##NAME(b[i]));               \
+        } else {                                                                                   \
+            INDEPENDENT for (size_t i = 0; i < count; i++) to[i] =                                 \
+                (word##WIDTH)narrow_##NAME((widen_##NAME(a[i]) + widen_##NAME(b[i])) / divisor);   \
+        }                                                                                          \
     }
 FORMATS(LOOPS)
 
 #define INDEX(NAME, ...) INDEX_##NAME,
 enum { FORMATS(INDEX) COUNT };
 
-#define ROW(NAME, WIDTH, ...) {#NAME, WIDTH / 8, widen_loop_##NAME, narrow_loop_##NAME},
+#define ROW(NAME, WIDTH, ...)                                                                      \
+    {#NAME, WIDTH / 8, widen_loop_##NAME, narrow_loop_##NAME, add_loop_##NAME},
 static struct {
     const char *name;
     size_t size;
     widen_loop *widen;
     narrow_loop *narrow;
+    add_loop *add;
 } formats[COUNT] = {FORMATS(ROW)};
 
 /* x86-64 has instructions for float16, but compilers do not find them in the loop above. */
@@ -232,6 +258,23 @@ F16C static void narrow_f16c(const word32 *source, void *out, size_t count)
     narrow_loop_float16(source, to, count);
 }
 
+F16C static void add_f16c(const void *left, const void *right, void *out, float divisor,
+                          size_t count)
+{
+    const __m256 nan = _mm256_set1_ps(float_of(QUIET_NAN)), divisors = _mm256_set1_ps(divisor);
+    const word16 *a = left, *b = right;
+    word16 *to = out;
+    for (; count >= 8; count -= 8, a += 8, b += 8, to += 8) {
+        __m256 sum = _mm256_add_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)a)),
+                                   _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)b)));
+        if (divisor != 1)
+            sum = _mm256_div_ps(sum, divisors);
+        sum = _mm256_blendv_ps(sum, nan, _mm256_cmp_ps(sum, sum, _CMP_UNORD_Q));
+        _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT));
+    }
+    add_loop_float16(a, b, to, divisor, count);
+}
+
 __attribute__((constructor)) static void choose(void)
 {
     __builtin_cpu_init();
@@ -239,6 +282,7 @@ __attribute__((constructor)) static void choose(void)
         return;
     formats[INDEX_float16].widen = widen_f16c;
     formats[INDEX_float16].narrow = narrow_f16c;
+    formats[INDEX_float16].add = add_f16c;
 }
 #endif
 
@@ -247,15 +291,6 @@ enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
 /* Of equal numbers (0.0 and -0.0) the later is taken, as by NumPy on x86-64; the first NaN stays. */
 #define MINIMUM(A, B) ((A) < (B) || (A) != (A) ? (A) : (B))
 #define MAXIMUM(A, B) ((A) > (B) || (A) != (A) ? (A) : (B))
-
-/* The result may be exactly one of the operands, which compilers cannot guess. */
-#if defined(__GNUC__) && !defined(__clang__)
-#define INDEPENDENT _Pragma("GCC ivdep")
-#elif defined(__clang__)
-#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define INDEPENDENT
-#endif
 
 #define EACH(EXPRESSION)                                                                           \
     INDEPENDENT for (size_t i = 0; i < count; i++) out[i] = EXPRESSION;                            \
@@ -345,6 +380,10 @@ static void combine_narrow(int format, int operation, const char *const *sources
     const size_t size = formats[format].size;
     _Alignas(64) word32 accumulator[BLOCK], block[BLOCK];
 
+    if (n == 2 && operation == SUM) {
+        formats[format].add(sources[0], sources[1], out, divisor, count);
+        return;
+    }
     for (size_t start = 0; start < count; start += BLOCK) {
         const size_t length = count - start < BLOCK ? count - start : BLOCK;
         formats[format].widen(sources[0] + start * size, accumulator, length);

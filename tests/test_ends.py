@@ -1,7 +1,7 @@
 """Whole jobs: how they end, in good order or not, and what only a job of its own can show.
 
 Each test is a small script that mpiexec runs on two ranks or more. No job may hang: a rank that is
-still there after LIMIT seconds prints where it is and goes. Two jobs run at a time.
+still there after LIMIT seconds prints where it is and goes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import shlex
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import pytest
+from whole_jobs import made_by
+
+pytest_plugins = ["whole_jobs"]
 
 MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
 
@@ -95,14 +95,7 @@ class Ended:
         )
 
 
-def job(script: str, **how: Any) -> Callable[[Any], Any]:
-    """Gives a test its job; $name in the script is a parameter of the test."""
-
-    def decorate(test: Any) -> Any:
-        test.job = Job(textwrap.dedent(script), **how)
-        return test
-
-    return decorate
+job = made_by(Job)
 
 
 def run(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
@@ -143,39 +136,6 @@ def send_interrupt(task: Job, process: subprocess.Popen[str], folder: Path) -> N
         process.send_signal(signal.SIGINT)
     else:
         os.kill(int(marks[int(task.interrupt)].read_text()), signal.SIGINT)
-
-
-@pytest.fixture(scope="module")
-def jobs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Ended]]]:
-    """The jobs of all chosen tests of this module, begun at once, three at a time."""
-    chosen = [
-        item
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and item.module is request.module
-        and hasattr(item.function, "job")
-    ]
-    pool = ThreadPoolExecutor(3)
-    try:
-        yield {
-            item.nodeid: pool.submit(
-                run,
-                item.function.job,
-                item.callspec.params if hasattr(item, "callspec") else {},
-                tmp_path_factory.mktemp("job"),
-            )
-            for item in chosen
-        }
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture
-def ended(request: pytest.FixtureRequest, jobs: dict[str, Future[Ended]]) -> Ended:
-    """How the test's job ended."""
-    return jobs[request.node.nodeid].result()
 
 
 # --- a rank that goes ---------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 The jobs are small scripts. Each is started as plain processes, with RANK and WORLD_SIZE as its test
 says, by torchrun, or by mpiexec. No job may hang: a process that is still there after LIMIT seconds
-prints where it is and goes. Three jobs run at a time.
+prints where it is and goes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_jobs import made_by
 
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
 from mpicoll.launch import server
 from mpicoll.launch.environment import Way, by_mpi, choose, fill_environment
 from mpicoll.launch.meeting import NotThere
 from mpicoll.launch.methods import Agent, File, Port, meeting, told
+
+pytest_plugins = ["whole_jobs"]
 
 MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -111,14 +113,7 @@ class Ended:
         )
 
 
-def job(script: str, **how: Any) -> Callable[[Any], Any]:
-    """Gives a test its job; $name in the script is a parameter of the test."""
-
-    def decorate(test: Any) -> Any:
-        test.job = Job(textwrap.dedent(script), **how)
-        return test
-
-    return decorate
+job = made_by(Job)
 
 
 def free_port() -> int:
@@ -189,40 +184,6 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     )
     codes = [process.returncode for process in processes]
     return Ended(codes, out, err, time.monotonic() - start, folder)
-
-
-@pytest.fixture(scope="module")
-def jobs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Ended]]]:
-    """The jobs of all chosen tests that are not skipped, begun at once, three at a time."""
-    chosen = [
-        item
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and item.module is request.module
-        and hasattr(item.function, "job")
-        and not any(mark.args[0] for mark in item.iter_markers("skipif"))
-    ]
-    pool = ThreadPoolExecutor(3)
-    try:
-        yield {
-            item.nodeid: pool.submit(
-                run,
-                item.function.job,
-                item.callspec.params if hasattr(item, "callspec") else {},
-                tmp_path_factory.mktemp("job"),
-            )
-            for item in chosen
-        }
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture
-def ended(request: pytest.FixtureRequest, jobs: dict[str, Future[Ended]]) -> Ended:
-    """How the test's job ended."""
-    return jobs[request.node.nodeid].result()
 
 
 # --- one world ----------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import mpicoll as dist
 
@@ -69,9 +68,20 @@ def array_module(device: str) -> Any:
     return cupy
 
 
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return images and labels: rank 0 reads them, and the others get them from it."""
+    digits = [None]
+    if dist.get_rank() == 0:
+        from sklearn.datasets import load_digits  # takes a second, which the others are spared
+
+        digits = [load_digits(return_X_y=True)]
+    dist.broadcast_object_list(digits)
+    return digits[0]
+
+
 def load_data(seed: int, xp: Any) -> list[Array]:
     """Return images and labels to train on, then images and labels held out (a fifth)."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = read_digits()
     order = np.random.default_rng(seed).permutation(len(labels))
     images, labels = images[order] / 16.0, labels[order]
     split = len(labels) // 5

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,9 +79,20 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return images and labels: rank 0 reads them, and the others get them from it."""
+    digits = [None]
+    if dist.get_rank() == 0:
+        from sklearn.datasets import load_digits  # takes a second, which the others are spared
+
+        digits = [load_digits(return_X_y=True)]
+    dist.broadcast_object_list(digits)
+    return digits[0]
+
+
 def load_data(seed: int, device: torch.device) -> list[Tensor]:
     """Return images and labels to train on, then images and labels held out (a fifth)."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = read_digits()
     order = np.random.default_rng(seed).permutation(len(labels))
     images = torch.tensor(images[order] / 16.0, dtype=torch.float32).reshape(-1, 1, 8, 8)
     labels = torch.tensor(labels[order])

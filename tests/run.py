@@ -46,6 +46,8 @@ RANKS = [0, 1, 2, 3, 4]
 #: which take as long, on ranks, on some numbers of ranks.
 PLAIN, JOBS, MPI, TORCH = FOLDERS = "tests", "tests/test_jobs.py", "tests/mpi", "tests/pytorch"
 TORCH_RANKS = [2, 4]
+#: Tests of ``tests/`` in which no MPI has a part: they run with the first one alone.
+ONCE = ["tests/test_reduction.py", "tests/test_shared_memory.py"]
 #: Where others than those are enough: Intel MPI is of MPICH's family, and its jobs end like those.
 RANKS_OF = {"impi": [2]}
 
@@ -84,6 +86,7 @@ class Launch:
     mpi: str
     ranks: int  # 0: plain pytest
     folder: str = PLAIN
+    first: bool = True  # of the MPIs
     seconds: float = 0.0
     problem: str = ""
     passed: int = 0
@@ -118,7 +121,8 @@ class Launch:
             report = f"--junitxml={self.logs / 'rank-0.xml'}"
             command = [str(python), "-m", "pytest", *options, report, *arguments]
             command += [] if self.folder == PLAIN else ["-p", "no:cacheprovider"]
-            inside = [each for each in FOLDERS if each.startswith(f"{self.folder}/")]
+            elsewhere = FOLDERS if self.first else (*FOLDERS, *ONCE)
+            inside = [each for each in elsewhere if each.startswith(f"{self.folder}/")]
             all_of_it = [self.folder, *(f"--ignore={each}" for each in inside)]
             command += [] if any(map(folder_of, arguments)) else all_of_it
         else:
@@ -207,7 +211,9 @@ def folder_of(argument: str) -> str:
     return next((each for each in (JOBS, MPI, TORCH) if f"{path}/".startswith(f"{each}/")), PLAIN)
 
 
-def launches_of(mpi: str, numbers: list[int], torch: bool, arguments: list[str]) -> list[Launch]:
+def launches_of(
+    mpi: str, first: bool, numbers: list[int], torch: bool, arguments: list[str]
+) -> list[Launch]:
     """What to launch on those numbers of ranks: of the folders that pytest's arguments name."""
     named = set(filter(None, map(folder_of, arguments))) or set(FOLDERS)
     launches = []
@@ -215,7 +221,7 @@ def launches_of(mpi: str, numbers: list[int], torch: bool, arguments: list[str])
         folders = {PLAIN, JOBS} if number == 0 else {MPI}
         folders |= {TORCH} if number in TORCH_RANKS else set()
         folders &= named if torch else named - {TORCH}
-        launches += [Launch(mpi, number, folder) for folder in FOLDERS if folder in folders]
+        launches += [Launch(mpi, number, folder, first) for folder in FOLDERS if folder in folders]
     return launches
 
 
@@ -256,7 +262,7 @@ def versions_of(python: Path, mpiexec: list[str]) -> list[str]:
 
 
 def run_environment(
-    mpi: str, venv: Path, arguments: argparse.Namespace, left_out: list[str]
+    mpi: str, venv: Path, first: bool, arguments: argparse.Namespace, left_out: list[str]
 ) -> Iterator[Launch]:
     """Yield the launches in one environment as they end."""
     python = venv / "bin" / "python"
@@ -274,7 +280,7 @@ def run_environment(
         left_out.append(f"{mpi}: there is NO TORCH, so its tests were skipped")
     ranks = [0] if arguments.plain else arguments.ranks or RANKS_OF.get(mpi, RANKS)
     torch = "torch missing" not in versions
-    launches = launches_of(mpi, ranks, torch, arguments.pytest)
+    launches = launches_of(mpi, first, ranks, torch, arguments.pytest)
     plain = [launch for launch in launches if launch.ranks == 0]
     with ThreadPoolExecutor(max(1, len(plain))) as pool:
 
@@ -297,7 +303,8 @@ def main() -> int:
     start = time.perf_counter()
     pairs = [environment.partition("=") for environment in arguments.environments]
     for launch in chain.from_iterable(
-        run_environment(mpi, ROOT / venv, arguments, left_out) for mpi, _, venv in pairs
+        run_environment(mpi, ROOT / venv, i == 0, arguments, left_out)
+        for i, (mpi, _, venv) in enumerate(pairs)
     ):
         launches.append(launch)
         print(launch, flush=True)

@@ -216,10 +216,8 @@ def submit(
         # The latter is a callback of an earlier work: right behind that work, not behind itself.
         try:
             task()
-        except BaseException as caught:
+        except Exception as caught:  # Ctrl-C is for the program
             work.finish(caught)
-            if not isinstance(caught, Exception):
-                raise  # Ctrl-C is for the program, not for the Work alone
         else:
             work.finish()
         return work

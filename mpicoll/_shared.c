@@ -1,6 +1,6 @@
 /* Collectives of ranks that share memory.
  *
- * A segment is mapped by all n ranks of a group. Each rank has a region in it: two counters, a
+ * A segment is mapped by all n ranks of a group. Each rank has a region in it: three counters, a
  * description of its call, and SLOTS slots for what it gives to the others, and as many for what it
  * has combined for them. A message goes through in rounds of at most one slot; in round k
  *
@@ -12,7 +12,7 @@
  *
  * The steps of neighbouring rounds are interleaved (1 of round k, 3 of k - 2, 2 of k - 1), so that
  * a rank seldom finds that another has not yet come as far. Combining everything on every rank
- * costs a copy and a wait less, and more arithmetic: best for two ranks, and for little data.
+ * costs a copy and a wait less, and more arithmetic: best for little data.
  *
  * Why four slots are enough. A rank fills slot k once it has seen `given` k - 2 of all others, who
  * by then had ended step 2 of round k - 4, the last to read the slot. It combines into its second

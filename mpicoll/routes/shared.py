@@ -17,8 +17,9 @@ from mpicoll.calls import Direct, Prompt
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import kernels
-from mpicoll.reduction import loop
+from mpicoll.reduction import Loop, loop
 from mpicoll.routes.segment import Segment, share
+from mpicoll.watch.consistency import listed
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -73,14 +74,19 @@ class Shared:
         self._crowded_beside = segment.processors < 2 * n
 
     def all_reduce(
-        self, buffer: Any, count: int, dtype: DType, op: ReduceOp, format: int, split: bool
+        self,
+        buffer: Any,
+        count: int,
+        dtype: DType,
+        op: ReduceOp,
+        by: Loop,
+        format: int,
+        split: bool,
     ) -> None:
-        """Combines ``count`` elements of all ranks, in place.
+        """Combines ``count`` elements of all ranks, in place, by a loop of the C library.
 
         Raises MismatchError, on all ranks, where they do not agree on count, dtype and operation.
         """
-        by = loop(op, dtype)
-        assert by is not None
         group, hold = self._group, self._hold
         beside = group.worker is not None and group.worker.current
         crowded = self._crowded_beside if beside else self._crowded
@@ -105,21 +111,17 @@ class Shared:
 
     def _differences(self) -> str:
         what, count = ctypes.c_uint64(), ctypes.c_uint64()
-        ranks: dict[str, list[int]] = {}
+        texts = []
         for rank in range(self._hold.n):
             self._kernels.shared_call(
                 self._pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
             )
             dtype, op = DTYPES[what.value >> 8], OPERATIONS[what.value & 0xFF]
             elements = count.value // (2 if dtype.kind is Kind.COMPLEX else 1)
-            ranks.setdefault(f"{elements} elements of {dtype}, {op.name}", []).append(rank)
-        listed = "; ".join(
-            f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}: {text}"
-            for text, those in ranks.items()
-        )
+            texts.append(f"{elements} elements of {dtype}, {op.name}")
         return (
             f"all_reduce on rank {self._hold.me} of group {self._group.group_name}: the ranks' "
-            f"calls do not belong together: {listed}"
+            f"calls do not belong together: {listed(texts)}"
         )
 
 
@@ -143,7 +145,7 @@ def all_reduce(
         if shared is None:  # the first call of this size, on every rank
             shared = group.shared = _look(group) or False
         if shared:
-            shared.all_reduce(buffer, count, dtype, op, format, count > whole)
+            shared.all_reduce(buffer, count, dtype, op, by, format, count > whole)
         else:
             otherwise(buffer, count, root)
 

@@ -10,7 +10,7 @@ group alone, so that all ranks compare at the same moment.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpicoll.calls import Plan
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["FIRST", "STRIDE", "check", "of_call", "of_task"]
+__all__ = ["FIRST", "STRIDE", "check", "listed", "of_call", "of_task"]
 
 #: The first calls of a group that are compared, and the stride after them.
 FIRST, STRIDE = 64, 64
@@ -42,16 +42,20 @@ def check(group: ProcessGroup, record: Record, tell: Callable[[], str]) -> None:
     group.next_check = number + (1 if every else STRIDE)
     if group.size() == 1 or _agreed(group, record):
         return
-    where: dict[str, list[int]] = {}
-    for rank, text in enumerate(group.comm.allgather(tell())):
-        where.setdefault(text, []).append(rank)
-    listed = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in where.items()
-    )
     raise MismatchError(
         f"rank {group.rank()} of group {group.group_name}: the ranks made calls that do not belong "
-        f"together as call {number} of the group: {listed}"
+        f"together as call {number} of the group: {listed(group.comm.allgather(tell()))}"
+    )
+
+
+def listed(texts: Iterable[str]) -> str:
+    """What each rank, in the order of the ranks, says of its call; the same words once."""
+    where: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        where.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in where.items()
     )
 
 

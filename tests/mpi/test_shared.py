@@ -274,7 +274,7 @@ def switched_off(patch):
     [cannot_make, cannot_open, no_memory, no_library, switched_off],
     ids=lambda failure: failure.__name__,
 )
-def test_one_rank_that_cannot_share_is_enough(world, mpi, monkeypatch, failure):
+def test_one_rank_that_cannot_share_is_enough(world, mpi, failure):
     """All take to messages then, with no other result."""
 
     def open_files():

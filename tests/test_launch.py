@@ -296,10 +296,11 @@ BEGIN = "dist.init_process_group('mpi', 'tcp://127.0.0.1:$PORT', 30, 2, rank)"
     ("work", "codes"),
     [
         (f"{BEGIN}; say(total(1)); dist.destroy_process_group()", "0 0"),
+        (f"{BEGIN}; say(total(1)); dist.destroy_process_group(); rank or os._exit(0)", "0 0"),
         (f"{BEGIN}; say(total(1)); {AFTER}", "0 0"),
         (f"{BEGIN}; say(total(1)); sys.exit(5)", "5 5"),
     ],
-    ids=["destroy", "none", "exit"],
+    ids=["destroy", "a rank without MPI_Finalize", "none", "exit"],
 )
 @job(SPAWN, by="one")
 def test_multiprocessing(start: str, work: str, codes: str, ended: Ended) -> None:
@@ -816,6 +817,9 @@ def test_a_rank_comes_once_and_agrees_on_the_size(served: int) -> None:
     assert Peer(served).introduce("watch", 0) == "taken"
     assert Peer(served).introduce("watch", 2) == "refused"
     assert first.hear() == "refused there is no rank 2 in a world of 2"
+    late = Peer(served)
+    assert late.introduce("watch", 1) == "ok"
+    assert late.hear() == "refused there is no rank 2 in a world of 2"
 
 
 def test_pmi(served: int) -> None:

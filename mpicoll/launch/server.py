@@ -157,7 +157,8 @@ class Server:
         self.told = False  # how to end
         self.complete = False  # all ranks have come
         self.patience = 0.0  # until when ranks may be inside MPI_Init
-        self.cut_off = float("inf")  # when a job that ends badly is cut off
+        self.why = ""  # the job ends badly
+        self.cut_off = float("inf")  # when it is cut off
 
     # --- the loop --------------------------------------------------------------------------------
 
@@ -309,6 +310,8 @@ class Server:
             self.nodes[rank] = node
             self.state[rank] = "busy"
             self.cycles[rank] = 0  # the first process group is on its way
+            if self.why:
+                self._say(one, self.why)
         if len(self.pmi) == len(self.watch) == self.size:
             self._begin()
 
@@ -345,7 +348,8 @@ class Server:
 
     def _end_badly(self, why: str) -> None:
         """Tells everybody, once: what follows are ranks that end because of it."""
-        if self.cut_off == float("inf"):
+        if not self.why:
+            self.why = why
             self.cut_off = time.monotonic() + _GRACE
             self._tell(why)
 

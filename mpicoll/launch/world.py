@@ -158,3 +158,5 @@ def _finalize(process: int) -> None:
     session = current()
     if session is None or session.finalize():
         mpi.Finalize()
+    else:
+        leave_running()  # a spawned process comes here twice, and nobody would answer again

@@ -7,159 +7,26 @@ an array of a library can only exist once the library is loaded.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from mpicoll import dlpack
+from mpicoll import device, dlpack
 from mpicoll.dtypes import DType, Kind, by_name, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpicoll.views import CARRIERS, Alias, DeviceView, Parts, View, of_numpy
 
-__all__ = [
-    "Parts",
-    "View",
-    "glances",
-    "of_numpy",
-    "overlap",
-    "overlapping",
-    "parts",
-    "scratch",
-    "view",
-]
+__all__ = ["glances", "parts", "view"]
 
 Array = np.ndarray[Any, Any]
 
 
-class View:
-    """The elements of an array, as the routes see them.
-
-    owner:  the user's object, held as long as the view lives.
-    dtype:  the row of the dtype table.
-    count:  number of elements.
-    buffer: what mpi4py takes as a buffer; None where the elements are not contiguous in C
-            order, and have to be packed first.
-    device: where the elements are; today always "cpu".
-    """
-
-    __slots__ = ("buffer", "count", "dtype", "owner")
-    device = "cpu"
-
-    def __init__(self, owner: Any, dtype: DType, count: int, buffer: Any) -> None:
-        self.owner = owner
-        self.dtype = dtype
-        self.count = count
-        self.buffer = buffer
-
-    @property
-    def array(self) -> Array:
-        """A NumPy array of the owner's shape on the owner's memory."""
-        return self.owner  # type: ignore[no-any-return]
-
-    @property
-    def flat(self) -> Array:
-        """The elements as a one-dimensional NumPy array; for contiguous views only."""
-        return self.array.reshape(-1)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return tuple(self.array.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return self.count * self.dtype.itemsize
-
-    @property
-    def parts(self) -> Sequence[View]:
-        """The arrays that hold the elements, in their order."""
-        return (self,)
-
-    def part(self, start: int, count: int) -> View:
-        """The view of ``count`` elements from element ``start`` on; for contiguous views only."""
-        return of_numpy(self.flat[start : start + count], self.dtype)
-
-    def packed(self) -> View:
-        """A contiguous copy of the elements, each array's in C order."""
-        into = scratch(self.dtype, self.count)
-        flat, start = into.owner, 0
-        for part in self.parts:
-            array = part.array
-            flat[start : start + part.count].reshape(array.shape)[...] = array
-            start += part.count
-        return into
-
-    def fill(self, packed: View) -> None:
-        """Takes the elements over from a contiguous view of as many."""
-        flat, start = packed.flat, 0
-        for part in self.parts:
-            array = part.array
-            array[...] = flat[start : start + part.count].reshape(array.shape)
-            start += part.count
-
-
-class Alias(View):
-    """The elements of an array that is not NumPy's, which a NumPy array is made for when needed."""
-
-    __slots__ = ("_array", "_make")
-
-    def __init__(
-        self, owner: Any, dtype: DType, count: int, buffer: Any, make: Callable[[Any], Array]
-    ) -> None:
-        self.owner = owner
-        self.dtype = dtype
-        self.count = count
-        self.buffer = buffer
-        self._make = make
-
-    @property
-    def array(self) -> Array:
-        """A NumPy array of the owner's shape on the owner's memory."""
-        try:
-            return self._array
-        except AttributeError:
-            self._array: Array = self._make(self.owner)
-            return self._array
-
-
-class Parts(View):
-    """The elements of a list of arrays of one dtype, one after another."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Sequence[View], dtype: DType) -> None:
-        super().__init__(parts, dtype, sum(part.count for part in parts), None)
-        self._parts = parts
-
-    @property
-    def parts(self) -> Sequence[View]:
-        """The views of the list."""
-        return self._parts
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Number of elements of each array."""
-        return tuple(part.count for part in self._parts)
-
-
-def of_numpy(array: Array, dtype: DType) -> View:
-    """The view of a C-contiguous NumPy array whose row is known."""
-    buffer: Array = array if dtype.buffers else array.view(_CARRIERS[dtype.itemsize])
-    return View(array, dtype, array.size, buffer)
-
-
-def scratch(dtype: DType, count: int) -> View:
-    """The view of ``count`` new elements, uninitialised."""
-    return of_numpy(np.empty(count, dtype.numpy), dtype)
-
-
 def view(array: Any, writable: bool, where: str) -> View:
-    """The View of any array on the host.
+    """The View of any array, on the host or on a CUDA device.
 
-    array:    a NumPy array, a torch CPU tensor, or an object with the buffer protocol or DLPack.
+    array:    a NumPy or CuPy array, a torch tensor, or an object with the buffer protocol, the
+              CUDA array interface or DLPack.
     writable: the array will be written to.
     where:    operation and argument, for the message ("broadcast: tensor").
 
@@ -189,35 +56,21 @@ def parts(arrays: Any, writable: bool, where: str, length: int) -> Parts:
                 f"{where}: different dtypes in one list: [0] is {dtype}, [{i}] is {one.dtype}; "
                 "convert the arrays to one dtype"
             )
+        same_device(where, f"[{i}]", one, "[0]", found[0])
     return Parts(found, dtype)
 
 
-def overlap(one: View, other: View) -> bool:
-    """True where the memory of two views overlaps; False where one of them must be packed."""
-    if one.buffer is None or other.buffer is None:
-        return False
-    start, begin = _address(one), _address(other)
-    return start < begin + other.nbytes and begin < start + one.nbytes
+def same_device(where: str, name: str, one: View, other_name: str, other: View) -> None:
+    """Raises UnsupportedError where two arrays of a call are not on one device."""
+    if one.device != other.device:
+        raise UnsupportedError(
+            f"{where}: different devices in one call: {other_name} is on {_place(other)}, {name} "
+            f"on {_place(one)}; move them to one"
+        )
 
 
-def overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
-    """For each of some contiguous views whether its memory overlaps that of any of the others."""
-    spans = sorted((_address(one), _address(one) + one.nbytes) for one in others)
-    begins = [begin for begin, _ in spans]
-    ends = list(accumulate((end for _, end in spans), max))
-    found = []
-    for one in views:
-        begin = _address(one)
-        before = bisect_left(begins, begin + one.nbytes)
-        found.append(before > 0 and ends[before - 1] > begin)
-    return found
-
-
-def _address(view: View) -> int:
-    buffer = view.buffer
-    if isinstance(buffer, np.ndarray):
-        return buffer.__array_interface__["data"][0]  # type: ignore[no-any-return]
-    return buffer.address  # type: ignore[no-any-return]
+def _place(view: View) -> str:
+    return "the host" if view.device is None else f"cuda:{view.device}"
 
 
 # --- the array libraries -----------------------------------------------------------------------
@@ -226,7 +79,6 @@ Adapter = Callable[[Any, bool, str], View]
 #: The quick look at an array that may be written to: dtype, buffer and count where it is one
 #: contiguous block with nothing unusual about it, else None; never raises.
 Glance = Callable[[Any], "tuple[DType, Any, int] | None"]
-_CARRIERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 
 
 def _glance_numpy(array: Array) -> tuple[DType, Any, int] | None:
@@ -234,7 +86,7 @@ def _glance_numpy(array: Array) -> tuple[DType, Any, int] | None:
     # carray: C-contiguous, aligned and writeable, in one look.
     if dtype is None or not array.flags.carray:
         return None
-    return dtype, array if dtype.buffers else array.view(_CARRIERS[dtype.itemsize]), array.size
+    return dtype, array if dtype.buffers else array.view(CARRIERS[dtype.itemsize]), array.size
 
 
 def _numpy(array: Array, writable: bool, where: str) -> View:
@@ -288,17 +140,90 @@ def _buffer(array: Any, writable: bool, where: str) -> View:
 
 
 def _dlpack(array: Any, writable: bool, where: str) -> View:
-    if int(array.__dlpack_device__()[0]) not in dlpack.CPU_DEVICES:
+    kind, index = (int(word) for word in array.__dlpack_device__())
+    if kind not in dlpack.CPU_DEVICES | dlpack.CUDA_DEVICES:
         raise UnsupportedError(
-            f"{where}: arrays on {dlpack.device_name(array)} are not supported yet; copy to the "
-            "host first"
+            f"{where}: arrays on {dlpack.device_name(array)} are not supported; copy to the host "
+            "or to a CUDA device first"
         )
+    on_device = kind in dlpack.CUDA_DEVICES
+    if on_device:
+        _runtime(where)  # or there is no use in asking
     try:
-        alias = dlpack.to_numpy(array)
+        if on_device:
+            # The producer makes its work visible to the stream that it is told.
+            found = dlpack.opened(array, stream=_LEGACY)
+        else:
+            alias = dlpack.to_numpy(array)
     except Exception as error:  # whatever the producer raises when it refuses
         raise UnsupportedError(f"{where}: {type(array).__name__}: {error}") from error
+    if on_device:
+        return _on_device(
+            (array, found), found.dtype, index, found.address, found.shape, found.strides, _LEGACY,
+            writable, found.read_only, where,
+        )  # fmt: skip
     inner = _numpy(alias, writable, where)
     return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
+
+
+#: The stream that waits for all others and that all others wait for, but for those made not to.
+_LEGACY = 1
+
+
+def _cuda(array: Any, writable: bool, where: str) -> View:
+    """CuPy's arrays, Numba's, and whatever else has the CUDA array interface (version 2 or 3).
+
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+    """
+    interface = array.__cuda_array_interface__
+    address, read_only = interface["data"]
+    # The interface has no word for bfloat16 and the 8-bit floats, the array's own dtype has.
+    kind = getattr(array, "dtype", None)
+    kind = kind if isinstance(kind, np.dtype) else np.dtype(interface["typestr"])
+    dtype = by_numpy.get(kind)
+    if dtype is None:
+        raise UnsupportedError(_dtype_message(kind, where))
+    if interface.get("mask") is not None:
+        raise UnsupportedError(f"{where}: a masked array would lose its mask")
+    index = getattr(getattr(array, "device", None), "id", None)
+    if index is None:
+        index = _runtime(where).device_of(address)
+    return _on_device(
+        array, dtype, index, address, tuple(interface["shape"]), interface.get("strides"),
+        interface.get("stream") or _LEGACY, writable, read_only, where,
+    )  # fmt: skip
+
+
+def _runtime(where: str) -> device.Runtime:
+    try:
+        return device.runtime()
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{where}: {error}") from error
+
+
+def _on_device(
+    owner: Any,
+    dtype: DType,
+    index: int,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    stream: int,
+    writable: bool,
+    read_only: bool,
+    where: str,
+) -> View:
+    """The view of an array on a device; raises UnsupportedError where there is no CuPy."""
+    _runtime(where).check(index, stream, where)
+    found = DeviceView(owner, dtype, index, address, shape, strides, stream)
+    if writable:
+        if read_only:
+            raise ArgumentError(
+                f"{where}: the array is read-only and would be written to; pass a writable copy"
+            )
+        if found.buffer is None:
+            _refuse_overlap(shape, found.strides, where)
+    return found
 
 
 def _jax(array: Any, writable: bool, where: str) -> View:
@@ -342,9 +267,10 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
                 f"{where}: a tensor of layout {tensor.layout} is not supported; expected a dense "
                 "tensor (to_dense())"
             )
-        if not tensor.is_cpu:
+        if not tensor.is_cpu and (not tensor.is_cuda or torch.version.cuda is None):
             raise UnsupportedError(
-                f"{where}: tensors on {tensor.device} are not supported yet; copy to the host first"
+                f"{where}: tensors on {tensor.device} are not supported; copy to the host or to a "
+                "CUDA device first"
             )
         if tensor.dtype not in rows:
             raise UnsupportedError(
@@ -379,6 +305,14 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
             refuse(tensor, where, writable)
             tensor = tensor.resolve_conj().resolve_neg()
             row, count, buffer = rows[tensor.dtype], tensor.numel(), None
+            if tensor.is_cuda:
+                index, size = tensor.get_device(), row.itemsize
+                stream = torch.cuda.current_stream(index).cuda_stream or _LEGACY
+                strides = tuple(step * size for step in tensor.stride())
+                return _on_device(
+                    tensor.detach(), row, index, tensor.data_ptr(), tuple(tensor.shape), strides,
+                    stream, writable, False, where,
+                )  # fmt: skip
             if count and not tensor.data_ptr():
                 raise UnsupportedError(f"{where}: the tensor has no memory")
             if tensor.is_contiguous():
@@ -418,14 +352,16 @@ def _find(array: Any, writable: bool, where: str) -> View:
         found = _subclass
     elif jax is not None and isinstance(array, jax.Array):
         found = _jax
+    elif hasattr(kind, "__cuda_array_interface__"):
+        found = _cuda
     elif hasattr(array, "__dlpack__"):
         found = _dlpack
     elif _has_buffer(array):
         found = _buffer
     else:
         raise ArgumentTypeError(
-            f"{where}: expected an array (NumPy, torch, or anything with the buffer protocol or "
-            f"DLPack), got {kind.__name__}"
+            f"{where}: expected an array (NumPy, CuPy, torch, or anything with the buffer "
+            f"protocol, the CUDA array interface or DLPack), got {kind.__name__}"
         )
     _adapters[kind] = found
     return found(array, writable, where)

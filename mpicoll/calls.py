@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import arrays
-from mpicoll.arrays import Parts, View
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.primitives import Layout, Primitive
+from mpicoll.views import Parts, View
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -27,6 +27,7 @@ __all__ = [
     "Way",
     "counts",
     "operation",
+    "reads",
     "views",
     "writes",
 ]
@@ -39,10 +40,11 @@ class Plan:
     group:     the group that calls.
     op:        the reduce operation; None where nothing is combined.
     dtype:     the dtype of the elements; None where there are none.
+    on_device: they are on a CUDA device, on every rank on one of its own.
     route, direct, prompt: how it is carried out; see Way.
     """
 
-    __slots__ = ("direct", "dtype", "group", "op", "primitive", "prompt", "route")
+    __slots__ = ("direct", "dtype", "group", "on_device", "op", "primitive", "prompt", "route")
 
     def __init__(
         self,
@@ -50,12 +52,14 @@ class Plan:
         group: ProcessGroup,
         op: ReduceOp | None,
         dtype: DType | None,
+        on_device: bool,
         way: Way,
     ) -> None:
         self.primitive = primitive
         self.group = group
         self.op = op
         self.dtype = dtype
+        self.on_device = on_device
         self.route, self.direct, self.prompt = way
 
 
@@ -122,6 +126,11 @@ def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
     return not primitive.root or root == group.rank()
 
 
+def reads(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
+    """This rank's array of a primitive in place is read."""
+    return primitive.root != "src" or root == group.rank()
+
+
 def counts(
     primitive: Primitive, send: View | None, recv: View | None, blocks: Blocks | None
 ) -> Sequence[int]:
@@ -176,12 +185,13 @@ def _of_torch(op: Any) -> ReduceOp | None:
     return row(op.factor) if row is ReduceOp.PREMUL_SUM and hasattr(op, "factor") else row
 
 
-def _same_dtype(primitive: Primitive, send: View, recv: View) -> None:
+def _same_kind(primitive: Primitive, send: View, recv: View) -> None:
     if send.dtype is not recv.dtype:
         raise UnsupportedError(
             f"{primitive.name}: different dtypes: {primitive.output} is {recv.dtype}, "
             f"{primitive.input} is {send.dtype}"
         )
+    arrays.same_device(primitive.name, primitive.input, send, primitive.output, recv)
 
 
 def _same_shapes(primitive: Primitive, name: str, parts: Parts, one: View) -> None:
@@ -230,13 +240,13 @@ def _gathered(
         return send, None, None
     if not primitive.listed:
         recv = arrays.view(output, True, where)
-        _same_dtype(primitive, send, recv)
+        _same_kind(primitive, send, recv)
         _multiple(primitive, recv, (primitive.output, primitive.input), send, n)
         return send, recv, None
     if output is None:
         raise ArgumentError(f"{where}: must be given on the rank that receives, {root}")
     listed = arrays.parts(output, True, where, n)
-    _same_dtype(primitive, send, listed)
+    _same_kind(primitive, send, listed)
     if primitive.root:
         _same_shapes(primitive, primitive.output, listed, send)
         return send, listed, None
@@ -267,13 +277,13 @@ def _scattered(
         return None, recv, None
     if not primitive.listed:
         send = arrays.view(input, False, where)
-        _same_dtype(primitive, send, recv)
+        _same_kind(primitive, send, recv)
         _multiple(primitive, send, (primitive.input, primitive.output), recv, n)
         return send, recv, None
     if input is None:
         raise ArgumentError(f"{where}: must be given on the rank that sends, {root}")
     listed = arrays.parts(input, False, where, n)
-    _same_dtype(primitive, listed, recv)
+    _same_kind(primitive, listed, recv)
     _same_shapes(primitive, primitive.input, listed, recv)
     return listed, recv, None
 
@@ -291,11 +301,11 @@ def _exchanged(
     if primitive.listed:
         to = arrays.parts(output, True, of_output, n)
         out = arrays.parts(input, False, of_input, n)
-        _same_dtype(primitive, out, to)
+        _same_kind(primitive, out, to)
         return out, to, _agreeing(primitive, group, Blocks(out.counts, to.counts))
     recv = arrays.view(output, True, of_output)
     send = arrays.view(input, False, of_input)
-    _same_dtype(primitive, send, recv)
+    _same_kind(primitive, send, recv)
     assert splits is not None
     receives = _blocks(recv, splits[0], n, of_output, "output_split_sizes")
     sends = _blocks(send, splits[1], n, of_input, "input_split_sizes")

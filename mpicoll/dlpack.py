@@ -7,17 +7,19 @@ table. Structures as in DLPack 1.1 (https://dmlc.github.io/dlpack/latest/c_api.h
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicoll.dtypes import by_dlpack
+from mpicoll.dtypes import DType, by_dlpack
 from mpicoll.errors import UnsupportedError
 
-__all__ = ["CPU_DEVICES", "device_name", "to_numpy"]
+__all__ = ["CPU_DEVICES", "CUDA_DEVICES", "Opened", "device_name", "opened", "to_numpy"]
 
 #: kDLCPU and kDLCUDAHost: memory that the host may read and write.
 CPU_DEVICES = frozenset({1, 3})
+#: kDLCUDA and kDLCUDAManaged.
+CUDA_DEVICES = frozenset({2, 13})
 _DEVICE_NAMES = {
     1: "cpu", 2: "cuda", 3: "cuda_host", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm",
     13: "cuda_managed", 14: "oneapi",
@@ -83,17 +85,29 @@ class _Memory:
         self.__array_interface__ = interface
 
 
-def to_numpy(array: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array on the memory of ``array``, a DLPack object on the host; zero-copy.
+class Opened(NamedTuple):
+    """What a capsule says of an array: strides in bytes, None where elements lie side by side."""
 
-    The result is read-only where the producer says so. The producer's memory lives as long as
-    the result. Raises UnsupportedError for a dtype that is not in the table, and whatever the
-    producer raises when it refuses to export.
+    capsule: Any
+    dtype: DType
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    read_only: bool
+
+
+def opened(array: Any, **stream: int) -> Opened:
+    """The array behind a DLPack object; its memory lives as long as the capsule.
+
+    stream: for arrays on a device, the stream that is to see the producer's work.
+
+    Raises UnsupportedError for a dtype that is not in the table, and whatever the producer raises
+    when it refuses to export.
     """
     try:
-        capsule = array.__dlpack__(max_version=(1, 1))
+        capsule = array.__dlpack__(max_version=(1, 1), **stream)
     except TypeError:  # a producer from before DLPack 1.0
-        capsule = array.__dlpack__()
+        capsule = array.__dlpack__(**stream)
     name = _capsule_name(capsule)
     pointer = _capsule_pointer(capsule, name)
     read_only = False
@@ -112,15 +126,27 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
     strides = None
     if tensor.strides:
         strides = tuple(tensor.strides[i] * row.itemsize for i in range(tensor.ndim))
-    if 0 in shape:
-        return np.empty(shape, row.numpy)
+    address = (tensor.data or 0) + tensor.byte_offset
+    return Opened(capsule, row, address, shape, strides, read_only)
+
+
+def to_numpy(array: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array on the memory of ``array``, a DLPack object on the host; zero-copy.
+
+    The result is read-only where the producer says so. The producer's memory lives as long as
+    the result. Raises as ``opened`` does.
+    """
+    found = opened(array)
+    row = found.dtype
+    if 0 in found.shape:
+        return np.empty(found.shape, row.numpy)
     # NumPy's array interface has no word for bfloat16: the bytes travel as unsigned integers.
     carrier = f"<u{row.itemsize}" if not row.buffers else row.numpy.str
     interface = {
-        "data": (tensor.data + tensor.byte_offset, read_only),
-        "shape": shape,
-        "strides": strides,
+        "data": (found.address, found.read_only),
+        "shape": found.shape,
+        "strides": found.strides,
         "typestr": carrier,
         "version": 3,
     }
-    return np.asarray(_Memory(capsule, interface)).view(row.numpy)
+    return np.asarray(_Memory(found.capsule, interface)).view(row.numpy)

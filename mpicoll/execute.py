@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from mpicoll import arrays, calls
-from mpicoll.arrays import Parts, View, glances
+from mpicoll import calls, device, views
+from mpicoll.arrays import glances
 from mpicoll.calls import Blocks, Plan
+from mpicoll.device import Crossing
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import ArgumentError, MpicollError, UnsupportedError
 from mpicoll.groups import ProcessGroup, default_group, resolve, state
 from mpicoll.primitives import Layout, Primitive
+from mpicoll.views import DeviceView, Parts, View
 from mpicoll.watch import consistency
 from mpicoll.work import Work
 
@@ -34,7 +37,8 @@ def run(
     """Checks a collective call and carries it out.
 
     output, input: the caller's arrays; root: a rank in the group.
-    Returns a Work if ``async_op``, else None once the result is there.
+    Returns a Work if ``async_op``, else None once the result is there: on a device, for what the
+    current stream gets from then on. A Work is done when the result is there for everybody.
     """
     member = state.default if group is None else group
     if member.__class__ is not ProcessGroup:
@@ -43,10 +47,14 @@ def run(
             outside(primitive.name)
             return None
     send, recv, blocks = calls.views(primitive, member, output, input, root, splits)
-    dtype = recv.dtype if recv is not None else None if send is None else send.dtype
-    plan = _plan(primitive, member, op, dtype)
+    first = send if recv is None else recv
+    if first is None:
+        plan = _plan(primitive, member, op, None, False)
+    else:
+        plan = _plan(primitive, member, op, first.dtype, first.device is not None)
+    crossing = _crossing(plan, send, recv, async_op)
     if not async_op and not member.busy():
-        perform(plan, send, recv, root, blocks)
+        perform(plan, send, recv, root, blocks, crossing)
         return None
     written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
     at_once = (
@@ -56,7 +64,7 @@ def run(
         and not member.busy()
         and plan.prompt(recv.count)
     )
-    task = partial(perform, plan, send, recv, root, blocks)
+    task = partial(perform, plan, send, recv, root, blocks, crossing)
     work = submit(member, task, primitive.name, written, at_once)
     if async_op:
         return work
@@ -115,8 +123,9 @@ def run_all(
     for i, (output, input) in enumerate(pairs):
         send, recv, blocks = calls.views(primitive, member, output, input, 0, None)
         assert recv is not None
-        plan = _plan(primitive, member, op, recv.dtype)
-        ready.append((plan, send, recv, 0, blocks))
+        plan = _plan(primitive, member, op, recv.dtype, recv.device is not None)
+        crossing = _crossing(plan, send, recv, True)
+        ready.append((plan, send, recv, 0, blocks, crossing))
         if plan.dtype is not ready[0][0].dtype:
             raise UnsupportedError(
                 f"{name}: different dtypes in one list: [0] is {ready[0][0].dtype}, [{i}] is "
@@ -131,10 +140,16 @@ def run_all(
 
 
 def _plan(
-    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType | None
+    primitive: Primitive,
+    group: ProcessGroup,
+    op: ReduceOp | None,
+    dtype: DType | None,
+    on_device: bool,
 ) -> Plan:
     """The plan for calls of this kind, made when the first one comes."""
-    key = (primitive, dtype, op)
+    key: tuple[Any, ...] = (primitive, dtype, op)  # as run_in_place has it
+    if on_device:
+        key = (*key, "device")
     known: Plan | None = group.plans.get(key)
     if known is not None:
         return known
@@ -145,16 +160,36 @@ def _plan(
     if primitive.reduces:
         assert dtype is not None
         meant = calls.operation(primitive, op, dtype)
-    plan = Plan(primitive, group, meant, dtype, routes.choose(primitive, group, meant, dtype))
+    way = (routes.devices if on_device else routes.hosts).choose(primitive, group, meant, dtype)
+    plan = Plan(primitive, group, meant, dtype, on_device, way)
     if meant is None or meant.factor is None:  # every PREMUL_SUM(factor) is a new object
         group.plans[key] = plan
     return plan
 
 
+def _crossing(
+    plan: Plan, send: View | None, recv: View | None, asynchronous: bool
+) -> Crossing | None:
+    """The order of a call among what the caller's streams hold now; None on host memory."""
+    if not plan.on_device:
+        return None
+    parts = [part for view in (send, recv) if view is not None for part in view.parts]
+    streams = {part.stream for part in parts if isinstance(part, DeviceView)}
+    assert parts[0].device is not None
+    return Crossing(device.runtime(), parts[0].device, streams, asynchronous)
+
+
 def perform(
-    plan: Plan, send: View | None, recv: View | None, root: int, blocks: Blocks | None
+    plan: Plan,
+    send: View | None,
+    recv: View | None,
+    root: int,
+    blocks: Blocks | None,
+    crossing: Crossing | None = None,
 ) -> None:
-    """Carries a call out and returns when this rank's part is done."""
+    """Carries a call out and returns when this rank's part is done; on a device, when the streams
+    that it was called in wait for it, or, asynchronous, when it is.
+    """
     group = plan.group
     try:
         with group.lock:
@@ -162,7 +197,10 @@ def perform(
             if group.sequence >= group.next_check:
                 counts = calls.counts(plan.primitive, send, recv, blocks)
                 consistency.check(group, *consistency.of_call(plan, root, counts))
-            if send is None and (recv is None or recv.buffer is not None):
+            if crossing is not None:
+                with _ordered(group, crossing, send, recv):
+                    _perform_packed(plan, send, recv, root, blocks)
+            elif send is None and (recv is None or recv.buffer is not None):
                 plan.route(None, recv, root, blocks)
             else:
                 _perform_packed(plan, send, recv, root, blocks)
@@ -172,24 +210,42 @@ def perform(
         raise _explained(error, plan.primitive.name, group) from error
 
 
+@contextmanager
+def _ordered(
+    group: ProcessGroup, crossing: Crossing, send: View | None, recv: View | None
+) -> Iterator[None]:
+    """In here views of a device have the lane that the call happens in."""
+    lane = group.lane(crossing.index)
+    for view in (send, recv):
+        for part in () if view is None else view.parts:
+            assert isinstance(part, DeviceView)
+            part.lane = lane
+    lane.begin()
+    crossing.enter(lane)
+    try:
+        yield
+    finally:  # after an error, too: what was begun goes on for a while
+        crossing.leave(lane)
+
+
 def _perform_packed(
     plan: Plan, send: View | None, recv: View | None, root: int, blocks: Blocks | None
 ) -> None:
     """Carries out a call whose memory may be scattered, listed, or shared by both sides."""
     layout = plan.primitive.layout
-    # Exchanges send and receive the arrays of a list one by one, where they are.
-    listed = layout is Layout.EXCHANGED
+    # Exchanges send and receive the arrays of a list one by one, where they are; not on a device.
+    listed = layout is Layout.EXCHANGED and not plan.on_device
     if (
         send is not None
         and not (listed and isinstance(send, Parts))
-        and (send.buffer is None or (recv is not None and arrays.overlap(send, recv)))
+        and (send.buffer is None or (recv is not None and views.overlap(send, recv)))
     ):
         send = send.packed()
     if recv is None or recv.buffer is not None or (listed and isinstance(recv, Parts)):
         plan.route(send, recv, root, blocks)
         return
     read = layout is Layout.IN_PLACE
-    packed = recv.packed() if read else arrays.scratch(recv.dtype, recv.count)
+    packed = recv.packed() if read else recv.blank()
     plan.route(send, packed, root, blocks)
     if not read or calls.writes(plan.primitive, plan.group, root):
         recv.fill(packed)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpicoll import device
+from mpicoll.device import Lane
 from mpicoll.errors import ArgumentError, ArgumentTypeError, ForkedError, NotInitializedError
 from mpicoll.progress import Worker
 
@@ -50,6 +52,9 @@ class ProcessGroup:
     plans:    the plan of each (primitive, dtype, operation) met so far.
     scratch:  memory that routes use, one call at a time.
     shared:   memory that the ranks share; None before it was looked for, False where there is none.
+    lanes:    the streams and the memory that collectives have of each CUDA device.
+    ferries:  what takes messages to and from each CUDA device.
+    devices:  how device memory goes; None before the ranks have agreed on it.
     sequence: number of collectives begun that are compared between the ranks.
     formed:   number of the others: groups made of this one, monitored barriers.
     keeps_time: the collective inside MPI watches its own timeout.
@@ -82,6 +87,9 @@ class ProcessGroup:
         self.plans: dict[Any, Any] = {}
         self.scratch = np.empty(0, np.uint8)
         self.shared: Any = None
+        self.lanes: dict[int, Lane] = {}
+        self.ferries: dict[int, Any] = {}
+        self.devices: Any = None
         self.sequence = 0
         self.formed = 0
         self.keeps_time = False
@@ -123,6 +131,13 @@ class ProcessGroup:
         """Asynchronous collectives are pending, and a caller has to queue behind them."""
         return self.worker is not None and self.worker.busy
 
+    def lane(self, index: int) -> Lane:
+        """What collectives have of a CUDA device."""
+        found = self.lanes.get(index)
+        if found is None:
+            found = self.lanes[index] = Lane(device.runtime(), index)
+        return found
+
     def give(self, task: Callable[[], None], then: Callable[[], None]) -> Worker:
         """Hands a task to the group's thread, which it returns; see Worker."""
         with self._giving:
@@ -149,6 +164,9 @@ class ProcessGroup:
         self.closed = error
         self.plans = {}
         self.shared = None
+        self.lanes = {}
+        self.ferries = {}
+        self.devices = None
 
     def __repr__(self) -> str:
         return (

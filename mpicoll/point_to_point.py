@@ -7,12 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpicoll import arrays, execute
-from mpicoll.arrays import View
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -24,6 +24,7 @@ from mpicoll.errors import (
 from mpicoll.groups import ProcessGroup, default_group, resolve
 from mpicoll.pickles import Bytes
 from mpicoll.progress import Poller
+from mpicoll.views import DeviceView, View
 from mpicoll.watch import departures
 from mpicoll.work import Work, deadline
 
@@ -68,10 +69,14 @@ class MessageWork(Work):
     """A message on its way.
 
     It ends when a test of its request finds it complete: by whoever waits, or by the poller.
+
+    view: the array. packed: what MPI sends or receives into. land: brings what came to the array;
+    None where it is there already.
     """
 
     __slots__ = (
         "_group",
+        "_land",
         "_lock",
         "_nbytes",
         "_packed",
@@ -89,6 +94,7 @@ class MessageWork(Work):
         name: str,
         view: View,
         packed: View,
+        land: Callable[[], None] | None,
         receives: bool,
         peer: int,
         post: Callable[[Any], MPI.Request],
@@ -104,6 +110,7 @@ class MessageWork(Work):
         self._group = group
         self._view: View | None = view
         self._packed: View | None = packed
+        self._land = land
         self._nbytes = view.nbytes
         self._receives = receives
         self._peer = peer
@@ -132,9 +139,8 @@ class MessageWork(Work):
         if self._receives:
             self._source = self._group.ranks[self._status.Get_source()]
             self._check_size()
-            assert self._view is not None and self._packed is not None
-            if self._packed is not self._view:
-                self._view.fill(self._packed)
+            if self._land is not None:
+                self._land()
         self._end(None)
 
     def _check_size(self) -> None:
@@ -150,7 +156,7 @@ class MessageWork(Work):
 
     def _end(self, error: BaseException | None) -> None:
         self._group.in_flight.discard(self)
-        self._view = self._packed = None
+        self._view = self._packed = self._land = None
         self.finish(error)
 
     def _explained(self, error: Exception) -> Exception:
@@ -264,13 +270,34 @@ def _message(
 ) -> MessageWork:
     group.check_open()
     view = arrays.view(tensor, receives, f"{name}: tensor")
-    packed = view
-    if view.buffer is None:
-        packed = arrays.scratch(view.dtype, view.count) if receives else view.packed()
+    packed, land = _packed(group, view, receives)
     begin = group.messages.Irecv if receives else group.messages.Isend
     return MessageWork(
-        group, name, view, packed, receives, peer, lambda what: begin(what, peer, tag)
+        group, name, view, packed, land, receives, peer, lambda what: begin(what, peer, tag)
     )
+
+
+def _packed(
+    group: ProcessGroup, view: View, receives: bool
+) -> tuple[View, Callable[[], None] | None]:
+    """What MPI gets of an array, and what brings that to the array where it was received."""
+    if isinstance(view, DeviceView):
+        assert view.device is not None
+        ferry = group.ferries.get(view.device)
+        if ferry is None:
+            from mpicoll.routes.staged import Ferry
+
+            ferry = group.ferries[view.device] = Ferry(view.device)
+        if not receives:
+            return ferry.to_host(view), None
+        packed: View = ferry.place(view)
+        return packed, partial(ferry.to_device, view, packed, ferry.crossing(view))
+    if view.buffer is not None:
+        return view, None
+    if not receives:
+        return view.packed(), None
+    packed = view.blank()
+    return packed, partial(view.fill, packed)
 
 
 def _in_background(work: MessageWork) -> MessageWork:

@@ -1,68 +1,8 @@
-"""How the bytes move: the choice of a route, the same on every rank.
-
-A route is a function of primitive, dtype, operation and group, and inside a plan of the count:
-of what all ranks share. Never of contiguity, alignment or anything that one rank alone knows.
-"""
+"""How the bytes move: the choice of a route, the same on every rank."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from mpicoll.arrays import View
-from mpicoll.calls import Blocks, Direct, Prompt, Way
-from mpicoll.dtypes import DType, ReduceOp
-from mpicoll.primitives import Primitive
-from mpicoll.routes import composed, native, shared
+from mpicoll.routes import devices, hosts
 from mpicoll.routes.wire import explained
 
-if TYPE_CHECKING:
-    from mpicoll.groups import ProcessGroup
-
-__all__ = ["choose", "explained"]
-
-
-def choose(
-    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType | None
-) -> Way:
-    """What carries out calls of this kind in this group."""
-    if op is None:
-        if primitive.name == "broadcast":
-            assert dtype is not None
-            return _whole(native.broadcast(group, dtype))
-        return Way(native.MOVES[primitive.name](group, dtype))
-    assert dtype is not None
-    if op.op is ReduceOp.PREMUL_SUM:
-        everywhere = not primitive.root
-        return Way(
-            composed.premultiplied(
-                group,
-                dtype,
-                op.factor,
-                everywhere,
-                lambda wide: _reduction(primitive, group, ReduceOp.SUM, wide).route,
-            )
-        )
-    return _reduction(primitive, group, op, dtype)
-
-
-def _reduction(primitive: Primitive, group: ProcessGroup, op: ReduceOp, dtype: DType) -> Way:
-    whole = native.reducible(op, dtype)
-    if primitive.name == "all_reduce":
-        over_mpi = (native if whole else composed).all_reduce(group, dtype, op)
-        least = shared.LEAST if whole else 0
-        return _whole(*shared.all_reduce(group, dtype, op, over_mpi, least))
-    if primitive.name == "reduce":
-        if whole:
-            return _whole(native.reduce(group, dtype, op))
-        return Way(composed.reduce(group, dtype, op))
-    return Way(composed.reduce_scatter(group, dtype, op))
-
-
-def _whole(direct: Direct, prompt: Prompt | None = None) -> Way:
-    """The way of a primitive that works in place, from what it does with a buffer."""
-
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert recv is not None
-        direct(recv.buffer, recv.count, root)
-
-    return Way(route, direct, prompt)
+__all__ = ["devices", "explained", "hosts"]

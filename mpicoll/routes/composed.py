@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll import arrays
-from mpicoll.arrays import View
+from mpicoll import views
 from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.reduction import combine, narrow, scale
 from mpicoll.routes.wire import datatype, exchange, message
+from mpicoll.views import View
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -55,7 +55,7 @@ class _Reducer:
         nbytes = self.n * count * self.dtype.itemsize
         if self.group.scratch.nbytes < nbytes:
             self.group.scratch = np.empty(nbytes, np.uint8)
-        return arrays.of_numpy(self.group.scratch[:nbytes].view(self.dtype.numpy), self.dtype)
+        return views.of_numpy(self.group.scratch[:nbytes].view(self.dtype.numpy), self.dtype)
 
     def exchange(self, out: Sides, into: Sides) -> None:
         """Sends and receives: for each rank a view, the first element and the count, or None."""
@@ -110,7 +110,7 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     comm, element, n, me = group.comm, datatype(dtype), group.size(), group.rank()
 
     def direct(buffer: Any, count: int, root: int) -> None:
-        recv = arrays.of_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
+        recv = views.of_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
         if recv.nbytes * n <= SMALL or count < n:
             stack = reducer.stack(count)
             comm.Allgather([buffer, count, element], [stack.buffer, count, element])
@@ -144,7 +144,7 @@ def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
                 incoming = [reducer.others(r, recv, *block) for r, block in enumerate(piece)]
                 reducer.exchange([nothing] * n, incoming)
             else:
-                own = arrays.scratch(dtype, mine)
+                own = views.scratch(dtype, mine)
                 reducer.combine_own(recv, piece, own, 0)
                 outgoing = [(own, 0, mine) if r == root and mine else nothing for r in range(n)]
                 reducer.exchange(outgoing, [nothing] * n)
@@ -185,7 +185,7 @@ def premultiplied(
     summed = make(wide)
 
     def scaled(view: View) -> View:
-        product = arrays.scratch(wide, view.count)
+        product = views.scratch(wide, view.count)
         scale(dtype, view.flat, factor, product.flat)
         return product
 
@@ -195,7 +195,7 @@ def premultiplied(
             out = scaled(recv)
             summed(None, out, root, None)
         else:
-            out = recv if wide is dtype else arrays.scratch(wide, recv.count)
+            out = recv if wide is dtype else views.scratch(wide, recv.count)
             summed(scaled(send), out, root, blocks)
         if out is recv or not (everywhere or root == me):
             return

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.arrays import Parts, View, overlapping, scratch
 from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.routes.wire import INT_MAX, Message, datatype, exchange, message, operation
+from mpicoll.views import Parts, View, overlapping, scratch
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup

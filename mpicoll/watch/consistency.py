@@ -74,7 +74,7 @@ def of_call(plan: Plan, root: int, counts: Sequence[int]) -> tuple[Record, Calla
     primitive, dtype, op = plan.primitive, plan.dtype, plan.op
     record = (
         primitive.code,
-        -1 if dtype is None else dtype.code,
+        -1 if dtype is None else dtype.code | plan.on_device << 8,
         -1 if op is None else op.code,
         root,
         zlib.crc32(repr(list(counts)).encode()),
@@ -86,6 +86,8 @@ def _text(plan: Plan, root: int, counts: Sequence[int]) -> str:
     words = [plan.primitive.name]
     if plan.dtype is not None:
         words.append(f"of {plan.dtype}")
+    if plan.on_device:
+        words.append("on a device")
     if counts:
         words.append(f"with {' + '.join(map(str, counts))} elements")
     if plan.op is not None:

@@ -1,0 +1,276 @@
+"""CUDA devices that are not there: what `mpicoll.device.Runtime` promises, and no more.
+
+Memory is the host's. What is put into a stream happens as late as the rules allow: when the host
+waits for an event, just what that event needs is done, in the order of each stream. So whoever
+forgets to order two streams, or to wait before reading on the host, finds old data, every time.
+New memory is full of garbage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicoll import reduction
+from mpicoll.device import Memory
+from mpicoll.errors import UnsupportedError
+
+#: The stream that CUDA calls legacy; here it is a stream like others.
+LEGACY = 1
+
+
+@dataclass(eq=False)
+class Event:
+    stream: Stream
+    place: int
+
+
+class Stream:
+    """What is still to be done, and how much has been."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.waiting: deque[Any] = deque()
+        self.done = 0
+
+    @property
+    def end(self) -> int:
+        return self.done + len(self.waiting)
+
+
+class Simulated:
+    """Some devices of this process."""
+
+    def __init__(self, devices: int = 2) -> None:
+        self.devices = devices
+        self.lock = threading.RLock()
+        self.numbers = itertools.count(16)
+        self.streams = {(index, LEGACY): Stream(index) for index in range(devices)}
+        self.pool: set[int] = set()  # addresses of memory that is not plain
+        self.captured: set[int] = set()
+        self.current = 0
+        self.copied = 0  # bytes, by copy()
+
+    def _find(self, index: int, stream: int) -> Stream:
+        return self.streams[index, stream]
+
+    def enqueue(self, index: int, stream: int, task: Any) -> None:
+        with self.lock:
+            self._find(index, stream).waiting.append(task)
+
+    def _run(self, stream: Stream, place: int) -> None:
+        with self.lock:
+            while stream.done < place:
+                task = stream.waiting.popleft()
+                stream.done += 1
+                if isinstance(task, Event):
+                    self._run(task.stream, task.place)
+                else:
+                    task()
+
+    # --- what Runtime asks for ----------------------------------------------------------------
+
+    def count(self) -> int:
+        return self.devices
+
+    def name(self, index: int) -> str:
+        return f"simulated {index}"
+
+    def identity(self, index: int) -> str:
+        return f"0000:0{index}:00.0"
+
+    def driver(self) -> str:
+        return "simulated"
+
+    def device_of(self, address: int) -> int:
+        return 0
+
+    def use(self, index: int) -> None:
+        self.current = index
+
+    def check(self, index: int, stream: int, where: str) -> None:
+        self._find(index, stream)
+        if stream in self.captured:
+            raise UnsupportedError(f"{where}: the current stream is being captured")
+
+    def stream(self, index: int) -> int:
+        with self.lock:
+            number = next(self.numbers)
+            self.streams[index, number] = Stream(index)
+            return number
+
+    def record(self, index: int, stream: int) -> Event:
+        with self.lock:
+            found = self._find(index, stream)
+            return Event(found, found.end)
+
+    def wait(self, stream: int, event: Event) -> None:
+        with self.lock:
+            self._find(event.stream.index, stream).waiting.append(event)
+
+    def synchronize(self, event: Event) -> None:
+        self._run(event.stream, event.place)
+
+    def allocate(self, index: int, nbytes: int) -> Memory:
+        """As a file without a name, which another process may open."""
+        size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        file = os.memfd_create("simulated")
+        os.ftruncate(file, size)
+        return _mapped(file, size, nbytes, fill=True)
+
+    def pinned(self, nbytes: int) -> Memory:
+        array = np.full(max(nbytes, 1), 0xCD, np.uint8)
+        return Memory(array.ctypes.data, nbytes, array)
+
+    def plain(self, address: int) -> bool:
+        return address not in self.pool
+
+    def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
+        self.copied += nbytes
+        self.enqueue(index, stream, lambda: ctypes.memmove(into, source, nbytes))
+
+    def copy_strided(
+        self, index: int, into: Any, source: Any, shape: Any, itemsize: int, stream: int
+    ) -> None:
+        def array(layout: Any) -> Any:
+            """The elements, from the lowest address on."""
+            low = sum(min(0, s) * (n - 1) for s, n in zip(layout.strides, shape, strict=True))
+            high = sum(max(0, s) * (n - 1) for s, n in zip(layout.strides, shape, strict=True))
+            memory = at(layout.address + low, high - low + itemsize)
+            return np.ndarray(shape, f"V{itemsize}", memory, -low, layout.strides)
+
+        def task() -> None:
+            array(into)[...] = array(source)
+
+        if 0 not in shape:
+            self.enqueue(index, stream, task)
+
+    def combine(
+        self, index: int, by: Any, sources: Any, out: int, count: int, divisor: float, stream: int
+    ) -> None:
+        def task() -> None:
+            from mpicoll.kernels import kernels
+
+            assert kernels is not None, "the simulation computes with the C library"
+            addresses = (ctypes.c_void_p * len(sources))(*sources)
+            format = kernels.format(by.format.encode())
+            kernels.combine(
+                format, by.operation, addresses, len(sources), out, count * by.elements, divisor
+            )
+
+        self.enqueue(index, stream, task)
+
+    def scale(
+        self, index: int, dtype: Any, source: int, factor: Any, out: int, count: int, stream: int
+    ) -> None:
+        def task() -> None:
+            reduction.scale(
+                dtype, elements(source, dtype.numpy, count), factor,
+                elements(out, dtype.accumulate, count),
+            )  # fmt: skip
+
+        self.enqueue(index, stream, task)
+
+    def narrow(
+        self, index: int, dtype: Any, source: int, out: int, count: int, stream: int
+    ) -> None:
+        def task() -> None:
+            wide = elements(source, np.dtype(np.float32), count)
+            reduction.narrow(wide, elements(out, dtype.numpy, count))
+
+        self.enqueue(index, stream, task)
+
+    def exported(self, memory: Memory) -> bytes:
+        owner = memory._owner
+        return f"{os.getpid()} {owner.file} {owner.size} {memory.nbytes}".encode()
+
+    def opened(self, index: int, handle: bytes) -> Memory:
+        process, file, size, nbytes = map(int, handle.split())
+        file = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+        return _mapped(file, size, nbytes, fill=False)
+
+
+class _Mapped:
+    def __init__(self, file: int, memory: mmap.mmap, size: int) -> None:
+        self.file, self.memory, self.size = file, memory, size
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+
+def _mapped(file: int, size: int, nbytes: int, fill: bool) -> Memory:
+    memory = mmap.mmap(file, size)
+    array = np.frombuffer(memory, np.uint8)
+    if fill:
+        array[...] = 0xEE
+    owner = _Mapped(file, memory, size)
+    owner.array = array
+    return Memory(array.ctypes.data, nbytes, owner)
+
+
+def at(address: int, nbytes: int) -> Any:
+    return (ctypes.c_uint8 * nbytes).from_address(address)
+
+
+def elements(address: int, dtype: Any, count: int) -> Any:
+    return np.frombuffer(at(address, count * dtype.itemsize), np.uint8).view(dtype)
+
+
+class DeviceArray:
+    """An array on a simulated device, which its program works on in one stream.
+
+    host: what ``upload`` puts there and what ``download`` gets.
+    """
+
+    def __init__(
+        self, cuda: Simulated, host: np.ndarray, index: int = 0, stream: int | None = None
+    ) -> None:
+        self.cuda, self.host, self.index = cuda, host, index
+        self.number = cuda.stream(index) if stream is None else stream
+        self.memory = cuda.allocate(index, host.nbytes)
+        self.dtype = host.dtype
+        self.strides: tuple[int, ...] | None = None
+        self.shape = host.shape
+        self.offset = 0
+        self.device = type("Device", (), {"id": index})()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.memory.address + self.offset, False),
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": self.dtype.str,
+            "version": 3,
+            "stream": self.number,
+        }
+
+    def _numpy(self) -> np.ndarray:
+        memory = at(self.memory.address, self.memory.nbytes)
+        return np.ndarray(self.shape, self.dtype, memory, self.offset, self.strides)
+
+    def upload(self) -> None:
+        """A long kernel that makes the values."""
+        values = self.host.copy()
+
+        def task() -> None:
+            self._numpy()[...] = values
+
+        self.cuda.enqueue(self.index, self.number, task)
+
+    def download(self) -> None:
+        """A consumer in the same stream, and then the host."""
+
+        def task() -> None:
+            self.host[...] = self._numpy()
+
+        self.cuda.enqueue(self.index, self.number, task)
+        self.cuda.synchronize(self.cuda.record(self.index, self.number))

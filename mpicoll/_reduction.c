@@ -1,6 +1,5 @@
 /* Reductions of numbers: of integers and of float32 and float64 as they are, and of the floats that
- * are too narrow to accumulate in, bfloat16, float16 and float8_* (but for float8_e8m0fnu, which is a
- * scale rather than a number), in float32.
+ * are too narrow to accumulate in, whose conversions are in _formats.h, in float32.
  *
  * Narrow floats are rounded once, to nearest even, block by block: a block of every source is
  * widened, folded into an accumulator that stays in the first-level cache, and narrowed into the
@@ -11,16 +10,10 @@
  * folds them into a loop of its own for each format, and vectorises it. (It may only if it need not
  * keep floating point's exception flags: GCC wants -fno-trapping-math for that.)
  *
- * Which bits a NaN has is settled here, because hardware does not: of two NaN operands one or the
- * other passes its sign and payload on, as the compiler happened to order them, and inf - inf is
- * negative on some processors. Every NaN becomes the NaN without sign that NumPy and ml_dtypes make
- * from float32's nan. (A finite value that overflows into NaN, in formats that have no infinity,
- * keeps its sign, as there.) All other results are those of NumPy and ml_dtypes bit for bit, which
- * forbids -ffast-math.
- *
  * This is plain C for ctypes: it does not include Python.h and defines no module.
  */
 
+#include "_formats.h"
 #include "_kernels.h"
 
 #include <stdint.h>
@@ -41,133 +34,8 @@
 #define VECTORISED
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
-
 /* Elements of a block: two blocks of float32 leave most of a first-level cache to the sources. */
 enum { BLOCK = 1024 };
-
-INLINE uint32_t bits_of(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-INLINE float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-#define SIGN 0x80000000u
-#define INFINITE 0x7f800000u /* greater magnitudes are NaN */
-#define QUIET_NAN 0x7fc00000u
-
-/* ---- Formats ---------------------------------------------------------------------------------
- *
- * All formats by name, with the bits of an element, and for the regular ones, which have a sign,
- * an exponent and a mantissa, the family, the mantissa's bits and the exponent's bias:
- *
- * IEEE: the greatest exponent means infinity and NaN.
- * FN:   finite but for the one NaN whose bits are all ones; no infinity.
- * FNUZ: the same, and zero has no sign: its negative is the NaN.
- */
-enum family { IEEE, FN, FNUZ };
-
-#define REGULAR_FORMATS(X)                                                                         \
-    X(float16, 16, IEEE, 10, 15)                                                                   \
-    X(float8_e3m4, 8, IEEE, 4, 3)                                                                  \
-    X(float8_e4m3, 8, IEEE, 3, 7)                                                                  \
-    X(float8_e4m3b11fnuz, 8, FNUZ, 3, 11)                                                          \
-    X(float8_e4m3fn, 8, FN, 3, 7)                                                                  \
-    X(float8_e4m3fnuz, 8, FNUZ, 3, 8)                                                              \
-    X(float8_e5m2, 8, IEEE, 2, 15)                                                                 \
-    X(float8_e5m2fnuz, 8, FNUZ, 2, 16)
-
-#define FORMATS(X)                                                                                 \
-    X(bfloat16, 16)                                                                                \
-    REGULAR_FORMATS(X)
-
-INLINE float widen_regular(uint32_t bits, int width, enum family family, int mantissa, int bias)
-{
-    const int shift = 23 - mantissa;
-    const uint32_t rebias = (uint32_t)(127 - bias) << 23;
-    const uint32_t one = 1u << 23;
-    const uint32_t sign = 1u << (width - 1);
-    const uint32_t least_normal = 1u << mantissa;
-    const uint32_t infinite = sign - least_normal;
-    const uint32_t magnitude = bits & (sign - 1);
-
-    const uint32_t normal = (magnitude << shift) + rebias;
-    /* A subnormal has no implicit one: lend it one, and take it back. */
-    const uint32_t subnormal = bits_of(float_of(normal + one) - float_of(rebias + one));
-    uint32_t wide = magnitude < least_normal ? subnormal : normal;
-    wide |= (bits & sign) << (32 - width);
-    switch (family) {
-    case IEEE:
-        return float_of(magnitude >= infinite ? wide | INFINITE : wide);
-    case FN:
-        return float_of(magnitude == sign - 1 ? QUIET_NAN : wide);
-    default:
-        return float_of(bits == sign ? QUIET_NAN : wide);
-    }
-}
-
-INLINE uint32_t narrow_regular(float value, int width, enum family family, int mantissa, int bias)
-{
-    const int shift = 23 - mantissa;
-    const uint32_t rebias = (uint32_t)(127 - bias) << 23;
-    const uint32_t one = 1u << 23;
-    const uint32_t sign = 1u << (width - 1);
-    const uint32_t infinite = sign - (1u << mantissa);
-    const uint32_t quiet = infinite | 1u << (mantissa - 1);
-    const uint32_t bits = bits_of(value);
-    const uint32_t magnitude = bits & ~SIGN;
-    const uint32_t signs = bits >> (32 - width) & sign;
-    const int nan = magnitude > INFINITE;
-
-    /* Add half an ulp, or a little less where a tie must fall to an even number; then truncate. */
-    const uint32_t half = (1u << (shift - 1)) - 1 + (magnitude >> shift & 1);
-    const uint32_t normal = (magnitude - rebias + half) >> shift;
-    /* Next to this number float32 is spaced as the subnormals are, and the addition rounds. */
-    const uint32_t spacer = rebias + ((uint32_t)(shift + 1) << 23);
-    const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(spacer)) - spacer;
-    const uint32_t rounded = magnitude < rebias + one ? subnormal : normal;
-
-    switch (family) {
-    case IEEE:
-        return nan ? quiet : (rounded < infinite ? rounded : infinite) | signs;
-    case FN:
-        return nan ? sign - 1 : (rounded < sign - 1 ? rounded : sign - 1) | signs;
-    default:
-        return nan || rounded >= sign ? sign : rounded ? rounded | signs : 0;
-    }
-}
-
-#define CONVERTERS(NAME, WIDTH, FAMILY, MANTISSA, BIAS)                                            \
-    INLINE float widen_##NAME(uint32_t bits)                                                       \
-    {                                                                                              \
-        return widen_regular(bits, WIDTH, FAMILY, MANTISSA, BIAS);                                 \
-    }                                                                                              \
-    INLINE uint32_t narrow_##NAME(float value)                                                     \
-    {                                                                                              \
-        return narrow_regular(value, WIDTH, FAMILY, MANTISSA, BIAS);                               \
-    }
-REGULAR_FORMATS(CONVERTERS)
-
-/* bfloat16 is the upper half of a float32. */
-INLINE float widen_bfloat16(uint32_t bits)
-{
-    return float_of(bits << 16);
-}
-
-INLINE uint32_t narrow_bfloat16(float value)
-{
-    const uint32_t bits = bits_of(value);
-    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (bits & ~SIGN) > INFINITE ? QUIET_NAN >> 16 : rounded;
-}
 
 /* ---- Loops ----------------------------------------------------------------------------------- */
 
@@ -286,8 +154,6 @@ __attribute__((constructor)) static void choose(void)
 }
 #endif
 
-enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
-
 /* Of equal numbers (0.0 and -0.0) the later is taken, as by NumPy on x86-64; the first NaN stays. */
 #define MINIMUM(A, B) ((A) < (B) || (A) != (A) ? (A) : (B))
 #define MAXIMUM(A, B) ((A) > (B) || (A) != (A) ? (A) : (B))
@@ -324,23 +190,8 @@ enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
     case BXOR:                                                                                     \
         EACH((a[i] != 0) ^ (b[i] != 0));
 
-/* The formats that are computed with as they are: the C type, in which type integers wrap around,
- * and what there is to do besides MIN and MAX. */
-#define WIDE_FORMATS(X)                                                                            \
-    X(float32, float, float, FLOAT_CASES)                                                          \
-    X(float64, double, double, FLOAT_CASES)                                                        \
-    X(bool, uint8_t, uint32_t, BOOL_CASES)                                                         \
-    X(int8, int8_t, uint32_t, INTEGER_CASES)                                                       \
-    X(int16, int16_t, uint32_t, INTEGER_CASES)                                                     \
-    X(int32, int32_t, uint32_t, INTEGER_CASES)                                                     \
-    X(int64, int64_t, uint64_t, INTEGER_CASES)                                                     \
-    X(uint8, uint8_t, uint32_t, INTEGER_CASES)                                                     \
-    X(uint16, uint16_t, uint32_t, INTEGER_CASES)                                                   \
-    X(uint32, uint32_t, uint32_t, INTEGER_CASES)                                                   \
-    X(uint64, uint64_t, uint64_t, INTEGER_CASES)
-
 /* fold: out = left op right; out may be one of them. divide: out = out / divisor. */
-#define WIDE_LOOPS(NAME, TYPE, WIDE, CASES)                                                        \
+#define WIDE_LOOPS(NAME, TYPE, WIDE, KIND)                                                         \
     typedef TYPE __attribute__((may_alias, aligned(1))) element_##NAME;                            \
     VECTORISED static void fold_##NAME(int operation, const void *left, const void *right,         \
                                        void *result, size_t count)                                 \
@@ -348,7 +199,7 @@ enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
         const element_##NAME *a = left, *b = right;                                                \
         element_##NAME *out = result;                                                              \
         switch (operation) {                                                                       \
-            CASES(WIDE)                                                                            \
+            KIND##_CASES(WIDE)                                                                     \
         case MIN:                                                                                  \
             EACH(MINIMUM(a[i], b[i]));                                                             \
         case MAX:                                                                                  \

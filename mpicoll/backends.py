@@ -6,10 +6,12 @@ import importlib.util
 import os
 from typing import Any, ClassVar
 
+from mpicoll import device
 from mpicoll.errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "Backend",
+    "check_device",
     "get_default_backend_for_device",
     "is_available",
     "is_backend_available",
@@ -27,7 +29,7 @@ class Backend(str):
     """The name of a backend in lower case: ``Backend("MPI") == Backend.MPI == "mpi"``.
 
     Everything is carried by MPI. "gloo" and "nccl" are names under which existing scripts keep
-    running: host buffers and device buffers.
+    running; with "nccl" NCCL takes device buffers, where every rank has a GPU of its own.
     """
 
     __slots__ = ()
@@ -43,9 +45,9 @@ class Backend(str):
     backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "mpi"]
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": "mpi", "cuda": "mpi"}
     backend_capability: ClassVar[dict[str, list[str]]] = {
-        "mpi": ["cpu"],
-        "gloo": ["cpu"],
-        "nccl": ["cpu"],
+        "mpi": ["cpu", "cuda"],
+        "gloo": ["cpu", "cuda"],
+        "nccl": ["cpu", "cuda"],
     }
 
     def __new__(cls, name: str) -> Backend:
@@ -84,6 +86,27 @@ def named(name: str | None, where: str) -> str:
     return found
 
 
+def check_device(device_id: Any, where: str) -> None:
+    """Raises for a ``device_id`` ("cuda:1", 1, a torch.device) that is no GPU of this process.
+
+    It has no other use: every array says where it is.
+    """
+    if device_id is None:
+        return
+    kind, _, number = str(device_id).rpartition(":")
+    if kind not in ("", "cuda") or not number.isdecimal():
+        raise ArgumentError(
+            f"{where}: device_id: expected the number of a GPU, or a device such as 'cuda:0', got "
+            f"{device_id!r}"
+        )
+    try:
+        count = device.runtime().count()
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{where}: device_id: {error}") from error
+    if int(number) >= count:
+        raise ArgumentError(f"{where}: device_id: expected 0 to {count - 1}, got {device_id!r}")
+
+
 def is_available() -> bool:
     """True: mpicoll is here."""
     return True
@@ -100,8 +123,11 @@ def is_gloo_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """False: NCCL itself is not used yet. backend="nccl" is accepted all the same."""
-    return False
+    """True where there are a GPU and NCCL, which CuPy finds; backend="nccl" is taken anyway."""
+    try:
+        return device.runtime().has_nccl()
+    except UnsupportedError:
+        return False
 
 
 def is_ucc_available() -> bool:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpicoll.device_kernels import DeviceKernels, external
 from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from mpicoll.reduction import Loop
+from mpicoll.reduction import Loop
 
 __all__ = ["Crossing", "Event", "Lane", "Layout", "Memory", "Runtime", "runtime"]
 
@@ -47,8 +46,11 @@ class _OnHost:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.__array_interface__ = {
-            "data": (memory.address, False), "shape": (memory.nbytes,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
+            "data": (memory.address, False),
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 class Event(Protocol):
@@ -83,6 +85,9 @@ class Runtime(Protocol):
     def use(self, index: int) -> None:
         """Makes a device the calling thread's current one."""
 
+    def on(self, index: int) -> AbstractContextManager[Any]:
+        """In here a device is the calling thread's current one."""
+
     def check(self, index: int, stream: int, where: str) -> None:
         """Raises UnsupportedError where a call cannot be ordered in a stream: it is captured."""
 
@@ -92,8 +97,8 @@ class Runtime(Protocol):
     def record(self, index: int, stream: int) -> Event:
         """The moment when all that a stream holds so far is done."""
 
-    def wait(self, stream: int, event: Event) -> None:
-        """What the stream gets from now on comes after the event."""
+    def wait(self, index: int, stream: int, event: Event) -> None:
+        """What the stream gets from now on comes after the event, of whichever device."""
 
     def synchronize(self, event: Event) -> None:
         """Returns once the event has come."""
@@ -138,6 +143,18 @@ class Runtime(Protocol):
     def opened(self, index: int, handle: bytes) -> Memory:
         """Another process's memory, seen from a device; closed when nobody holds it any more."""
 
+    def has_nccl(self) -> bool:
+        """NCCL is there."""
+
+    def nccl_identity(self) -> Any:
+        """What the ranks of a new communicator of NCCL share, plain values."""
+
+    def nccl(self, index: int, n: int, identity: Any, rank: int) -> Any:
+        """A communicator of NCCL, with CuPy's methods; all of its n ranks call."""
+
+    def nccl_together(self) -> AbstractContextManager[Any]:
+        """NCCL's messages in here are one operation."""
+
 
 class Lane:
     """What a group has of one device: streams, and memory that calls use one after another.
@@ -181,8 +198,13 @@ class Lane:
         return self._pinned
 
     def after(self, later: int, earlier: int) -> None:
-        """What one stream gets from now on comes after what the other holds so far."""
-        self.runtime.wait(later, self.runtime.record(self.index, earlier))
+        """What one stream of the device gets from now on comes after what another holds so far."""
+        self.runtime.wait(self.index, later, self.runtime.record(self.index, earlier))
+
+    def follow(self, other: Lane) -> None:
+        """Work here, from now on, comes after what the other lane's work stream holds so far."""
+        event = self.runtime.record(other.index, other.work)
+        self.runtime.wait(self.index, self.work, event)
 
     def settle(self, stream: int) -> None:
         """Returns when all is done that a stream of this lane holds so far."""
@@ -209,7 +231,7 @@ class Crossing:
     def enter(self, lane: Lane) -> None:
         """From here on the lane may work."""
         for event in self._before:
-            self._runtime.wait(lane.work, event)
+            self._runtime.wait(lane.index, lane.work, event)
 
     def leave(self, lane: Lane) -> None:
         """What the caller's streams get from now on finds the result."""
@@ -218,7 +240,7 @@ class Crossing:
             return
         done = self._runtime.record(lane.index, lane.work)
         for stream in self._streams:
-            self._runtime.wait(stream, done)
+            self._runtime.wait(self.index, stream, done)
 
 
 # --- CUDA ---------------------------------------------------------------------------------------
@@ -259,18 +281,11 @@ class Cuda:
             ) from error
         if not cupy.cuda.is_available():
             raise UnsupportedError("arrays on a GPU: CuPy finds no GPU on this host")
-        from mpicoll.device_kernels import DeviceKernels
-
         self._cupy = cupy
         self._api = cupy.cuda.runtime
         self._streams: dict[int, Any] = {}  # ours, by their numbers: CuPy ends those nobody holds
-        self._kernels: dict[int, Any] = {}
-        self._make_kernels = DeviceKernels
+        self._kernels: dict[int, DeviceKernels] = {}
         self._driver = ctypes.CDLL("libcuda.so.1")
-
-    def _on(self, index: int) -> AbstractContextManager[Any]:
-        current: AbstractContextManager[Any] = self._cupy.cuda.Device(index)
-        return current
 
     def count(self) -> int:
         """How many devices there are."""
@@ -299,9 +314,14 @@ class Cuda:
         """Makes a device the calling thread's current one."""
         self._cupy.cuda.Device(index).use()
 
+    def on(self, index: int) -> AbstractContextManager[Any]:
+        """In here a device is the calling thread's current one."""
+        current: AbstractContextManager[Any] = self._cupy.cuda.Device(index)
+        return current
+
     def check(self, index: int, stream: int, where: str) -> None:
         """Raises UnsupportedError for a stream that a graph is being captured from."""
-        with self._on(index):
+        with self.on(index):
             captured = stream and self._api.streamIsCapturing(stream)
         if captured:
             raise UnsupportedError(
@@ -311,22 +331,22 @@ class Cuda:
 
     def stream(self, index: int) -> int:
         """A stream that does not wait for the default stream."""
-        with self._on(index):
+        with self.on(index):
             made = self._cupy.cuda.Stream(non_blocking=True)
         self._streams[made.ptr] = made
         return int(made.ptr)
 
     def record(self, index: int, stream: int) -> _Moment:
         """An event, recorded in the stream."""
-        with self._on(index):
+        with self.on(index):
             event = self._cupy.cuda.Event(disable_timing=True)
             self._api.eventRecord(event.ptr, stream)
         return _Moment(index, event)
 
-    def wait(self, stream: int, event: Event) -> None:
+    def wait(self, index: int, stream: int, event: Event) -> None:
         """Makes the stream wait."""
         assert isinstance(event, _Moment)
-        with self._on(event.index):
+        with self.on(index):
             self._api.streamWaitEvent(stream, event.event.ptr)
 
     def synchronize(self, event: Event) -> None:
@@ -336,7 +356,7 @@ class Cuda:
 
     def allocate(self, index: int, nbytes: int) -> Memory:
         """Memory by cudaMalloc."""
-        with self._on(index):
+        with self.on(index):
             memory = self._cupy.cuda.Memory(nbytes)
         return Memory(memory.ptr, nbytes, memory)
 
@@ -359,7 +379,7 @@ class Cuda:
     def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
         """A cudaMemcpyAsync of whatever kind the addresses tell."""
         if nbytes:
-            with self._on(index):
+            with self.on(index):
                 self._api.memcpyAsync(into, source, nbytes, self._api.memcpyDefault, stream)
 
     def copy_strided(
@@ -368,7 +388,7 @@ class Cuda:
     ) -> None:  # fmt: skip
         """A copy by CuPy, of unsigned integers of the elements' size, which have no values."""
         cupy = self._cupy
-        with self._on(index), cupy.cuda.ExternalStream(stream, index):
+        with self.on(index), external(stream):
             arrays = []
             for address, strides in (into, source):
                 # Whoever made the view of the memory holds it.
@@ -401,9 +421,9 @@ class Cuda:
         if count:
             self._kernels_of(index).narrow(dtype, source, out, count, stream)
 
-    def _kernels_of(self, index: int) -> Any:
+    def _kernels_of(self, index: int) -> DeviceKernels:
         if index not in self._kernels:
-            self._kernels[index] = self._make_kernels(index)
+            self._kernels[index] = DeviceKernels(index)
         return self._kernels[index]
 
     def exported(self, memory: Memory) -> bytes:
@@ -413,9 +433,33 @@ class Cuda:
 
     def opened(self, index: int, handle: bytes) -> Memory:
         """The memory behind a handle, by cudaIpcOpenMemHandle with lazy peer access."""
-        with self._on(index):
+        with self.on(index):
             address = self._api.ipcOpenMemHandle(handle)
         return Memory(address, 0, _Opened(self, index, address))
+
+    def has_nccl(self) -> bool:
+        """CuPy finds NCCL's library."""
+        from cupy.cuda import nccl
+
+        return bool(nccl.available)
+
+    def nccl_identity(self) -> Any:
+        """ncclGetUniqueId."""
+        return self._cupy.cuda.nccl.get_unique_id()
+
+    def nccl(self, index: int, n: int, identity: Any, rank: int) -> Any:
+        """ncclCommInitRank."""
+        with self.on(index):
+            return self._cupy.cuda.nccl.NcclCommunicator(n, identity, rank)
+
+    @contextmanager
+    def nccl_together(self) -> Iterator[None]:
+        """Between ncclGroupStart and ncclGroupEnd."""
+        self._cupy.cuda.nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._cupy.cuda.nccl.groupEnd()
 
 
 class _Opened:
@@ -427,5 +471,5 @@ class _Opened:
     def __del__(self) -> None:
         if sys.is_finalizing():  # the driver goes as well, and closes it
             return
-        with suppress(Exception), self._cuda._on(self._index):
+        with suppress(Exception), self._cuda.on(self._index):
             self._cuda._api.ipcCloseMemHandle(self._address)

@@ -31,7 +31,7 @@ from mpicoll.dtypes import DTYPES, DType, Kind, ReduceOp, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels import Kernels, kernels
 
-__all__ = ["Loop", "combine", "loop", "narrow", "scale"]
+__all__ = ["Loop", "combine", "factor_of", "loop", "narrow", "scale"]
 
 Array = npt.NDArray[Any]
 
@@ -108,7 +108,7 @@ def scale(dtype: DType, source: Array, factor: Any, out: Array) -> None:
     count = _check_out(out, dtype.numpy if rounds else dtype.accumulate)
     _check(source, dtype.numpy, count)
     with np.errstate(all="ignore"):
-        factor = _factor(dtype, factor)
+        factor = factor_of(dtype, factor)
         if dtype.kind is Kind.NARROW_FLOAT:
             converter, scratch = _converter(dtype), _scratch(_ACCUMULATOR)
             for block in _blocks(count):
@@ -186,7 +186,8 @@ def _parts(array: Array) -> Array:
     return array.view(array.real.dtype)
 
 
-def _factor(dtype: DType, factor: Any) -> Any:
+def factor_of(dtype: DType, factor: Any) -> Any:
+    """What numbers of ``dtype`` are multiplied by; raises ArgumentTypeError for what cannot be."""
     try:
         if dtype.kind is Kind.INTEGER:
             # Wrapping is what a multiplication of the residue does.

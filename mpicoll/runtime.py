@@ -163,8 +163,7 @@ def init_process_group(
         raise UnsupportedError(f"{where}: store and _ranks have no use: MPI is the rendezvous")
     if pg_options is not None:
         raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
-    if device_id is not None:
-        raise UnsupportedError(f"{where}: device_id: devices are not supported yet")
+    backends.check_device(device_id, where)
     get_debug_level()  # what is wrong with the environment is wrong now
     told = launch.told(init_method, _given("rank", rank), _given("world_size", world_size))
     meeting = launch.meeting(init_method, told, DEFAULT_TIMEOUT if limit is None else limit)
@@ -317,6 +316,8 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
         )
     point_to_point.drain(group, limit)
+    if group.devices is not None:
+        group.devices.close(limit)
     with departures.lock:  # the guard may be looking at the group
         group.close()
         state.groups.remove(group)

@@ -102,8 +102,7 @@ def _rank(rank: Any, size: int, where: str) -> int:
 def _refuse_options(where: str, pg_options: Any, device_id: Any = None) -> None:
     if pg_options is not None:
         raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
-    if device_id is not None:
-        raise UnsupportedError(f"{where}: device_id: devices are not supported yet")
+    backends.check_device(device_id, where)
 
 
 def new_subgroups(

@@ -235,11 +235,11 @@ class Work:
         return list(self.outputs)
 
     def synchronize(self) -> None:
-        """The same as ``wait()``: host memory has no stream."""
+        """The same as ``wait()``: what has ended can be seen by every stream."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as ``wait()``: host memory has no stream."""
+        """The same as ``wait()``: what has ended can be seen by every stream."""
         self.wait()
 
     def get_future(self) -> Future:

@@ -47,7 +47,12 @@ RANKS = [0, 1, 2, 3, 4]
 PLAIN, JOBS, MPI, TORCH = FOLDERS = "tests", "tests/test_jobs.py", "tests/mpi", "tests/pytorch"
 TORCH_RANKS = [2, 4]
 #: Tests of ``tests/`` in which no MPI has a part: they run with the first one alone.
-ONCE = ["tests/test_reduction.py", "tests/test_shared_memory.py"]
+ONCE = [
+    "tests/test_binding.py",
+    "tests/test_device_kernels.py",
+    "tests/test_reduction.py",
+    "tests/test_shared_memory.py",
+]
 #: Where others than those are enough: Intel MPI is of MPICH's family, and its jobs end like those.
 RANKS_OF = {"impi": [2]}
 

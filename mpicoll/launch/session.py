@@ -366,7 +366,7 @@ def _machine() -> str:
     return f"{socket.gethostname()}/{boot}/{inode}" if not boot else f"{boot}/{inode}"
 
 
-def _node() -> str:
+def node() -> str:
     """Names what shares memory: a host, a file system for it, and numbers of processes."""
     words = [socket.gethostname(), _machine().partition("/")[0]]
     for path in ("/dev/shm", "/proc/self/ns/pid"):
@@ -406,7 +406,7 @@ def _connect(place: dict[str, object], role: str, meeting: Meeting) -> socket.so
 def _introduce(sock: socket.socket, role: str, meeting: Meeting, secret: str) -> None:
     nonce = greeted(sock)
     mine = secrets.token_hex(server.NONCE)
-    words = [role, str(meeting.rank), str(meeting.world_size), _node(), mine]
+    words = [role, str(meeting.rank), str(meeting.world_size), node(), mine]
     proof = server.mac(secret, "rank", nonce, *words)
     sock.sendall(" ".join([*words, proof]).encode() + b"\n")
     answer, _, rest = read_line(sock).partition(" ")

@@ -19,7 +19,8 @@ import numpy as np
 from mpicoll import views
 from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
-from mpicoll.reduction import combine, narrow, scale
+from mpicoll.reduction import combine
+from mpicoll.routes.algorithms import Space
 from mpicoll.routes.wire import datatype, exchange, message
 from mpicoll.views import View
 
@@ -170,6 +171,7 @@ def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
 
 def premultiplied(
     group: ProcessGroup,
+    space: Space,
     dtype: DType,
     factor: object,
     everywhere: bool,
@@ -185,8 +187,8 @@ def premultiplied(
     summed = make(wide)
 
     def scaled(view: View) -> View:
-        product = views.scratch(wide, view.count)
-        scale(dtype, view.flat, factor, product.flat)
+        product = space.blank(wide, view.count)
+        space.scale(view, factor, product)
         return product
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
@@ -195,13 +197,13 @@ def premultiplied(
             out = scaled(recv)
             summed(None, out, root, None)
         else:
-            out = recv if wide is dtype else views.scratch(wide, recv.count)
+            out = recv if wide is dtype else space.blank(wide, recv.count)
             summed(scaled(send), out, root, blocks)
         if out is recv or not (everywhere or root == me):
             return
         if wide is dtype:
-            recv.flat[...] = out.flat
+            space.copy(out, recv)
         else:
-            narrow(out.flat, recv.flat)
+            space.narrow(out, recv)
 
     return route

@@ -1,13 +1,21 @@
-"""Which route device memory takes: agreed on by all ranks of a group, with its first such call."""
+"""The choice of a route for device memory, the same on every rank: the ranks of a group tell each
+other what they can do, with its first such call.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from mpicoll.calls import Way
+from mpicoll import binding, capabilities
+from mpicoll.calls import Blocks, Route, Way, reads
+from mpicoll.device import Lane
 from mpicoll.dtypes import DType, ReduceOp
-from mpicoll.primitives import Primitive
-from mpicoll.routes import hosts, staged
+from mpicoll.errors import UnsupportedError
+from mpicoll.primitives import Layout, Primitive
+from mpicoll.reduction import loop
+from mpicoll.routes import composed, direct, hosts, native, nccl, peer, staged
+from mpicoll.views import DeviceView, View
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -15,8 +23,227 @@ if TYPE_CHECKING:
 __all__ = ["choose"]
 
 
+class Devices:
+    """What a group has agreed on.
+
+    names: its routes, the best first.
+    peers: the workspaces of all ranks, where they are mapped.
+    nccl:  NCCL's communicator, where it was asked for and can be had.
+    space: this rank's device memory.
+    """
+
+    def __init__(self, group: ProcessGroup, lane: Lane) -> None:
+        self.space = Space(lane)
+        found = capabilities.exchange(group.comm)
+        forced = capabilities.forced_route(found)
+        if forced is None and "peer" not in capabilities.routes(found):
+            found = capabilities.exchange(group.comm, tries=True)
+        self.names = capabilities.routes(found, forced)
+        binding.warn(found, group.comm.allgather(lane.index), group.rank())
+        self.nccl = None
+        if "nccl" in self.names or nccl.asked_for(group.backend):
+            self.nccl = nccl.meet(group, lane)
+        if self.nccl is not None and forced is None:
+            self.names = ("nccl", *self.names)
+        self.peers = peer.meet(group, lane) if "peer" in self.names else None
+        for name, found_to_be in (("peer", self.peers), ("nccl", self.nccl)):
+            if forced == name and found_to_be is None:
+                raise UnsupportedError(f"MPICOLL_DEVICE_ROUTE={name}: {_MISSING[name]}")
+
+    def close(self, limit: float) -> None:
+        """The end of the group; all ranks call. limit: seconds to wait for them."""
+        if self.nccl is not None:
+            self.nccl.close()
+        if self.peers is not None:
+            self.peers.close(limit)
+
+
+_MISSING = {
+    "peer": "a rank cannot map another's device memory (CUDA IPC)",
+    "nccl": "a rank has no NCCL, or two ranks share a GPU",
+}
+
+
+class Space:
+    """A device's memory, as algorithms see it.
+
+    lane: where the current call happens.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+
+    def serves(self, op: ReduceOp, dtype: DType) -> bool:
+        """A kernel does it."""
+        return loop(op, dtype) is not None
+
+    def blank(self, dtype: DType, count: int) -> DeviceView:
+        """Scratch of the lane."""
+        memory = self.lane.scratch(count * dtype.itemsize)
+        made = DeviceView(memory, dtype, self.lane.index, memory.address, (count,), None, 0)
+        made.lane = self.lane
+        return made
+
+    def copy(self, source: View, into: View) -> None:
+        """Enqueues it."""
+        if into.buffer is None:
+            into.fill(source)
+        else:
+            source.put(into)
+
+    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+        """Enqueues a kernel."""
+        by = loop(op, out.dtype)
+        assert by is not None
+        lane = self.lane
+        addresses = [_address(source) for source in sources]
+        lane.runtime.combine(
+            lane.index, by, addresses, _address(out), out.count, divisor, lane.work
+        )
+
+    def scale(self, source: View, factor: Any, out: View) -> None:
+        """Enqueues a kernel."""
+        lane = self.lane
+        lane.runtime.scale(
+            lane.index, source.dtype, _address(source), factor, _address(out), out.count, lane.work
+        )
+
+    def narrow(self, source: View, out: View) -> None:
+        """Enqueues a kernel."""
+        lane = self.lane
+        lane.runtime.narrow(
+            lane.index, out.dtype, _address(source), _address(out), out.count, lane.work
+        )
+
+    def settle(self) -> None:
+        """Waits for the lane's stream."""
+        self.lane.settle(self.lane.work)
+
+
+def _address(view: View) -> int:
+    assert isinstance(view, DeviceView)
+    return view.address
+
+
 def choose(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType | None
 ) -> Way:
     """What carries out calls of this kind on device memory in this group."""
-    return Way(staged.route(primitive, group, hosts.choose(primitive, group, op, dtype).route))
+    assert dtype is not None
+    chosen: Route | None = None
+
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        nonlocal chosen
+        first = send if recv is None else recv
+        assert isinstance(first, DeviceView)
+        agreed: Devices | None = group.devices
+        if agreed is None:  # the first call, on every rank
+            agreed = group.devices = Devices(group, first.working)
+        agreed.space.lane = first.working
+        if chosen is None:
+            chosen = _first(agreed, primitive, group, op, dtype)
+        chosen(send, recv, root, blocks)
+
+    return Way(route)
+
+
+def _first(
+    agreed: Devices, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Route:
+    for name in agreed.names:
+        found = _ROUTES[name](agreed, primitive, group, op, dtype)
+        if found is not None:
+            return found
+    raise UnsupportedError(
+        f"{primitive.name}: MPICOLL_DEVICE_ROUTE={agreed.names[0]} does not serve "
+        f"{'' if op is None else f'{op.name} of '}{dtype}; unset it"
+    )
+
+
+# --- the routes ---------------------------------------------------------------------------------
+
+
+def _peer(
+    agreed: Devices, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Route | None:
+    peers = agreed.peers
+    if peers is None or (op is not None and not agreed.space.serves(op.op, dtype)):
+        return None
+    if op is None or op.factor is None:
+        return peer.route(peers, primitive, op, dtype)
+    everywhere = not primitive.root
+    return composed.premultiplied(
+        group,
+        agreed.space,
+        dtype,
+        op.factor,
+        everywhere,
+        lambda wide: peer.route(peers, primitive, ReduceOp.SUM, wide),
+    )
+
+
+def _nccl(
+    agreed: Devices, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Route | None:
+    return None if agreed.nccl is None else nccl.route(agreed.nccl, primitive, op, dtype)
+
+
+def _direct(
+    agreed: Devices, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Route | None:
+    found = direct.choose(primitive, group, op, dtype, agreed.space)
+    return None if found is None else _plain(agreed.space, primitive, group, found)
+
+
+def _native(
+    agreed: Devices, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Route | None:
+    if op is None and primitive.name == "broadcast":
+        found = hosts.in_place(native.broadcast(group, dtype)).route
+    elif op is None and primitive.layout is not Layout.EXCHANGED:
+        found = native.MOVES[primitive.name](group, dtype)
+    elif op is not None and op.factor is None and native.reducible(op, dtype):
+        reduction = {"all_reduce": native.all_reduce, "reduce": native.reduce}
+        if primitive.name not in reduction:
+            return None
+        found = hosts.in_place(reduction[primitive.name](group, dtype, op)).route
+    else:
+        return None
+    return _plain(agreed.space, primitive, group, found)
+
+
+def _staged(
+    agreed: Devices, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Route | None:
+    return staged.route(primitive, group, hosts.choose(primitive, group, op, dtype).route)
+
+
+_ROUTES: dict[str, Callable[..., Route | None]] = {
+    "nccl": _nccl,
+    "peer": _peer,
+    "direct": _direct,
+    "native": _native,
+    "staged": _staged,
+}
+
+
+def _plain(space: Space, primitive: Primitive, group: ProcessGroup, inner: Route) -> Route:
+    """``inner`` gets memory that every MPI can take, when what the streams hold is done.
+
+    Managed memory, and memory of a pool (cudaMallocAsync), is copied: not all MPIs take it.
+    """
+
+    def plain(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        runtime = space.lane.runtime
+        out, into = send, recv
+        if send is not None and not runtime.plain(_address(send)):
+            out = send.packed()
+        if recv is not None and not runtime.plain(_address(recv)):
+            filled = send is None and reads(primitive, group, root)
+            into = recv.packed() if filled else recv.blank()
+        space.settle()
+        inner(out, into, root, blocks)
+        if recv is not None and into is not None and into is not recv:
+            recv.fill(into)
+
+    return plain

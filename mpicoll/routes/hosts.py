@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 from mpicoll.calls import Blocks, Direct, Prompt, Way
 from mpicoll.dtypes import DType, ReduceOp
-from mpicoll.primitives import Primitive
-from mpicoll.routes import composed, native, shared
+from mpicoll.primitives import Layout, Primitive
+from mpicoll.routes import composed, direct, native, shared
+from mpicoll.routes.algorithms import HOST
 from mpicoll.views import View
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["choose"]
+__all__ = ["choose", "in_place"]
 
 
 def choose(
@@ -27,7 +28,10 @@ def choose(
     if op is None:
         if primitive.name == "broadcast":
             assert dtype is not None
-            return _whole(native.broadcast(group, dtype))
+            return in_place(native.broadcast(group, dtype))
+        if primitive.layout is Layout.EXCHANGED:
+            # No rank knows the others' sizes, and MPI_Alltoall and MPI_Alltoallv must not meet.
+            return Way(direct.all_to_all(group, HOST, op))
         return Way(native.MOVES[primitive.name](group, dtype))
     assert dtype is not None
     if op.op is ReduceOp.PREMUL_SUM:
@@ -35,6 +39,7 @@ def choose(
         return Way(
             composed.premultiplied(
                 group,
+                HOST,
                 dtype,
                 op.factor,
                 everywhere,
@@ -49,15 +54,15 @@ def _reduction(primitive: Primitive, group: ProcessGroup, op: ReduceOp, dtype: D
     if primitive.name == "all_reduce":
         over_mpi = (native if whole else composed).all_reduce(group, dtype, op)
         least = shared.LEAST if whole else 0
-        return _whole(*shared.all_reduce(group, dtype, op, over_mpi, least))
+        return in_place(*shared.all_reduce(group, dtype, op, over_mpi, least))
     if primitive.name == "reduce":
         if whole:
-            return _whole(native.reduce(group, dtype, op))
+            return in_place(native.reduce(group, dtype, op))
         return Way(composed.reduce(group, dtype, op))
     return Way(composed.reduce_scatter(group, dtype, op))
 
 
-def _whole(direct: Direct, prompt: Prompt | None = None) -> Way:
+def in_place(direct: Direct, prompt: Prompt | None = None) -> Way:
     """The way of a primitive that works in place, from what it does with a buffer."""
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp
-from mpicoll.routes.wire import INT_MAX, Message, datatype, exchange, message, operation
-from mpicoll.views import Parts, View, overlapping, scratch
+from mpicoll.routes.wire import INT_MAX, datatype, message, operation
+from mpicoll.views import View
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -80,32 +80,6 @@ def scatter(group: ProcessGroup, dtype: DType) -> Route:
     return route
 
 
-def all_to_all(group: ProcessGroup, dtype: DType) -> Route:
-    """Pairwise exchange of point-to-point messages.
-
-    No rank knows the others' block sizes, and MPI_Alltoall and MPI_Alltoallv must not meet each
-    other: messages, each known to its sender and its receiver, serve every case, from where they
-    lie.
-    """
-    comm, me = group.comm, group.rank()
-
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert send is not None and recv is not None and blocks is not None
-        outgoing = _blocks(send, blocks.sends, True)
-        incoming = _blocks(recv, blocks.receives, False)
-        if isinstance(send, Parts):
-            outgoing = _apart(outgoing, incoming)
-        (own, start, count), (target, begin, _) = outgoing[me], incoming[me]
-        if count:
-            target.flat[begin : begin + count] = own.flat[start : start + count]
-        exchange(comm, _messages(outgoing, dtype, me), _messages(incoming, dtype, me))
-        for part, (packed, _, _) in zip(recv.parts, incoming, strict=False):
-            if isinstance(recv, Parts) and packed is not part:
-                part.fill(packed)
-
-    return route
-
-
 def barrier(group: ProcessGroup, dtype: DType | None) -> Route:
     """MPI_Barrier (MPI-4.1 section 6.3)."""
 
@@ -115,47 +89,12 @@ def barrier(group: ProcessGroup, dtype: DType | None) -> Route:
     return route
 
 
-Block = tuple[View, int, int]
-
-
-def _blocks(view: View, counts: Sequence[int], filled: bool) -> list[Block]:
-    """The block of each rank: a contiguous view, the block's first element in it, its count."""
-    if isinstance(view, Parts):
-        return [(_contiguous(part, filled), 0, part.count) for part in view.parts]
-    starts = np.cumsum([0, *counts[:-1]]).tolist()
-    return [(view, start, count) for start, count in zip(starts, counts, strict=True)]
-
-
-def _contiguous(part: View, filled: bool) -> View:
-    if part.buffer is not None:
-        return part
-    return part.packed() if filled else scratch(part.dtype, part.count)
-
-
-def _apart(outgoing: list[Block], incoming: list[Block]) -> list[Block]:
-    """The blocks to send, copies where their memory is received into before they may be sent."""
-    shared = overlapping([view for view, _, _ in outgoing], [view for view, _, _ in incoming])
-    return [
-        (view.packed() if both else view, start, count)
-        for (view, start, count), both in zip(outgoing, shared, strict=True)
-    ]
-
-
-def _messages(blocks: list[Block], dtype: DType, me: int) -> list[Message | None]:
-    return [
-        message(view.buffer, count, dtype, start) if count and rank != me else None
-        for rank, (view, start, count) in enumerate(blocks)
-    ]
-
-
-#: What only moves, by the name of the primitive.
+#: What only moves and MPI does, by the name of the primitive.
 MOVES: dict[str, Callable[[ProcessGroup, Any], Route]] = {
     "all_gather": all_gather,
     "all_gather_single": all_gather,
     "gather": gather,
     "scatter": scatter,
-    "all_to_all": all_to_all,
-    "all_to_all_single": all_to_all,
     "barrier": barrier,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,10 @@ def _many(dtype: DType, count: int) -> MPI.Datatype:
             [whole, rest], [0, whole * block * dtype.itemsize], [blocks, element]
         ).Commit()
         blocks.Free()
+        # Freed with the last message that has it: others may be made before that one is through.
+        weakref.finalize(found, MPI.Datatype.fromhandle(found.handle).Free).atexit = False
         if len(_derived) >= 16:
-            _derived.pop(next(iter(_derived))).Free()
+            _derived.pop(next(iter(_derived)))
         _derived[key] = found
     return found
 

@@ -43,6 +43,8 @@ _OPERATIONS = {hash(getattr(c10d.ReduceOp.RedOpType, row.name)): row for row in 
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 _ALL_REDUCE_OPTIONS = c10d.AllreduceOptions
 _NOW = timedelta(0)
+#: The kinds of device whose tensors are served; not ROCm, which torch calls by the same name.
+_DEVICES = ("cpu", "cuda") if torch.version.cuda and torch.cuda.is_available() else ("cpu",)
 _NO_EVENT: AbstractContextManager[None] = nullcontext()
 #: Calls in a batch from which on those that are done leave it.
 _BATCH = 256
@@ -121,13 +123,13 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     @property
     def _device_types(self) -> list[torch.device]:
         """The kinds of device whose tensors are served."""
-        return [torch.device("cpu")]
+        return [torch.device(kind) for kind in _DEVICES]
 
     def _get_backend(self, device: torch.device) -> TorchGroup:
         """This group: it is its own backend, for every device that it serves."""
-        if torch.device(device).type != "cpu":
+        if torch.device(device).type not in _DEVICES:
             raise UnsupportedError(
-                f"mpicoll: no backend for device {device}: tensors have to be on the host"
+                f"mpicoll: no backend for device {device}; expected one of {', '.join(_DEVICES)}"
             )
         return self
 

@@ -33,9 +33,13 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp) -> Work:
             f"all_reduce: op: {op.name} of a sparse tensor is not supported; expected SUM or AVG"
         )
 
+    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
     def task() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), torch.cuda.stream(stream):
             tensor.copy_(_sum(group, tensor.coalesce(), op))
+        if stream is not None:
+            stream.synchronize()
 
     return execute.submit(group, task, "all_reduce", (tensor,))
 

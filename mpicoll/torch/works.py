@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -63,11 +63,11 @@ class Pending(TorchWork):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        """The same as ``wait()``: host memory has no stream."""
+        """The same as ``wait()``: what has ended can be seen by every stream."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as ``wait()``: host memory has no stream."""
+        """The same as ``wait()``: what has ended can be seen by every stream."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -91,8 +91,7 @@ class Pending(TorchWork):  # type: ignore[misc]
     def get_future(self) -> Any:
         """A torch.futures.Future of the list of output tensors."""
         if self._future is None:
-            outputs = list(self._outputs)
-            self._future = _future(self._works, lambda: outputs)
+            self._future = _future(self._works, list(self._outputs))
         return self._future
 
     def get_future_result(self) -> Any:
@@ -157,12 +156,11 @@ class Done(TorchWork):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         """A torch.futures.Future of the list of output tensors, which is done."""
-        outputs = self.result()
-        return _future((), lambda: outputs)
+        return _future((), self.result())
 
     def get_future_result(self) -> Any:
         """A torch.futures.Future of WorkResult.SUCCESS."""
-        return _future((), lambda: _RESULT.SUCCESS)
+        return self.get_future().then(lambda _: _RESULT.SUCCESS)
 
 
 def joined(pending: Sequence[Pending]) -> Pending:
@@ -180,9 +178,11 @@ def flat(output: Any) -> list[torch.Tensor]:
     return [] if output is None else [output]
 
 
-def _future(works: Sequence[core.Work], value: Callable[[], Any]) -> Any:
-    """A torch Future that ends with ``value()`` when all works have, with an error if one has."""
-    ended: Any = torch.futures.Future()
+def _future(works: Sequence[core.Work], outputs: list[Any]) -> Any:
+    """A torch Future of ``outputs`` that ends when all works have, with an error if one has."""
+    # torch refuses values on devices that it was not told of.
+    devices = {one.device for one in outputs if one.is_cuda}
+    ended: Any = torch.futures.Future(devices=list(devices))
     pending = list(works)
 
     def look(done: core.Future | None) -> None:
@@ -201,7 +201,7 @@ def _future(works: Sequence[core.Work], value: Callable[[], Any]) -> Any:
             error = work.exception()
             if error is not None:
                 raise error
-        return value()
+        return outputs
 
     # Not Future.set_exception: it sets a value that raises where Python asks for it, and C++, such
     # as DDP's reducer, would take the exception for a tensor. What a callback raises is an error.

@@ -72,10 +72,10 @@ def operands(op: ReduceOp, dtype: DType, count: int, rank: int) -> Array:
 def factors(dtype: DType, n: int) -> list[Any]:
     """What each rank of a group multiplies by, as numbers and as arrays of one."""
     if dtype.kind is Kind.INTEGER:
-        return [3, np.int64(-2), np.array([7]), 2**40 + 1][:n]
+        return [3, np.int64(-2), np.array([7]), 2**40 + 1, 5][:n]
     if dtype.kind is Kind.COMPLEX:
-        return [1 + 2j, np.float32(0.5), np.array(-1.5 + 0.25j), 3][:n]
-    return [0.5, np.float64(3.1), np.array([[1.25]], np.float32), 2][:n]
+        return [1 + 2j, np.float32(0.5), np.array(-1.5 + 0.25j), 3, 2j][:n]
+    return [0.5, np.float64(3.1), np.array([[1.25]], np.float32), 2, 0.75][:n]
 
 
 def number(factor: Any) -> Any:

@@ -8,6 +8,7 @@ New memory is full of garbage.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -57,7 +58,7 @@ class Simulated:
         self.pool: set[int] = set()  # addresses of memory that is not plain
         self.captured: set[int] = set()
         self.current = 0
-        self.copied = 0  # bytes, by copy()
+        self.given_back: list[Any] = []
 
     def _find(self, index: int, stream: int) -> Stream:
         return self.streams[index, stream]
@@ -112,19 +113,27 @@ class Simulated:
             found = self._find(index, stream)
             return Event(found, found.end)
 
-    def wait(self, stream: int, event: Event) -> None:
+    def wait(self, index: int, stream: int, event: Event) -> None:
         with self.lock:
-            self._find(event.stream.index, stream).waiting.append(event)
+            self._find(index, stream).waiting.append(event)
 
     def synchronize(self, event: Event) -> None:
         self._run(event.stream, event.place)
 
     def allocate(self, index: int, nbytes: int) -> Memory:
         """As a file without a name, which another process may open."""
+        given_back, self.given_back = self.given_back, []
+        if len(given_back) < 64:
+            self.given_back += given_back
+        else:
+            for stream in list(self.streams.values()):
+                self._run(stream, stream.end)
+            for file, _ in given_back:
+                os.close(file)
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         file = os.memfd_create("simulated")
         os.ftruncate(file, size)
-        return _mapped(file, size, nbytes, fill=True)
+        return _mapped(self, file, size, nbytes, fill=True)
 
     def pinned(self, nbytes: int) -> Memory:
         array = np.full(max(nbytes, 1), 0xCD, np.uint8)
@@ -134,7 +143,6 @@ class Simulated:
         return address not in self.pool
 
     def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
-        self.copied += nbytes
         self.enqueue(index, stream, lambda: ctypes.memmove(into, source, nbytes))
 
     def copy_strided(
@@ -188,6 +196,12 @@ class Simulated:
 
         self.enqueue(index, stream, task)
 
+    def on(self, index: int) -> Any:
+        return contextlib.nullcontext()
+
+    def has_nccl(self) -> bool:
+        return False
+
     def exported(self, memory: Memory) -> bytes:
         owner = memory._owner
         return f"{os.getpid()} {owner.file} {owner.size} {memory.nbytes}".encode()
@@ -195,23 +209,25 @@ class Simulated:
     def opened(self, index: int, handle: bytes) -> Memory:
         process, file, size, nbytes = map(int, handle.split())
         file = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
-        return _mapped(file, size, nbytes, fill=False)
+        return _mapped(self, file, size, nbytes, fill=False)
 
 
 class _Mapped:
-    def __init__(self, file: int, memory: mmap.mmap, size: int) -> None:
-        self.file, self.memory, self.size = file, memory, size
+    """Memory of a device; as in CUDA, giving it back waits until all is done."""
+
+    def __init__(self, cuda: Simulated, file: int, memory: mmap.mmap, size: int) -> None:
+        self.cuda, self.file, self.memory, self.size = cuda, file, memory, size
 
     def __del__(self) -> None:
-        os.close(self.file)
+        self.cuda.given_back.append((self.file, self.memory))
 
 
-def _mapped(file: int, size: int, nbytes: int, fill: bool) -> Memory:
+def _mapped(cuda: Simulated, file: int, size: int, nbytes: int, fill: bool) -> Memory:
     memory = mmap.mmap(file, size)
     array = np.frombuffer(memory, np.uint8)
     if fill:
         array[...] = 0xEE
-    owner = _Mapped(file, memory, size)
+    owner = _Mapped(cuda, file, memory, size)
     owner.array = array
     return Memory(array.ctypes.data, nbytes, owner)
 

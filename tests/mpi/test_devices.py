@@ -5,24 +5,65 @@ from __future__ import annotations
 import numpy as np
 import oracle
 import pytest
+from conftest import TIMEOUT
+from conftest import team as group_of
 from driver import DTYPES, MOVES, REDUCTIONS, Call, legal, meet
 from simulated import DeviceArray, Simulated
 
 import mpicoll as dist
-from mpicoll import device
+from mpicoll import capabilities, device
+from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.routes import staged
+from mpicoll.reduction import loop
+from mpicoll.routes import native, peer, staged
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
+@pytest.fixture(scope="module", params=["staged", "peer", "direct", "native"])
+def road(request):
+    """The device route that is forced, on an MPI that takes what is the host's memory in truth."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPICOLL_DEVICE_ROUTE", request.param)
+        patch.setenv("MPICOLL_CUDA_AWARE", "full")
+        patch.setattr(capabilities, "_known", None)
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def cuda():
+def cuda(road):
+    """The devices of this process; some of their memory not of a kind that MPI takes."""
     with pytest.MonkeyPatch.context() as patch:
         found = Simulated()
         patch.setattr(device, "_runtime", found)
         yield found
+
+
+@pytest.fixture(scope="module")
+def teams(cuda):
+    """Groups of their own for each route; all ranks, some, and all in another order."""
+    dist.init_process_group(timeout=TIMEOUT)
+    n = dist.get_world_size()
+    everybody = group_of("world", range(n))
+    some = group_of("subset", range(1, n) if n > 1 else [0])
+    yield [everybody, some, group_of("reordered", range(n)[::-1])]
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def world(teams):
+    return teams[0]
+
+
+def serves(road, name, dtype, op):
+    """Whether a route that is forced serves such calls."""
+    if op is None:
+        return road != "native" or not name.startswith("all_to_all")
+    if road == "native":
+        return name in ("all_reduce", "reduce") and op.op is not ReduceOp.PREMUL_SUM and (
+            native.reducible(op, dtype))  # fmt: skip
+    return road == "staged" or loop(op, dtype) is not None
 
 
 class DeviceCall(Call):
@@ -56,15 +97,17 @@ class DeviceCall(Call):
         super().check()
 
 
-def sweep(cuda, teams, mpi, name, dtype, op, counts):
+def sweep(road, cuda, teams, mpi, name, dtype, op, counts):
     for team in teams:
         meet(mpi)
         if team.me is None:
             continue
-        for count in counts:
+        for count in counts if serves(road, name, dtype, op) else ():
             root = count % team.size if any(
                 row.name == name and row.root for row in PRIMITIVES) else 0  # fmt: skip
             call = DeviceCall(cuda, name, team, dtype, count, op, root, strided=count == 7)
+            if count == 1000:
+                cuda.pool.update(array.memory.address for array in call.made)
             if count % 2:
                 call.run()
             else:
@@ -75,34 +118,40 @@ def sweep(cuda, teams, mpi, name, dtype, op, counts):
 
 @pytest.mark.parametrize("name", MOVES)
 @by_dtype
-def test_moves(cuda, teams, mpi, name, dtype):
-    sweep(cuda, teams, mpi, name, dtype, None, (0, 1, 7, 1000))
+def test_moves(road, cuda, teams, mpi, name, dtype):
+    sweep(road, cuda, teams, mpi, name, dtype, None, (0, 1, 7, 1000))
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 @by_dtype
-def test_reduces(cuda, teams, mpi, name, dtype):
+def test_reduces(road, cuda, teams, mpi, name, dtype):
     for op in legal(dtype):
-        sweep(cuda, teams, mpi, name, dtype, op, (0, 1, 7, 1000))
+        sweep(road, cuda, teams, mpi, name, dtype, op, (0, 1, 7, 1000))
 
 
 # ---- The same with seams everywhere --------------------------------------------------------------
 
 
 @by_dtype
-def test_pieces(cuda, world, monkeypatch, dtype):
+def test_pieces(road, cuda, world, monkeypatch, dtype):
     """One, two and more pieces, with a rest."""
     monkeypatch.setattr(staged, "PIECE", 8 * dtype.itemsize * (world.size + 1))
+    monkeypatch.setattr(peer, "SLOT", 64 * world.size)
+    monkeypatch.setattr(peer, "_LINE", 16)
+    monkeypatch.setattr(peer, "WHOLE", 32)
+    world = group_of("seams", range(world.size))
     for count in (8, 9, 16, 17, 61):
         for name in MOVES:
-            DeviceCall(cuda, name, world, dtype, count, None, count % world.size).run()
+            if serves(road, name, dtype, None):
+                DeviceCall(cuda, name, world, dtype, count, None, count % world.size).run()
         for name in REDUCTIONS:
             op = legal(dtype)[count % len(legal(dtype))]
-            DeviceCall(cuda, name, world, dtype, count, op, count % world.size).run()
+            if serves(road, name, dtype, op):
+                DeviceCall(cuda, name, world, dtype, count, op, count % world.size).run()
 
 
 @by_dtype
-def test_uneven_blocks(cuda, world, dtype):
+def test_uneven_blocks(road, cuda, world, dtype):
     """all_gather of arrays of different sizes, and all_to_all_single with splits."""
     counts = [5, 0, 3, 17][: world.size]
     mine = oracle.any_bits(dtype, counts[world.me], world.me)
@@ -111,6 +160,8 @@ def test_uneven_blocks(cuda, world, dtype):
     dist.all_gather(outputs, given)
     for r, output in enumerate(outputs):
         oracle.same_bits(got(output), oracle.any_bits(dtype, counts[r], r), f"{r} of {dtype}")
+    if road == "native":
+        return
     sends = [world.me + r for r in range(world.size)]
     mine = oracle.any_bits(dtype, sum(sends), world.me)
     output = uploaded(cuda, np.zeros(sum(sends), dtype.numpy))
@@ -169,6 +220,19 @@ def test_two_streams_in_one_call(cuda, world):
     assert given.number != output.number
     dist.all_gather_single(output, given)
     assert (np.arange(world.size) == got(output).reshape(world.size, 10).T).all()
+
+
+def test_another_device(cuda, world):
+    """A group's ranks may call with one device, and then with another."""
+    group = dist.new_group()
+    for index in (0, 1, 0):
+        array = uploaded(cuda, np.full(50, world.me + index, np.float32), index)
+        output = uploaded(cuda, np.zeros((world.size, 50), np.float32), index)
+        dist.all_reduce(array, group=group)
+        dist.all_gather_single(output, array, group=group)
+        expected = sum(range(world.size)) + index * world.size
+        assert (got(array) == expected).all() and (got(output) == expected).all()
+    dist.destroy_process_group(group)
 
 
 def test_messages(cuda, world):

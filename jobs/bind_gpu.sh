@@ -1,0 +1,45 @@
+#!/bin/sh
+# Gives each rank its GPU before MPI starts, for MPI libraries that have to see one GPU only:
+#
+#     srun bind_gpu.sh python script.py        mpirun bind_gpu.sh python script.py
+#
+# Sets CUDA_VISIBLE_DEVICES to one entry of the list that it holds, else to one GPU of the node, by
+# the rank on the node. A rank that has one GPU, or GPUs of its own from Slurm, keeps them.
+
+if [ $# -eq 0 ]; then
+    echo "usage: LAUNCHER bind_gpu.sh COMMAND [ARGUMENT...]" >&2
+    exit 2
+fi
+[ -z "$SLURM_GPUS_PER_TASK" ] || exec "$@"
+
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    gpus=$CUDA_VISIBLE_DEVICES
+else
+    gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader 2> /dev/null) || gpus=
+fi
+gpus=$(printf %s "$gpus" | tr -s ', \n' ' ')
+count=0
+for gpu in $gpus; do count=$((count + 1)); done
+[ "$count" -gt 1 ] || exec "$@"
+
+local_rank=
+for name in LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD_LOCAL_RANK \
+    PMI_LOCAL_RANK PALS_LOCAL_RANKID FLUX_TASK_LOCAL_ID SLURM_LOCALID; do
+    eval "value=\${$name-}"
+    case $value in
+        '' | *[!0-9]*) ;;
+        *) local_rank=$value && break ;;
+    esac
+done
+if [ -z "$local_rank" ]; then
+    echo "bind_gpu.sh: no launcher tells the rank on the node; set LOCAL_RANK" >&2
+    exit 1
+fi
+
+skip=$((local_rank % count))
+for gpu in $gpus; do
+    [ "$skip" -gt 0 ] || break
+    skip=$((skip - 1))
+done
+export CUDA_VISIBLE_DEVICES="$gpu"
+exec "$@"

@@ -1,0 +1,70 @@
+"""The commands: ``python -m mpicoll COMMAND``, alone or on all ranks of a job.
+
+A command is a module here with ``add_arguments(parser)`` and ``run(options)``, which returns the
+exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpicoll.errors import MpicollError
+
+__all__ = ["COMMANDS", "first", "main", "start"]
+
+#: What each command does, by its name, which is that of its module.
+COMMANDS: dict[str, str] = {
+    "doctor": "what was found here, how calls are carried out, and what to change",
+    "hello": "one line from each rank",
+}
+
+#: Variables with the rank, the innermost launcher's first.
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+#: Seconds after which a rank that did not come is missing.
+LIMIT = 120.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code. Exits with code 2 for a bad command line."""
+    with contextlib.ExitStack() as quiet:
+        if not first():
+            nowhere = quiet.enter_context(open(os.devnull, "w"))  # noqa: PTH123
+            quiet.enter_context(contextlib.redirect_stdout(nowhere))
+            quiet.enter_context(contextlib.redirect_stderr(nowhere))
+        options = _parser().parse_args(arguments)
+    return int(_module(options.command).run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mpicoll", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, what in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+        _module(name).add_arguments(command)
+    return parser
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"mpicoll.cli.{name}")
+
+
+def first(environment: Mapping[str, str] = os.environ) -> bool:
+    """This is rank 0, or alone, as the launcher says: the rank that speaks before MPI runs."""
+    said = next((environment[name] for name in RANKS if environment.get(name)), "0")
+    return said == "0"
+
+
+def start() -> str:
+    """Makes the default group of all ranks; returns why there is none, "" where there is."""
+    import mpicoll as dist
+
+    try:
+        dist.init_process_group(timeout=LIMIT)
+    except MpicollError as error:
+        return str(error)
+    return ""

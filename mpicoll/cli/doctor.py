@@ -1,0 +1,429 @@
+"""``python -m mpicoll doctor``: what was found, how calls are carried out, what to change."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import socket
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpicoll import cli
+
+if TYPE_CHECKING:
+    from mpicoll.capabilities import Capabilities
+    from mpicoll.dtypes import DType, ReduceOp
+    from mpicoll.groups import ProcessGroup
+    from mpicoll.primitives import Primitive
+
+__all__ = ["ADVICE", "Seen", "add_arguments", "run"]
+
+Facts = dict[str, str]
+Routes = dict[str, str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds --json and --again."""
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument(
+        "--again", action="store_true", help="try device memory again, whatever is known of it"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit code 0, or 1 where something is wrong. Rank 0 prints."""
+    before = {"launcher": _launcher()}  # init_process_group sets variables
+    wrong = cli.start()
+    if wrong:
+        speaks, seen = cli.first(), Seen([_here() | before | {"torch": _torch()}], wrong=wrong)
+    else:
+        speaks, seen = _look(before, options.again)
+    advice = [(each.wrong, text) for each in ADVICE for text in each.texts(seen) if text]
+    if speaks:
+        show = _json if options.json else _text
+        print(show(seen, advice), flush=True)
+    return 1 if any(bad for bad, _ in advice) else 0
+
+
+@dataclass
+class Seen:
+    """What the ranks found.
+
+    facts:  what each says of itself, by rank.
+    wrong:  why the ranks are no world, "" where they are.
+    all_ranks: what each can do.
+    idle:   of GPUs that are idle while others are shared.
+    bad_route: why MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE cannot be followed.
+    shared: all_reduce goes through shared memory; None where that is not known, or on several
+            nodes.
+    host, device: by primitive, how arrays there are served.
+    """
+
+    facts: list[Facts]
+    wrong: str = ""
+    all_ranks: tuple[Capabilities, ...] = ()
+    idle: list[str] = field(default_factory=list)
+    bad_route: str = ""
+    shared: bool | None = None
+    host: Routes = field(default_factory=dict)
+    device: Routes = field(default_factory=dict)
+
+
+# --- looking ------------------------------------------------------------------------------------
+
+
+def _look(before: Facts, again: bool) -> tuple[bool, Seen]:
+    """What the ranks of the world find out together; True on rank 0."""
+    import mpicoll as dist
+    from mpicoll import binding
+    from mpicoll.capabilities import exchange, forced_route, routes
+    from mpicoll.errors import MpicollError
+    from mpicoll.groups import default_group
+    from mpicoll.primitives import PRIMITIVES, Layout
+
+    group, n, me = default_group(), dist.get_world_size(), dist.get_rank()
+    seen = Seen([])
+    route = ""
+    try:
+        seen.all_ranks = exchange(group.comm, tries=True, again=again)
+        route = routes(seen.all_ranks, forced_route(seen.all_ranks))[0]
+    except MpicollError as error:  # the same on all ranks
+        seen.bad_route = str(error)
+    if seen.all_ranks:
+        local = group.comm.allgather(dist.get_node_local_rank())
+        used = [
+            binding.device_for(rank, len(own.gpus))
+            for rank, own in zip(local, seen.all_ranks, strict=True)
+        ]
+        seen.idle = list(binding.idle(seen.all_ranks, used).values())
+    seen.host = _host_routes(group)
+    if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
+        seen.shared = bool(group.shared)
+    if any(own.gpus for own in seen.all_ranks) and route:
+        seen.device = {row.name: route for row in PRIMITIVES if row.layout is not Layout.EMPTY}
+    facts = _here() | before | _mpi(seen, me)
+    told = group.comm.bcast(_torch() if me == 0 else "", 0)  # importing torch takes long
+    if told.startswith(facts["torch"]):
+        facts["torch"] = told
+    seen.facts = group.comm.allgather(facts)
+    dist.destroy_process_group()
+    return me == 0, seen
+
+
+def _here() -> Facts:
+    """What is known without MPI."""
+    import mpicoll
+    from mpicoll import kernels
+
+    return {
+        "host": socket.gethostname(),
+        "Python": f"{platform.python_version()} ({sys.executable})",
+        "mpicoll": f"{mpicoll.__version__} ({Path(mpicoll.__file__).parent})",
+        "mpi4py": _version("mpi4py"),
+        "MPI": "not running",
+        "launcher": "",
+        "ranks": "",
+        "threads": "",
+        "C library": kernels.how(),
+        "torch": _version("torch"),
+        "CuPy": _version("cupy", "cupy-cuda13x", "cupy-cuda12x"),
+        "driver": _driver(),
+    }
+
+
+def _mpi(seen: Seen, me: int) -> Facts:
+    """What is known with MPI."""
+    from mpi4py import MPI
+
+    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    level = next(name for name in levels if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
+    facts = {"threads": f"MPI_THREAD_{level}"}
+    if not seen.all_ranks:
+        return facts
+    own, nodes = seen.all_ranks[me], len({each.node for each in seen.all_ranks})
+    n = len(seen.all_ranks)
+    gpus = zip(own.names, own.gpus, strict=True)
+    return facts | {
+        "MPI": f"{own.vendor} {own.version} ({own.library})",
+        "ranks": f"{n} on {nodes} node{'s' * (nodes > 1)}",
+        "GPUs": "; ".join(f"{i}: {name} ({gpu})" for i, (name, gpu) in enumerate(gpus))
+        or f"none: {own.no_gpu}",
+        "CUDA in MPI": f"{own.cuda.name.lower()} ({own.why})",
+    }
+
+
+def _launcher() -> str:
+    from mpicoll.launch.environment import LAUNCHERS
+
+    names = (each.name for each in LAUNCHERS if all(mark in os.environ for mark in each.marks))
+    return next(names, "none")
+
+
+def _version(*names: str) -> str:
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "none"
+
+
+def _torch() -> str:
+    """Its version, and whether it knows the backend."""
+    version = _version("torch")
+    if version == "none":
+        return version
+    try:
+        from torch.distributed import Backend
+    except Exception as error:
+        return f"{version}, which cannot be imported: {error}"
+    served = "is" if hasattr(Backend, "MPICOLL") else "is not"
+    return f"{version}; the backend mpicoll {served} registered"
+
+
+def _driver() -> str:
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        found = re.search(r"Kernel Module\D*([\d.]+)", text)
+        return found[1] if found else text.partition("\n")[0]
+    return "none"
+
+
+# --- how calls are carried out ------------------------------------------------------------------
+
+
+def _host_routes(group: ProcessGroup) -> Routes:
+    """How arrays on the host are served, by primitive; where elements are combined, float32 and
+    bfloat16.
+    """
+    from mpicoll.dtypes import ReduceOp, by_name
+    from mpicoll.primitives import PRIMITIVES
+
+    _use_shared_memory()
+    found = {}
+    for primitive in PRIMITIVES:
+        if not primitive.reduces:
+            found[primitive.name] = _host_route(primitive, group, None, by_name["float32"])
+            continue
+        for name in ("float32", "bfloat16"):
+            route = _host_route(primitive, group, ReduceOp.SUM, by_name[name])
+            found[f"{primitive.name} ({name})"] = route
+    return found
+
+
+def _use_shared_memory() -> None:
+    """An all_reduce that goes through shared memory, if any does: its first call finds it out."""
+    import numpy as np
+
+    import mpicoll as dist
+    from mpicoll.routes import shared
+
+    dist.all_reduce(np.zeros(shared.LEAST, np.uint8))
+
+
+def _host_route(
+    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> str:
+    """The module of the route that is chosen for such calls, in words."""
+    from mpicoll.routes import composed, direct, hosts, native, shared
+
+    words = {
+        native.__name__: "MPI",
+        direct.__name__: "messages over MPI",
+        composed.__name__: "exchange over MPI, combined here",
+        shared.__name__: "shared memory",
+    }
+    way = hosts.choose(primitive, group, op, dtype)
+    found = (way.direct or way.route).__module__
+    if found != shared.__name__:
+        return words[found]
+    assert op is not None
+    whole = native.reducible(op, dtype)
+    otherwise = words[(native if whole else composed).__name__]
+    if not group.shared:
+        return otherwise
+    return f"{words[found]}; below {shared.LEAST} bytes {otherwise}" if whole else words[found]
+
+
+# --- what to change -----------------------------------------------------------------------------
+
+
+class Advice(NamedTuple):
+    """What to say where it applies.
+
+    wrong: it is a fault, not a wish.
+    texts: what to say, or nothing.
+    """
+
+    wrong: bool
+    texts: Callable[[Seen], Sequence[str]]
+
+
+def _where(seen: Seen, name: str, pattern: str) -> str:
+    """The ranks on which a fact matches, in words; "" for none."""
+    ranks = [
+        str(r) for r, facts in enumerate(seen.facts) if re.search(pattern, facts.get(name, ""))
+    ]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
+
+
+def _if(name: str, pattern: str, text: str) -> Callable[[Seen], Sequence[str]]:
+    """The text, where a fact matches."""
+
+    def texts(seen: Seen) -> Sequence[str]:
+        where = _where(seen, name, pattern)
+        return [f"{where}: {text}"] if where else []
+
+    return texts
+
+
+def _differ(name: str) -> Callable[[Seen], Sequence[str]]:
+    def texts(seen: Seen) -> Sequence[str]:
+        values = {facts.get(name, "").partition(" (")[0] for facts in seen.facts}
+        return [f"the ranks differ in {name}: let all run the same"] if len(values) > 1 else []
+
+    return texts
+
+
+def _no_cupy(seen: Seen) -> Sequence[str]:
+    if all(own.gpus for own in seen.all_ranks) or not _where(seen, "driver", r"\d"):
+        return []
+    return [f"there is a driver, but {own.no_gpu}" for own in seen.all_ranks if own.no_gpu][:1]
+
+
+def _not_shared(seen: Seen) -> Sequence[str]:
+    if seen.shared is not False:
+        return []
+    if os.environ.get("MPICOLL_SHARED_MEMORY") == "0":
+        return ["MPICOLL_SHARED_MEMORY=0 keeps the ranks from sharing memory: unset it"]
+    return [
+        "the ranks are on one node and do not share memory, which is several times faster: they "
+        "need the C library, one user, and one container"
+    ]
+
+
+def _remedies(seen: Seen) -> Sequence[str]:
+    """Towards a better device route, where there are GPUs."""
+    from mpicoll.capabilities import Cuda
+
+    told = {f"{own.why}: {own.remedy}" for own in seen.all_ranks if own.remedy}
+    for own in seen.all_ranks:
+        tls = os.environ.get("UCX_TLS", "")
+        if own.gpus and tls and not re.search("cuda|all|^\\^", tls):
+            told.add(f"UCX_TLS={tls} leaves out cuda: add cuda_copy,cuda_ipc if MPI uses UCX")
+    several = len({own.node for own in seen.all_ranks}) > 1
+    plain = any(own.gpus and own.cuda is Cuda.NONE and not own.remedy for own in seen.all_ranks)
+    if several and plain:
+        told.add(
+            "between nodes device memory goes through the host, because MPI does not take it: a "
+            "CUDA-aware MPI saves the copies (your site's module, or one built with CUDA); if it "
+            "is one, say so with MPICOLL_CUDA_AWARE=transfer or full"
+        )
+    return sorted(told)
+
+
+ADVICE: tuple[Advice, ...] = (
+    Advice(True, lambda seen: [seen.wrong]),
+    Advice(True, _differ("mpicoll")),
+    Advice(True, _differ("MPI")),
+    Advice(
+        True,
+        _if(
+            "C library", "does not load",
+            "the C library does not load, NumPy does its work: install mpicoll again, from source "
+            "(pip install --force-reinstall --no-deps --no-binary mpicoll mpicoll)",
+        ),
+    ),
+    Advice(True, lambda seen: [seen.bad_route]),
+    Advice(True, lambda seen: sorted({own.problem for own in seen.all_ranks})),
+    Advice(True, _if("torch", "cannot be imported", "torch is installed and cannot be imported")),
+    Advice(
+        False,
+        _if(
+            "torch", "is not registered",
+            "torch does not know the backend: import mpicoll.torch and call its register(), or "
+            "unset TORCH_DEVICE_BACKEND_AUTOLOAD",
+        ),
+    ),
+    Advice(
+        False,
+        _if(
+            "C library", "was not built",
+            "NumPy does the work of the C library, and no memory is shared: install mpicoll again "
+            "where there is a C compiler",
+        ),
+    ),
+    Advice(False, _if("C library", "MPICOLL_KERNELS", "unset MPICOLL_KERNELS")),
+    Advice(
+        False,
+        _if(
+            "threads", "SINGLE|FUNNELED|SERIALIZED",
+            "MPI lets one thread in at a time, and calls wait for each other: ask for "
+            "MPI_THREAD_MULTIPLE, with an MPI that was built for it",
+        ),
+    ),
+    Advice(False, _not_shared),
+    Advice(False, _no_cupy),
+    Advice(False, _remedies),
+    Advice(False, lambda seen: seen.idle),
+)  # fmt: skip
+
+
+# --- showing ------------------------------------------------------------------------------------
+
+
+def _json(seen: Seen, advice: list[tuple[bool, str]]) -> str:
+    report: dict[str, Any] = {
+        "ok": not any(bad for bad, _ in advice),
+        "ranks": [
+            {**facts, **({"capabilities": own.words()} if own else {})}
+            for facts, own in zip(
+                seen.facts, seen.all_ranks or [None] * len(seen.facts), strict=True
+            )
+        ],
+        "routes": {"host": seen.host, "device": seen.device},
+        "advice": [{"wrong": bad, "text": text} for bad, text in advice],
+    }
+    return json.dumps(report, indent=1)
+
+
+def _text(seen: Seen, advice: list[tuple[bool, str]]) -> str:
+    lines = ["Found"]
+    for name in dict.fromkeys(name for facts in seen.facts for name in facts):
+        lines += _fact(name, [facts.get(name, "") for facts in seen.facts])
+    if seen.host:
+        lines += ["", "How calls are carried out, on arrays on the host"]
+        lines += [f"  {name:<34}{route}" for name, route in seen.host.items()]
+        lines += ["", "and on arrays on a device"]
+        lines += [f"  {name:<34}{route}" for name, route in seen.device.items()]
+        if not seen.device:
+            lines += ["  no rank has a GPU that can be used" if not seen.bad_route else "  ?"]
+    lines += [
+        "",
+        "What to change" if advice else "Nothing is wrong, and there is nothing to change",
+    ]
+    lines += [
+        textwrap.fill(
+            text, 100, initial_indent="  WRONG: " if bad else "  ", subsequent_indent="    ",
+            break_long_words=False, break_on_hyphens=False,
+        )
+        for bad, text in advice
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _fact(name: str, values: list[str]) -> list[str]:
+    """One line where the ranks agree, else one for each value."""
+    from mpicoll.watch.consistency import listed
+
+    if len(set(values)) == 1:
+        return [f"  {name:<14}{values[0]}"] if values[0] else []
+    lines = listed(value.replace("; ", ", ") for value in values).split("; ")
+    return [f"  {name:<14}{line}" for line in lines]

@@ -1,0 +1,45 @@
+"""``python -m mpicoll hello``: one line from each rank, in their order."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+
+from mpicoll import cli
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit code 0, or 1 where the ranks do not become one world."""
+    wrong = cli.start()
+    if wrong:
+        if cli.first():
+            print(f"mpicoll hello: {wrong}", file=sys.stderr)
+        return 1
+    import mpicoll as dist
+    from mpicoll.binding import device_for
+    from mpicoll.capabilities import exchange, forced_route, routes
+    from mpicoll.groups import default_group
+    from mpicoll.runtime import node_size
+
+    all_ranks = exchange(default_group().comm)
+    route = routes(all_ranks, forced_route(all_ranks))[0]
+    own, local = all_ranks[dist.get_rank()], dist.get_node_local_rank()
+    index = device_for(local, len(own.gpus))
+    gpu = "no GPU" if index is None else f"GPU {index} ({own.gpus[index]}), device route {route}"
+    line = (
+        f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}, "
+        f"local rank {local} of {node_size()}, {own.vendor} {own.version}, {gpu}"
+    )
+    lines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    if dist.get_rank() == 0:
+        print("\n".join(lines), flush=True)
+    dist.destroy_process_group()
+    return 0

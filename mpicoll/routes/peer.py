@@ -1,0 +1,425 @@
+"""Through device memory that the ranks of a node map: CUDA IPC, and nothing of MPI's but messages
+between hosts. Several ranks may share a device.
+
+Each rank has a workspace: two slots for what it gives to the others, and two for what it has
+combined for them. A call goes through in rounds of at most one slot, each in two steps or three:
+
+  1. every rank copies elements of its array into slot k (mod 2);
+  2. it copies or combines what the others have given, into its array, or, where each combines a
+     share for all, into its second slot k;
+  3. in the latter case it copies the others' shares into its array.
+
+In one turn a rank enqueues step 1 of a round, step 2 of the round before and step 3 of the one
+before that; then the hosts wait until their devices are done, and for each other. So what is read
+in a turn was written in the turn before, and two slots are enough: a slot is written again two
+turns after it was written, and all who read it have ended the turn between. Rounds are numbered on
+from call to call, so that the last turn of a call need not be waited for.
+
+All ranks combine in the order of the ranks, and share the result: the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.calls import Blocks, Route
+from mpicoll.device import Lane, Memory
+from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.errors import MismatchError
+from mpicoll.primitives import Primitive
+from mpicoll.reduction import Loop, loop
+from mpicoll.routes.wire import all_gather_bytes
+from mpicoll.views import DeviceView, View
+from mpicoll.watch.consistency import listed
+from mpicoll.work import deadline
+
+if TYPE_CHECKING:
+    from mpicoll.groups import ProcessGroup
+
+__all__ = ["Peers", "meet", "route"]
+
+#: Bytes of a slot.
+SLOT = 16 * 1024 * 1024
+#: Bytes of a message up to which every rank combines everything: a turn less.
+WHOLE = 256 * 1024
+_LINE = 256
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
+
+
+class Peers:
+    """A group's workspaces, as one rank sees them.
+
+    lane: what this rank has of its device.
+    room: bytes of a slot.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, lane: Lane, room: int, own: Memory, others: list[Memory]
+    ) -> None:
+        self.group = group
+        self.n, self.me = group.size(), group.rank()
+        self.lane = lane
+        self.room = room
+        self._own = own
+        self._workspaces = others  # by rank; this rank's is its own
+        self._turn = 0  # the number of the current call's first round
+
+    def slot(self, rank: int, k: int) -> int:
+        """The address of a rank's slot in round ``k`` of this call."""
+        return self._workspaces[rank].address + (self._turn + k) % 2 * self.room
+
+    def second_slot(self, rank: int, k: int) -> int:
+        """The address of what a rank has combined in round ``k``: a slot's n-th part and a line."""
+        size = _share_slot(self.room, self.n)
+        return self._workspaces[rank].address + 2 * self.room + (self._turn + k) % 2 * size
+
+    def go(
+        self, primitive: Primitive, code: int, count: int, rounds: int,
+        steps: Sequence[Callable[[int], None]],
+    ) -> None:  # fmt: skip
+        """Carries a call out: ``steps[s](k)`` enqueues step s of round k.
+
+        code, count: what all ranks must have alike. Raises MismatchError on all ranks otherwise.
+        """
+        turns = rounds + len(steps) - 1
+        for turn in range(turns):
+            for s, step in enumerate(steps):
+                if 0 <= turn - s < rounds:
+                    step(turn - s)
+            if turn < turns - 1:
+                self.lane.settle(self.lane.work)
+                if turn == 0:
+                    self._compare(primitive, code, count)
+                else:
+                    self.group.comm.Barrier()
+        self._turn += rounds
+
+    def _compare(self, primitive: Primitive, code: int, count: int) -> None:
+        """Waits for all ranks, and learns whether they are in the same call."""
+        mine = np.array([primitive.code, code, count, self.group.sequence], np.int64)
+        everybody = np.empty((self.n, 4), np.int64)
+        self.group.comm.Allgather(mine, everybody)
+        if not (everybody == mine).all():
+            self._turn += 2  # nobody reads what has been given
+            texts = [f"{row[2]} elements in a call of kind {row[0]}.{row[1]}" for row in everybody]
+            raise MismatchError(
+                f"{primitive.name} on rank {self.me} of group {self.group.group_name}: the ranks' "
+                f"calls do not belong together: {listed(texts)}"
+            )
+
+    def copy(self, into: int, source: int, nbytes: int) -> None:
+        """Enqueues a copy."""
+        self.lane.runtime.copy(self.lane.index, into, source, nbytes, self.lane.work)
+
+    def combine(self, by: Loop, sources: Sequence[int], out: int, count: int, divisor: int) -> None:
+        """Enqueues a reduction, which may read other ranks' memory."""
+        lane = self.lane
+        if count:
+            lane.runtime.combine(lane.index, by, sources, out, count, divisor, lane.work)
+
+    def close(self, limit: float) -> None:
+        """Lets go of the workspaces; all ranks call. The own is given back once no other rank maps
+        it any more, or never, where that takes longer than ``limit`` seconds.
+        """
+        self.lane.settle(self.lane.work)
+        self._workspaces = []
+        request, moment = self.group.comm.Ibarrier(), deadline(limit)
+        while not request.Test():
+            if time.monotonic() > moment:
+                return
+            time.sleep(1e-4)
+        _mapped.remove(self._own)
+
+
+#: Workspaces that other ranks may map: freeing such memory would pull it away under them.
+_mapped: list[Memory] = []
+
+
+def _share_slot(room: int, n: int) -> int:
+    """Bytes of a second slot: of the largest share of a slot."""
+    return _rounded(-(-room // n)) + _LINE
+
+
+def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
+    """The workspaces of all ranks; None on all of them if one cannot see another's. All call."""
+    runtime, me, room = lane.runtime, group.rank(), SLOT
+    own, handle = None, b""
+    try:
+        own = runtime.allocate(lane.index, 2 * room + 2 * _share_slot(room, group.size()))
+        handle = runtime.exported(own)
+        _mapped.append(own)
+    except Exception:  # whatever the driver says: all ranks take another route then
+        own = None
+    handles = [bytes(one) for one in all_gather_bytes(group.comm, np.frombuffer(handle, np.uint8))]
+    found: list[Memory] = []
+    if own is not None and all(handles):
+        try:
+            found = [
+                own if rank == me else runtime.opened(lane.index, one)
+                for rank, one in enumerate(handles)
+            ]
+        except Exception:
+            found = []
+    able = np.array([len(found) == group.size()])
+    everybody = np.empty(group.size(), bool)
+    group.comm.Allgather(able, everybody)
+    if own is None or not everybody.all():
+        return None  # what was mapped by some stays
+    return Peers(group, lane, room, own, found)
+
+
+def route(peers: Peers, primitive: Primitive, op: ReduceOp | None, dtype: DType) -> Route:
+    """What carries out calls of this kind, for operations that ``reduction.loop`` knows."""
+    if primitive.name == "all_reduce":
+        made = _all_reduce(peers, primitive, op, dtype)
+    else:
+        made = _in_two_steps(peers, primitive, op, dtype)
+
+    def at_home(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        first = _on(send if recv is None else recv)
+        if first.device == peers.lane.index:
+            made(send, recv, root, blocks)
+            return
+        # Another device of this process than the one whose memory the ranks have mapped.
+        home, lane = peers.lane, first.working
+        home.begin()
+        home.follow(lane)
+        out, into = (None if one is None else _moved(_on(one), home) for one in (send, recv))
+        made(out, into, root, blocks)
+        if recv is not None and into is not None:
+            peers.copy(_on(recv).address, into.address, recv.nbytes)
+        lane.follow(home)
+
+    return at_home
+
+
+def _moved(view: DeviceView, lane: Lane) -> DeviceView:
+    """A copy on another device."""
+    address = lane.scratch(view.nbytes).address
+    moved = DeviceView(view.owner, view.dtype, lane.index, address, (view.count,), None, 0)
+    moved.lane = lane
+    lane.runtime.copy(lane.index, address, view.address, view.nbytes, lane.work)
+    return moved
+
+
+def _on(view: View | None) -> DeviceView:
+    assert isinstance(view, DeviceView)
+    return view
+
+
+def _rounds(count: int, step: int) -> int:
+    """How many rounds of ``step`` elements; a call without elements meets the others as well."""
+    return max(1, -(-count // step))
+
+
+def _all_reduce(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Route:
+    by, n, me, size = loop(op, dtype), peers.n, peers.me, dtype.itemsize
+    assert by is not None
+    divisor = n if op is ReduceOp.AVG else 1
+
+    def all_reduce(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        view = _on(recv)
+        step = peers.room // size
+        whole = view.nbytes <= WHOLE or n == 1
+
+        def piece(k: int) -> tuple[int, int]:
+            return view.address + k * step * size, min(step, view.count - k * step)
+
+        def share(length: int, rank: int) -> tuple[int, int]:
+            """First element and count of a rank's share: whole lines."""
+            each = _rounded(-(-length // n) * size) // size
+            start = min(length, rank * each)
+            return start, min(length, start + each) - start
+
+        def give(k: int) -> None:
+            address, length = piece(k)
+            peers.copy(peers.slot(me, k), address, length * size)
+
+        def take(k: int) -> None:
+            address, length = piece(k)
+            start, mine = (0, length) if whole else share(length, me)
+            at = start * size
+            sources = [peers.slot(r, k) + at if r != me else address + at for r in range(n)]
+            out = address if whole else peers.second_slot(me, k)
+            peers.combine(by, sources, out, mine, divisor)
+
+        def spread(k: int) -> None:
+            address, length = piece(k)
+            for r in range(n):
+                start, theirs = share(length, r)
+                peers.copy(address + start * size, peers.second_slot(r, k), theirs * size)
+
+        steps = [give, take] if whole else [give, take, spread]
+        peers.go(primitive, dtype.code << 8 | op.code, view.count, _rounds(view.count, step), steps)
+
+    return all_reduce
+
+
+class Given(NamedTuple):
+    """A block that a rank puts into its slot: where it is, and how many elements it has."""
+
+    address: int
+    elements: int
+
+
+class Taken(NamedTuple):
+    """A block that a rank gets: whose, at which place in his slot, where to, how many elements."""
+
+    rank: int
+    place: int
+    address: int
+    elements: int
+
+
+class Parcel(NamedTuple):
+    """One rank's part of a call. A round carries a piece of every block.
+
+    places: blocks in the slot of a rank that has most of them.
+    most:   elements of the largest block of all ranks.
+    total:  elements that all ranks must have alike.
+    gives, takes: blocks. Where there is an operation, the blocks taken are combined into the place
+            of the first.
+    """
+
+    places: int
+    most: int
+    total: int
+    gives: Sequence[Given]
+    takes: Sequence[Taken]
+
+
+def _in_two_steps(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Route:
+    """Every primitive in which all that is taken has been given: copies, or one reduction."""
+    size = dtype.itemsize
+    by = None if op is None else loop(op, dtype)
+    divisor = peers.n if op is ReduceOp.AVG else 1
+    code = dtype.code << 8 | (0xFF if op is None else op.code)
+    make = _PARCELS[primitive.name]
+
+    def in_two_steps(
+        send: View | None, recv: View | None, root: int, blocks: Blocks | None
+    ) -> None:
+        parcel = make(peers, send, recv, root, blocks)
+        room = peers.room // parcel.places // _LINE * _LINE
+        step = room // size
+
+        def length(count: int, k: int) -> int:
+            return max(0, min(step, count - k * step))
+
+        def give(k: int) -> None:
+            for place, (address, count) in enumerate(parcel.gives):
+                into = peers.slot(peers.me, k) + place * room
+                peers.copy(into, address + k * step * size, length(count, k) * size)
+
+        def take(k: int) -> None:
+            sources = [peers.slot(rank, k) + place * room for rank, place, _, _ in parcel.takes]
+            outs = [one.address + k * step * size for one in parcel.takes]
+            if by is not None and parcel.takes:
+                peers.combine(by, sources, outs[0], length(parcel.takes[0].elements, k), divisor)
+                return
+            for one, source, out in zip(parcel.takes, sources, outs, strict=True):
+                peers.copy(out, source, length(one.elements, k) * size)
+
+        peers.go(primitive, code, parcel.total, _rounds(parcel.most, step), [give, take])
+
+    return in_two_steps
+
+
+def _broadcast(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
+    address, count = recv.address, recv.count
+    mine = peers.me == root
+    gives = [Given(address, count)] if mine else []
+    takes = [] if mine else [Taken(root, 0, address, count)]
+    return Parcel(1, count, count, gives, takes)
+
+
+def _reduce(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
+    address, count = recv.address, recv.count
+    ranks = range(peers.n) if peers.me == root else ()
+    takes = [Taken(rank, 0, address, count) for rank in ranks]
+    return Parcel(1, count, count, [Given(address, count)], takes)
+
+
+def _gather(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
+    counts = [send.count] * peers.n if blocks is None else list(blocks.receives)
+    takes = []
+    if recv is not None:
+        starts = accumulate(counts[:-1], initial=0)
+        takes = [
+            Taken(rank, 0, recv.address + start * recv.dtype.itemsize, count)
+            for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
+        ]
+    return Parcel(1, max(counts), sum(counts), [Given(send.address, send.count)], takes)
+
+
+def _scatter(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
+    count = recv.count
+    takes = [Taken(root, peers.me, recv.address, count)]
+    return Parcel(peers.n, count, count, _blocks(send, [count] * peers.n), takes)
+
+
+def _reduce_scatter(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
+    count = recv.count
+    takes = [Taken(rank, peers.me, recv.address, count) for rank in range(peers.n)]
+    return Parcel(peers.n, count, count, _blocks(send, [count] * peers.n), takes)
+
+
+def _all_to_all(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
+    """No rank knows the others' sizes: they are exchanged first."""
+    sends, theirs = np.array(blocks.sends, np.int64), np.empty(peers.n, np.int64)
+    peers.group.comm.Alltoall(sends, theirs)
+    wrong = np.flatnonzero(theirs != blocks.receives)
+    most = np.array([max(blocks.sends), len(wrong)], np.int64)
+    peers.group.comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
+    if most[1]:
+        rank = int(wrong[0]) if len(wrong) else -1
+        raise MismatchError(
+            f"all_to_all on rank {peers.me} of group {peers.group.group_name}: "
+            + (
+                f"expected {blocks.receives[rank]} elements from rank {rank}, which sends "
+                f"{theirs[rank]}"
+                if len(wrong)
+                else "other ranks' block sizes do not fit together"
+            )
+        )
+    starts = accumulate(blocks.receives[:-1], initial=0)
+    takes = [
+        Taken(rank, peers.me, recv.address + start * recv.dtype.itemsize, count)
+        for rank, (start, count) in enumerate(zip(starts, blocks.receives, strict=True))
+    ]
+    return Parcel(peers.n, int(most[0]), 0, _blocks(send, blocks.sends), takes)
+
+
+def _blocks(send: Any, counts: Sequence[int]) -> list[Given]:
+    """The blocks of an input that lie one after another; none of none."""
+    if send is None:
+        return []
+    starts = accumulate(counts[:-1], initial=0)
+    size = send.dtype.itemsize
+    return [
+        Given(send.address + start * size, count)
+        for start, count in zip(starts, counts, strict=True)
+    ]
+
+
+_PARCELS: dict[str, Callable[..., Parcel]] = {
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all_gather": _gather,
+    "all_gather_single": _gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all,
+}

@@ -1,0 +1,103 @@
+"""With this folder on PYTHONPATH, and FAKE_GPU set, a process has GPUs: memory of the host.
+
+FAKE_GPU names what goes wrong: "nothing", "absent" (the children of a trial find no GPU), or
+HOW-STAGE with "crash", "hang", "wrong", "error" or "lost" (whoever has GPU 1 ends), and "transfer"
+or "reduction".
+FAKE_CLAIM=1: MPI says that it takes device memory. FAKE_GPUS: how many there are.
+"""
+
+import ctypes
+import os
+import sys
+import time
+
+FAULT, _, STAGE = os.environ.get("FAKE_GPU", "").partition("-")
+#: Pieces of device memory that the first stage takes: two messages, sent and received.
+OF_TRANSFER = 4
+NOWHERE = 4096
+
+
+class FakeGpu:
+    """The part of mpicoll.device.Runtime that finding out needs."""
+
+    def __init__(self):
+        self.allocated = 0
+        self.index = None
+
+    def count(self):
+        return int(os.environ.get("FAKE_GPUS", "1"))
+
+    def name(self, index):
+        return "Fake GPU"
+
+    def identity(self, index):
+        return f"0000:{index:02x}:00.0"
+
+    def driver(self):
+        return "fake driver"
+
+    def has_nccl(self):
+        return False
+
+    def use(self, index):
+        assert 0 <= index < self.count()
+        self.index = index
+
+    def stream(self, index):
+        return 1
+
+    def record(self, index, stream):
+        return None
+
+    def synchronize(self, event):
+        pass
+
+    def faulty(self):
+        """In the stage that goes wrong."""
+        stage = "transfer" if self.allocated <= OF_TRANSFER else "reduction"
+        return stage == STAGE
+
+    def allocate(self, index, nbytes):
+        self.allocated += 1
+        memory = self.pinned(nbytes)
+        if self.faulty() and FAULT == "crash":
+            memory.address = NOWHERE  # in MPI's hands a segmentation fault, or an error of the OS
+        if self.faulty() and FAULT == "hang":
+            time.sleep(1000)
+        if self.faulty() and FAULT == "error":
+            raise RuntimeError("the fake breaks")
+        if self.faulty() and FAULT == "lost" and index == 1:
+            os._exit(3)
+        return memory
+
+    def pinned(self, nbytes):
+        from mpicoll.device import Memory
+
+        block = (ctypes.c_uint8 * nbytes)()
+        return Memory(ctypes.addressof(block), nbytes, block)
+
+    def copy(self, index, into, source, nbytes, stream):
+        if NOWHERE not in (into, source):
+            ctypes.memmove(into, source, nbytes)
+            if FAULT == "wrong" and self.faulty():
+                ctypes.c_uint8.from_address(into).value = 0x5A
+
+
+if FAULT and "-S" not in sys.orig_argv:
+    import mpicoll.device
+    from mpicoll.errors import UnsupportedError
+
+    fake = FakeGpu()
+
+    def runtime():
+        if FAULT == "absent" and "mpicoll.trial" in sys.orig_argv:
+            raise UnsupportedError("the fake is gone")
+        return fake
+
+    mpicoll.device.runtime = runtime
+    if os.environ.get("FAKE_CLAIM"):
+        from mpicoll import capabilities
+
+        capabilities.SWITCHES = ()
+        capabilities.QUERIES.clear()
+        capabilities.QUERIES["fake_query"] = lambda: 1

@@ -1,0 +1,341 @@
+"""The algorithms over messages: every primitive x dtype x operation in both kinds of memory.
+
+`Late` stands for a device: memory in which nothing that is enqueued happens before `settle`.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import oracle
+import pytest
+from conftest import team as group_of
+from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, legal, meet, same_on_all
+
+import mpicoll as dist
+from mpicoll import routes
+from mpicoll.calls import Way
+from mpicoll.dtypes import Kind, ReduceOp, by_name
+from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.routes import algorithms, direct, wire
+from mpicoll.routes.algorithms import HOST, Host
+
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+
+#: Bytes where the algorithms change, in the groups that cut what others take as a whole.
+SEAMS = {
+    "WHOLE": 128, "BLOCK": 48, "STACK": 4096, "GATHERED": 160, "LEAST": 16, "MOST": 48,
+    "LINKS": 3,
+}  # fmt: skip
+
+
+class Late(Host):
+    """Memory of the host in which everything happens at the last moment; blanks hold garbage."""
+
+    def __init__(self):
+        self.enqueued = []
+
+    def blank(self, dtype, count):
+        view = HOST.blank(dtype, count)
+        view.flat.view(np.uint8)[...] = 0xAA
+        if dtype.kind in (Kind.FLOAT, Kind.NARROW_FLOAT, Kind.COMPLEX):
+            view.flat[...] = np.nan
+        return view
+
+    def copy(self, source, into):
+        self.enqueued.append((HOST.copy, source, into))
+
+    def combine(self, op, sources, out, divisor):
+        self.enqueued.append((HOST.combine, op, list(sources), out, divisor))
+
+    def scale(self, source, factor, out):
+        self.enqueued.append((HOST.scale, source, factor, out))
+
+    def narrow(self, source, out):
+        self.enqueued.append((HOST.narrow, source, out))
+
+    def settle(self):
+        for work, *arguments in self.enqueued:
+            work(*arguments)
+        self.enqueued.clear()
+
+
+@pytest.fixture(scope="module")
+def places(world):
+    """All ranks and, reversed, all but one of them, in groups for each kind of memory."""
+    spaces = {}
+    chosen = routes.hosts.choose
+
+    def choose(primitive, group, op, dtype):
+        space = spaces.get(group.group_name)
+        route = None if space is None else direct.choose(primitive, group, op, dtype, space)
+        if route is None:
+            return chosen(primitive, group, op, dtype)
+
+        def settled(send, recv, root, blocks):
+            route(send, recv, root, blocks)
+            space.settle()
+
+        return Way(settled)
+
+    def made(name, ranks, space):
+        team = group_of(name, ranks)
+        if team.me is not None:
+            spaces[team.group.group_name] = space
+        return team
+
+    n = world.size
+    orders = (("", range(n)), (", reversed", range(n)[::-1][: max(1, n - 1)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes.hosts, "choose", choose)
+        yield [
+            made(name + order, ranks, kind())
+            for name, kind in (("late", Late), ("host", Host))
+            for order, ranks in orders
+        ]
+
+
+@pytest.fixture
+def late(places):
+    """All ranks, with late memory."""
+    return places[0]
+
+
+@pytest.fixture
+def seams(monkeypatch):
+    for name, value in SEAMS.items():
+        monkeypatch.setattr(algorithms, name, value)
+    monkeypatch.setattr(wire, "INT_MAX", 20)  # more elements travel as one of a derived type
+
+
+def counts(name, dtype, n):
+    """Elements of a block, around each change of algorithm."""
+    row, size = NAMES[name], dtype.itemsize
+    block = SEAMS["BLOCK"] // size
+    if row.reduces and row.layout is Layout.SCATTERED:
+        borders = [block, 4 * block]
+    elif row.reduces:
+        borders = [SEAMS["WHOLE"] // n // size, n * block, 4 * n * block]
+    elif name == "broadcast":
+        borders = [n * SEAMS["LEAST"] // size, 500 // size]
+    elif row.layout is Layout.GATHERED and not row.root:
+        borders = [SEAMS["GATHERED"] // n // size]
+    else:
+        borders = [40]
+    return sorted({0, 1, n - 1, n, n + 1}.union(*((border, border + 1) for border in borders)))
+
+
+def swept(places, name, dtype, op):
+    """All counts, of reductions every other; groups and roots in turn; yields the calls."""
+    turn = dtype.code + (op.code if op else 0)
+    most = max(team.size for team in places)
+    for i, count in enumerate(counts(name, dtype, most)):
+        if op is not None and (i + dtype.code + op.code // 2) % 2:
+            continue
+        team = places[(i // 2 + turn) % len(places)]
+        if team.me is not None:
+            call = Call(name, team, dtype, count, op, i % team.size if NAMES[name].root else 0)
+            call.run(by_group_rank=True)
+            yield call
+
+
+# ---- The sweep ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in MOVES if name not in NAMES[name].aliases])
+@by_dtype
+def test_moves(places, mpi, seams, name, dtype):
+    meet(mpi)
+    calls = list(swept(places, name, dtype, None))
+    assert calls
+
+
+@pytest.mark.parametrize("name", [name for name in REDUCTIONS if name not in NAMES[name].aliases])
+@by_dtype
+def test_reduces(places, mpi, seams, monkeypatch, name, dtype):
+    meet(mpi)
+    calls = []
+    for i, op in enumerate(legal(dtype)):
+        monkeypatch.setattr(algorithms, "DIRECT", 8 if i % 2 else 1)
+        calls += swept(places, name, dtype, op)
+    assert calls
+    if name == "all_reduce":
+        same_on_all(mpi, calls)
+
+
+def test_all_primitives_are_served():
+    """Every row that has arrays; of them what the space combines."""
+
+    class Particular(Host):
+        def serves(self, op, dtype):
+            return op in (ReduceOp.SUM, ReduceOp.PREMUL_SUM)
+
+    class Group:
+        def size(self):
+            return 1
+
+    for row in PRIMITIVES:
+        for op, served in (
+            (None, True),
+            (ReduceOp.SUM, True),
+            (ReduceOp.PREMUL_SUM(2), True),
+            (ReduceOp.MAX, False),
+        ):
+            route = direct.choose(row, Group(), op, DTYPES[3], Particular())
+            assert (route is not None) == (served and row.layout is not Layout.EMPTY)
+
+
+# ---- Blocks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gathered", [0, 10**6], ids=["ring", "doubling"])
+def test_uneven_blocks(places, mpi, monkeypatch, gathered):
+    monkeypatch.setattr(algorithms, "GATHERED", gathered)
+    dtype = by_name["int32"]
+    for sizes in ([5, 70, 3, 40, 1], [61, 0, 1, 130, 0], [0, 200, 0, 0, 0], [0, 0, 0, 0, 7]):
+        meet(mpi)
+        for team in places:
+            if team.me is None:
+                continue
+            blocks = [oracle.any_bits(dtype, sizes[r], r) for r in team.ranks]
+            outputs = [np.zeros(block.size, dtype.numpy) for block in blocks]
+            dist.all_gather(outputs, blocks[team.me], team.group)
+            for r, (output, block) in enumerate(zip(outputs, blocks, strict=True)):
+                oracle.same_bits(output, block, f"{sizes} from {r} in {team.name}")
+
+
+def test_all_to_all_of_blocks_of_any_size(places, mpi):
+    """Sizes that differ between all pairs of ranks; in one array and in lists."""
+    meet(mpi)
+    for team in places:
+        if team.me is None:
+            continue
+        me, n = team.me, team.size
+
+        def block(source, target):
+            start = 1000 * source + 100 * target
+            return np.arange(start, start + (7 * source + 3 * target) % 11)
+
+        sends = [block(me, r) for r in range(n)]
+        receives = [block(r, me) for r in range(n)]
+        whole = np.zeros(sum(map(len, receives)), int)
+        dist.all_to_all_single(
+            whole, np.concatenate(sends), [*map(len, receives)], [*map(len, sends)], team.group
+        )
+        assert (whole == np.concatenate(receives)).all(), team.name
+        # Every other element of the even ranks' arrays, of what is sent and of what comes.
+        step = 2 if me % 2 == 0 else 1
+        outputs = [np.zeros(step * len(one), int)[::step] for one in receives]
+        dist.all_to_all(outputs, [np.repeat(one, step)[::step] for one in sends], team.group)
+        for output, expected in zip(outputs, receives, strict=True):
+            assert (output == expected).all(), team.name
+
+
+def test_all_to_all_in_place(places, mpi):
+    """What is sent is where others' blocks come in."""
+    meet(mpi)
+    for team in places:
+        if team.me is None:
+            continue
+        array = np.arange(team.size) + 10 * team.me
+        rows = list(array.reshape(team.size, 1))
+        dist.all_to_all(rows, rows[::-1], team.group)
+        at = team.size - 1 - team.me
+        assert (array == 10 * np.arange(team.size) + at).all(), team.name
+
+
+# ---- Real sizes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce", "reduce_scatter_single"])
+def test_reductions_of_several_pieces(late, mpi, monkeypatch, name):
+    monkeypatch.setattr(algorithms, "BLOCK", 2**15)
+    for dtype, op in (
+        (by_name["bfloat16"], ReduceOp.PREMUL_SUM),
+        (by_name["float32"], ReduceOp.MAX),
+    ):
+        pieces = 3 * 2**15 // dtype.itemsize
+        blocks = 1 if name == "reduce_scatter_single" else late.size
+        call = Call(name, late, dtype, pieces * blocks + 99, op, late.size - 1)
+        call.run(by_group_rank=True)
+        if name == "all_reduce":
+            same_on_all(mpi, [call])
+
+
+def test_where_algorithms_change(late):
+    """The sizes at which they really do."""
+    for name, border in (
+        ("broadcast", late.size * algorithms.LEAST),
+        ("broadcast", 5 * late.size * algorithms.LEAST),
+        ("all_gather_single", algorithms.GATHERED // late.size),
+        ("all_reduce", algorithms.WHOLE // late.size),
+        ("reduce", algorithms.WHOLE // late.size),
+    ):
+        op = ReduceOp.SUM if NAMES[name].reduces else None
+        for count in (border // 8, border // 8 + 1):
+            Call(name, late, by_name["float64"], count, op, late.size - 1).run(by_group_rank=True)
+
+
+def test_same_bits_with_nan(late, mpi):
+    """NaN of another payload, and of another sign, from every rank."""
+    for name, word in (("float32", np.uint32), ("complex128", np.uint64), ("bfloat16", np.uint16)):
+        dtype = by_name[name]
+        for count in (5, algorithms.WHOLE // dtype.itemsize):
+            for op in legal(dtype):
+                if op.op is ReduceOp.PREMUL_SUM:
+                    op = op(2)
+                array = np.ones(count, dtype.numpy)
+                parts = array.view(array.real.dtype)
+                bits = parts.view(word)
+                parts[::3] = np.nan
+                bits[::3] += word(late.me + 1)
+                bits[::6] ^= word(late.me % 2 << (8 * bits.itemsize - 1))
+                dist.all_reduce(array, op, late.group)
+                assert np.isnan(parts[::3]).all()
+                everybody = mpi.allgather(array.tobytes())
+                assert len(set(everybody)) == 1, f"{name} {op} {count}"
+
+
+def test_no_memory_is_held(late):
+    """Once messages are through."""
+    held = len(algorithms._under_way)
+    for name in ("broadcast", "all_gather", "gather", "scatter"):
+        Call(name, late, by_name["int8"], 7).run(by_group_rank=True)
+    for count in (7, algorithms.WHOLE + 7):
+        Call("reduce", late, by_name["int8"], count, ReduceOp.SUM).run(by_group_rank=True)
+    assert len(algorithms._under_way) == held
+
+
+def test_messages_outlast_the_cache_of_their_datatypes(monkeypatch):
+    """However many others are made before they are through."""
+    monkeypatch.setattr(wire, "INT_MAX", 20)
+    memory = np.zeros(100, np.int8)
+    made = [wire.message(memory, 21 + i % 40, by_name["int8"]) for i in range(60)]
+    assert [one[-1].Get_size() for one in made] == [21 + i % 40 for i in range(60)]
+
+
+# ---- Calls that do not belong together ---------------------------------------------------------
+
+
+def test_ranks_that_send_less(late, world):
+    """No rank takes what it has not got for a result."""
+    if world.size != 2:
+        pytest.skip("on two ranks")
+    elements = 7 if world.me == 0 else 5
+    for call in (
+        lambda: dist.all_reduce(np.ones(elements), group=late.group),
+        lambda: dist.gather(
+            np.ones(elements),
+            [np.ones(elements)] * 2 if world.me == 0 else None,
+            group_dst=0,
+            group=late.group,
+        ),
+    ):
+        if world.me == 0:
+            with pytest.raises(dist.MismatchError, match=r"expected 7 elements from rank 1, .* 5"):
+                call()
+        else:
+            with suppress(dist.MPIError):  # 7 elements do not fit into 5
+                call()
+    dist.barrier(late.group)

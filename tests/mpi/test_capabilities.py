@@ -1,0 +1,109 @@
+"""What the ranks learn of each other, and who tries for whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpicoll import capabilities, device, trial
+from mpicoll.capabilities import Cuda, exchange, forced_route, routes
+from mpicoll.errors import ArgumentError
+from mpicoll.trial import OK, Trial
+
+
+class Gpus:
+    """Two GPUs, of a kind."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def count(self):
+        return 2
+
+    def name(self, index):
+        return self.kind
+
+    def identity(self, index):
+        return f"0000:0{index}:00.0"
+
+    def driver(self):
+        return "1"
+
+    def has_nccl(self):
+        return False
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing is known yet; MPI says that it takes device memory. Gives what each try was for."""
+    monkeypatch.setattr(capabilities, "_known", None)
+    monkeypatch.setattr(capabilities, "QUERIES", {"query": lambda: 1})
+    monkeypatch.setattr(capabilities, "SWITCHES", ())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tries = []
+
+    def attempt(*what):
+        tries.append(what)
+        return Trial(2, OK, OK, "hung")
+
+    monkeypatch.setattr(trial, "attempt", attempt)
+    return tries
+
+
+def of_kind(monkeypatch, kind):
+    monkeypatch.setattr(device, "runtime", lambda: Gpus(kind))
+
+
+def test_one_rank_tries_for_all_that_are_alike(mpi, fresh, monkeypatch):
+    of_kind(monkeypatch, f"kind {mpi.rank % 2}")
+    before = exchange(mpi)
+    assert [each.cuda for each in before] == [Cuda.TRANSFER] * mpi.size
+    assert not fresh and not any(each.settled for each in before)
+    found = exchange(mpi, tries=True)
+    assert len(fresh) == (mpi.rank < 2), "one try for each kind of GPU, by its first rank"
+    assert all(each.settled and each.cuda is Cuda.TRANSFER for each in found)
+    assert all("reduction hung" in each.problem for each in found)
+    assert (
+        mpi.allgather([each.words() for each in found])
+        == [[each.words() for each in found]] * mpi.size
+    )
+    exchange(mpi, tries=True)
+    assert len(fresh) == (mpi.rank < 2), "what is known is not tried again"
+    exchange(mpi, tries=True, again=True)
+    assert len(fresh) == 2 * (mpi.rank < 2), "unless it is asked for"
+
+
+def test_the_outcome_is_read_from_the_file_by_the_next_process(mpi, fresh, monkeypatch):
+    of_kind(monkeypatch, "kind")
+    exchange(mpi, tries=True)
+    monkeypatch.setattr(capabilities, "_known", None)
+    found = exchange(mpi)
+    assert found[0].settled and found[0].cuda is Cuda.TRANSFER
+    assert len(fresh) == (mpi.rank == 0)
+
+
+def test_ranks_without_a_gpu(mpi, fresh, monkeypatch):
+    if mpi.rank == 0:
+        of_kind(monkeypatch, "kind")
+    found = exchange(mpi, tries=True)
+    assert [bool(each.gpus) for each in found] == [rank == 0 for rank in range(mpi.size)]
+    assert [each.cuda for each in found] == [Cuda.TRANSFER] + [Cuda.NONE] * (mpi.size - 1)
+    assert len(fresh) == (mpi.rank == 0)
+    assert len({each.node for each in found}) == 1
+    expected = ("peer", "direct", "staged") if mpi.size == 1 else ("staged",)
+    assert routes(found, forced_route(found)) == expected
+
+
+def test_a_site_that_knows_is_believed_by_all(mpi, fresh, monkeypatch):
+    of_kind(monkeypatch, "kind")
+    if mpi.rank == mpi.size - 1:
+        monkeypatch.setenv("MPICOLL_CUDA_AWARE", "none")
+    found = exchange(mpi, tries=True)
+    assert found[-1].cuda is Cuda.NONE and found[-1].settled
+    assert [each.cuda for each in found[:-1]] == [Cuda.TRANSFER] * (mpi.size - 1)
+
+
+def test_nonsense_on_one_rank_is_told_on_all(mpi, fresh, monkeypatch):
+    if mpi.rank == mpi.size - 1:
+        monkeypatch.setenv("MPICOLL_CUDA_AWARE", "perhaps")
+    with pytest.raises(ArgumentError, match=rf"rank {mpi.size - 1}: .*got 'perhaps'"):
+        exchange(mpi)

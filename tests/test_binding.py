@@ -1,0 +1,187 @@
+"""Which rank gets which GPU: in Python, and by jobs/bind_gpu.sh before Python starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+
+from mpicoll import binding, device
+from mpicoll.binding import bind, device_for, idle, warn
+from mpicoll.capabilities import Capabilities, Cuda
+from mpicoll.errors import MpicollError, UnsupportedError
+from mpicoll.launch.environment import LAUNCHERS
+
+SCRIPT = Path(__file__).parent.parent / "jobs" / "bind_gpu.sh"
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "environment", "expected"),
+    [
+        (0, 0, {}, None),
+        (0, 1, {}, 0),
+        (3, 1, {}, 0),
+        (3, 4, {}, 3),
+        (5, 4, {}, 1),
+        (3, 4, {"SLURM_GPUS_PER_TASK": "4"}, 0),
+        (3, 0, {"SLURM_GPUS_PER_TASK": "4"}, None),
+        (3, 4, {"SLURM_GPUS_PER_TASK": ""}, 3),
+    ],
+)
+def test_device_for(local_rank, count, environment, expected):
+    assert device_for(local_rank, count, environment) == expected
+
+
+class Gpus:
+    def __init__(self):
+        self.used = []
+
+    def count(self):
+        return 4
+
+    def use(self, index):
+        self.used.append(index)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process of which no launcher says anything."""
+    for launcher in LAUNCHERS:
+        for name in (*launcher.marks, launcher.size, launcher.local):
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+def test_bind(alone, monkeypatch):
+    gpus = Gpus()
+    monkeypatch.setattr(device, "runtime", lambda: gpus)
+    with pytest.raises(MpicollError, match="init_process_group first"):
+        bind()
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    assert bind() == 2
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    assert bind() == 0
+    assert gpus.used == [2, 0]
+
+
+def test_bind_without_a_gpu(alone, monkeypatch):
+    def runtime():
+        raise UnsupportedError("none here")
+
+    monkeypatch.setattr(device, "runtime", runtime)
+    assert bind() is None
+
+
+def rank(gpus: str, node: str = "a") -> Capabilities:
+    return Capabilities("M", "1", "", Cuda.NONE, "", node, gpus=tuple(gpus))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "used", "expected"),
+    [
+        ([rank("xy"), rank("xy")], [0, 1], {}),
+        ([rank("xy"), rank("xy")], [0, 0], {"a": "ranks 0, 1 share GPU x, while .* idle: y"}),
+        ([rank("xy"), rank("yx")], [0, 1], {"a": "ranks 0, 1 share GPU x, while .* idle: y"}),
+        ([rank("xy"), rank("yx")], [0, 0], {}),
+        ([rank("xy")] * 3, [0, 1, 0], {}),
+        ([rank("xyz")] * 3, [0, 1, 1], {"a": "ranks 1, 2 share GPU y, while .* idle: z"}),
+        ([rank("x"), rank("x")], [0, 0], {}),
+        ([rank("x"), rank("")], [0, None], {}),
+        ([rank("xy"), rank("xy", "b")], [0, 0], {}),
+        ([rank("xy"), *[rank("xy", "b")] * 2], [0, 1, 1], {"b": "ranks 1, 2 share GPU y, .*: x"}),
+        ([], [], {}),
+    ],
+)
+def test_idle(ranks, used, expected):
+    found = idle(ranks, used)
+    assert list(found) == list(expected)
+    for node, text in expected.items():
+        with pytest.warns(RuntimeWarning, match=text):
+            warn(ranks, used, next(r for r, own in enumerate(ranks) if own.node == node))
+    firsts = {own.node: r for r, own in reversed(list(enumerate(ranks)))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for r, own in enumerate(ranks):
+            if own.node not in expected or firsts[own.node] != r:
+                warn(ranks, used, r)
+
+
+# --- bind_gpu.sh --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the script with those variables alone and, perhaps, a nvidia-smi that lists GPUs."""
+
+    def start(environment, gpus=None, command=("sh", "-c", 'echo "${CUDA_VISIBLE_DEVICES-unset}"')):
+        tool = tmp_path / "nvidia-smi"
+        text = "exit 9" if gpus is None else f"printf '{gpus}'"
+        tool.write_text(f"#!/bin/sh\n{text}\n")
+        tool.chmod(0o755)
+        path = f"{tmp_path}{os.pathsep}{os.defpath}"
+        return subprocess.run(
+            [SCRIPT, *command], env={"PATH": path, **environment}, capture_output=True, text=True,
+            timeout=20, check=False,
+        )  # fmt: skip
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "expected"),
+    [
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5,6"}, None, "5"),
+        ({"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "4, 5,6"}, None, "6"),
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, None, "GPU-bb"),
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "7"}, None, "7"),
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}, r"0\n1\n", ""),
+        ({"LOCAL_RANK": "1"}, r"0\n1\n", "1"),
+        ({"LOCAL_RANK": "2"}, r"0\n1\n", "0"),
+        ({"LOCAL_RANK": "1"}, "", "unset"),
+        ({"LOCAL_RANK": "1"}, None, "unset"),
+        (
+            {"LOCAL_RANK": "1", "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, None,
+            "0,1",
+        ),
+        ({"LOCAL_RANK": "x", "SLURM_LOCALID": "1"}, r"0\n1\n", "1"),
+        ({"LOCAL_RANK": "0", "SLURM_LOCALID": "1"}, r"0\n1\n", "0"),
+    ],
+)  # fmt: skip
+def test_the_script_chooses(run, environment, gpus, expected):
+    done = run(environment, gpus)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
+
+
+NAMES = [
+    *(launcher.local for launcher in LAUNCHERS),
+    "MV2_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "FLUX_TASK_LOCAL_ID",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(NAMES))
+def test_the_script_knows_every_launcher(run, name):
+    assert run({name: "2", "CUDA_VISIBLE_DEVICES": "a,b,c"}).stdout == "c\n"
+
+
+def test_the_script_and_python_choose_alike(run):
+    for local_rank in range(5):
+        done = run({"LOCAL_RANK": str(local_rank), "CUDA_VISIBLE_DEVICES": "0,1,2"})
+        assert int(done.stdout) == device_for(local_rank, 3, {})
+    for name in binding.OWN_GPUS:
+        assert run({"LOCAL_RANK": "1", name: "1"}, r"0\n1\n").stdout == "unset\n"
+
+
+def test_the_script_starts_the_command_as_it_is(run):
+    done = run(
+        {"LOCAL_RANK": "0"}, command=("sh", "-c", 'printf "%s|" "$@"; exit 7', "x", "a b", "*")
+    )
+    assert (done.returncode, done.stdout) == (7, "a b|*|")
+
+
+def test_the_script_refuses_to_guess(run):
+    done = run({}, r"0\n1\n")
+    assert done.returncode == 1 and "set LOCAL_RANK" in done.stderr and not done.stdout
+    assert run({"LOCAL_RANK": "0"}, command=()).returncode == 2

@@ -1,0 +1,333 @@
+"""What is made of what MPI says of itself, and tries with GPUs that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mpicoll import capabilities, kernels
+from mpicoll.capabilities import Capabilities, Cuda, forced_route, judged, routes
+from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
+from mpicoll.trial import LAUNCHED, OK, Trial, attempt
+
+FAKE = Path(__file__).with_name("fake_gpu")
+#: Seconds after which a try counts as hanging. It takes two or three.
+LIMIT = 15.0
+
+
+def rank(cuda: Cuda = Cuda.NONE, gpus: int = 1, node: str = "a", **more: str) -> Capabilities:
+    """What a rank can do."""
+    why = "as the test says"
+    made = tuple(f"gpu-{i}" for i in range(gpus))
+    none = "" if gpus else "none here"
+    return Capabilities("M", "1", "", cuda, why, node, gpus=made, names=made, no_gpu=none, **more)
+
+
+# --- routes -------------------------------------------------------------------------------------
+
+KINDS = list(itertools.product(Cuda, (0, 2), "ab"))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_routes_are_what_all_ranks_can_take(n):
+    for kinds in itertools.product(KINDS, repeat=n):
+        levels, gpus, nodes = zip(*kinds, strict=True)
+        expected = ["peer"] if len(set(nodes)) == 1 and 0 not in gpus else []
+        worst = [level.name for level in levels]
+        if "NONE" not in worst:
+            expected.append("direct")
+            expected += ["native"] if "TRANSFER" not in worst else []
+        found = routes([rank(*kind) for kind in kinds])
+        assert found == (*expected, "staged"), kinds
+        for name in ("peer", "direct", "native", "staged"):
+            if name in found:
+                assert routes([rank(*kind) for kind in kinds], name) == (name,)
+            else:
+                with pytest.raises(UnsupportedError):
+                    routes([rank(*kind) for kind in kinds], name)
+
+
+def test_a_forced_route_says_what_is_missing_and_where():
+    ranks = [rank(Cuda.FULL), rank(), rank(Cuda.TRANSFER, 0, "b"), rank()]
+    told = "direct: each of ranks 1, 3 lacks an MPI that sends and receives device memory (as the t"
+    for forced, words in {
+        "direct": [told],
+        "native": ["reduces device memory", "ranks 1, 2, 3"],
+        "peer": ["rank 2 lacks a GPU (none here)", "rank 2 is on another node than rank 0"],
+        "nccl": ["NCCL"],
+    }.items():
+        with pytest.raises(UnsupportedError) as caught:
+            routes(ranks, forced)
+        for word in words:
+            assert word in str(caught.value)
+    with pytest.raises(ArgumentError, match=r"expected one of .*staged.*got 'fast'"):
+        routes(ranks, "fast")
+
+
+def test_the_forced_route_is_that_of_all_ranks():
+    assert forced_route([rank(), rank()]) is None
+    assert forced_route([rank(forced="peer")] * 3) == "peer"
+    with pytest.raises(MismatchError, match="rank 0: 'peer', rank 1: ''"):
+        forced_route([rank(forced="peer"), rank()])
+
+
+@pytest.mark.parametrize("own", [rank(), rank(Cuda.FULL, 3, "b", problem="p", forced="peer")])
+def test_words(own):
+    assert Capabilities.of_words(json.loads(json.dumps(own.words()))) == own
+
+
+# --- what MPI says ------------------------------------------------------------------------------
+
+CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)"
+MPICH = "MPICH Version:      5.0.2"
+OPENMPI = "Open MPI v5.0.11, package: Open MPI"
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "name"),
+    [
+        (CRAY, {}, "MPICH_GPU_SUPPORT_ENABLED"),
+        (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "MPICH_GPU_SUPPORT_ENABLED"),
+        (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, None),
+        (MPICH, {}, None),
+        (MPICH, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, None),
+        (MPICH, {"MPIR_CVAR_ENABLE_GPU": "0"}, "MPIR_CVAR_ENABLE_GPU"),
+        (MPICH, {"MPIR_CVAR_ENABLE_GPU": "No"}, "MPIR_CVAR_ENABLE_GPU"),
+        (MPICH, {"MPIR_CVAR_ENABLE_GPU": "1"}, None),
+        ("MVAPICH Version     : 4.0", {"MVP_ENABLE_GPU": "0"}, "MVP_ENABLE_GPU"),
+        ("MVAPICH2 Version      : 2.3.7", {}, "MV2_USE_CUDA"),
+        ("MVAPICH2 Version      : 2.3.7", {"MV2_USE_CUDA": "1"}, None),
+        ("Intel(R) MPI Library 2021.18.1 for Linux* OS", {}, "I_MPI_OFFLOAD"),
+        ("Intel(R) MPI Library 2021.18.1 for Linux* OS", {"I_MPI_OFFLOAD": "2"}, None),
+        (OPENMPI, {}, None),
+        (OPENMPI, {"OMPI_MCA_accelerator": "cuda"}, None),
+        (OPENMPI, {"OMPI_MCA_accelerator": "null"}, "OMPI_MCA_accelerator"),
+        (OPENMPI, {"OMPI_MCA_accelerator": "^cuda"}, "OMPI_MCA_accelerator"),
+        (OPENMPI, {"OMPI_MCA_opal_cuda_support": "0"}, None),
+        (
+            "Open MPI v4.1.6, package", {"OMPI_MCA_opal_cuda_support": "false"},
+            "OMPI_MCA_opal_cuda_support",
+        ),
+    ],
+)  # fmt: skip
+def test_switches(version, environment, name):
+    found = capabilities._switched_off(version, environment)
+    assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("claims", "outcome", "cuda", "problem"),
+    [
+        ((), None, Cuda.NONE, ""),
+        (("q",), None, Cuda.TRANSFER, ""),
+        (("q",), Trial(2, OK, OK, OK), Cuda.FULL, ""),
+        ((), Trial(2, OK, OK, OK), Cuda.FULL, ""),
+        (("q",), Trial(2, OK, OK, "crashed (SIGSEGV)"), Cuda.TRANSFER, "reduction crashed"),
+        ((), Trial(2, OK, OK, "crashed (SIGSEGV)"), Cuda.TRANSFER, ""),
+        (("q",), Trial(1, OK, "hung", ""), Cuda.NONE, "tried on one rank: transfer hung"),
+        ((), Trial(2, OK, "crashed (SIGSEGV)", ""), Cuda.NONE, ""),
+        (("q",), Trial(1, "failed: no GPU", "", ""), Cuda.TRANSFER, ""),
+        ((), Trial(1, "failed: no GPU", "", ""), Cuda.NONE, ""),
+    ],
+)
+def test_judged(claims, outcome, cuda, problem):
+    found = judged(rank(), claims, outcome)
+    assert found.cuda is cuda
+    assert found.settled == (outcome is not None)
+    assert problem in found.problem and bool(found.problem) == bool(problem)
+    assert "q: yes" in found.why if claims else "does not say" in found.why
+
+
+@pytest.mark.skipif(kernels.kernels is None, reason=kernels.how())
+def test_ucx_with_cuda_is_seen_by_its_files(tmp_path):
+    library = shutil.copy(kernels.how()[len("compiled (") : -1], tmp_path / "libuct.so.0")
+    (tmp_path / "ucx").mkdir()
+    held = ctypes.CDLL(library)
+    assert not capabilities._ucx_with_cuda()
+    (tmp_path / "ucx" / "libuct_cuda.so.0").touch()
+    assert capabilities._ucx_with_cuda()
+    del held
+
+
+# --- outcomes that are kept ---------------------------------------------------------------------
+
+KEY = {"version": "1", "settings": {"UCX_TLS": "all"}}
+OUTCOME = Trial(2, OK, OK, "hung")
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "mpicoll"
+
+
+def test_an_outcome_is_kept_for_the_same_key(cache):
+    assert capabilities._recall(KEY) is None
+    capabilities._remember(KEY, OUTCOME)
+    assert capabilities._recall(KEY) == OUTCOME
+    assert capabilities._recall({**KEY, "settings": {}}) is None
+    assert len(list(cache.iterdir())) == 1, "a temporary file is left"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"key": 1}', "\xff", '{"key": KEY}', '{"key": KEY, "outcome": {}}',
+     '{"key": KEY, "outcome": {"ranks": 2, "began": 1, "transfer": "ok", "reduction": "ok"}}'],
+)  # fmt: skip
+def test_a_broken_file_is_ignored(cache, text):
+    capabilities._remember(KEY, OUTCOME)
+    (path,) = cache.iterdir()
+    path.write_bytes(text.replace("KEY", json.dumps(KEY)).encode("latin-1"))
+    assert capabilities._recall(KEY) is None
+    capabilities._remember(KEY, OUTCOME)
+    assert capabilities._recall(KEY) == OUTCOME
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    capabilities._remember(KEY, OUTCOME)
+    assert capabilities._recall(KEY) is None
+
+
+def test_what_did_not_begin_is_not_kept(cache):
+    capabilities._remember(KEY, Trial(2, "failed: no GPU", "", ""))
+    assert not cache.exists()
+
+
+# --- tries --------------------------------------------------------------------------------------
+
+
+def test_children_get_nothing_of_the_launcher():
+    theirs = [
+        "PMI_RANK", "PMI_FD", "PMI2_X", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID",
+        "OMPI_MCA_orte_ess_num_procs", "OMPI_MCA_ess_base_jobid", "RANK", "LOCAL_WORLD_SIZE",
+        "MASTER_PORT", "HYDI_CONTROL_FD", "MPI_LOCALRANKID", "PRTE_LAUNCHED", "I_MPI_HYDRA_UUID",
+        "PALS_RANKID", "TORCHELASTIC_RUN_ID",
+    ]  # fmt: skip
+    mine = [
+        "OMPI_MCA_pml", "PRTE_MCA_plm", "PMIX_MCA_psec", "UCX_TLS", "MPIR_CVAR_ENABLE_GPU", "RANKS",
+        "I_MPI_OFFLOAD", "PATH", "OMPI_ALLOW_RUN_AS_ROOT", "MPICH_GPU_SUPPORT_ENABLED",
+    ]  # fmt: skip
+    assert [name for name in theirs + mine if LAUNCHED.match(name)] == theirs
+
+
+#: What goes wrong, and what is told of it.
+FAULTS = {
+    "nothing": (OK, OK, OK),
+    "crash-transfer": (OK, "crashed (SIGSEGV)", ""),
+    "crash-reduction": (OK, OK, "crashed (SIGSEGV)"),
+    "wrong-transfer": (OK, "moved wrong data", ""),
+    "wrong-reduction": (OK, OK, "moved wrong data"),
+    "hang-reduction": (OK, OK, "hung"),
+    "error-reduction": (OK, OK, "failed: RuntimeError: the fake breaks"),
+    "lost-reduction": (OK, OK, "crashed (exit code 3)"),
+    "absent": ("failed: UnsupportedError: the fake is gone", "", ""),
+}
+#: By which the processes of these tries are known.
+MARK = f"tries of {os.getpid()}"
+LIBRARY = subprocess.run(
+    [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
+     "from mpi4py import MPI; from mpicoll import capabilities\n"
+     "print(MPI.get_vendor()[0]); print(capabilities._library())"],
+    stdout=subprocess.PIPE, text=True, check=False,
+).stdout.splitlines()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trials():
+    """Tries of all that may go wrong, as Trial and seconds."""
+
+    def one(fault):
+        start = time.monotonic()
+        own = {"FAKE_GPU": fault, "FAKE_GPUS": "2", "PYTHONPATH": str(FAKE), "MARK": MARK}
+        environment = os.environ | own
+        found = attempt(LIBRARY[0] == "Open MPI", Path(LIBRARY[1]), LIMIT, environment)
+        return found, time.monotonic() - start
+
+    with ThreadPoolExecutor(3) as pool:
+        yield dict(zip(FAULTS, pool.map(one, FAULTS), strict=True))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_try_tells_what_went_wrong(fault, trials):
+    found, seconds = trials[fault]
+    assert found == Trial(2, *FAULTS[fault])
+    if fault != "hang-reduction":
+        assert seconds < LIMIT, "ended only because the time was over"
+
+
+def test_no_try_leaves_a_process(trials):
+    left = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            left += [path] if MARK.encode() in path.read_bytes() else []
+    assert not left
+
+
+def test_where_two_cannot_be_started_one_tries_alone(monkeypatch):
+    environment = {**os.environ, "FAKE_GPU": "nothing", "PYTHONPATH": str(FAKE)}
+    monkeypatch.setattr("mpicoll.trial._mpirun", lambda *_: None)
+    if LIBRARY[0] == "Open MPI":
+        assert attempt(True, Path(LIBRARY[1]), LIMIT, environment) == Trial(1, OK, OK, OK)
+    else:  # this library, taken for Open MPI without an mpirun
+        assert attempt(True, Path("/nowhere"), LIMIT, environment) == Trial(1, OK, OK, OK)
+
+
+# --- the probe ----------------------------------------------------------------------------------
+
+PROBE = """
+import os
+import mpicoll as dist
+dist.init_process_group()
+from mpicoll import capabilities, trial
+capabilities.SWITCHES = ()  # some libraries take no device memory unless they are asked
+tries = []
+def attempt(*what):
+    tries.append(what)
+    return trial.Trial(2, "ok", "ok", "ok")
+trial.attempt = attempt
+for tries_too in False, True, True:
+    found = capabilities.probe(tries_too)
+    print(found.cuda.name, len(found.gpus), found.settled, len(tries), found.why, sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ["NONE|0|True|0|there is no GPU"] * 3),
+        ({"MPICOLL_CUDA_AWARE": "Full"}, ["FULL|0|True|0|MPICOLL_CUDA_AWARE=Full"] * 3),
+        (
+            {"FAKE_GPU": "nothing", "FAKE_CLAIM": "1"},
+            ["TRANSFER|1|False|0|fake_query: yes; not tried"]
+            + ["FULL|1|True|1|fake_query: yes; tried between two ranks: transfer ok, reduction ok"]
+            * 2,
+        ),
+        (
+            {"FAKE_GPU": "nothing", "FAKE_CLAIM": "1", "MPICOLL_CUDA_AWARE": "none"},
+            ["NONE|1|True|0|MPICOLL_CUDA_AWARE=none"] * 3,
+        ),
+        ({"FAKE_GPU": "nothing"}, ["NONE|1|True|0|MPIX_Query_cuda_support"] * 3),
+    ],
+)
+def test_probe(environment, expected, tmp_path):
+    own = {"PYTHONPATH": str(FAKE), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env={**os.environ, **own, **environment},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done
+    assert all(line.startswith(want) for line, want in zip(lines, expected, strict=True)), done

@@ -1,0 +1,288 @@
+"""python -m mpicoll, as whole jobs: what is printed, by whom, and the exit code.
+
+No job may hang: a rank that is still there after LIMIT seconds prints where it is and goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_jobs import made_by
+
+from mpicoll import cli
+from mpicoll.cli import doctor
+from mpicoll.primitives import PRIMITIVES
+
+pytest_plugins = ["whole_jobs"]
+
+MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+FAKE = str(Path(__file__).with_name("fake_gpu"))
+#: Seconds after which a job counts as hanging. Most take two, with torch four.
+LIMIT = 60
+
+#: The command, with what ends a rank that hangs.
+PROGRAM = f"""
+import faulthandler, signal, sys
+faulthandler.register(signal.SIGALRM, chain=True)  # print where all threads are, then die
+signal.alarm({LIMIT})
+import runpy
+runpy.run_module("mpicoll", run_name="__main__")
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line and how it is started.
+
+    ranks: by mpiexec; 0: as a plain process.
+    environment: $FOLDER is replaced.
+    """
+
+    words: str
+    ranks: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+job = made_by(Job)
+
+
+def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
+    own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder), **task.environment}
+    own = {name: value.replace("$FOLDER", str(folder)) for name, value in own.items()}
+    words = task.words.replace("$words", str(parameters.get("words", "")))
+    start = [*MPIEXEC, "-n", str(task.ranks)] if task.ranks else []
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*start, sys.executable, "-c", PROGRAM, *shlex.split(words)],
+        env=os.environ | own, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=LIMIT + 20, check=False,
+    )  # fmt: skip
+    assert "(most recent call first)" not in done.stderr, f"a rank hung\n{done.stderr}"
+    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("words", ["hello --bad", "doctor --js", "doctor more", "hullo", ""])
+@job("$words", ranks=3)
+def test_a_bad_command_line_ends_all_ranks_at_once(words: str, ended: Ended) -> None:
+    assert ended.code == 2, ended
+    assert ended.err.count("usage: python -m mpicoll") == 1, ended
+    assert ended.err.count("error: ") == 1, ended
+    assert ended.out == "", ended
+    assert ended.seconds < LIMIT / 3
+
+
+@needs_mpiexec
+@job("--help", ranks=3)
+def test_help_is_printed_once(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.out.count("usage: ") == 1
+    for name, what in cli.COMMANDS.items():
+        assert name in ended.out and what[:30] in ended.out
+
+
+@pytest.mark.parametrize(
+    ("environment", "first"),
+    [
+        ({}, True), ({"PMI_RANK": "0"}, True), ({"PMI_RANK": "1"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "0"}, False),
+        ({"RANK": "0", "SLURM_PROCID": "1"}, True), ({"SLURM_PROCID": "3"}, False),
+    ],
+)  # fmt: skip
+def test_who_speaks_before_mpi_runs(environment: dict[str, str], first: bool) -> None:
+    assert cli.first(environment) == first
+
+
+# --- hello --------------------------------------------------------------------------------------
+
+
+@job("hello")
+def test_hello_alone(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    host = re.escape(socket.gethostname())
+    line = rf"rank 0 of 1 on {host}, local rank 0 of 1, [\w ]+ [\d.]+, no GPU\n"
+    assert re.fullmatch(line, ended.out), ended
+
+
+@needs_mpiexec
+@job("hello", ranks=3, environment={"FAKE_GPU": "nothing", "FAKE_GPUS": "2", "PYTHONPATH": FAKE})
+def test_hello_on_ranks_with_gpus(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    lines = ended.out.splitlines()
+    assert len(lines) == 3, ended
+    for rank, line in enumerate(lines):
+        gpu = rank % 2
+        assert line.startswith(f"rank {rank} of 3 on {socket.gethostname()}, local rank {rank} of")
+        assert line.endswith(f"GPU {gpu} (0000:{gpu:02x}:00.0), device route peer"), ended
+
+
+#: What srun sets, on the first and on another rank, where MPI sees nobody else.
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+
+
+@job("hello", environment=SRUN)
+def test_hello_where_mpi_does_not_see_the_ranks(ended: Ended) -> None:
+    assert ended.code == 1 and ended.out == "", ended
+    assert "mpicoll hello: " in ended.err and "srun announces 2 ranks" in ended.err, ended
+    assert "Traceback" not in ended.err
+
+
+# --- doctor -------------------------------------------------------------------------------------
+
+
+@job("doctor")
+def test_doctor_alone(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    for words in "Python", "MPI_THREAD_", "1 on 1 node", "C library", "none: arrays on a GPU":
+        assert words in ended.out, ended
+    assert "WRONG" not in ended.out
+
+
+@needs_mpiexec
+@job("doctor --json", ranks=3)
+def test_doctor_on_ranks(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    found = json.loads(ended.out)
+    assert found["ok"] and len(found["ranks"]) == 3
+    assert {each["ranks"] for each in found["ranks"]} == {"3 on 1 node"}
+    served = {name.partition(" ")[0] for name in found["routes"]["host"]}
+    assert served == {row.name for row in PRIMITIVES}
+    assert found["routes"]["device"] == {}
+    routes = found["routes"]["host"]
+    assert routes["broadcast"] == routes["reduce (float32)"] == "MPI"
+    assert routes["reduce (bfloat16)"] == "exchange over MPI, combined here"
+    if "compiled" in found["ranks"][0]["C library"]:
+        assert routes["all_reduce (bfloat16)"] == "shared memory"
+        assert routes["all_reduce (float32)"] == "shared memory; below 4096 bytes MPI"
+
+
+@needs_mpiexec
+@job("doctor --json", ranks=2, environment={"MPICOLL_SHARED_MEMORY": "0"})
+def test_doctor_without_shared_memory(ended: Ended) -> None:
+    found = json.loads(ended.out)
+    assert ended.code == 0 and found["ok"], ended
+    assert found["routes"]["host"]["all_reduce (float32)"] == "MPI"
+    assert any("MPICOLL_SHARED_MEMORY=0" in each["text"] for each in found["advice"])
+
+
+CLAIMED = {"FAKE_CLAIM": "1", "PYTHONPATH": FAKE}
+
+
+@needs_mpiexec
+@job("doctor", ranks=2, environment={**CLAIMED, "FAKE_GPU": "crash-reduction"})
+def test_doctor_finds_support_that_is_claimed_and_crashes(ended: Ended) -> None:
+    assert ended.code == 1, ended
+    words = " ".join(ended.out.split())
+    assert (
+        "transfer (fake_query: yes; tried between two ranks: transfer ok, reduction crash" in words
+    )
+    assert "WRONG: MPI says that it takes device memory (fake_query: yes), but tried" in words
+    assert words.count("Python") == 1, "every rank prints"
+
+
+@needs_mpiexec
+@job("doctor --json", ranks=2, environment={**CLAIMED, "FAKE_GPU": "nothing",
+     "MPICOLL_DEVICE_ROUTE": "native"})  # fmt: skip
+def test_doctor_with_all_that_can_be_had(ended: Ended) -> None:
+    found = json.loads(ended.out)
+    assert ended.code == 0 and found["ok"], ended
+    assert {each["capabilities"]["cuda"] for each in found["ranks"]} == {"full"}
+    expected = {row.name: "native" for row in PRIMITIVES if row.output}
+    assert found["routes"]["device"] == expected
+
+
+@job("doctor --json", environment={"MPICOLL_DEVICE_ROUTE": "native"})
+def test_doctor_with_a_route_that_cannot_be_had(ended: Ended) -> None:
+    found = json.loads(ended.out)
+    assert ended.code == 1 and not found["ok"], ended
+    (advice,) = [each["text"] for each in found["advice"] if each["wrong"]]
+    assert advice.startswith("MPICOLL_DEVICE_ROUTE=native: rank 0 lacks an MPI that")
+
+
+@job("doctor", environment={"MPICOLL_CUDA_AWARE": "perhaps"})
+def test_doctor_with_nonsense(ended: Ended) -> None:
+    assert ended.code == 1 and "WRONG: rank 0: MPICOLL_CUDA_AWARE" in ended.out, ended
+
+
+@job("doctor", environment=SRUN)
+def test_doctor_where_mpi_does_not_see_the_ranks(ended: Ended) -> None:
+    assert ended.code == 1, ended
+    words = " ".join(ended.out.split())
+    assert "WRONG: init_process_group: srun announces 2 ranks" in words, ended
+    assert "launcher srun" in words
+
+
+@job("doctor", environment={**SRUN, "SLURM_PROCID": "1"})
+def test_the_other_ranks_say_nothing_of_it(ended: Ended) -> None:
+    assert (ended.code, ended.out) == (1, ""), ended
+
+
+@job("doctor", environment={"MPI4PY_MPIABI": "mpich", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
+def test_doctor_where_mpi_does_not_load(ended: Ended) -> None:
+    assert ended.code == 1, ended
+    assert "WRONG: init_process_group: mpi4py cannot load an MPI library" in ended.out, ended
+    assert "Traceback" not in ended.err
+
+
+def facts(**others: str) -> dict[str, str]:
+    return {"MPI": "M 1 (/a)", "mpicoll": "1 (/b)", **others}
+
+
+@pytest.mark.parametrize(
+    ("seen", "wrong", "words"),
+    [
+        (doctor.Seen([facts(), facts()]), None, ""),
+        (doctor.Seen([facts(), facts(MPI="M 2 (/a)")]), True, "the ranks differ in MPI"),
+        (doctor.Seen([facts(), facts(MPI="M 1 (/c)")]), None, ""),
+        (doctor.Seen([facts(), facts(mpicoll="2 (/b)")]), True, "the ranks differ in mpicoll"),
+        (
+            doctor.Seen([facts(), facts(**{"C library": "numpy (it does not load: x)"})]),
+            True, "rank 1: the C library does not load",
+        ),
+        (
+            doctor.Seen([facts(**{"C library": "numpy (the C library was not built)"})] * 2),
+            False, "ranks 0, 1: NumPy does the work",
+        ),
+        (doctor.Seen([facts(threads="MPI_THREAD_SERIALIZED")]), False, "rank 0: MPI lets one"),
+        (doctor.Seen([facts(torch="3; the backend mpicoll is not registered")]), False, "torch"),
+        (doctor.Seen([facts(torch="3, which cannot be imported: x")]), True, "torch is installed"),
+        (doctor.Seen([facts()], shared=False), False, "do not share memory"),
+        (doctor.Seen([facts()], idle=["GPU 1 is idle"]), False, "GPU 1 is idle"),
+    ],
+)  # fmt: skip
+def test_advice(seen: doctor.Seen, wrong: bool | None, words: str) -> None:
+    given = [(each.wrong, text) for each in doctor.ADVICE for text in each.texts(seen) if text]
+    assert [bad for bad, _ in given] == ([] if wrong is None else [wrong]), given
+    assert all(words in text for _, text in given), given
+
+
+def test_facts_that_differ_are_told_by_rank() -> None:
+    assert doctor._fact("MPI", ["a", "b", "a"]) == [
+        "  MPI           ranks 0, 2: a", "  MPI           rank 1: b",
+    ]  # fmt: skip

@@ -1,0 +1,499 @@
+"""The kernels of a CUDA device without one: compiled for the host, and by NVRTC where it is there.
+
+A CuPy that is no more than what ``device_kernels.py`` uses of it compiles the same source by the
+machine's C++ compiler, takes the arguments as CuPy does, and runs one thread after the other. The
+addresses are then those of NumPy's arrays. The oracle is the NumPy implementation of
+``reduction.py``, which shares no conversion with the kernels.
+"""
+
+import ctypes
+import functools
+import itertools
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from mpicoll import device_kernels, reduction
+from mpicoll.device_kernels import DeviceKernels
+from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp, by_name, by_numpy
+from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+STREAM = 4711
+#: Bytes around and behind every array.
+GUARD = 64
+
+by_row = pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        (op, dtype)
+        for op, dtype in itertools.product(OPERATIONS, DTYPES)
+        if op is not ReduceOp.PREMUL_SUM
+        and dtype.kind in op.kinds
+        and reduction.loop(op, dtype) is not None
+    ],
+    ids=repr,
+)
+NARROW = [
+    dtype
+    for dtype in DTYPES
+    if dtype.kind is Kind.NARROW_FLOAT and reduction.loop(ReduceOp.SUM, dtype) is not None
+]
+
+# ---- A CuPy of the host --------------------------------------------------------------------------
+
+BEFORE = """
+#include <stdint.h>
+#include <string.h>
+#include <utility>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(THREADS)
+static struct { unsigned x; } threadIdx, blockIdx, blockDim, gridDim;
+"""
+
+AFTER = """
+template <class... P, size_t... I>
+static void thread(void (*kernel)(P...), void **arguments, std::index_sequence<I...>)
+{
+    kernel(*(P *)arguments[I]...);
+}
+
+template <class... P> static int arguments_of(void (*)(P...)) { return sizeof...(P); }
+
+template <class... P> static void launch(void (*kernel)(P...), void **arguments)
+{
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++)
+            thread(kernel, arguments, std::index_sequence_for<P...>());
+}
+
+extern "C" int count_arguments() { return arguments_of(NAME); }
+
+extern "C" void run(unsigned blocks, unsigned threads, void **arguments, int flush)
+{
+    gridDim.x = blocks;
+    blockDim.x = threads;
+#ifdef __SSE__
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(flush ? before | 0x8040 : before);
+#endif
+    launch(NAME, arguments);
+#ifdef __SSE__
+    _mm_setcsr(before);
+#endif
+}
+"""
+
+
+@functools.cache
+def library(code, folder):
+    """One kernel as a library of the host; what has no meaning in C++ ends the process."""
+    name = re.search(r"\n(\w+)\([^\n]*\)\n$", code)[1]
+    source = folder / f"{abs(hash(code))}.cpp"
+    kernel = {"COMBINE": "combine", "NARROW": "narrow"}.get(name, "scale")
+    source.write_text(BEFORE + code + AFTER.replace("NAME", kernel))
+    made = source.with_suffix(".so")
+    command = [
+        COMPILER, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-ffp-contract=off",
+        "-fno-strict-aliasing", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error",
+        "-fno-sanitize=vptr", str(source), "-o", str(made),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(made))
+
+
+def in_memory(argument):
+    """An argument of a kernel as CuPy takes it: numbers of Python, and of NumPy, and structures."""
+    if isinstance(argument, int):
+        return np.array(argument, np.int64)
+    assert isinstance(argument, (np.generic, np.ndarray)), type(argument)
+    assert argument.size == 1
+    return np.ascontiguousarray(argument)
+
+
+class FakeCupy(types.ModuleType):
+    """What device_kernels.py uses of CuPy; the names are checked against CuPy below."""
+
+    def __init__(self, folder):
+        super().__init__("cupy")
+        self.multiprocessors, self.flush = 1, False
+        self.current, self.launched = [], []
+        fake = self
+
+        class Current:
+            def __init__(self, what):
+                self.what = what
+
+            def __enter__(self):
+                fake.current.append(self.what)
+
+            def __exit__(self, *_):
+                fake.current.pop()
+
+        class Device(Current):
+            @property
+            def attributes(self):
+                return {"MultiProcessorCount": fake.multiprocessors}
+
+        class Stream:
+            @staticmethod
+            def from_external(stream):
+                return Current(stream.__cuda_stream__())
+
+        class RawModule:
+            def __init__(self, *, code, options):
+                assert "--fmad=false" in options
+                self.library = library(code, folder)
+
+            def get_function(self, name):
+                def kernel(grid, block, arguments):
+                    assert fake.current == [3, (0, STREAM)]
+                    assert self.library.count_arguments() == len(arguments)
+                    held = [in_memory(argument) for argument in arguments]
+                    addresses = [each.__array_interface__["data"][0] for each in held]
+                    given = (ctypes.c_void_p * len(held))(*addresses)
+                    fake.launched.append((name, grid[0], *arguments[-3:]))
+                    self.library.run(grid[0], block[0], given, fake.flush)
+
+                return kernel
+
+        self.RawModule = RawModule
+        self.cuda = types.SimpleNamespace(Device=Device, Stream=Stream)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def cupy(folder, monkeypatch):
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    fake = FakeCupy(folder)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(reduction, "_compiled", None)
+    return fake
+
+
+@pytest.fixture
+def kernels(cupy):
+    return DeviceKernels(3)
+
+
+# ---- Arrays --------------------------------------------------------------------------------------
+
+
+def place(dtype, count, offset):
+    """An array that begins ``offset`` of its numbers behind a multiple of 16 bytes; its memory."""
+    size = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+    memory = np.full(count * dtype.itemsize + offset * size + 3 * GUARD, 0xA5, np.uint8)
+    start = -memory.ctypes.data % 16 + GUARD + offset * size
+    return memory[start : start + count * dtype.itemsize].view(dtype), memory
+
+
+def random_bits(array, seed):
+    """Any bits: NaN, infinities, subnormals and zeros of both signs, and any byte for true."""
+    rng = np.random.default_rng(seed)
+    array.view(np.uint8)[:] = rng.integers(0, 256, array.nbytes, np.uint8)
+    if array.dtype == bool:
+        array.view(np.uint8)[:] *= rng.integers(0, 2, array.size, np.uint8)
+    elif array.dtype.char in "fdFD":  # few random bits of these are extreme
+        parts = array.view(array.real.dtype)
+        extremes = [0.0, -0.0, np.inf, -np.inf, np.nan, np.finfo(parts.dtype).smallest_subnormal]
+        parts[::3] = rng.choice(np.array(extremes, parts.dtype), parts[::3].size)
+    elif by_numpy[array.dtype].kind is Kind.NARROW_FLOAT:  # zeros, of both signs if there are
+        words = array.view(f"u{array.itemsize}")
+        words[::3] = rng.choice([0, 1 << 8 * array.itemsize - 1], words[::3].size)
+
+
+def tame(array, seed):
+    """Numbers whose results are finite and need rounding."""
+    values = 1 + np.random.default_rng(seed).random(array.size) / 2
+    with np.errstate(all="ignore"):
+        array[:] = values.astype(np.float32).astype(array.dtype)
+
+
+def assert_same_bits(got, expected, any_nan):
+    """Bits are compared; ``any_nan``: but for those of NaN."""
+    if any_nan:
+        parts = got.real.dtype
+        got, expected = got.view(parts).copy(), expected.view(parts).copy()
+        for array in (got, expected):
+            array[np.isnan(array)] = np.nan
+    differ = np.flatnonzero(got.view(np.uint8) != expected.view(np.uint8)) // got.itemsize
+    where = np.unique(differ)[:5]
+    assert not differ.size, f"at {where}: {got[where]} for {expected[where]}"
+
+
+def is_wide(dtype):
+    return dtype.kind in (Kind.FLOAT, Kind.COMPLEX)
+
+
+def check(kernels, op, dtype, n, count, offsets, fill, aliased=None, divisor=1):
+    """One call, offsets[k] being where source k begins and offsets[n] where the result does."""
+    placed = [place(dtype.numpy, count, offset) for offset in offsets[: n + 1]]
+    for seed, (array, _) in enumerate(placed):
+        fill(array, seed)
+    arrays = [array for array, _ in placed]
+    sources = arrays[:n]
+    index = n if aliased is None else aliased
+    out, memory = placed[index]
+    expected = np.empty_like(out)
+    reduction.combine(op, dtype, sources, expected, divisor)
+    others = [memory.copy() for _, memory in placed]
+    by = reduction.loop(op, dtype)
+    addresses = [array.ctypes.data for array in arrays]
+    kernels.combine(by, addresses[:n], addresses[index], count, divisor, STREAM)
+    assert_same_bits(out.copy(), expected, is_wide(dtype))
+    out[:] = others[index][out.ctypes.data - memory.ctypes.data :][: out.nbytes].view(out.dtype)
+    for (_, now), before in zip(placed, others, strict=True):
+        assert np.array_equal(now, before), "memory outside of the result was written"
+
+
+# ---- Combining -----------------------------------------------------------------------------------
+
+ALIKE, SHIFTED, UNLIKE = [0] * 200, [1] * 200, [0, 1, 2, 3, 5] * 40
+
+
+@by_row
+def test_combine(kernels, op, dtype):
+    fills = (random_bits, tame)
+    for n, count, offsets, fill in itertools.product(
+        (1, 2, 3, 5), (1, 61, 1001), (ALIKE, SHIFTED, UNLIKE), fills
+    ):
+        for divisor in (1, n, 7) if op is ReduceOp.AVG else (1,):
+            check(kernels, op, dtype, n, count, offsets, fill, None, divisor)
+
+
+@by_row
+def test_out_may_be_a_source(kernels, op, dtype):
+    for n, offsets in itertools.product((1, 2, 5), (SHIFTED, UNLIKE)):
+        for aliased in range(n):
+            check(kernels, op, dtype, n, 77, offsets, random_bits, aliased)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "float32", "complex128", "int16"])
+@pytest.mark.parametrize("n", [16, 17, 128])
+def test_many_sources(kernels, name, n):
+    dtype = by_name[name]
+    averaged = dtype.kind in ReduceOp.AVG.kinds
+    op = ReduceOp.AVG if averaged else ReduceOp.SUM
+    check(kernels, op, dtype, n, 133, ALIKE, tame, 0, n if averaged else 1)
+
+
+@pytest.mark.parametrize("n", [500, 501, 4000])
+def test_very_many_sources(kernels, n):
+    check(kernels, ReduceOp.AVG, by_name["bfloat16"], n, 19, [0, 1] * n, tame, n - 1, n)
+
+
+def test_one_grid_goes_over_everything_again_and_again(kernels, cupy):
+    """More elements than threads; few enough threads to run them here."""
+    cupy.multiprocessors = 1
+    for name, offsets in (("float16", ALIKE), ("float16", UNLIKE), ("float64", SHIFTED)):
+        check(kernels, ReduceOp.SUM, by_name[name], 2, 100_003, offsets, random_bits)
+    assert all(blocks == 32 for _, blocks, *_ in cupy.launched)
+
+
+def test_memory_is_read_in_pieces_where_it_lies_alike(kernels, cupy):
+    """What the bits of a result do not tell."""
+    for name, length in (("int8", 16), ("bfloat16", 8), ("float32", 4), ("complex64", 4)):
+        dtype, numbers = by_name[name], 4096 * (2 if name == "complex64" else 1)
+        for offsets, head in ((ALIKE, 0), (SHIFTED, length - 1)):
+            check(kernels, ReduceOp.SUM, dtype, 2, 4096, offsets, tame)
+            expected = head, (numbers - head) // length, numbers
+            assert cupy.launched[-1][-3:] == expected
+        check(kernels, ReduceOp.SUM, dtype, 2, 4096, UNLIKE, tame)
+        assert cupy.launched[-1][-2] == 0
+    source, out = (place(np.dtype(kind), 4096, 0)[0] for kind in (np.float32, np.float16))
+    kernels.narrow(by_name["float16"], source.ctypes.data, out.ctypes.data, 4096, STREAM)
+    assert cupy.launched[-1][-3:] == (0, 1024, 4096)
+
+
+def test_nothing_is_launched_for_nothing(kernels, cupy):
+    by = reduction.loop(ReduceOp.SUM, by_name["float32"])
+    kernels.combine(by, [64, 64], 64, 0, 1, STREAM)
+    kernels.scale(by_name["float32"], 64, 2.0, 64, 0, STREAM)
+    kernels.narrow(by_name["float16"], 64, 64, 0, STREAM)
+    assert not cupy.launched
+
+
+# ---- Scaling and rounding ------------------------------------------------------------------------
+
+
+def scaled(kernels, dtype, factor, count, offsets, fill):
+    source, _ = place(dtype.numpy, count, offsets[0])
+    out, memory = place(dtype.accumulate, count, offsets[1])
+    fill(source, 0)
+    before = memory.copy()
+    kernels.scale(dtype, source.ctypes.data, factor, out.ctypes.data, count, STREAM)
+    got = out.copy()
+    out[:] = before[out.ctypes.data - memory.ctypes.data :][: out.nbytes].view(out.dtype)
+    assert np.array_equal(memory, before), "memory outside of the result was written"
+    return source, got
+
+
+@pytest.mark.parametrize("offsets", [(0, 0), (4, 4), (1, 2)])
+@pytest.mark.parametrize(
+    "dtype",
+    [row for row in DTYPES if row.kind is not Kind.BOOL and reduction.loop(ReduceOp.SUM, row)],
+    ids=repr,
+)
+def test_scale(kernels, dtype, offsets):
+    integers = (3, -1, 255, -(1 << 70) - 5)
+    factors = integers if dtype.kind is Kind.INTEGER else (1 / 3, -2, 0.0, float("inf"), 1e300)
+    for factor, count, fill in itertools.product(factors, (1, 3, 1001), (random_bits, tame)):
+        source, got = scaled(kernels, dtype, factor, count, offsets, fill)
+        expected = np.empty_like(got)
+        reduction.scale(dtype, source, factor, expected)
+        assert_same_bits(got, expected, dtype.kind is not Kind.INTEGER)
+        if dtype.numpy == dtype.accumulate:  # in place
+            address = source.ctypes.data
+            kernels.scale(dtype, address, factor, address, count, STREAM)
+            assert_same_bits(source.copy(), expected, dtype.kind is not Kind.INTEGER)
+
+
+@pytest.mark.parametrize("name", ["complex64", "complex128"])
+@pytest.mark.parametrize("offsets", [(0, 0), (1, 1), (2, 0)])
+def test_scale_by_a_complex_factor(kernels, name, offsets):
+    dtype, factor = by_name[name], 0.3 - 1.7j
+    for count, fill in itertools.product((1, 501), (random_bits, tame)):
+        source, got = scaled(kernels, dtype, factor, count, offsets, fill)
+        number = dtype.numpy.type(factor)
+        c, d, a, b = number.real, number.imag, source.real, source.imag
+        with np.errstate(all="ignore"):
+            expected = np.stack([a * c - b * d, a * d + b * c], axis=1).view(dtype.numpy).ravel()
+        assert_same_bits(got, expected, True)
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["", "flush"])
+@pytest.mark.parametrize("dtype", NARROW, ids=repr)
+def test_narrow(kernels, cupy, dtype, flush):
+    """Also where hardware takes subnormal float32 for zero, as CuPy tells the compiler to."""
+    if flush and platform.machine() != "x86_64":
+        pytest.skip("only known how to ask x86-64 for")
+    cupy.flush = flush
+    for count, offsets in itertools.product((1, 2, 3001), ((0, 0), (4, 4), (1, 2))):
+        source, _ = place(np.dtype(np.float32), count, offsets[0])
+        out, _ = place(dtype.numpy, count, offsets[1])
+        for fill in (random_bits, tame):
+            fill(source, 0)
+            source.view(np.uint32)[: count // 9] &= 0x80FFFFFF  # subnormal, and a little above
+            expected = np.empty_like(out)
+            reduction.narrow(source, expected)
+            kernels.narrow(dtype, source.ctypes.data, out.ctypes.data, count, STREAM)
+            assert_same_bits(out.copy(), expected, False)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=repr)
+def test_widening_makes_no_subnormals_but_of_bfloat16(kernels, cupy, dtype):
+    """So that it, too, does not mind hardware that has none."""
+    cupy.flush = dtype.name != "bfloat16" and platform.machine() == "x86_64"
+    bits = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
+    out = np.empty(bits.size, np.float32)
+    kernels.scale(dtype, bits.ctypes.data, 1.0, out.ctypes.data, bits.size, STREAM)
+    assert_same_bits(out, bits.view(dtype.numpy).astype(np.float32), True)
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+
+
+def test_refusals(kernels):
+    add = reduction.loop(ReduceOp.SUM, by_name["float32"])
+    with pytest.raises(ArgumentError, match="nothing to combine"):
+        kernels.combine(add, [], 64, 1, 1, STREAM)
+    with pytest.raises(ArgumentError, match="multiple of 4 bytes"):
+        kernels.combine(add, [64, 66], 64, 1, 1, STREAM)
+    with pytest.raises(UnsupportedError, match="4000 arrays at most, got 4001"):
+        kernels.combine(add, [64] * 4001, 64, 1, 1, STREAM)
+    integers = reduction.loop(ReduceOp.SUM, by_name["int32"])
+    with pytest.raises(UnsupportedError, match="cannot be divided"):
+        kernels.combine(integers, [64], 64, 1, 2, STREAM)
+    for name in ("bool", "float8_e8m0fnu"):
+        with pytest.raises(UnsupportedError, match="no kernel scales"):
+            kernels.scale(by_name[name], 64, 1, 64, 1, STREAM)
+    with pytest.raises(ArgumentTypeError):
+        kernels.scale(by_name["int32"], 64, 0.5, 64, 1, STREAM)
+    with pytest.raises(ArgumentTypeError):
+        kernels.scale(by_name["float16"], 64, 1j, 64, 1, STREAM)
+    with pytest.raises(ArgumentError, match="multiple of 8 bytes"):
+        kernels.scale(by_name["complex128"], 68, 1j, 64, 1, STREAM)
+    for name in ("float32", "float8_e8m0fnu"):
+        with pytest.raises(UnsupportedError, match="no kernel rounds"):
+            kernels.narrow(by_name[name], 64, 64, 1, STREAM)
+
+
+# ---- CuPy and NVRTC, which need no GPU to compile ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cupy.cuda import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except Exception as error:
+        pytest.skip(f"CuPy finds no NVRTC: {error}")
+    return nvrtc
+
+
+LINES = [
+    *(f"COMBINE({dtype.name}, 0, 16)" for dtype in NARROW),
+    *(f"COMBINE({name}, {op}, 16)" for name in ("float32", "float64") for op in range(4)),
+    *(f"COMBINE({name}, {op}, 16)" for name in ("int8", "uint64") for op in range(7)),
+    *(f"COMBINE(bool, {op}, 16)" for op in (4, 5, 6)),
+    *(f"COMBINE(float32, 0, {capacity})" for capacity in (500, 4000)),
+    *(f"SCALE({name})" for name in ("bfloat16", "float8_e4m3fn", "float64", "int16")),
+    *(f"SCALE_COMPLEX({name})" for name in ("float32", "float64")),
+    *(f"NARROW({name})" for name in ("bfloat16", "float16", "float8_e5m2fnuz")),
+]
+
+
+@pytest.mark.parametrize("architecture", [70, 80, 90])
+def test_nvrtc_compiles_to_the_instructions_that_were_meant(nvrtc, architecture):
+    oldest = 70 if nvrtc.getVersion() < (13, 0) else 75
+    options = (
+        *device_kernels._OPTIONS, f"-arch=compute_{max(architecture, oldest)}",
+        "--device-as-default-execution-space", "-ftz=true",  # as CuPy adds
+    )  # fmt: skip
+    for line in LINES:
+        program = nvrtc.createProgram(f"{device_kernels._source()}\n{line}\n", "k.cu", [], [])
+        try:
+            nvrtc.compileProgram(program, options)
+        except Exception:
+            pytest.fail(f"{line}: {nvrtc.getProgramLog(program)}")
+        text = nvrtc.getPTX(program).decode()
+        assert "fma.rn.f" not in text, line
+        if line != "SCALE_COMPLEX(float64)":  # where one element is a piece
+            assert re.search(r"ld\.global\.v[24]\.", text), line
+            assert re.search(r"st\.global\.v[24]\.", text), line
+        if "float8" not in line and "float16" not in line.replace("bfloat16", ""):
+            # Of the divisor, a float64, alone; but NaN is told from itself as well.
+            flushing = set(re.findall(r"\S+\.ftz\S*", text))
+            assert flushing <= {"cvt.rn.ftz.f32.f64", "setp.nan.ftz.f32", "setp.neu.ftz.f32"}, line
+        if line.startswith("COMBINE(float32, 0"):
+            assert "add.rn.f32" in text and "div.rn.f32" in text
+            assert "setp.lt.f32" in text or ", 2, " not in line
+
+
+def test_cupy_has_what_is_used_of_it(nvrtc):
+    import cupy
+
+    assert callable(cupy.RawModule.get_function)
+    assert isinstance(cupy.cuda.Device.attributes, types.GetSetDescriptorType | property)
+    assert callable(cupy.cuda.Stream.from_external)
+    assert "code" in cupy.RawModule.__doc__ and "options" in cupy.RawModule.__doc__
+    assert "cudaDevAttrMultiProcessorCount" in vars(cupy.cuda.runtime)
+    stream = cupy.cuda.Stream.from_external(device_kernels._Handle(STREAM))
+    assert stream.ptr == STREAM

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
@@ -439,8 +440,9 @@ class Cuda:
 
     def has_nccl(self) -> bool:
         """CuPy finds NCCL's library."""
-        from cupy.cuda import nccl
-
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not there
+            from cupy.cuda import nccl
         return bool(nccl.available)
 
     def nccl_identity(self) -> Any:

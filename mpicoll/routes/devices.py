@@ -169,8 +169,12 @@ def _peer(
     peers = agreed.peers
     if peers is None or (op is not None and not agreed.space.serves(op.op, dtype)):
         return None
+
+    def on_home(combined: ReduceOp | None, moved: DType) -> Route:
+        return _at_home(peers.lane, peer.route(peers, primitive, combined, moved))
+
     if op is None or op.factor is None:
-        return peer.route(peers, primitive, op, dtype)
+        return on_home(op, dtype)
     everywhere = not primitive.root
     return composed.premultiplied(
         group,
@@ -178,14 +182,17 @@ def _peer(
         dtype,
         op.factor,
         everywhere,
-        lambda wide: peer.route(peers, primitive, ReduceOp.SUM, wide),
+        lambda wide: on_home(ReduceOp.SUM, wide),
     )
 
 
 def _nccl(
     agreed: Devices, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
 ) -> Route | None:
-    return None if agreed.nccl is None else nccl.route(agreed.nccl, primitive, op, dtype)
+    if agreed.nccl is None:
+        return None
+    found = nccl.route(agreed.nccl, primitive, op, dtype)
+    return None if found is None else _at_home(agreed.nccl.lane, found)
 
 
 def _direct(
@@ -225,6 +232,36 @@ _ROUTES: dict[str, Callable[..., Route | None]] = {
     "native": _native,
     "staged": _staged,
 }
+
+
+def _at_home(home: Lane, inner: Route) -> Route:
+    """``inner`` works on one device of this process alone: arrays of others are copied there."""
+
+    def at_home(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        first = send if recv is None else recv
+        assert isinstance(first, DeviceView)
+        lane = first.working
+        if lane is home:
+            inner(send, recv, root, blocks)
+            return
+        home.begin()
+        home.follow(lane)
+        out, into = (None if one is None else _moved(one, home) for one in (send, recv))
+        inner(out, into, root, blocks)
+        if recv is not None and into is not None:
+            home.runtime.copy(home.index, _address(recv), into.address, recv.nbytes, home.work)
+        lane.follow(home)
+
+    return at_home
+
+
+def _moved(view: View, home: Lane) -> DeviceView:
+    """A copy on another device."""
+    address = home.scratch(view.nbytes).address
+    moved = DeviceView(view.owner, view.dtype, home.index, address, (view.count,), None, 0)
+    moved.lane = home
+    home.runtime.copy(home.index, address, _address(view), view.nbytes, home.work)
+    return moved
 
 
 def _plain(space: Space, primitive: Primitive, group: ProcessGroup, inner: Route) -> Route:

@@ -179,36 +179,8 @@ def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
 
 def route(peers: Peers, primitive: Primitive, op: ReduceOp | None, dtype: DType) -> Route:
     """What carries out calls of this kind, for operations that ``reduction.loop`` knows."""
-    if primitive.name == "all_reduce":
-        made = _all_reduce(peers, primitive, op, dtype)
-    else:
-        made = _in_two_steps(peers, primitive, op, dtype)
-
-    def at_home(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        first = _on(send if recv is None else recv)
-        if first.device == peers.lane.index:
-            made(send, recv, root, blocks)
-            return
-        # Another device of this process than the one whose memory the ranks have mapped.
-        home, lane = peers.lane, first.working
-        home.begin()
-        home.follow(lane)
-        out, into = (None if one is None else _moved(_on(one), home) for one in (send, recv))
-        made(out, into, root, blocks)
-        if recv is not None and into is not None:
-            peers.copy(_on(recv).address, into.address, recv.nbytes)
-        lane.follow(home)
-
-    return at_home
-
-
-def _moved(view: DeviceView, lane: Lane) -> DeviceView:
-    """A copy on another device."""
-    address = lane.scratch(view.nbytes).address
-    moved = DeviceView(view.owner, view.dtype, lane.index, address, (view.count,), None, 0)
-    moved.lane = lane
-    lane.runtime.copy(lane.index, address, view.address, view.nbytes, lane.work)
-    return moved
+    make = _all_reduce if primitive.name == "all_reduce" else _in_two_steps
+    return make(peers, primitive, op, dtype)
 
 
 def _on(view: View | None) -> DeviceView:

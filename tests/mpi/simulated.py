@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,20 +244,21 @@ def elements(address: int, dtype: Any, count: int) -> Any:
 class DeviceArray:
     """An array on a simulated device, which its program works on in one stream.
 
-    host: what ``upload`` puts there and what ``download`` gets.
+    given: what calls get.
+    host:  what ``upload`` puts there and what ``download`` gets.
     """
 
     def __init__(
-        self, cuda: Simulated, host: np.ndarray, index: int = 0, stream: int | None = None
+        self, cuda: Simulated, host: np.ndarray, index: int, stream: int, layout: str, kind: str
     ) -> None:
-        self.cuda, self.host, self.index = cuda, host, index
-        self.number = cuda.stream(index) if stream is None else stream
-        self.memory = cuda.allocate(index, host.nbytes)
-        self.dtype = host.dtype
-        self.strides: tuple[int, ...] | None = None
-        self.shape = host.shape
-        self.offset = 0
+        self.cuda, self.host, self.index, self.number = cuda, host, index, stream
+        self.given = self
+        self.dtype, self.shape = host.dtype, host.shape
+        self.strides, self.offset, nbytes = laid_out(host, layout)
+        self.memory = cuda.allocate(index, nbytes)
         self.device = type("Device", (), {"id": index})()
+        if kind == "pool":
+            cuda.pool.add(self.memory.address)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -282,6 +284,14 @@ class DeviceArray:
 
         self.cuda.enqueue(self.index, self.number, task)
 
+    def double(self) -> None:
+        """A kernel."""
+
+        def task() -> None:
+            self._numpy()[...] *= 2
+
+        self.cuda.enqueue(self.index, self.number, task)
+
     def download(self) -> None:
         """A consumer in the same stream, and then the host."""
 
@@ -290,3 +300,54 @@ class DeviceArray:
 
         self.cuda.enqueue(self.index, self.number, task)
         self.cuda.synchronize(self.cuda.record(self.index, self.number))
+
+
+def laid_out(host: np.ndarray, layout: str) -> tuple[tuple[int, ...] | None, int, int]:
+    """Strides (None: C order), the first element's offset, and bytes of memory for an array.
+
+    layout: "C"; "third": every third element of a greater array; "F": Fortran's order.
+    """
+    if layout == "third":
+        wide = np.empty((*host.shape, 3), host.dtype)
+        return wide.strides[: host.ndim], host.dtype.itemsize, wide.nbytes
+    return None if layout == "C" else np.asfortranarray(host).strides, 0, host.nbytes
+
+
+class Arrays:
+    """Where the tests get their arrays on devices from; tests/gpu/real.py has those of a GPU.
+
+    devices:  how many there are.
+    kinds:    of memory that not every MPI takes.
+    streams:  each array has a stream of its own, and tells it.
+    large:    elements of a float32 array whose copies take long.
+    """
+
+    devices = 2
+    kinds = ("pool",)
+    streams = True
+    large = 1000
+
+    def __init__(self) -> None:
+        self.cuda = Simulated(self.devices)
+
+    def serves(self, dtype: Any) -> bool:
+        """There are arrays of the dtype."""
+        return True
+
+    def make(
+        self, host: np.ndarray, index: int = 0, layout: str = "C", kind: str = "plain"
+    ) -> DeviceArray:
+        """An array like ``host``, of ``laid_out``'s layout, in memory of that kind."""
+        stream = self.cuda.stream(index)
+        return DeviceArray(self.cuda, host, index, stream, layout, kind)
+
+    def working(self) -> contextlib.AbstractContextManager[Any]:
+        """In here calls are made; leaving it, nothing is under way any more."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def capturing(self, array: DeviceArray) -> Iterator[None]:
+        """In here the array's stream is captured into a graph."""
+        self.cuda.captured.add(array.number)
+        yield
+        self.cuda.captured.remove(array.number)

@@ -1,14 +1,21 @@
-"""Arrays on devices, by every route, on simulated devices: see simulated.py."""
+"""Arrays on devices, by every route.
+
+Plainly run, on simulated devices (simulated.py). On a GPU tests/gpu/run.py runs the same tests, on
+arrays of the libraries that MPICOLL_TEST_DEVICES names (tests/gpu/real.py), by the routes that
+MPICOLL_TEST_ROUTES names.
+"""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import oracle
 import pytest
+import simulated
 from conftest import TIMEOUT
 from conftest import team as group_of
 from driver import DTYPES, MOVES, REDUCTIONS, Call, legal, meet
-from simulated import DeviceArray, Simulated
 
 import mpicoll as dist
 from mpicoll import capabilities, device
@@ -18,30 +25,47 @@ from mpicoll.primitives import PRIMITIVES
 from mpicoll.reduction import loop
 from mpicoll.routes import native, peer, staged
 
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+LIBRARIES = os.environ.get("MPICOLL_TEST_DEVICES", "simulated").split(",")
+#: "auto": the one that mpicoll chooses.
+ROUTES = os.environ.get("MPICOLL_TEST_ROUTES", "staged,peer,direct,native,auto").split(",")
+
+#: One of each kind, and of each size that is treated in a way of its own.
+SOME = [row for row in DTYPES if row.name in (
+    "bool", "int32", "float32", "bfloat16", "float8_e5m2", "complex64")]  # fmt: skip
+
+#: The rows whose calls name a root.
+ROOTED = {name for row in PRIMITIVES if row.root for name in (row.name, *row.aliases)}
 
 
-@pytest.fixture(scope="module", params=["staged", "peer", "direct", "native"])
-def road(request):
-    """The device route that is forced, on an MPI that takes what is the host's memory in truth."""
+@pytest.fixture(scope="module", params=LIBRARIES)
+def arrays(request):
+    """Where arrays come from, and with them the devices of this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MPICOLL_DEVICE_ROUTE", request.param)
-        patch.setenv("MPICOLL_CUDA_AWARE", "full")
+        if request.param == "simulated":
+            made = simulated.Arrays()
+            patch.setattr(device, "_runtime", made.cuda)
+            patch.setenv("MPICOLL_CUDA_AWARE", "full")  # in truth it is the host's memory
+        else:
+            import real
+
+            made = real.Arrays(request.param)
+        yield made
+
+
+@pytest.fixture(scope="module", params=ROUTES)
+def road(request, arrays):
+    """The device route that is forced."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "auto":
+            patch.delenv("MPICOLL_DEVICE_ROUTE", raising=False)
+        else:
+            patch.setenv("MPICOLL_DEVICE_ROUTE", request.param)
         patch.setattr(capabilities, "_known", None)
         yield request.param
 
 
 @pytest.fixture(scope="module")
-def cuda(road):
-    """The devices of this process; some of their memory not of a kind that MPI takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        found = Simulated()
-        patch.setattr(device, "_runtime", found)
-        yield found
-
-
-@pytest.fixture(scope="module")
-def teams(cuda):
+def teams(road):
     """Groups of their own for each route; all ranks, some, and all in another order."""
     dist.init_process_group(timeout=TIMEOUT)
     n = dist.get_world_size()
@@ -56,32 +80,43 @@ def world(teams):
     return teams[0]
 
 
+@pytest.fixture(autouse=True)
+def working(arrays):
+    with arrays.working():
+        yield
+
+
+def dtypes_of(road, arrays):
+    """All of them once, where mpicoll chooses the route; elsewhere one for each way through it."""
+    return [row for row in (DTYPES if road == "auto" else SOME) if arrays.serves(row)]
+
+
 def serves(road, name, dtype, op):
-    """Whether a route that is forced serves such calls."""
+    """Whether a route that is forced serves such calls, to the bits that the oracle asks for."""
     if op is None:
         return road != "native" or not name.startswith("all_to_all")
     if road == "native":
         return name in ("all_reduce", "reduce") and op.op is not ReduceOp.PREMUL_SUM and (
             native.reducible(op, dtype))  # fmt: skip
-    return road == "staged" or loop(op, dtype) is not None
+    if road == "nccl":  # which has rules of its own for NaN, and for how it adds narrow floats
+        return dtype.name in ("int32", "float32") and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
+    return road in ("staged", "auto") or loop(op, dtype) is not None
 
 
 class DeviceCall(Call):
-    """A call whose arrays are on a device, each made in a stream of its own, late."""
+    """A call whose arrays are on a device, where they are made late, if there can be, in a stream
+    of each one's own.
+    """
 
-    def __init__(self, cuda, *what, index=None, strided=False, **how):
+    def __init__(self, arrays, *what, index=None, layout="C", kind="plain", **how):
         self.made = []
-        index = dist.get_rank() % 2 if index is None else index
+        index = dist.get_rank() % arrays.devices if index is None else index
 
         def make(shape, dtype):
             host = np.empty(shape, dtype.numpy)
-            array = DeviceArray(cuda, host, index)
-            if strided:
-                wide = DeviceArray(cuda, np.empty((*shape, 3), dtype.numpy), index, array.number)
-                array.memory, array.offset = wide.memory, dtype.itemsize
-                array.strides = wide.host.strides[: len(shape)]
+            array = arrays.make(host, index, layout, kind)
             self.made.append(array)
-            return array, host
+            return array.given, host
 
         super().__init__(*what, make=make, **how)
 
@@ -96,45 +131,68 @@ class DeviceCall(Call):
             array.download()
         super().check()
 
+    def complete(self, async_op):
+        """Calls and checks."""
+        work = self.start(async_op)
+        assert work is None or work.wait()
+        self.check()
 
-def sweep(road, cuda, teams, mpi, name, dtype, op, counts):
-    for team in teams:
-        meet(mpi)
+
+# ---- Everything ----------------------------------------------------------------------------------
+
+#: Elements, the place of the group in ``teams``, layout, kind of memory, and whether the call is
+#: asynchronous. The groups of the first and the last rows go on with each sweep. Dtypes that are
+#: not among SOME take every second row.
+CASES = [
+    (0, 0, "C", "plain", True),
+    (1, 1, "C", "plain", False),
+    (7, 0, "third", "plain", False),
+    (1000, 0, "C", "other", True),
+    (7, 1, "third", "plain", True),
+    (1000, 2, "C", "other", False),
+]
+
+
+def sweep(road, arrays, teams, mpi, name, dtype, op, turn):
+    if not serves(road, name, dtype, op):
+        return
+    for place, (count, which, layout, kind, async_op) in enumerate(CASES):
+        if dtype not in SOME and (place + turn) % 2:
+            continue
+        moving = place in (0, 4, 5)
+        team = teams[(which + turn) % len(teams) if moving else which]
+        if team.size < teams[0].size:
+            meet(mpi)
         if team.me is None:
             continue
-        for count in counts if serves(road, name, dtype, op) else ():
-            root = count % team.size if any(
-                row.name == name and row.root for row in PRIMITIVES) else 0  # fmt: skip
-            call = DeviceCall(cuda, name, team, dtype, count, op, root, strided=count == 7)
-            if count == 1000:
-                cuda.pool.update(array.memory.address for array in call.made)
-            if count % 2:
-                call.run()
-            else:
-                work = call.start(async_op=True)
-                assert work.wait()
-                call.check()
+        root = count % team.size if name in ROOTED else 0
+        kind = arrays.kinds[turn % len(arrays.kinds)] if kind == "other" else kind
+        DeviceCall(arrays, name, team, dtype, count, op, root, layout=layout, kind=kind).complete(
+            async_op
+        )
 
 
 @pytest.mark.parametrize("name", MOVES)
-@by_dtype
-def test_moves(road, cuda, teams, mpi, name, dtype):
-    sweep(road, cuda, teams, mpi, name, dtype, None, (0, 1, 7, 1000))
+def test_moves(road, arrays, teams, mpi, name):
+    for turn, dtype in enumerate(dtypes_of(road, arrays), MOVES.index(name)):
+        sweep(road, arrays, teams, mpi, name, dtype, None, turn)
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-@by_dtype
-def test_reduces(road, cuda, teams, mpi, name, dtype):
-    for op in legal(dtype):
-        sweep(road, cuda, teams, mpi, name, dtype, op, (0, 1, 7, 1000))
+def test_reduces(road, arrays, teams, mpi, name):
+    for place, dtype in enumerate(dtypes_of(road, arrays)):
+        for turn, op in enumerate(legal(dtype), place):
+            sweep(road, arrays, teams, mpi, name, dtype, op, turn)
 
 
 # ---- The same with seams everywhere --------------------------------------------------------------
 
 
-@by_dtype
-def test_pieces(road, cuda, world, monkeypatch, dtype):
+@pytest.mark.parametrize("dtype", SOME, ids=repr)
+def test_pieces(road, arrays, world, monkeypatch, dtype):
     """One, two and more pieces, with a rest."""
+    if not arrays.serves(dtype):
+        pytest.skip(f"the library has no arrays of {dtype}")
     monkeypatch.setattr(staged, "PIECE", 8 * dtype.itemsize * (world.size + 1))
     monkeypatch.setattr(peer, "SLOT", 64 * world.size)
     monkeypatch.setattr(peer, "_LINE", 16)
@@ -143,40 +201,40 @@ def test_pieces(road, cuda, world, monkeypatch, dtype):
     for count in (8, 9, 16, 17, 61):
         for name in MOVES:
             if serves(road, name, dtype, None):
-                DeviceCall(cuda, name, world, dtype, count, None, count % world.size).run()
+                DeviceCall(arrays, name, world, dtype, count, None, count % world.size).run()
         for name in REDUCTIONS:
             op = legal(dtype)[count % len(legal(dtype))]
             if serves(road, name, dtype, op):
-                DeviceCall(cuda, name, world, dtype, count, op, count % world.size).run()
+                DeviceCall(arrays, name, world, dtype, count, op, count % world.size).run()
 
 
-@by_dtype
-def test_uneven_blocks(road, cuda, world, dtype):
+def test_uneven_blocks(road, arrays, world):
     """all_gather of arrays of different sizes, and all_to_all_single with splits."""
-    counts = [5, 0, 3, 17][: world.size]
-    mine = oracle.any_bits(dtype, counts[world.me], world.me)
-    given = uploaded(cuda, mine)
-    outputs = [uploaded(cuda, np.zeros(count, dtype.numpy)) for count in counts]
-    dist.all_gather(outputs, given)
-    for r, output in enumerate(outputs):
-        oracle.same_bits(got(output), oracle.any_bits(dtype, counts[r], r), f"{r} of {dtype}")
-    if road == "native":
-        return
-    sends = [world.me + r for r in range(world.size)]
-    mine = oracle.any_bits(dtype, sum(sends), world.me)
-    output = uploaded(cuda, np.zeros(sum(sends), dtype.numpy))
-    dist.all_to_all_single(output, uploaded(cuda, mine), sends, sends)
-    expected = []
-    for r in range(world.size):
-        theirs = [r + k for k in range(world.size)]
-        start = sum(theirs[: world.me])
-        whole = oracle.any_bits(dtype, sum(theirs), r)
-        expected.append(whole[start : start + theirs[world.me]])
-    oracle.same_bits(got(output), np.concatenate(expected), f"all_to_all_single of {dtype}")
+    for dtype in dtypes_of(road, arrays):
+        counts = [5, 0, 3, 17][: world.size]
+        given = uploaded(arrays, oracle.any_bits(dtype, counts[world.me], world.me))
+        outputs = [uploaded(arrays, np.zeros(count, dtype.numpy)) for count in counts]
+        dist.all_gather([output.given for output in outputs], given.given)
+        for r, output in enumerate(outputs):
+            expected = oracle.any_bits(dtype, counts[r], r)
+            oracle.same_bits(got(output), expected, f"{r} of {dtype}")
+        if not serves(road, "all_to_all_single", dtype, None):
+            continue
+        sends = [world.me + r for r in range(world.size)]
+        given = uploaded(arrays, oracle.any_bits(dtype, sum(sends), world.me))
+        output = uploaded(arrays, np.zeros(sum(sends), dtype.numpy))
+        dist.all_to_all_single(output.given, given.given, sends, sends)
+        expected = []
+        for r in range(world.size):
+            theirs = [r + k for k in range(world.size)]
+            start = sum(theirs[: world.me])
+            whole = oracle.any_bits(dtype, sum(theirs), r)
+            expected.append(whole[start : start + theirs[world.me]])
+        oracle.same_bits(got(output), np.concatenate(expected), f"all_to_all_single of {dtype}")
 
 
-def uploaded(cuda, host, index=0):
-    array = DeviceArray(cuda, host.copy(), index)
+def uploaded(arrays, host, index=0):
+    array = arrays.make(host.copy(), index)
     array.upload()
     return array
 
@@ -190,116 +248,140 @@ def got(array):
 # ---- Order ---------------------------------------------------------------------------------------
 
 
-def test_many_calls_without_a_look(cuda, world):
+def test_many_calls_without_a_look(arrays, world):
     """What one call leaves on its way is not disturbed by the next."""
-    arrays = [uploaded(cuda, np.full(1000, world.me + i, np.float32)) for i in range(5)]
-    for array in arrays:
-        dist.all_reduce(array)
-    for i, array in enumerate(arrays):
+    made = [uploaded(arrays, np.full(1000, world.me + i, np.float32)) for i in range(5)]
+    for array in made:
+        dist.all_reduce(array.given)
+    for i, array in enumerate(made):
         expected = sum(range(world.size)) + i * world.size
         assert (got(array) == expected).all()
 
 
-def test_one_stream_for_all(cuda, world):
-    """A chain of calls and kernels in one stream."""
-    array = uploaded(cuda, np.ones(100, np.float64))
-
-    def double():
-        array._numpy()[...] *= 2
-
+@pytest.mark.parametrize("async_op", [False, True])
+def test_one_stream_for_all(arrays, world, async_op):
+    """A chain of calls and kernels in one stream, each of which takes a while."""
+    array = uploaded(arrays, np.ones(arrays.large, np.float32))
     for _ in range(3):
-        dist.all_reduce(array)
-        cuda.enqueue(0, array.number, double)
+        work = dist.all_reduce(array.given, async_op=async_op)
+        if async_op:
+            work.wait()
+        array.double()
     assert (got(array) == (2.0 * world.size) ** 3).all()
 
 
-def test_two_streams_in_one_call(cuda, world):
+def test_two_streams_in_one_call(arrays, world):
     """The input is made in one stream, the output is used in another."""
-    given = uploaded(cuda, np.full(10, world.me, np.int32))
-    output = uploaded(cuda, np.zeros(10 * world.size, np.int32))
+    if not arrays.streams:
+        pytest.skip("arrays of the library have no streams of their own")
+    given = uploaded(arrays, np.full(10, world.me, np.int32))
+    output = uploaded(arrays, np.zeros(10 * world.size, np.int32))
     assert given.number != output.number
-    dist.all_gather_single(output, given)
+    dist.all_gather_single(output.given, given.given)
     assert (np.arange(world.size) == got(output).reshape(world.size, 10).T).all()
 
 
-def test_another_device(cuda, world):
+def test_another_device(arrays, world):
     """A group's ranks may call with one device, and then with another."""
+    if arrays.devices < 2:
+        pytest.skip("there is one device")
     group = dist.new_group()
     for index in (0, 1, 0):
-        array = uploaded(cuda, np.full(50, world.me + index, np.float32), index)
-        output = uploaded(cuda, np.zeros((world.size, 50), np.float32), index)
-        dist.all_reduce(array, group=group)
-        dist.all_gather_single(output, array, group=group)
+        array = uploaded(arrays, np.full(50, world.me + index, np.float32), index)
+        output = uploaded(arrays, np.zeros((world.size, 50), np.float32), index)
+        dist.all_reduce(array.given, group=group)
+        dist.all_gather_single(output.given, array.given, group=group)
         expected = sum(range(world.size)) + index * world.size
         assert (got(array) == expected).all() and (got(output) == expected).all()
     dist.destroy_process_group(group)
 
 
-def test_messages(cuda, world):
+def test_messages(arrays, world):
     """send, recv, isend and irecv; contiguous or not; a device array to a host array."""
     if world.size == 1:
         return
     right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
-    given = uploaded(cuda, np.full((4, 5), world.me, np.float32))
-    taken = uploaded(cuda, np.zeros((4, 5), np.float32))
-    taken.strides = (4, 16)  # another order of the elements
-    works = [dist.irecv(taken, left), dist.isend(given, right)]
+    numbers = np.arange(20, dtype=np.float32).reshape(4, 5)
+    given = uploaded(arrays, numbers + world.me)
+    taken = arrays.make(np.zeros((4, 5), np.float32), layout="F")
+    taken.upload()
+    works = [dist.irecv(taken.given, left), dist.isend(given.given, right)]
     for work in works:
         work.wait()
-    assert (got(taken) == left).all()
+    assert (got(taken) == numbers + left).all()
     host = np.zeros((4, 5), np.float32)
     if world.me == 0:
-        dist.send(given, right)
+        dist.send(given.given, right)
         assert dist.recv(host, left) == left
     else:
         dist.recv(host, left)
-        dist.send(given, right)
-    assert (host == left).all()
-    with_rank = uploaded(cuda, np.full(3, -1, np.int64))
+        dist.send(given.given, right)
+    assert (host == numbers + left).all()
+    with_rank = uploaded(arrays, np.full(3, -1, np.int64))
+    own = uploaded(arrays, np.full(3, world.me, np.int64))
     batch = [
-        dist.P2POp(dist.irecv, with_rank, left),
-        dist.P2POp(dist.isend, uploaded(cuda, np.full(3, world.me, np.int64)), right),
+        dist.P2POp(dist.irecv, with_rank.given, left),
+        dist.P2POp(dist.isend, own.given, right),
     ]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
     assert (got(with_rank) == left).all()
 
 
+def test_kinds_of_memory(road, arrays, world):
+    """Memory that not every MPI takes, in and out, in place and not."""
+    for kind in arrays.kinds:
+        mine = arrays.make(np.full(300, world.me, np.float32), kind=kind)
+        output = arrays.make(np.zeros(300 * world.size, np.float32), kind=kind)
+        for array in (mine, output):
+            array.upload()
+        dist.all_gather_single(output.given, mine.given)
+        dist.all_reduce(mine.given)
+        assert (got(output) == np.repeat(np.arange(world.size), 300)).all(), kind
+        assert (got(mine) == sum(range(world.size))).all(), kind
+
+
 # ---- What is refused -----------------------------------------------------------------------------
 
 
-def test_devices_are_not_mixed(cuda, world):
-    zero, one = (uploaded(cuda, np.zeros(4 * world.size, np.float32), i) for i in range(2))
-    piece = uploaded(cuda, np.zeros(4, np.float32), 1)
+def test_devices_are_not_mixed(arrays, world):
+    zero = uploaded(arrays, np.zeros(4 * world.size, np.float32))
+    with pytest.raises(UnsupportedError, match=r"reduce_scatter_single: .*the host.*cuda:0"):
+        dist.reduce_scatter_single(np.zeros(4, np.float32), zero.given)
+    if arrays.devices < 2:
+        return
+    piece = uploaded(arrays, np.zeros(4, np.float32), 1).given
     with pytest.raises(UnsupportedError, match=r"all_gather_single: .*cuda:0.*cuda:1"):
-        dist.all_gather_single(zero, piece)
-    with pytest.raises(UnsupportedError, match=r"reduce_scatter_single: .*the host.*cuda:1"):
-        dist.reduce_scatter_single(np.zeros(4, np.float32), one)
+        dist.all_gather_single(zero.given, piece)
     if world.size > 1:
         with pytest.raises(UnsupportedError, match=r"all_gather: tensor_list: .*cuda:0.*cuda:1"):
-            dist.all_gather([zero, *[one] * (world.size - 1)], zero)
+            dist.all_gather([zero.given, *[piece] * (world.size - 1)], zero.given)
 
 
-def test_capture_is_refused(cuda, world):
-    array = uploaded(cuda, np.zeros(4, np.float32))
-    cuda.captured.add(array.number)
-    with pytest.raises(UnsupportedError, match="captured"):
-        dist.all_reduce(array)
+def test_capture_is_refused(arrays, world):
+    array = uploaded(arrays, np.ones(4, np.float32))
+    with arrays.capturing(array), pytest.raises(UnsupportedError, match="captured"):
+        dist.all_reduce(array.given)
+    assert (got(array) == 1).all()
+    dist.all_reduce(array.given)
+    assert (got(array) == world.size).all()
 
 
-def test_a_rank_with_host_memory(cuda, world):
+def test_a_rank_with_host_memory(arrays, world):
     """The ranks find out together, with the first calls of a group."""
     if world.size == 1:
         return
     group = dist.new_group()
     array = np.zeros(4, np.float32)
+    mine = array if world.me == 0 else uploaded(arrays, array).given
     with pytest.raises(MismatchError, match="on a device"):
-        dist.all_reduce(array if world.me == 0 else uploaded(cuda, array), group=group)
+        dist.all_reduce(mine, group=group)
 
 
-def test_without_a_gpu(monkeypatch, world):
+@pytest.mark.skipif(LIBRARIES != ["simulated"], reason="there is a GPU")
+def test_without_a_gpu(arrays, monkeypatch, world):
     """The error says what is missing, before anything is sent."""
-    array = uploaded(Simulated(), np.zeros(4, np.float32))
+    array = uploaded(arrays, np.zeros(4, np.float32))
     monkeypatch.setattr(device, "_runtime", None)
     with pytest.raises(UnsupportedError, match=r"GPU.*(CuPy|no GPU)"):
-        dist.all_reduce(array)
+        dist.all_reduce(array.given)

@@ -1,0 +1,267 @@
+"""The route through NCCL: what it asks NCCL for, on simulated devices and a NCCL made of MPI."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import simulated
+from conftest import TIMEOUT, Team, team
+from driver import MOVES, REDUCTIONS, legal
+from mpi4py import MPI
+from simulated import Simulated, elements
+from test_devices import DeviceCall, got, uploaded
+
+import mpicoll as dist
+from mpicoll import capabilities, device
+from mpicoll.dtypes import by_name
+from mpicoll.errors import UnsupportedError
+from mpicoll.routes import nccl
+
+#: ncclDataType_t.
+KINDS = [
+    "int8",
+    "uint8",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+]
+#: ncclRedOp_t.
+OPS = ["SUM", "PRODUCT", "MAX", "MIN", "AVG"]
+
+
+class WithNccl(Simulated):
+    """Devices, each rank's with an identity of its own, and NCCL."""
+
+    def __init__(self, me: int) -> None:
+        super().__init__()
+        self.me = me
+        self.together = None
+        self.asked = 0
+
+    def identity(self, index):
+        return f"{self.me}-{index}"
+
+    def has_nccl(self):
+        return True
+
+    def nccl_identity(self):
+        return (1, 2, 3)
+
+    def nccl(self, index, n, identity, rank):
+        assert identity == (1, 2, 3)
+        # NCCL finds its ranks by the identity; here they are all there are.
+        return Communicator(self, index, MPI.COMM_WORLD.Split(0, rank))
+
+    @contextlib.contextmanager
+    def nccl_together(self):
+        self.together = []
+        yield
+        messages, self.together = self.together, None
+        if messages:
+            comm, index, stream = messages[0][:3]
+
+            def task():
+                requests = []
+                for _, _, _, sends, memory, rank in messages:
+                    begin = comm.Isend if sends else comm.Irecv
+                    requests.append(begin([memory, MPI.BYTE], rank))
+                MPI.Request.Waitall(requests)
+
+            self.enqueue(index, stream, task)
+
+
+class Communicator:
+    def __init__(self, cuda, index, comm):
+        self.cuda, self.index, self.comm = cuda, index, comm
+
+    def _given(self, address, count, kind):
+        return elements(address, by_name[KINDS[kind]].numpy, count)
+
+    def _later(self, stream, task):
+        self.cuda.asked += 1
+        self.cuda.enqueue(self.index, stream, task)
+
+    def _combined(self, address, count, kind, op):
+        mine = self._given(address, count, kind)
+        everybody = np.empty((self.comm.size, mine.nbytes), np.uint8)
+        self.comm.Allgather(mine.view(np.uint8), everybody)
+        every = everybody.view(mine.dtype)
+        if mine.dtype.kind == "f":
+            every = every.astype(np.float64)
+        with np.errstate(all="ignore"):
+            found = {
+                "SUM": np.sum, "PRODUCT": np.prod, "MAX": np.max, "MIN": np.min, "AVG": np.mean,
+            }[OPS[op]](every, axis=0)  # fmt: skip
+            return found.astype(mine.dtype)
+
+    def allReduce(self, send, recv, count, kind, op, stream):
+        def task():
+            self._given(recv, count, kind)[...] = self._combined(send, count, kind, op)
+
+        self._later(stream, task)
+
+    def reduce(self, send, recv, count, kind, op, root, stream):
+        def task():
+            found = self._combined(send, count, kind, op)
+            if self.comm.rank == root:
+                self._given(recv, count, kind)[...] = found
+
+        self._later(stream, task)
+
+    def reduceScatter(self, send, recv, count, kind, op, stream):
+        def task():
+            n, me = self.comm.size, self.comm.rank
+            found = self._combined(send, count * n, kind, op).reshape(n, count)
+            self._given(recv, count, kind)[...] = found[me]
+
+        self._later(stream, task)
+
+    def broadcast(self, send, recv, count, kind, root, stream):
+        assert send == recv
+        self._later(stream, lambda: self.comm.Bcast(self._given(recv, count, kind), root))
+
+    def allGather(self, send, recv, count, kind, stream):
+        def task():
+            whole = self._given(recv, count * self.comm.size, kind)
+            self.comm.Allgather(self._given(send, count, kind), whole)
+
+        self._later(stream, task)
+
+    def send(self, address, count, kind, rank, stream):
+        self._message(address, count, kind, rank, stream, True)
+
+    def recv(self, address, count, kind, rank, stream):
+        self._message(address, count, kind, rank, stream, False)
+
+    def _message(self, address, count, kind, rank, stream, sends):
+        self.cuda.asked += 1
+        memory = self._given(address, count, kind).view(np.uint8)
+        self.cuda.together.append((self.comm, self.index, stream, sends, memory, rank))
+
+    def destroy(self):
+        self.comm.Free()
+
+
+class Arrays(simulated.Arrays):
+    """Arrays on some devices."""
+
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+
+@pytest.fixture(scope="module")
+def arrays(mpi_world):
+    return mpi_world[0]
+
+
+@pytest.fixture
+def cuda(arrays):
+    return arrays.cuda
+
+
+@pytest.fixture(scope="module")
+def mpi_world():
+    with pytest.MonkeyPatch.context() as patch:
+        found = Arrays(WithNccl(MPI.COMM_WORLD.rank))
+        patch.setattr(device, "_runtime", found.cuda)
+        patch.setattr(capabilities, "_known", None)
+        dist.init_process_group("nccl", timeout=TIMEOUT)
+        yield found, team("world", range(dist.get_world_size()))
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def world(mpi_world) -> Team:
+    return mpi_world[1]
+
+
+def exact(dtype, op):
+    """What needs no rounding, and no rule for NaN."""
+    return dtype.kind.value == "integer" and op.name in OPS
+
+
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float8_e5m2", "complex128", "int32"])
+def test_moves(arrays, cuda, world, name, dtype):
+    before = cuda.asked
+    for count in (0, 1, 7, 1000):
+        DeviceCall(arrays, name, world, by_name[dtype], count, None, count % world.size).run()
+    assert cuda.asked > before, "another route was taken"
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
+def test_reduces(arrays, cuda, world, name, dtype):
+    before = cuda.asked
+    row = by_name[dtype]
+    for op in (op for op in legal(row) if exact(row, op)):
+        for count in (0, 1, 7, 1000):
+            DeviceCall(arrays, name, world, row, count, op, count % world.size).run()
+    assert cuda.asked > before, "another route was taken"
+
+
+def test_average_of_floats(arrays, cuda, world):
+    for dtype in ("float32", "float64", "float16"):
+        call = DeviceCall(arrays, "all_reduce", world, by_name[dtype], 8, dist.ReduceOp.AVG)
+        for array in call.made:
+            array.host[...] = world.me
+        before = cuda.asked
+        call.start()
+        call.made[0].download()
+        assert (call.made[0].host == (world.size - 1) / 2).all() and cuda.asked > before
+
+
+def test_what_nccl_does_not_compute_takes_another_route(arrays, cuda, world):
+    for dtype, op in (("bool", "SUM"), ("int32", "BXOR"), ("float8_e5m2", "SUM"), ("int16", "SUM")):
+        before = cuda.asked
+        row, operation = by_name[dtype], getattr(dist.ReduceOp, op)
+        DeviceCall(arrays, "all_reduce", world, row, 100, operation).run()
+        assert cuda.asked == before
+
+
+def test_uneven_blocks(arrays, world):
+    n, me = world.size, world.me
+    sends = [me + r for r in range(n)]
+    given = np.concatenate([np.full(count, 10 * me + r) for r, count in enumerate(sends)])
+    output = uploaded(arrays, np.zeros(sum(sends), given.dtype))
+    dist.all_to_all_single(output, uploaded(arrays, given), sends, sends)
+    expected = np.concatenate([np.full(me + r, 10 * r + me) for r in range(n)])
+    assert (got(output) == expected).all()
+
+
+def test_two_ranks_on_one_gpu(world, monkeypatch):
+    """NCCL refuses that, and so it is not asked."""
+    if world.size == 1:
+        return
+    shared = WithNccl(0)
+    monkeypatch.setattr(device, "_runtime", shared)
+    group = dist.new_group()
+    alike, row = Team("alike", group, world.ranks, world.me), by_name["int32"]
+    DeviceCall(Arrays(shared), "all_reduce", alike, row, 9, dist.ReduceOp.SUM, index=0).run()
+    assert shared.asked == 0
+    dist.destroy_process_group(group)
+
+
+def test_forced(world, monkeypatch):
+    monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", "nccl")
+    monkeypatch.setattr(capabilities, "_known", None)
+    without = Simulated()
+    monkeypatch.setattr(device, "_runtime", without)
+    group = dist.new_group()
+    forced, row = Team("forced", group, world.ranks, world.me), by_name["int32"]
+    call = DeviceCall(Arrays(without), "all_reduce", forced, row, 9, dist.ReduceOp.SUM)
+    with pytest.raises(UnsupportedError, match=r"MPICOLL_DEVICE_ROUTE=nccl: .*lacks NCCL"):
+        call.start()
+    dist.destroy_process_group(group)
+
+
+def test_names_that_ask_for_it():
+    assert nccl.asked_for("nccl") and nccl.asked_for("cpu:gloo,cuda:nccl")
+    assert not nccl.asked_for("mpi") and not nccl.asked_for("cpu:nccl")

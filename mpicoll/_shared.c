@@ -350,3 +350,101 @@ EXPORT int mpicoll_shared_all_reduce(struct mpicoll_shared *shared, int format, 
     shared->round = base + rounds;
     return 1;
 }
+
+/* A block that a rank puts up for the others, at the next place in its slots. */
+struct mpicoll_given {
+    const char *data;
+    size_t count; /* elements */
+};
+
+/* A block that a rank takes: whose, from which place, where to. */
+struct mpicoll_taken {
+    size_t rank, place;
+    char *data;
+    size_t count;
+};
+
+static size_t length_of(size_t count, size_t start, size_t step)
+{
+    return count <= start ? 0 : count - start < step ? count - start : step;
+}
+
+/* What is taken of a rank's block in a round: of the own from the array itself. */
+static const char *source_of(const struct mpicoll_shared *shared, const struct mpicoll_taken *taken,
+                             const struct mpicoll_given *gives, uint32_t round, size_t room,
+                             size_t start)
+{
+    if (taken->rank == shared->me)
+        return gives[taken->place].data + start;
+    return slot(shared, (uint32_t)taken->rank, round) + taken->place * room;
+}
+
+/* Every other collective: ranks put blocks up, and take others'. A round carries a piece of every
+ * block; of each, elements of `size` bytes.
+ *
+ * format:    of what is combined, into the place of the first block taken; negative: blocks are
+ *            copied.
+ * places:    blocks of the rank that puts up most. Where they are as many as ranks, each is for the
+ *            rank of its number.
+ * most:      elements of the largest block of all ranks.
+ * total:     what all ranks must have alike, besides `what`.
+ * The rest is as in all_reduce. */
+EXPORT int mpicoll_shared_exchange(struct mpicoll_shared *shared, int format, int operation,
+                                   double divisor, size_t size, size_t places, size_t most,
+                                   const struct mpicoll_given *gives, size_t given,
+                                   const struct mpicoll_taken *takes, size_t taken, uint32_t number,
+                                   uint64_t what, uint64_t total)
+{
+    const uint32_t n = shared->n, me = shared->me, base = shared->round;
+    const size_t room = shared->slot / places / LINE * LINE, step = room / size;
+    const size_t rounds = most ? (most + step - 1) / step : 1;
+    struct header *mine = header(shared, me);
+    const char *sources[taken + 1];
+
+    announce(shared, number, what, total);
+    for (size_t i = 0; i <= rounds; i++) {
+        if (i < rounds) {
+            char *into = slot(shared, me, base + (uint32_t)i);
+            for (size_t k = 0; k < given; k++) {
+                if (places == n && n > 1 && k == me)
+                    continue; /* nobody else takes it */
+                const size_t length = length_of(gives[k].count, i * step, step);
+                memcpy(into + k * room, gives[k].data + i * step * size, length * size);
+            }
+            count_up(&mine->given, base + (uint32_t)i + 1);
+        }
+        if (i < 1)
+            continue;
+        const uint32_t round = base + (uint32_t)i - 1;
+        const size_t start = (i - 1) * step;
+        wait_for_given(shared, round + 1);
+        if (i == 1 && !agreed(shared)) {
+            count_up(&mine->given, base + 2);
+            count_up(&mine->combined, base + 2);
+            shared->round = base + 2;
+            return 0;
+        }
+        for (size_t k = 0; k < taken; k++)
+            sources[k] = source_of(shared, &takes[k], gives, round, room, start * size);
+        if (format >= 0 && taken) {
+            const size_t length = length_of(takes[0].count, start, step);
+            for (size_t at = 0; at < length; at += BLOCK / size) {
+                const size_t some = length - at < BLOCK / size ? length - at : BLOCK / size;
+                mpicoll_combine(format, operation, sources, taken,
+                                takes[0].data + (start + at) * size, some, divisor);
+                for (size_t k = 0; k < taken; k++)
+                    sources[k] += some * size;
+            }
+        } else {
+            for (size_t k = 0; k < taken; k++) {
+                const size_t length = length_of(takes[k].count, start, step);
+                char *into = takes[k].data + start * size;
+                if (into != sources[k])
+                    memcpy(into, sources[k], length * size);
+            }
+        }
+        count_up(&mine->combined, round + 1);
+    }
+    shared->round = base + (uint32_t)rounds;
+    return 1;
+}

@@ -37,6 +37,11 @@ class Kernels:
             library, "shared_all_reduce", pointer, integer, integer, pointer, size,
             ctypes.c_double, integer, ctypes.c_uint32, ctypes.c_uint64, result=integer,
         )  # fmt: skip
+        self.shared_exchange = _function(
+            library, "shared_exchange", pointer, integer, integer, ctypes.c_double, size, size,
+            size, pointer, size, pointer, size, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
+            result=integer,
+        )  # fmt: skip
 
 
 def _function(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Any:

@@ -21,6 +21,7 @@ __all__ = [
     "DeviceView",
     "Parts",
     "View",
+    "address",
     "of_numpy",
     "overlap",
     "overlapping",
@@ -289,24 +290,25 @@ def overlap(one: View, other: View) -> bool:
     """True where the memory of two views overlaps; False where one of them must be packed."""
     if one.buffer is None or other.buffer is None:
         return False
-    start, begin = _address(one), _address(other)
+    start, begin = address(one), address(other)
     return start < begin + other.nbytes and begin < start + one.nbytes
 
 
 def overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
     """For each of some contiguous views whether its memory overlaps that of any of the others."""
-    spans = sorted((_address(one), _address(one) + one.nbytes) for one in others)
+    spans = sorted((address(one), address(one) + one.nbytes) for one in others)
     begins = [begin for begin, _ in spans]
     ends = list(accumulate((end for _, end in spans), max))
     found = []
     for one in views:
-        begin = _address(one)
+        begin = address(one)
         before = bisect_left(begins, begin + one.nbytes)
         found.append(before > 0 and ends[before - 1] > begin)
     return found
 
 
-def _address(view: View) -> int:
+def address(view: View) -> int:
+    """Where the elements of a contiguous view begin."""
     buffer = view.buffer
     if isinstance(buffer, np.ndarray):
         return buffer.__array_interface__["data"][0]  # type: ignore[no-any-return]

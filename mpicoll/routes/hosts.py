@@ -26,13 +26,7 @@ def choose(
 ) -> Way:
     """What carries out calls of this kind in this group."""
     if op is None:
-        if primitive.name == "broadcast":
-            assert dtype is not None
-            return in_place(native.broadcast(group, dtype))
-        if primitive.layout is Layout.EXCHANGED:
-            # No rank knows the others' sizes, and MPI_Alltoall and MPI_Alltoallv must not meet.
-            return Way(direct.all_to_all(group, HOST, op))
-        return Way(native.MOVES[primitive.name](group, dtype))
+        return _move(primitive, group, dtype)
     assert dtype is not None
     if op.op is ReduceOp.PREMUL_SUM:
         everywhere = not primitive.root
@@ -49,6 +43,16 @@ def choose(
     return _reduction(primitive, group, op, dtype)
 
 
+def _move(primitive: Primitive, group: ProcessGroup, dtype: DType | None) -> Way:
+    if primitive.layout is Layout.EXCHANGED:
+        # No rank knows the others' sizes, and MPI_Alltoall and MPI_Alltoallv must not meet.
+        return Way(direct.all_to_all(group, HOST, None))
+    if primitive.name != "broadcast":
+        return Way(native.MOVES[primitive.name](group, dtype))
+    assert dtype is not None
+    return in_place(shared.broadcast(group, dtype, native.broadcast(group, dtype)))
+
+
 def _reduction(primitive: Primitive, group: ProcessGroup, op: ReduceOp, dtype: DType) -> Way:
     whole = native.reducible(op, dtype)
     if primitive.name == "all_reduce":
@@ -59,7 +63,10 @@ def _reduction(primitive: Primitive, group: ProcessGroup, op: ReduceOp, dtype: D
         if whole:
             return in_place(native.reduce(group, dtype, op))
         return Way(composed.reduce(group, dtype, op))
-    return Way(composed.reduce_scatter(group, dtype, op))
+    over_mpi = composed.reduce_scatter(group, dtype, op)
+    if whole:
+        over_mpi = native.reduce_scatter(group, dtype, op, otherwise=over_mpi)
+    return Way(shared.exchange(primitive, group, dtype, op, over_mpi))
 
 
 def in_place(direct: Direct, prompt: Prompt | None = None) -> Way:

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpicoll.calls import Blocks, Route
 from mpicoll.device import Lane, Memory
@@ -34,6 +32,7 @@ from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.primitives import Primitive
 from mpicoll.reduction import Loop, loop
+from mpicoll.routes.parcels import parcel_of
 from mpicoll.routes.wire import all_gather_bytes
 from mpicoll.views import DeviceView, View
 from mpicoll.watch.consistency import listed
@@ -236,51 +235,17 @@ def _all_reduce(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Ro
     return all_reduce
 
 
-class Given(NamedTuple):
-    """A block that a rank puts into its slot: where it is, and how many elements it has."""
-
-    address: int
-    elements: int
-
-
-class Taken(NamedTuple):
-    """A block that a rank gets: whose, at which place in his slot, where to, how many elements."""
-
-    rank: int
-    place: int
-    address: int
-    elements: int
-
-
-class Parcel(NamedTuple):
-    """One rank's part of a call. A round carries a piece of every block.
-
-    places: blocks in the slot of a rank that has most of them.
-    most:   elements of the largest block of all ranks.
-    total:  elements that all ranks must have alike.
-    gives, takes: blocks. Where there is an operation, the blocks taken are combined into the place
-            of the first.
-    """
-
-    places: int
-    most: int
-    total: int
-    gives: Sequence[Given]
-    takes: Sequence[Taken]
-
-
 def _in_two_steps(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Route:
     """Every primitive in which all that is taken has been given: copies, or one reduction."""
     size = dtype.itemsize
     by = None if op is None else loop(op, dtype)
     divisor = peers.n if op is ReduceOp.AVG else 1
     code = dtype.code << 8 | (0xFF if op is None else op.code)
-    make = _PARCELS[primitive.name]
 
     def in_two_steps(
         send: View | None, recv: View | None, root: int, blocks: Blocks | None
     ) -> None:
-        parcel = make(peers, send, recv, root, blocks)
+        parcel = parcel_of(primitive, peers.group, send, recv, root, blocks)
         room = peers.room // parcel.places // _LINE * _LINE
         step = room // size
 
@@ -304,94 +269,3 @@ def _in_two_steps(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> 
         peers.go(primitive, code, parcel.total, _rounds(parcel.most, step), [give, take])
 
     return in_two_steps
-
-
-def _broadcast(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
-    address, count = recv.address, recv.count
-    mine = peers.me == root
-    gives = [Given(address, count)] if mine else []
-    takes = [] if mine else [Taken(root, 0, address, count)]
-    return Parcel(1, count, count, gives, takes)
-
-
-def _reduce(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
-    address, count = recv.address, recv.count
-    ranks = range(peers.n) if peers.me == root else ()
-    takes = [Taken(rank, 0, address, count) for rank in ranks]
-    return Parcel(1, count, count, [Given(address, count)], takes)
-
-
-def _gather(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
-    counts = [send.count] * peers.n if blocks is None else list(blocks.receives)
-    takes = []
-    if recv is not None:
-        starts = accumulate(counts[:-1], initial=0)
-        takes = [
-            Taken(rank, 0, recv.address + start * recv.dtype.itemsize, count)
-            for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
-        ]
-    return Parcel(1, max(counts), sum(counts), [Given(send.address, send.count)], takes)
-
-
-def _scatter(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
-    count = recv.count
-    takes = [Taken(root, peers.me, recv.address, count)]
-    return Parcel(peers.n, count, count, _blocks(send, [count] * peers.n), takes)
-
-
-def _reduce_scatter(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
-    count = recv.count
-    takes = [Taken(rank, peers.me, recv.address, count) for rank in range(peers.n)]
-    return Parcel(peers.n, count, count, _blocks(send, [count] * peers.n), takes)
-
-
-def _all_to_all(peers: Peers, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
-    """No rank knows the others' sizes: they are exchanged first."""
-    sends, theirs = np.array(blocks.sends, np.int64), np.empty(peers.n, np.int64)
-    peers.group.comm.Alltoall(sends, theirs)
-    wrong = np.flatnonzero(theirs != blocks.receives)
-    most = np.array([max(blocks.sends), len(wrong)], np.int64)
-    peers.group.comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
-    if most[1]:
-        rank = int(wrong[0]) if len(wrong) else -1
-        raise MismatchError(
-            f"all_to_all on rank {peers.me} of group {peers.group.group_name}: "
-            + (
-                f"expected {blocks.receives[rank]} elements from rank {rank}, which sends "
-                f"{theirs[rank]}"
-                if len(wrong)
-                else "other ranks' block sizes do not fit together"
-            )
-        )
-    starts = accumulate(blocks.receives[:-1], initial=0)
-    takes = [
-        Taken(rank, peers.me, recv.address + start * recv.dtype.itemsize, count)
-        for rank, (start, count) in enumerate(zip(starts, blocks.receives, strict=True))
-    ]
-    return Parcel(peers.n, int(most[0]), 0, _blocks(send, blocks.sends), takes)
-
-
-def _blocks(send: Any, counts: Sequence[int]) -> list[Given]:
-    """The blocks of an input that lie one after another; none of none."""
-    if send is None:
-        return []
-    starts = accumulate(counts[:-1], initial=0)
-    size = send.dtype.itemsize
-    return [
-        Given(send.address + start * size, count)
-        for start, count in zip(starts, counts, strict=True)
-    ]
-
-
-_PARCELS: dict[str, Callable[..., Parcel]] = {
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "all_gather": _gather,
-    "all_gather_single": _gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all,
-}

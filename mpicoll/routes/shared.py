@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.calls import Direct, Prompt
+from mpicoll.calls import Blocks, Direct, Prompt, Route
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import kernels
+from mpicoll.primitives import PRIMITIVES, Layout, Primitive, by_name
 from mpicoll.reduction import Loop, loop
+from mpicoll.routes.parcels import Parcel, parcel_of
 from mpicoll.routes.segment import Segment, share
+from mpicoll.views import View
 from mpicoll.watch.consistency import listed
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["LEAST", "all_reduce"]
+__all__ = ["LEAST", "LEASTS", "all_reduce", "broadcast", "exchange"]
 
 #: Bytes of a message from which on MPI's own reduction is not faster.
 LEAST = 4 * 1024
+#: The same for the other collectives that are served, of all blocks of a rank together.
+LEASTS = {"broadcast": 32 << 20, "reduce_scatter": 32 << 10, "reduce_scatter_single": 32 << 10}
 #: Bytes of a slot, the most that goes through in a round, and of the slots of all ranks together.
 SLOT, TOGETHER = 256 * 1024, 48 * 1024 * 1024
 #: Ranks that share memory at most: each looks at what each other does.
@@ -59,6 +64,13 @@ class _Hold(ctypes.Structure):
     )
 
 
+#: struct mpicoll_given and struct mpicoll_taken.
+_GIVEN = np.dtype([("data", np.uintp), ("count", np.uintp)])
+_TAKEN = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")])
+
+_ALL_REDUCE, _BROADCAST = by_name["all_reduce"], by_name["broadcast"]
+
+
 class Shared:
     """A group's hold on the memory that its ranks share."""
 
@@ -88,16 +100,52 @@ class Shared:
         Raises MismatchError, on all ranks, where they do not agree on count, dtype and operation.
         """
         group, hold = self._group, self._hold
-        beside = group.worker is not None and group.worker.current
-        crowded = self._crowded_beside if beside else self._crowded
-        hold.looks = LOOKS_IN_A_CROWD if crowded else LOOKS
+        self._look_as_often_as_is_good()
         divisor = hold.n if op is ReduceOp.AVG else 1
         done = self._kernels.shared_all_reduce(
             self._pointer, format, by.operation, MPI.Get_address(buffer), count * by.elements,
-            divisor, split, group.sequence & 0xFFFFFFFF, dtype.code << 8 | op.code,
+            divisor, split, group.sequence & 0xFFFFFFFF, _what(_ALL_REDUCE, dtype, op, 0),
         )  # fmt: skip
         if not done:
-            raise MismatchError(self._differences())
+            raise MismatchError(self._differences(_ALL_REDUCE))
+
+    def exchange(
+        self,
+        primitive: Primitive,
+        parcel: Parcel,
+        dtype: DType,
+        op: ReduceOp | None,
+        by: Loop | None,
+        format: int,
+        root: int,
+    ) -> None:
+        """Carries this rank's part of any other collective out.
+
+        Raises MismatchError, on all ranks, where they do not agree on primitive, count, dtype,
+        operation and root.
+        """
+        group, hold = self._group, self._hold
+        self._look_as_often_as_is_good()
+        parts = 1 if by is None else by.elements
+        gives = np.array([(at, count * parts) for at, count in parcel.gives], _GIVEN)
+        takes = np.array(
+            [(rank, place, at, count * parts) for rank, place, at, count in parcel.takes], _TAKEN
+        )
+        done = self._kernels.shared_exchange(
+            self._pointer, format, -1 if by is None else by.operation,
+            hold.n if op is ReduceOp.AVG else 1, dtype.itemsize // parts, parcel.places,
+            parcel.most * parts, gives.ctypes.data, len(gives), takes.ctypes.data, len(takes),
+            group.sequence & 0xFFFFFFFF, _what(primitive, dtype, op, root), parcel.total * parts,
+        )  # fmt: skip
+        if not done:
+            raise MismatchError(self._differences(primitive))
+
+    def _look_as_often_as_is_good(self) -> None:
+        """Where threads that compute, or other ranks, want the processor, a rank soon sleeps."""
+        group = self._group
+        beside = group.worker is not None and group.worker.current
+        crowded = self._crowded_beside if beside else self._crowded
+        self._hold.looks = LOOKS_IN_A_CROWD if crowded else LOOKS
 
     def prompt(self) -> bool:
         """An asynchronous call is best carried out at once: all ranks are there, and no processor
@@ -109,20 +157,40 @@ class Shared:
         number = (self._group.sequence + 1) & 0xFFFFFFFF
         return bool(self._kernels.shared_ask(self._pointer, number, round(1e9 * PATIENCE)))
 
-    def _differences(self) -> str:
+    def _differences(self, primitive: Primitive) -> str:
         what, count = ctypes.c_uint64(), ctypes.c_uint64()
         texts = []
         for rank in range(self._hold.n):
             self._kernels.shared_call(
                 self._pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
             )
-            dtype, op = DTYPES[what.value >> 8], OPERATIONS[what.value & 0xFF]
-            elements = count.value // (2 if dtype.kind is Kind.COMPLEX else 1)
-            texts.append(f"{elements} elements of {dtype}, {op.name}")
+            texts.append(_told(what.value, count.value))
         return (
-            f"all_reduce on rank {self._hold.me} of group {self._group.group_name}: the ranks' "
+            f"{primitive} on rank {self._hold.me} of group {self._group.group_name}: the ranks' "
             f"calls do not belong together: {listed(texts)}"
         )
+
+
+#: No operation, among the numbers of operations.
+_NONE = 0xFF
+
+
+def _what(primitive: Primitive, dtype: DType, op: ReduceOp | None, root: int) -> int:
+    """A number that is the same for calls that belong together."""
+    return root << 24 | primitive.code << 16 | dtype.code << 8 | (_NONE if op is None else op.code)
+
+
+def _told(what: int, count: int) -> str:
+    """Such a call in words. count: of elements, or of their parts, where they are combined."""
+    dtype, primitive = DTYPES[what >> 8 & 0xFF], PRIMITIVES[what >> 16 & 0xFF]
+    op = what & 0xFF
+    parts = 2 if dtype.kind is Kind.COMPLEX and op != _NONE else 1
+    words = [f"{primitive} of {count // parts} elements of {dtype}"]
+    if op != _NONE:
+        words.append(OPERATIONS[op].name)
+    if primitive.root:
+        words.append(f"{primitive.root} {what >> 24}")
+    return ", ".join(words)
 
 
 def all_reduce(
@@ -153,6 +221,60 @@ def all_reduce(
         return count >= fewest and bool(group.shared) and group.shared.prompt()
 
     return direct, prompt
+
+
+def broadcast(group: ProcessGroup, dtype: DType, otherwise: Direct) -> Direct:
+    """As ``exchange``, for an array in place."""
+    fewest = -(-LEASTS["broadcast"] // dtype.itemsize)
+
+    def over_mpi(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        assert recv is not None
+        otherwise(recv.buffer, recv.count, root)
+
+    route = exchange(_BROADCAST, group, dtype, None, over_mpi)
+
+    def direct(buffer: Any, count: int, root: int) -> None:
+        if count < fewest:
+            otherwise(buffer, count, root)
+        else:
+            route(None, View(buffer, dtype, count, buffer), root, None)
+
+    return direct
+
+
+def exchange(
+    primitive: Primitive,
+    group: ProcessGroup,
+    dtype: DType,
+    op: ReduceOp | None,
+    otherwise: Route,
+) -> Route:
+    """Any collective but all_reduce: what each rank puts up, and what it takes of the others.
+
+    ``otherwise`` for less than LEASTS bytes, and where no memory is shared.
+    """
+    by = None if op is None else loop(op, dtype)
+    n, least = group.size(), LEASTS[primitive.name]
+    if (op is not None and by is None) or not 1 < n <= MOST:
+        return otherwise
+    format = -1 if kernels is None or by is None else kernels.format(by.format.encode())
+    blocks_of_a_rank = n if primitive.layout is Layout.SCATTERED else 1
+
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        assert recv is not None
+        if blocks_of_a_rank * recv.nbytes < least:
+            otherwise(send, recv, root, blocks)
+            return
+        shared = group.shared
+        if shared is None:  # the first call of this size, on every rank
+            shared = group.shared = _look(group) or False
+        if not shared:
+            otherwise(send, recv, root, blocks)
+            return
+        parcel = parcel_of(primitive, group, send, recv, root, blocks)
+        shared.exchange(primitive, parcel, dtype, op, by, format, root)
+
+    return route
 
 
 def _look(group: ProcessGroup) -> Shared | None:

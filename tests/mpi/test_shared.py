@@ -1,4 +1,4 @@
-"""all_reduce through memory that the ranks share: every piece and every race, and who cannot."""
+"""Collectives through memory that the ranks share: every piece and every race, and who cannot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import team as group_of
-from driver import DTYPES, Call, legal, same_on_all
+from driver import DTYPES, NAMES, Call, legal, same_on_all
 
 import mpicoll as dist
 from mpicoll import execute, kernels
@@ -31,6 +31,7 @@ def cut(world, request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
         patch.setattr(shared, "LEAST", 0)
+        patch.setattr(shared, "LEASTS", dict.fromkeys(shared.LEASTS, 0))
         patch.setattr(shared, "WHOLE", 0 if request.param == "split" else 1 << 40)
         yield group_of("cut", range(world.size))
 
@@ -50,6 +51,20 @@ def test_seams(cut, mpi, dtype):
         for call in calls:
             call.run()
         same_on_all(mpi, calls)
+    assert cut.size == 1 or shares(cut) or dtype.name == "float8_e8m0fnu"
+
+
+@needs
+@pytest.mark.parametrize("name", list(shared.LEASTS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+def test_seams_of_others(cut, name, dtype):
+    """The same for what is put up by some, and taken by others."""
+    in_slot = 512 // dtype.itemsize
+    for turn, count in enumerate((0, 1, 63, 64, 65, in_slot - 1, in_slot + 1, 3 * in_slot + 7)):
+        ops = legal(dtype)[turn % 2 :: 2] if NAMES[name].reduces else [None]
+        for op in ops:
+            Call(name, cut, dtype, count, op, count % cut.size).run()
+            Call("all_reduce", cut, dtype, count, legal(dtype)[0]).run()
     assert cut.size == 1 or shares(cut) or dtype.name == "float8_e8m0fnu"
 
 
@@ -244,6 +259,18 @@ def test_ranks_that_disagree(world):
                 if work is not None:
                     work.wait()
             Call("all_reduce", team, by_name["float32"], 300000, ReduceOp.SUM).run()
+    for count, root, words in (
+        (9 << 20, 1 if odd else 0, "broadcast of 9437184 elements of float32, src 1"),
+        ((9 << 20) + odd, 0, "9437185 elements of float32, src 0"),
+    ):
+        with pytest.raises(MismatchError, match=f"broadcast on rank {team.me} of .*{words}"):
+            dist.broadcast(np.ones(count, np.float32), group=team.group, group_src=root)
+    count = 50000 + odd
+    with pytest.raises(MismatchError, match="reduce_scatter_single of 50001 elements of int32"):
+        dist.reduce_scatter_single(
+            np.empty(count, np.int32), np.ones(count * team.size, np.int32), group=team.group
+        )
+    Call("all_reduce", team, by_name["float32"], 300000, ReduceOp.SUM).run()
 
 
 def cannot_make(patch):

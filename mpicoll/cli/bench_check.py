@@ -1,0 +1,217 @@
+"""Whether a measured call gives what it must: inputs that any rank can make for any other, and what
+follows from them, in NumPy alone.
+
+An array is a pattern of ``PERIOD`` elements, repeated. As that is a prime, an element that came from
+a place a few pieces away is another one, unless their distance is a multiple of it; and what has to
+be computed is one period, however large the message.
+
+- What is only moved: random bits, and every bit has to arrive.
+- Integers: random bits, combined modulo 2**64. Bools are counted. Both are exact.
+- MIN and MAX: exact.
+- Sums and products of floating point: magnitudes from 1/2 to 2 with random signs (complex numbers:
+  directions), combined as long doubles. n numbers added in whatever order, each rounding off by
+  half an eps, err by at most (n - 1) eps / 2 times the sum of their magnitudes, to first order
+  (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2); of products the
+  same holds with the product of the magnitudes, and for complex ones with sqrt(5) times as much
+  (Brent, Percival, Zimmermann, Math. Comp. 76, 2007). AVG adds one division. So **2 n eps** times
+  that magnitude, eps that of the dtype in which the reduction is computed, is never too strict; and
+  a result is right between the two ends, each rounded to the dtype as the result is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.primitives import Layout, Primitive
+
+__all__ = ["PERIOD", "Expected", "contents", "expected", "fill", "wrong"]
+
+Array = npt.NDArray[Any]
+
+#: Elements after which inputs repeat.
+PERIOD = 8191
+#: Periods that are compared at a time.
+_AT_A_TIME = 64
+
+
+class Expected(NamedTuple):
+    """The results that are right, of one period: from ``low`` to ``high``, and where those are too
+    large for the dtype, what it has for infinity; without ``high``, the bits of ``low``.
+    """
+
+    low: Array
+    high: Array | None = None
+
+
+# --- inputs -------------------------------------------------------------------------------------
+
+
+def _pattern(op: ReduceOp | None, dtype: DType, source: int, block: int, count: int) -> Array:
+    """What rank ``source`` has for the block: at most one period."""
+    length = min(count, PERIOD)
+    rng = np.random.default_rng([dtype.code, source, block])
+    if dtype.kind is Kind.BOOL:
+        return rng.integers(0, 2, length).astype(bool)
+    if op is None or dtype.kind is Kind.INTEGER:
+        return np.frombuffer(rng.bytes(length * dtype.itemsize), dtype.numpy)
+    size = np.exp2(rng.uniform(-1, 1, length))
+    if dtype.kind is Kind.COMPLEX:
+        return (size * np.exp(2j * np.pi * rng.uniform(0, 1, length))).astype(dtype.numpy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = (size * rng.choice([-1.0, 1.0], length)).astype(dtype.numpy)
+        unsigned = np.isnan(made.astype(float))  # float8_e8m0fnu
+    made[unsigned] = size[unsigned].astype(dtype.numpy)
+    return made
+
+
+def contents(
+    row: Primitive, op: ReduceOp | None, dtype: DType, n: int, me: int, root: int, count: int
+) -> Iterator[Array]:
+    """What this rank has in the blocks that it reads, one after another; n ranks."""
+    if row.layout is Layout.IN_PLACE and row.root == "src" and me != root:
+        return
+    many = row.layout in (Layout.SCATTERED, Layout.EXCHANGED) and (not row.root or me == root)
+    for block in range(n if many else 1):
+        yield _pattern(op, dtype, me, block, count)
+
+
+def expected(
+    row: Primitive, op: ReduceOp | None, dtype: DType, n: int, me: int, root: int, count: int
+) -> Iterator[Expected]:
+    """What this rank must have in the blocks of its output after the call, one after another."""
+
+    def of(source: int, block: int = 0) -> Array:
+        return _pattern(op, dtype, source, block, count)
+
+    block = me if row.layout is Layout.SCATTERED else 0
+    if op is not None:
+        alone = row.root and me != root  # its content does not change
+        sources = [me] if alone else range(n)
+        yield Expected(of(me)) if alone else _reduced(op, dtype, (of(r, block) for r in sources))
+    elif row.layout in (Layout.IN_PLACE, Layout.SCATTERED):
+        yield Expected(of(root, block))
+    elif not row.root or me == root:
+        for source in range(n):
+            yield Expected(of(source, me if row.layout is Layout.EXCHANGED else 0))
+
+
+# --- reductions ---------------------------------------------------------------------------------
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "SUM": np.add,
+    "AVG": np.add,
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+
+_COUNTED: dict[str, Callable[[Array, int], Array]] = {
+    **dict.fromkeys(("SUM", "MAX", "BOR"), lambda true, n: true > 0),
+    **dict.fromkeys(("PRODUCT", "MIN", "BAND"), lambda true, n: true == n),
+    "BXOR": lambda true, n: true % 2 == 1,
+}
+
+
+def _reduced(op: ReduceOp, dtype: DType, terms: Iterable[Array]) -> Expected:
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        if dtype.kind is Kind.BOOL:
+            counts = [term.astype(int) for term in terms]
+            return Expected(_COUNTED[op.name](np.sum(counts, axis=0), len(counts)))
+        if dtype.kind is not Kind.INTEGER and op.name not in ("MIN", "MAX"):
+            return _between(op, dtype, terms)
+        exact: Array | None = None
+        for term in terms:
+            if op.name not in ("MIN", "MAX"):
+                term = term.astype(np.uint64)
+            exact = term if exact is None else _COMBINE[op.name](exact, term)
+        assert exact is not None
+        return Expected(exact.astype(dtype.numpy))
+
+
+def _between(op: ReduceOp, dtype: DType, terms: Iterable[Array]) -> Expected:
+    wide = np.clongdouble if dtype.kind is Kind.COMPLEX else np.longdouble
+    combine = _COMBINE[op.name]
+    n, total, size = 0, np.array(op.name == "PRODUCT", wide), np.longdouble(op.name == "PRODUCT")
+    for term in terms:
+        operand = term.astype(dtype.accumulate).astype(wide)
+        n, total, size = n + 1, combine(total, operand), combine(size, abs(operand))
+    if op.name == "AVG":
+        total, size = total / n, size / n
+    slack = (2 * n * np.finfo(dtype.accumulate).eps * size).astype(wide)
+    if dtype.kind is Kind.COMPLEX:
+        slack = slack * wide(1 + 1j)
+    low, high = (end.astype(dtype.accumulate).astype(dtype.numpy)
+                 for end in (total - slack, total + slack))  # fmt: skip
+    return Expected(low, high)
+
+
+# --- arrays -------------------------------------------------------------------------------------
+
+
+def _words(array: Any, dtype: DType) -> Any:
+    """The array's memory as unsigned integers, of one period in a row; and what is left over."""
+    return array.view(np.dtype(f"u{min(dtype.itemsize, 8)}"))
+
+
+def fill(array: Any, pattern: Array, dtype: DType, put: Callable[[Array], Any]) -> None:
+    """Writes the pattern again and again; ``put`` brings it to where the array is."""
+    words, period = _words(array, dtype), put(_words(pattern, dtype))
+    if not len(period):
+        return
+    whole = len(words) - len(words) % len(period)
+    words[:whole].reshape(-1, len(period))[:] = period
+    words[whole:] = period[: len(words) - whole]
+
+
+def wrong(array: Any, right: Expected, dtype: DType, get: Callable[[Any], Array]) -> int:
+    """How many elements are not right; ``get`` brings a part of the array to the host."""
+    step = _AT_A_TIME * PERIOD
+    found = 0
+    for start in range(0, len(array), step):
+        part = get(_words(array[start : start + step], dtype)).view(dtype.numpy)
+        whole = len(part) - len(part) % PERIOD
+        if whole:
+            found += _different(part[:whole].reshape(-1, PERIOD), right, dtype)
+        if whole < len(part):
+            rest = len(part) - whole
+            high = None if right.high is None else right.high[:rest]
+            found += _different(part[None, whole:], Expected(right.low[:rest], high), dtype)
+    return found
+
+
+def _different(got: Array, right: Expected, dtype: DType) -> int:
+    """Elements of an array of shape (periods, elements) that are not right."""
+    if right.high is None:
+        shape = (*got.shape, -1)
+        bits = np.ascontiguousarray(got).view(np.uint8).reshape(shape)
+        unlike = bits != np.ascontiguousarray(right.low).view(np.uint8).reshape(shape[1:])
+        return int(np.count_nonzero(unlike.any(axis=-1)))
+    got, low, high = (_numbers(one, dtype) for one in (got, right.low, right.high))
+    with np.errstate(invalid="ignore"):
+        beyond = np.isnan(low) | np.isnan(high)  # of dtypes that have NaN where others have inf
+        inside = (np.where(np.isnan(low), -np.inf, low) <= got) & (
+            got <= np.where(np.isnan(high), np.inf, high)
+        )
+        inside |= beyond & np.isnan(got)
+    if dtype.kind is Kind.COMPLEX:
+        inside = inside.reshape(*inside.shape[:-1], -1, 2).all(axis=-1)
+    return int(np.count_nonzero(~inside))
+
+
+def _numbers(array: Array, dtype: DType) -> Array:
+    """What can be compared: complex numbers as their two parts, narrow ones as float32."""
+    array = np.ascontiguousarray(array)
+    if dtype.kind is Kind.COMPLEX:
+        return array.view(array.real.dtype)
+    return array.astype(dtype.accumulate) if dtype.kind is Kind.NARROW_FLOAT else array

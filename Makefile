@@ -21,6 +21,11 @@ TORCH = torch==2.13.0
 # More for tests/run.py, e.g. ARGS='--ranks 2 -- -k all_reduce'
 ARGS =
 
+# For the tests on a GPU: CUDA's major version, 12 or 13, and the folder of an MPI that takes device
+# memory, if there is one (tests/gpu/build_openmpi.sh builds one).
+CUDA = 13
+CUDA_MPI =
+
 
 KNOWN := mpich openmpi impi site
 $(if $(filter-out $(KNOWN),$(MPI)),$(error MPI=$(MPI): expected one of $(KNOWN)))
@@ -50,11 +55,12 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-torch-suite lint bench docs environment torch clean
+.PHONY: help demo test test-gpu test-torch-suite lint bench bench-gpu docs environment
+.PHONY: gpu-environment torch clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
-	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS='
+	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS= CUDA= CUDA_MPI='
 
 demo: $(VENV)/.demo  ## train a small network on four ranks
 	$(START) -n 4 $(VENV)/bin/python jobs/train_digits.py
@@ -64,6 +70,15 @@ test:  ## lint, then the tests with each MPI, or with MPI=...
 	@$(MAKE) --no-print-directory lint MPI=$(firstword $(TESTED))
 	$(PYTHON) tests/run.py $(foreach mpi,$(TESTED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
+
+# Without a GPU they say so, and nothing is installed.
+GPU_TESTED := $(or $(MPI),mpich openmpi)
+test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDER: one more MPI
+	@! $(PYTHON) tests/gpu/run.py --look || { \
+	    for mpi in $(GPU_TESTED); do \
+	        $(MAKE) --no-print-directory gpu-environment MPI=$$mpi || exit 1; done; \
+	    $(PYTHON) tests/gpu/run.py $(foreach mpi,$(GPU_TESTED),$(mpi)=$(call venv,$(mpi))) \
+	        $(if $(CUDA_MPI),cuda-mpi=$(CUDA_MPI)) $(ARGS); }
 
 # The ranks start without mpiexec, which wants a library of the MPICH family.
 test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo; ARGS='--help'
@@ -80,12 +95,20 @@ bench: environment  ## what calls cost, beside mpi4py and beside Gloo, on two ra
 	@! $(VENV)/bin/python -c 'import torch' 2> /dev/null || \
 	    { set -x; $(START) -n 2 $(VENV)/bin/python benchmarks/torch_backend.py; }
 
+bench-gpu:  ## what collectives on device memory cost, on two ranks; ARGS='--help'
+	@! $(PYTHON) tests/gpu/run.py --look || { \
+	    $(MAKE) --no-print-directory gpu-environment && set -x && \
+	    $(START) -n 2 $(VENV)/bin/python benchmarks/gpu.py $(ARGS); }
+
 docs: $(VENV)/.docs  ## write the support tables, then the pages as HTML in .cache/site
 	$(VENV)/bin/python docs/support.py
 	printf 'site_name: mpicoll\n' | $(VENV)/bin/mkdocs build --quiet -f - -d .cache/site
 
 environment: $(VENV)/.test torch  ## what the tests need with MPI=..., and no more
 	@:
+
+gpu-environment: environment
+	$(PIP) -e '.[cuda$(CUDA)]' libucx-cu$(CUDA)
 
 # With Intel MPI the tests run without torch, as they do on a machine that has none.
 torch: $(VENV)/.test

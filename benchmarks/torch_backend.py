@@ -20,18 +20,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import Aim, Case, Ranks, Report, measure
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,105 +42,6 @@ MESSAGES = [
     (16 * MIB, torch.float32, 1),
     (16 * MIB, torch.bfloat16, 1),
 ]
-
-Case = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds a call, one figure for each repetition: the slowest rank's."""
-
-    seconds: list[float]
-
-    @property
-    def median(self) -> float:
-        """The median."""
-        return statistics.median(self.seconds)
-
-    @property
-    def spread(self) -> float:
-        """Half the distance between the quartiles."""
-        low, _, high = statistics.quantiles(self.seconds, n=4)
-        return (high - low) / 2
-
-    def over(self, other: Times) -> Times:
-        """The time above another's, repetition by repetition."""
-        return Times([a - b for a, b in zip(self.seconds, other.seconds, strict=True)])
-
-    def text(self, unit: float, width: int) -> str:
-        """Median and spread in this unit."""
-        median, spread = self.median / unit, self.spread / unit
-        digits = 2 if median < 100 else 0
-        return f"{median:>{width}.{digits}f} +-{spread:5.{digits}f}"
-
-    def record(self) -> dict[str, float]:
-        """Median and spread in seconds."""
-        return {"median": self.median, "spread": self.spread}
-
-
-@dataclass(frozen=True)
-class Aim:
-    """What is aimed at, and what was measured."""
-
-    name: str
-    limit: float
-    measured: float
-    unit: str
-    at_least: bool = False
-
-    @property
-    def met(self) -> bool:
-        """Whether it is met, by the figures as they are printed."""
-        limit, measured = round(self.limit, 2), round(self.measured, 2)
-        return measured >= limit if self.at_least else measured <= limit
-
-    def __str__(self) -> str:
-        kind = "at least" if self.at_least else "at most"
-        aim = f"{kind} {self.limit:g} {self.unit}"
-        verdict = "met" if self.met else "MISSED"
-        return f"{self.name:<58}{aim:<16}{self.measured:>8.2f} {self.unit:<4}{verdict}"
-
-    def record(self) -> dict[str, object]:
-        """All of it."""
-        return {**vars(self), "met": self.met}
-
-
-def measure(cases: dict[str, Case], repetitions: int, calls: int = 1) -> dict[str, Times]:
-    """Time each case; it begins on all ranks at once."""
-    for case in cases.values():
-        for _ in range(5):  # the first calls are compared between the ranks, and make plans
-            case()
-    names = list(cases)
-    table = torch.zeros(len(names), repetitions, dtype=torch.float64)
-    for repetition in range(repetitions):
-        for place in range(len(names)):
-            index = (place + repetition) % len(names)  # nobody always comes after the same
-            case = cases[names[index]]
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(calls):
-                case()
-            table[index, repetition] = (time.perf_counter() - start) / calls
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return {name: Times(row.tolist()) for name, row in zip(names, table, strict=True)}
-
-
-class Report:
-    """Prints on rank 0, and collects what goes into the file."""
-
-    def __init__(self) -> None:
-        self.main = dist.get_rank() == 0
-        self.aims: list[Aim] = []
-        self.record: dict[str, Any] = {}
-
-    def line(self, text: str = "") -> None:
-        """Print a line."""
-        if self.main:
-            print(text, flush=True)
-
-    def add(self, section: str, entry: dict[str, Any]) -> None:
-        """Add an entry to a section of the file."""
-        self.record.setdefault(section, []).append(entry)
 
 
 def describe(report: Report, threads: int) -> None:
@@ -177,7 +74,7 @@ def check_sums(gloo: dist.ProcessGroup) -> None:
                 raise SystemExit(f"all_reduce of {size} bytes of {dtype} gives a wrong sum")
 
 
-def messages(report: Report, gloo: dist.ProcessGroup, repetitions: int) -> None:
+def messages(report: Report, ranks: Ranks, gloo: dist.ProcessGroup, repetitions: int) -> None:
     """A synchronous all_reduce, by size."""
     report.line("\nall_reduce, microseconds a call")
     report.line(f"{'bytes':>9} {'dtype':<9}{'mpicoll':>18}{'Gloo':>18}{'Gloo / mpicoll':>16}")
@@ -188,7 +85,7 @@ def messages(report: Report, gloo: dist.ProcessGroup, repetitions: int) -> None:
             "mpicoll": lambda x=x: dist.all_reduce(x),
             "gloo": lambda x=x: dist.all_reduce(x, group=gloo),
         }
-        times = measure(cases, repetitions, calls)
+        times = measure(ranks, cases, repetitions, calls)
         ratio = ratios[size, dtype] = times["gloo"].median / times["mpicoll"].median
         name = str(dtype).removeprefix("torch.")
         report.line(
@@ -207,7 +104,7 @@ def messages(report: Report, gloo: dist.ProcessGroup, repetitions: int) -> None:
         report.aims.append(Aim(name, limit, ratios[key], "x", at_least=True))
 
 
-def overlap(report: Report, gloo: dist.ProcessGroup, repetitions: int) -> None:
+def overlap(report: Report, ranks: Ranks, gloo: dist.ProcessGroup, repetitions: int) -> None:
     """An asynchronous all_reduce of 4 MiB beside computation that takes about as long."""
     x = torch.zeros(MIB)
     matrix = torch.zeros(128, 128)
@@ -227,7 +124,9 @@ def overlap(report: Report, gloo: dist.ProcessGroup, repetitions: int) -> None:
     )
     for name, group in {"mpicoll": None, "Gloo": gloo}.items():
         trial = measure(
-            {"call": lambda g=group: dist.all_reduce(x, group=g), "ten": lambda: compute(10)}, 10
+            ranks,
+            {"call": lambda g=group: dist.all_reduce(x, group=g), "ten": lambda: compute(10)},
+            10,
         )
         products = max(1, round(10 * trial["call"].median / trial["ten"].median))
         cases: dict[str, Case] = {
@@ -236,7 +135,7 @@ def overlap(report: Report, gloo: dist.ProcessGroup, repetitions: int) -> None:
             "in turn": lambda g=group, n=products: (dist.all_reduce(x, group=g), compute(n)),
             "async": lambda g=group, n=products: beside(g, n),
         }
-        times = measure(cases, repetitions)
+        times = measure(ranks, cases, repetitions)
         saved = times["in turn"].over(times["async"]).median
         hidden = saved / min(times["all_reduce"].median, times["computation"].median)
         report.line(
@@ -276,7 +175,9 @@ def same_gradients(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-10) for a, b in pairs)
 
 
-def training(report: Report, gloo: dist.ProcessGroup, repetitions: int, caps: list[float]) -> None:
+def training(
+    report: Report, ranks: Ranks, gloo: dist.ProcessGroup, repetitions: int, caps: list[float]
+) -> None:
     """The step of a 25 MB model, for each size of DDP's buckets."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(6)]
@@ -304,7 +205,7 @@ def training(report: Report, gloo: dist.ProcessGroup, repetitions: int, caps: li
             # for which a hook would need one more pass. So the loss is divided here.
             "synchronous": make_step(synchronous, batch, dist.get_world_size()),
         }
-        times = measure(cases, repetitions)
+        times = measure(ranks, cases, repetitions)
         for other in (over_gloo, synchronous):
             if not same_gradients(over_mpicoll, other):
                 raise SystemExit("the gradients differ")
@@ -345,19 +246,20 @@ def main() -> None:
 
     dist.init_process_group("mpicoll")
     gloo = dist.new_group(backend="gloo")
-    report = Report()
+    ranks = Ranks(
+        dist.get_rank(),
+        dist.barrier,
+        lambda table: dist.all_reduce(torch.from_numpy(table), dist.ReduceOp.MAX),
+    )
+    report = Report(ranks)
     describe(report, options.threads)
     check_sums(gloo)
-    messages(report, gloo, options.repetitions)
-    overlap(report, gloo, options.repetitions)
-    training(report, gloo, options.repetitions, options.bucket_mb)
+    messages(report, ranks, gloo, options.repetitions)
+    overlap(report, ranks, gloo, options.repetitions)
+    training(report, ranks, gloo, options.repetitions, options.bucket_mb)
 
     report.line(f"\n{'aim, for two ranks':<74}measured")
-    for aim in report.aims:
-        report.line(str(aim))
-    report.record["aims"] = [aim.record() for aim in report.aims]
-    if options.json and report.main:
-        options.json.write_text(json.dumps(report.record, indent=1) + "\n")
+    report.end(options.json)
     dist.destroy_process_group()
 
 

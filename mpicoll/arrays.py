@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll import device, dlpack
+from mpicoll.device import LEGACY, UNKNOWN
 from mpicoll.dtypes import DType, Kind, by_name, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.views import CARRIERS, Alias, DeviceView, Parts, View, of_numpy
@@ -152,22 +153,18 @@ def _dlpack(array: Any, writable: bool, where: str) -> View:
     try:
         if on_device:
             # The producer makes its work visible to the stream that it is told.
-            found = dlpack.opened(array, stream=_LEGACY)
+            found = dlpack.opened(array, stream=LEGACY)
         else:
             alias = dlpack.to_numpy(array)
     except Exception as error:  # whatever the producer raises when it refuses
         raise UnsupportedError(f"{where}: {type(array).__name__}: {error}") from error
     if on_device:
         return _on_device(
-            (array, found), found.dtype, index, found.address, found.shape, found.strides, _LEGACY,
+            (array, found), found.dtype, index, found.address, found.shape, found.strides, UNKNOWN,
             writable, found.read_only, where,
         )  # fmt: skip
     inner = _numpy(alias, writable, where)
     return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
-
-
-#: The stream that waits for all others and that all others wait for, but for those made not to.
-_LEGACY = 1
 
 
 def _cuda(array: Any, writable: bool, where: str) -> View:
@@ -188,9 +185,13 @@ def _cuda(array: Any, writable: bool, where: str) -> View:
     index = getattr(getattr(array, "device", None), "id", None)
     if index is None:
         index = _runtime(where).device_of(address)
+    if type(array).__module__.partition(".")[0] == "cupy":
+        stream = _runtime(where).current(index)  # the interface tells another device's
+    else:
+        stream = interface.get("stream") or UNKNOWN
     return _on_device(
         array, dtype, index, address, tuple(interface["shape"]), interface.get("strides"),
-        interface.get("stream") or _LEGACY, writable, read_only, where,
+        stream, writable, read_only, where,
     )  # fmt: skip
 
 
@@ -215,7 +216,17 @@ def _on_device(
 ) -> View:
     """The view of an array on a device; raises UnsupportedError where there is no CuPy."""
     _runtime(where).check(index, stream, where)
+    number = dtype.itemsize // (2 if dtype.kind is Kind.COMPLEX else 1)
     found = DeviceView(owner, dtype, index, address, shape, strides, stream)
+    # Kernels go over numbers where all lie side by side, over elements where they do not.
+    places = [address % number]
+    if found.buffer is None:
+        places = [place % dtype.itemsize for place in (address, *found.strides)]
+    if any(places):
+        raise UnsupportedError(
+            f"{where}: the elements of an array on a GPU have to begin at multiples of their size; "
+            "pass a copy"
+        )
     if writable:
         if read_only:
             raise ArgumentError(
@@ -307,7 +318,7 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
             row, count, buffer = rows[tensor.dtype], tensor.numel(), None
             if tensor.is_cuda:
                 index, size = tensor.get_device(), row.itemsize
-                stream = torch.cuda.current_stream(index).cuda_stream or _LEGACY
+                stream = torch.cuda.current_stream(index).cuda_stream or LEGACY
                 strides = tuple(step * size for step in tensor.stride())
                 return _on_device(
                     tensor.detach(), row, index, tensor.data_ptr(), tuple(tensor.shape), strides,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +22,22 @@ from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 from mpicoll.reduction import Loop
 
-__all__ = ["Crossing", "Event", "Lane", "Layout", "Memory", "Runtime", "runtime"]
+__all__ = [
+    "LEGACY",
+    "UNKNOWN",
+    "Crossing",
+    "Event",
+    "Lane",
+    "Layout",
+    "Memory",
+    "Runtime",
+    "runtime",
+]
+
+
+#: The stream that waits for all others and that all others wait for, but for those made not to;
+#: and no stream: its owner does not say which.
+LEGACY, UNKNOWN = 1, 0
 
 
 class Memory:
@@ -92,8 +109,14 @@ class Runtime(Protocol):
     def check(self, index: int, stream: int, where: str) -> None:
         """Raises UnsupportedError where a call cannot be ordered in a stream: it is captured."""
 
+    def current(self, index: int) -> int:
+        """CuPy's current stream of a device."""
+
     def stream(self, index: int) -> int:
         """A new stream, which waits for no other by itself."""
+
+    def end_stream(self, stream: int) -> None:
+        """Gives such a stream back."""
 
     def record(self, index: int, stream: int) -> Event:
         """The moment when all that a stream holds so far is done."""
@@ -107,8 +130,10 @@ class Runtime(Protocol):
     def allocate(self, index: int, nbytes: int) -> Memory:
         """Memory of a device, of a kind that can be exported and that every MPI can take."""
 
-    def pinned(self, nbytes: int) -> Memory:
-        """Memory of the host that devices copy from and to by themselves."""
+    def pinned(self, index: int, nbytes: int) -> Memory:
+        """Memory of the host that devices copy from and to by themselves. What is given back may
+        be had again at once: first wait for the copies.
+        """
 
     def plain(self, address: int) -> bool:
         """The memory there is of the same kind as ``allocate``'s: neither managed nor of a pool."""
@@ -138,7 +163,7 @@ class Runtime(Protocol):
     ) -> None:
         """Enqueues a rounding of float32 to ``dtype``; as reduction.narrow."""
 
-    def exported(self, memory: Memory) -> bytes:
+    def exported(self, index: int, memory: Memory) -> bytes:
         """By what another process of this host opens ``allocate``'s memory."""
 
     def opened(self, index: int, handle: bytes) -> Memory:
@@ -160,8 +185,7 @@ class Runtime(Protocol):
 class Lane:
     """What a group has of one device: streams, and memory that calls use one after another.
 
-    work:      the stream in which things happen.
-    to_host, to_device: streams for copies beside it.
+    work: the stream in which things happen.
     """
 
     #: Bytes of a piece of scratch that is kept for later calls.
@@ -170,10 +194,25 @@ class Lane:
     def __init__(self, cuda: Runtime, index: int) -> None:
         self.runtime = cuda
         self.index = index
-        self.work, self.to_host, self.to_device = (cuda.stream(index) for _ in range(3))
+        self._streams = [cuda.stream(index)]
+        self.work = self._streams[0]
         self._blocks: list[Memory] = []
         self._taken = 0
         self._pinned: Memory | None = None
+
+    @cached_property
+    def to_host(self) -> int:
+        """A stream for copies to the host."""
+        return self._another()
+
+    @cached_property
+    def to_device(self) -> int:
+        """A stream for copies to the device."""
+        return self._another()
+
+    def _another(self) -> int:
+        self._streams.append(self.runtime.stream(self.index))
+        return self._streams[-1]
 
     def begin(self) -> None:
         """A new call: the scratch of the one before is free again."""
@@ -194,8 +233,10 @@ class Lane:
     def pinned(self, nbytes: int) -> Memory:
         """Pinned memory for the rest of the call; there is one such piece."""
         if self._pinned is None or self._pinned.nbytes < nbytes:
+            if self._pinned is not None:
+                self._settle_all()
             self._pinned = None  # before there is another
-            self._pinned = self.runtime.pinned(max(nbytes, 1))
+            self._pinned = self.runtime.pinned(self.index, max(nbytes, 1))
         return self._pinned
 
     def after(self, later: int, earlier: int) -> None:
@@ -211,13 +252,33 @@ class Lane:
         """Returns when all is done that a stream of this lane holds so far."""
         self.runtime.synchronize(self.runtime.record(self.index, stream))
 
+    def _settle_all(self) -> None:
+        for stream in self._streams:
+            self.settle(stream)
+
+    def leave_behind(self) -> None:
+        """After an error: memory that MPI or copies may still use is not used for anything else."""
+        _left_behind.append((self._blocks, self._pinned))
+        self._blocks, self._pinned = [], None
+
+    def close(self) -> None:
+        """Gives everything back, when nothing uses it any more."""
+        self._settle_all()
+        self._blocks, self._pinned = [], None
+        for stream in self._streams:
+            self.runtime.end_stream(stream)
+
+
+_left_behind: list[Any] = []
+
 
 class Crossing:
     """The order of one call among what the caller's streams hold.
 
     The call comes after what they hold when it is made, and before what they get once it has
-    ended. Made on the caller's thread; the rest may happen on another, ``asynchronous``ly: then the
-    call ends when all is done, for nobody knows the streams that are to see it.
+    ended. Made on the caller's thread; the rest may happen on another.
+
+    asynchronous: the call ends when all is done, for nobody knows the streams that are to see it.
     """
 
     def __init__(
@@ -226,8 +287,8 @@ class Crossing:
         self._runtime = cuda
         self.index = index
         self._streams = tuple(streams)
-        self._asynchronous = asynchronous
-        self._before = [cuda.record(index, one) for one in self._streams]
+        self.asynchronous = asynchronous or UNKNOWN in self._streams
+        self._before = [cuda.record(index, one or LEGACY) for one in self._streams]
 
     def enter(self, lane: Lane) -> None:
         """From here on the lane may work."""
@@ -236,7 +297,7 @@ class Crossing:
 
     def leave(self, lane: Lane) -> None:
         """What the caller's streams get from now on finds the result."""
-        if self._asynchronous:
+        if self.asynchronous:
             lane.settle(lane.work)
             return
         done = self._runtime.record(lane.index, lane.work)
@@ -316,19 +377,31 @@ class Cuda:
         self._cupy.cuda.Device(index).use()
 
     def on(self, index: int) -> AbstractContextManager[Any]:
-        """In here a device is the calling thread's current one."""
-        current: AbstractContextManager[Any] = self._cupy.cuda.Device(index)
-        return current
+        """In here a device is the calling thread's current one; on our own threads for longer."""
+        current: Any = self._cupy.cuda.Device(index)
+        if threading.current_thread().name.startswith("mpicoll-"):
+            # Going back to device 0, where threads begin, would set that up for every rank.
+            current.use()
+            return nullcontext()
+        return current  # type: ignore[no-any-return]
 
     def check(self, index: int, stream: int, where: str) -> None:
         """Raises UnsupportedError for a stream that a graph is being captured from."""
         with self.on(index):
-            captured = stream and self._api.streamIsCapturing(stream)
+            captured = stream not in (UNKNOWN, LEGACY) and self._api.streamIsCapturing(stream)
         if captured:
             raise UnsupportedError(
                 f"{where}: the current stream is being captured into a CUDA graph, and MPI cannot "
                 "be a part of one; make the call outside the capture"
             )
+
+    def current(self, index: int) -> int:
+        """CuPy's current stream of the device, whichever device is current."""
+        return int(self._cupy.cuda.get_current_stream(index).ptr) or LEGACY
+
+    def end_stream(self, stream: int) -> None:
+        """Lets CuPy destroy the stream."""
+        del self._streams[stream]
 
     def stream(self, index: int) -> int:
         """A stream that does not wait for the default stream."""
@@ -361,9 +434,10 @@ class Cuda:
             memory = self._cupy.cuda.Memory(nbytes)
         return Memory(memory.ptr, nbytes, memory)
 
-    def pinned(self, nbytes: int) -> Memory:
-        """Memory by cudaHostAlloc, of CuPy's pool: what was given back is there at once."""
-        memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
+    def pinned(self, index: int, nbytes: int) -> Memory:
+        """Memory by cudaHostAlloc, of CuPy's pool."""
+        with self.on(index):
+            memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
         return Memory(memory.ptr, nbytes, memory)
 
     def plain(self, address: int) -> bool:
@@ -427,9 +501,10 @@ class Cuda:
             self._kernels[index] = DeviceKernels(index)
         return self._kernels[index]
 
-    def exported(self, memory: Memory) -> bytes:
+    def exported(self, index: int, memory: Memory) -> bytes:
         """A handle of cudaIpcGetMemHandle."""
-        handle: bytes = self._api.ipcGetMemHandle(memory.address)
+        with self.on(index):
+            handle: bytes = self._api.ipcGetMemHandle(memory.address)
         return handle
 
     def opened(self, index: int, handle: bytes) -> Memory:

@@ -52,7 +52,7 @@ def run(
         plan = _plan(primitive, member, op, None, False)
     else:
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
-    crossing = _crossing(plan, send, recv, async_op)
+    crossing = _crossing(plan, send, recv)
     if not async_op and not member.busy():
         perform(plan, send, recv, root, blocks, crossing)
         return None
@@ -65,6 +65,8 @@ def run(
         and plan.prompt(recv.count)
     )
     task = partial(perform, plan, send, recv, root, blocks, crossing)
+    if crossing is not None:
+        crossing.asynchronous = True  # the group's thread has no part in the caller's streams
     work = submit(member, task, primitive.name, written, at_once)
     if async_op:
         return work
@@ -124,7 +126,9 @@ def run_all(
         send, recv, blocks = calls.views(primitive, member, output, input, 0, None)
         assert recv is not None
         plan = _plan(primitive, member, op, recv.dtype, recv.device is not None)
-        crossing = _crossing(plan, send, recv, True)
+        crossing = _crossing(plan, send, recv)
+        if crossing is not None:
+            crossing.asynchronous = True
         ready.append((plan, send, recv, 0, blocks, crossing))
         if plan.dtype is not ready[0][0].dtype:
             raise UnsupportedError(
@@ -167,16 +171,14 @@ def _plan(
     return plan
 
 
-def _crossing(
-    plan: Plan, send: View | None, recv: View | None, asynchronous: bool
-) -> Crossing | None:
+def _crossing(plan: Plan, send: View | None, recv: View | None) -> Crossing | None:
     """The order of a call among what the caller's streams hold now; None on host memory."""
     if not plan.on_device:
         return None
     parts = [part for view in (send, recv) if view is not None for part in view.parts]
     streams = {part.stream for part in parts if isinstance(part, DeviceView)}
     assert parts[0].device is not None
-    return Crossing(device.runtime(), parts[0].device, streams, asynchronous)
+    return Crossing(device.runtime(), parts[0].device, streams)
 
 
 def perform(
@@ -224,6 +226,9 @@ def _ordered(
     crossing.enter(lane)
     try:
         yield
+    except BaseException:
+        lane.leave_behind()
+        raise
     finally:  # after an error, too: what was begun goes on for a while
         crossing.leave(lane)
 

@@ -164,9 +164,12 @@ class ProcessGroup:
         self.closed = error
         self.plans = {}
         self.shared = None
-        self.lanes = {}
-        self.ferries = {}
-        self.devices = None
+
+    def leave_devices(self) -> None:
+        """Gives back what the group has of CUDA devices."""
+        for one in (*self.lanes.values(), *self.ferries.values()):
+            one.close()
+        self.lanes, self.ferries, self.devices = {}, {}, None
 
     def __repr__(self) -> str:
         return (

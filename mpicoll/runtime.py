@@ -316,13 +316,16 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
         )
     point_to_point.drain(group, limit)
-    if group.devices is not None:
-        group.devices.close(limit)
-    with departures.lock:  # the guard may be looking at the group
-        group.close()
-        state.groups.remove(group)
-        group.messages.Free()
-        group.comm.Free()
+    try:
+        if group.devices is not None:
+            group.devices.close(limit)
+        group.leave_devices()
+    finally:
+        with departures.lock:  # the guard may be looking at the group
+            group.close()
+            state.groups.remove(group)
+            group.messages.Free()
+            group.comm.Free()
 
 
 def abandon(group: ProcessGroup) -> None:
@@ -349,6 +352,8 @@ def leave(group: ProcessGroup) -> None:
     What is stuck stays inside MPI, which cannot be finalised then: the process ends without.
     """
     group.close()
+    for lane in group.lanes.values():
+        lane.leave_behind()
     state.groups.remove(group)
     if not group.finish(_A_MOMENT):
         launch.leave_running()

@@ -228,7 +228,7 @@ class _Place(NamedTuple):
     def filled(self, values: np.ndarray[Any, Any]) -> device.Memory:
         """Device memory that holds those values."""
         memory = self.cuda.allocate(self.number, values.nbytes)
-        host = self.cuda.pinned(values.nbytes)
+        host = self.cuda.pinned(self.number, values.nbytes)
         host.on_host()[...] = values.view(np.uint8)
         self.cuda.copy(self.number, memory.address, host.address, values.nbytes, self.stream)
         self.cuda.synchronize(self.cuda.record(self.number, self.stream))
@@ -236,7 +236,7 @@ class _Place(NamedTuple):
 
     def holds(self, memory: device.Memory, values: np.ndarray[Any, Any]) -> bool:
         """Whether device memory holds those values."""
-        host = self.cuda.pinned(values.nbytes)
+        host = self.cuda.pinned(self.number, values.nbytes)
         self.cuda.copy(self.number, host.address, memory.address, values.nbytes, self.stream)
         self.cuda.synchronize(self.cuda.record(self.number, self.stream))
         return bool(np.array_equal(host.on_host(), values.view(np.uint8)))

@@ -5,13 +5,14 @@ other what they can do, with its first such call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import binding, capabilities
 from mpicoll.calls import Blocks, Route, Way, reads
 from mpicoll.device import Lane
 from mpicoll.dtypes import DType, ReduceOp
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.reduction import loop
 from mpicoll.routes import composed, direct, hosts, native, nccl, peer, staged
@@ -30,6 +31,7 @@ class Devices:
     peers: the workspaces of all ranks, where they are mapped.
     nccl:  NCCL's communicator, where it was asked for and can be had.
     space: this rank's device memory.
+    warn:  warns of ranks that share a GPU while others are idle.
     """
 
     def __init__(self, group: ProcessGroup, lane: Lane) -> None:
@@ -39,13 +41,25 @@ class Devices:
         if forced is None and "peer" not in capabilities.routes(found):
             found = capabilities.exchange(group.comm, tries=True)
         self.names = capabilities.routes(found, forced)
-        binding.warn(found, group.comm.allgather(lane.index), group.rank())
+        mine = (lane.index, nccl.asked_for(group.backend))
+        said = group.comm.allgather(mine)
+        if len({asked for _, asked in said}) > 1:
+            raise MismatchError(
+                f"group {group.group_name}: backend 'nccl' has to be asked for by all ranks, or by "
+                f"none; this rank's is {group.backend!r}"
+            )
+        self.warn = partial(binding.warn, found, [index for index, _ in said], group.rank())
         self.nccl = None
-        if "nccl" in self.names or nccl.asked_for(group.backend):
+        if "nccl" in self.names or mine[1]:
             self.nccl = nccl.meet(group, lane)
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
         self.peers = peer.meet(group, lane) if "peer" in self.names else None
+        if forced is None and "peer" in self.names and self.peers is None:
+            # What MPI says that it can do counts now, and has to be tried.
+            found = capabilities.exchange(group.comm, tries=True)
+            others = (name for name in capabilities.routes(found) if name != "peer")
+            self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
         for name, found_to_be in (("peer", self.peers), ("nccl", self.nccl)):
             if forced == name and found_to_be is None:
                 raise UnsupportedError(f"MPICOLL_DEVICE_ROUTE={name}: {_MISSING[name]}")
@@ -134,15 +148,18 @@ def choose(
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         nonlocal chosen
+        made = None
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
         agreed: Devices | None = group.devices
         if agreed is None:  # the first call, on every rank
-            agreed = group.devices = Devices(group, first.working)
+            agreed = made = group.devices = Devices(group, first.working)
         agreed.space.lane = first.working
         if chosen is None:
             chosen = _first(agreed, primitive, group, op, dtype)
         chosen(send, recv, root, blocks)
+        if made is not None:
+            made.warn()  # when nobody waits for this rank: a program may make warnings errors
 
     return Way(route)
 
@@ -247,10 +264,12 @@ def _at_home(home: Lane, inner: Route) -> Route:
         home.begin()
         home.follow(lane)
         out, into = (None if one is None else _moved(one, home) for one in (send, recv))
-        inner(out, into, root, blocks)
-        if recv is not None and into is not None:
-            home.runtime.copy(home.index, _address(recv), into.address, recv.nbytes, home.work)
-        lane.follow(home)
+        try:
+            inner(out, into, root, blocks)
+            if recv is not None and into is not None:
+                home.runtime.copy(home.index, _address(recv), into.address, recv.nbytes, home.work)
+        finally:
+            lane.follow(home)
 
     return at_home
 

@@ -7,6 +7,7 @@ the other routes to the last bit, and ranks do not compare their calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +70,13 @@ def meet(group: ProcessGroup, lane: Lane) -> Nccl | None:
     ]
     if not all(everybody) or len(set(everybody)) < len(everybody):
         return None
-    identity = group.comm.bcast(runtime.nccl_identity() if group.rank() == 0 else None, 0)
+    identity = None
+    if group.rank() == 0:
+        with suppress(Exception):  # whatever NCCL says: all ranks take another route then
+            identity = runtime.nccl_identity()
+    identity = group.comm.bcast(identity, 0)
+    if identity is None:
+        return None
     made = runtime.nccl(lane.index, group.size(), identity, group.rank())
     return Nccl(group, lane, made)
 

@@ -12,14 +12,15 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.calls import Blocks
+from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.primitives import Primitive
+from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.views import View, address
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Given", "Parcel", "Taken", "parcel_of"]
+__all__ = ["Given", "Parcel", "Taken", "kind_of", "parcel_of", "parts_of", "told"]
 
 
 class Given(NamedTuple):
@@ -53,6 +54,32 @@ class Parcel(NamedTuple):
     total: int
     gives: Sequence[Given]
     takes: Sequence[Taken]
+
+
+#: No operation, among the numbers of operations.
+_NONE = 0xFF
+
+
+def kind_of(primitive: Primitive, dtype: DType, op: ReduceOp | None, root: int) -> int:
+    """A number that is the same for calls that belong together."""
+    return root << 24 | primitive.code << 16 | dtype.code << 8 | (_NONE if op is None else op.code)
+
+
+def told(kind: int, count: int) -> str:
+    """Such a call of so many elements, in words."""
+    primitive, dtype = PRIMITIVES[kind >> 16 & 0xFF], DTYPES[kind >> 8 & 0xFF]
+    words = [f"{primitive} of {count} elements of {dtype}"]
+    if kind & 0xFF != _NONE:
+        words.append(OPERATIONS[kind & 0xFF].name)
+    if primitive.root:
+        words.append(f"{primitive.root} {kind >> 24}")
+    return ", ".join(words)
+
+
+def parts_of(kind: int) -> int:
+    """The numbers that make up an element of such a call, where they are combined one by one."""
+    is_complex = DTYPES[kind >> 8 & 0xFF].kind is Kind.COMPLEX
+    return 2 if is_complex and kind & 0xFF != _NONE else 1
 
 
 def parcel_of(

@@ -30,9 +30,9 @@ from mpicoll.calls import Blocks, Route
 from mpicoll.device import Lane, Memory
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.primitives import Primitive
+from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.reduction import Loop, loop
-from mpicoll.routes.parcels import parcel_of
+from mpicoll.routes.parcels import kind_of, parcel_of, told
 from mpicoll.routes.wire import all_gather_bytes
 from mpicoll.views import DeviceView, View
 from mpicoll.watch.consistency import listed
@@ -82,38 +82,40 @@ class Peers:
         return self._workspaces[rank].address + 2 * self.room + (self._turn + k) % 2 * size
 
     def go(
-        self, primitive: Primitive, code: int, count: int, rounds: int,
-        steps: Sequence[Callable[[int], None]],
-    ) -> None:  # fmt: skip
+        self, kind: int, count: int, rounds: int, steps: Sequence[Callable[[int], None]]
+    ) -> None:
         """Carries a call out: ``steps[s](k)`` enqueues step s of round k.
 
-        code, count: what all ranks must have alike. Raises MismatchError on all ranks otherwise.
+        kind, count: what all ranks must have alike. Raises MismatchError on all ranks otherwise.
         """
         turns = rounds + len(steps) - 1
-        for turn in range(turns):
-            for s, step in enumerate(steps):
-                if 0 <= turn - s < rounds:
-                    step(turn - s)
-            if turn < turns - 1:
-                self.lane.settle(self.lane.work)
-                if turn == 0:
-                    self._compare(primitive, code, count)
-                else:
-                    self.group.comm.Barrier()
-        self._turn += rounds
+        try:
+            for turn in range(turns):
+                for s, step in enumerate(steps):
+                    if 0 <= turn - s < rounds:
+                        step(turn - s)
+                if turn < turns - 1:
+                    self.lane.settle(self.lane.work)
+                    if turn > 0:
+                        self.group.comm.Barrier()
+                    elif differences := self._compare(kind, count):
+                        self._turn = -rounds  # all raise, and begin anew: nobody has read anything
+                        raise MismatchError(differences)
+        finally:  # after an error of this rank's, too, for the others go on
+            self._turn += rounds
 
-    def _compare(self, primitive: Primitive, code: int, count: int) -> None:
-        """Waits for all ranks, and learns whether they are in the same call."""
-        mine = np.array([primitive.code, code, count, self.group.sequence], np.int64)
-        everybody = np.empty((self.n, 4), np.int64)
+    def _compare(self, kind: int, count: int) -> str:
+        """Waits for all ranks; how their calls differ, if they do, "" if not."""
+        mine = np.array([kind, count, self.group.sequence, self._turn % 2], np.int64)
+        everybody = np.empty((self.n, len(mine)), np.int64)
         self.group.comm.Allgather(mine, everybody)
-        if not (everybody == mine).all():
-            self._turn += 2  # nobody reads what has been given
-            texts = [f"{row[2]} elements in a call of kind {row[0]}.{row[1]}" for row in everybody]
-            raise MismatchError(
-                f"{primitive.name} on rank {self.me} of group {self.group.group_name}: the ranks' "
-                f"calls do not belong together: {listed(texts)}"
-            )
+        if (everybody == mine).all():
+            return ""
+        return (
+            f"{PRIMITIVES[kind >> 16 & 0xFF]} on rank {self.me} of group {self.group.group_name}: "
+            f"the ranks' calls do not belong together: "
+            f"{listed(told(*row[:2]) for row in everybody.tolist())}"
+        )
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
         """Enqueues a copy."""
@@ -154,7 +156,7 @@ def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
     own, handle = None, b""
     try:
         own = runtime.allocate(lane.index, 2 * room + 2 * _share_slot(room, group.size()))
-        handle = runtime.exported(own)
+        handle = runtime.exported(lane.index, own)
         _mapped.append(own)
     except Exception:  # whatever the driver says: all ranks take another route then
         own = None
@@ -172,7 +174,11 @@ def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
     everybody = np.empty(group.size(), bool)
     group.comm.Allgather(able, everybody)
     if own is None or not everybody.all():
-        return None  # what was mapped by some stays
+        found.clear()
+        group.comm.Barrier()  # nobody maps anything any more
+        if own is not None:
+            _mapped.remove(own)
+        return None
     return Peers(group, lane, room, own, found)
 
 
@@ -196,6 +202,7 @@ def _all_reduce(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Ro
     by, n, me, size = loop(op, dtype), peers.n, peers.me, dtype.itemsize
     assert by is not None
     divisor = n if op is ReduceOp.AVG else 1
+    kind = kind_of(primitive, dtype, op, 0)
 
     def all_reduce(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         view = _on(recv)
@@ -213,7 +220,14 @@ def _all_reduce(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Ro
 
         def give(k: int) -> None:
             address, length = piece(k)
-            peers.copy(peers.slot(me, k), address, length * size)
+            if whole:
+                peers.copy(peers.slot(me, k), address, length * size)
+                return
+            for r in range(n):
+                start, theirs = share(length, r)
+                if r != me:  # nobody else reads that
+                    into = peers.slot(me, k) + start * size
+                    peers.copy(into, address + start * size, theirs * size)
 
         def take(k: int) -> None:
             address, length = piece(k)
@@ -230,7 +244,7 @@ def _all_reduce(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Ro
                 peers.copy(address + start * size, peers.second_slot(r, k), theirs * size)
 
         steps = [give, take] if whole else [give, take, spread]
-        peers.go(primitive, dtype.code << 8 | op.code, view.count, _rounds(view.count, step), steps)
+        peers.go(kind, view.count, _rounds(view.count, step), steps)
 
     return all_reduce
 
@@ -240,7 +254,6 @@ def _in_two_steps(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> 
     size = dtype.itemsize
     by = None if op is None else loop(op, dtype)
     divisor = peers.n if op is ReduceOp.AVG else 1
-    code = dtype.code << 8 | (0xFF if op is None else op.code)
 
     def in_two_steps(
         send: View | None, recv: View | None, root: int, blocks: Blocks | None
@@ -266,6 +279,7 @@ def _in_two_steps(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> 
             for one, source, out in zip(parcel.takes, sources, outs, strict=True):
                 peers.copy(out, source, length(one.elements, k) * size)
 
-        peers.go(primitive, code, parcel.total, _rounds(parcel.most, step), [give, take])
+        kind = kind_of(primitive, dtype, op, root)
+        peers.go(kind, parcel.total, _rounds(parcel.most, step), [give, take])
 
     return in_two_steps

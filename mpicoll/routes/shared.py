@@ -14,12 +14,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.calls import Blocks, Direct, Prompt, Route
-from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
+from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import kernels
-from mpicoll.primitives import PRIMITIVES, Layout, Primitive, by_name
+from mpicoll.primitives import Layout, Primitive, by_name
 from mpicoll.reduction import Loop, loop
-from mpicoll.routes.parcels import Parcel, parcel_of
+from mpicoll.routes.parcels import Parcel, kind_of, parcel_of, parts_of, told
 from mpicoll.routes.segment import Segment, share
 from mpicoll.views import View
 from mpicoll.watch.consistency import listed
@@ -104,7 +104,7 @@ class Shared:
         divisor = hold.n if op is ReduceOp.AVG else 1
         done = self._kernels.shared_all_reduce(
             self._pointer, format, by.operation, MPI.Get_address(buffer), count * by.elements,
-            divisor, split, group.sequence & 0xFFFFFFFF, _what(_ALL_REDUCE, dtype, op, 0),
+            divisor, split, group.sequence & 0xFFFFFFFF, kind_of(_ALL_REDUCE, dtype, op, 0),
         )  # fmt: skip
         if not done:
             raise MismatchError(self._differences(_ALL_REDUCE))
@@ -135,7 +135,7 @@ class Shared:
             self._pointer, format, -1 if by is None else by.operation,
             hold.n if op is ReduceOp.AVG else 1, dtype.itemsize // parts, parcel.places,
             parcel.most * parts, gives.ctypes.data, len(gives), takes.ctypes.data, len(takes),
-            group.sequence & 0xFFFFFFFF, _what(primitive, dtype, op, root), parcel.total * parts,
+            group.sequence & 0xFFFFFFFF, kind_of(primitive, dtype, op, root), parcel.total * parts,
         )  # fmt: skip
         if not done:
             raise MismatchError(self._differences(primitive))
@@ -164,33 +164,12 @@ class Shared:
             self._kernels.shared_call(
                 self._pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
             )
-            texts.append(_told(what.value, count.value))
+            parts = parts_of(what.value)
+            texts.append(told(what.value, count.value // parts))
         return (
             f"{primitive} on rank {self._hold.me} of group {self._group.group_name}: the ranks' "
             f"calls do not belong together: {listed(texts)}"
         )
-
-
-#: No operation, among the numbers of operations.
-_NONE = 0xFF
-
-
-def _what(primitive: Primitive, dtype: DType, op: ReduceOp | None, root: int) -> int:
-    """A number that is the same for calls that belong together."""
-    return root << 24 | primitive.code << 16 | dtype.code << 8 | (_NONE if op is None else op.code)
-
-
-def _told(what: int, count: int) -> str:
-    """Such a call in words. count: of elements, or of their parts, where they are combined."""
-    dtype, primitive = DTYPES[what >> 8 & 0xFF], PRIMITIVES[what >> 16 & 0xFF]
-    op = what & 0xFF
-    parts = 2 if dtype.kind is Kind.COMPLEX and op != _NONE else 1
-    words = [f"{primitive} of {count // parts} elements of {dtype}"]
-    if op != _NONE:
-        words.append(OPERATIONS[op].name)
-    if primitive.root:
-        words.append(f"{primitive.root} {what >> 24}")
-    return ", ".join(words)
 
 
 def all_reduce(

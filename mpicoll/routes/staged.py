@@ -66,18 +66,24 @@ def route(primitive: Primitive, group: ProcessGroup, host: Route) -> Route:
 
         lane.after(lane.to_host, lane.work)
         coming = fetch(0)
-        for k, piece in enumerate(pieces):
-            here = coming
-            if k + 1 < len(pieces):
-                coming = fetch(k + 1)
-            lane.runtime.synchronize(here)
-            found = places(k)
-            host(
-                None if out is None else found[0], None if into is None else found[-1], root, blocks
-            )
-            if into is not None and going_back:
-                into.copy(piece, found[-1], lane.to_device, inward=True)
-        lane.after(lane.work, lane.to_device)
+        try:
+            for k, piece in enumerate(pieces):
+                here = coming
+                if k + 1 < len(pieces):
+                    coming = fetch(k + 1)
+                lane.runtime.synchronize(here)
+                found = places(k)
+                host(
+                    None if out is None else found[0],
+                    None if into is None else found[-1],
+                    root,
+                    blocks,
+                )
+                if into is not None and going_back:
+                    into.copy(piece, found[-1], lane.to_device, inward=True)
+        finally:  # after an error, too, what is on its way comes before what follows
+            lane.after(lane.work, lane.to_host)
+            lane.after(lane.work, lane.to_device)
 
     return staged
 
@@ -123,6 +129,10 @@ class Ferry:
         self._lock = threading.Lock()
         self._lane = Lane(device.runtime(), index)
 
+    def close(self) -> None:
+        """Gives back what it has of the device."""
+        self._lane.close()
+
     def to_host(self, view: DeviceView) -> View:
         """A copy of the elements on the host, there when this returns."""
         host, crossing = self.place(view), self.crossing(view)
@@ -132,7 +142,7 @@ class Ferry:
 
     def place(self, view: DeviceView) -> View:
         """Room for the elements on the host."""
-        memory = self._lane.runtime.pinned(view.nbytes).on_host()
+        memory = self._lane.runtime.pinned(self._lane.index, view.nbytes).on_host()
         return of_numpy(memory[: view.nbytes].view(view.dtype.numpy), view.dtype)
 
     def crossing(self, view: DeviceView) -> Crossing:

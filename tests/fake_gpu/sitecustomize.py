@@ -59,7 +59,7 @@ class FakeGpu:
 
     def allocate(self, index, nbytes):
         self.allocated += 1
-        memory = self.pinned(nbytes)
+        memory = self.pinned(index, nbytes)
         if self.faulty() and FAULT == "crash":
             memory.address = NOWHERE  # in MPI's hands a segmentation fault, or an error of the OS
         if self.faulty() and FAULT == "hang":
@@ -70,7 +70,7 @@ class FakeGpu:
             os._exit(3)
         return memory
 
-    def pinned(self, nbytes):
+    def pinned(self, index, nbytes):
         from mpicoll.device import Memory
 
         block = (ctypes.c_uint8 * nbytes)()

@@ -109,6 +109,14 @@ class Simulated:
             self.streams[index, number] = Stream(index)
             return number
 
+    def current(self, index: int) -> int:
+        return LEGACY
+
+    def end_stream(self, stream: int) -> None:
+        key = next(key for key in self.streams if key[1] == stream)
+        assert not self.streams[key].waiting, "given back before all was done"
+        del self.streams[key]
+
     def record(self, index: int, stream: int) -> Event:
         with self.lock:
             found = self._find(index, stream)
@@ -136,7 +144,7 @@ class Simulated:
         os.ftruncate(file, size)
         return _mapped(self, file, size, nbytes, fill=True)
 
-    def pinned(self, nbytes: int) -> Memory:
+    def pinned(self, index: int, nbytes: int) -> Memory:
         array = np.full(max(nbytes, 1), 0xCD, np.uint8)
         return Memory(array.ctypes.data, nbytes, array)
 
@@ -203,7 +211,7 @@ class Simulated:
     def has_nccl(self) -> bool:
         return False
 
-    def exported(self, memory: Memory) -> bytes:
+    def exported(self, index: int, memory: Memory) -> bytes:
         owner = memory._owner
         return f"{os.getpid()} {owner.file} {owner.size} {memory.nbytes}".encode()
 
@@ -275,8 +283,8 @@ class DeviceArray:
         memory = at(self.memory.address, self.memory.nbytes)
         return np.ndarray(self.shape, self.dtype, memory, self.offset, self.strides)
 
-    def upload(self) -> None:
-        """A long kernel that makes the values."""
+    def upload(self, long: bool = False) -> None:
+        """A kernel that makes the values; all kernels take as long as they can here."""
         values = self.host.copy()
 
         def task() -> None:

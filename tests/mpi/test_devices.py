@@ -261,7 +261,8 @@ def test_many_calls_without_a_look(arrays, world):
 @pytest.mark.parametrize("async_op", [False, True])
 def test_one_stream_for_all(arrays, world, async_op):
     """A chain of calls and kernels in one stream, each of which takes a while."""
-    array = uploaded(arrays, np.ones(arrays.large, np.float32))
+    array = arrays.make(np.ones(arrays.large, np.float32))
+    array.upload(long=True)
     for _ in range(3):
         work = dist.all_reduce(array.given, async_op=async_op)
         if async_op:
@@ -284,7 +285,7 @@ def test_two_streams_in_one_call(arrays, world):
 def test_another_device(arrays, world):
     """A group's ranks may call with one device, and then with another."""
     if arrays.devices < 2:
-        pytest.skip("there is one device")
+        pytest.skip("there is one device, or the tests use one")
     group = dist.new_group()
     for index in (0, 1, 0):
         array = uploaded(arrays, np.full(50, world.me + index, np.float32), index)

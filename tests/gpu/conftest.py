@@ -1,0 +1,7 @@
+"""The tests here are for ranks on GPUs: run.py starts them."""
+
+from __future__ import annotations
+
+import os
+
+collect_ignore_glob = [] if "MPICOLL_TEST_DEVICE" in os.environ else ["test_*.py"]

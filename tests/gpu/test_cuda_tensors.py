@@ -1,0 +1,201 @@
+"""The PyTorch backend on CUDA tensors: collectives, streams, DDP and FSDP2.
+
+Every rank runs every test. MPICOLL_TEST_DEVICE is torch's name of the device, "cuda"; with "cpu"
+the tests themselves can be tried where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+KIND = os.environ["MPICOLL_TEST_DEVICE"]
+#: Cycles of the clock that a kernel takes before the values are made: some 10 ms.
+CYCLES = 20_000_000
+
+
+@pytest.fixture(scope="module")
+def device():
+    """The device of this rank, with the default group of all ranks."""
+    dist.init_process_group("mpicoll", timeout=timedelta(seconds=60))
+    found = torch.device(KIND)
+    if KIND == "cuda":
+        found = torch.device("cuda", dist.get_node_local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(found)
+    yield found
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(20)
+
+
+def late(device):
+    """What comes after this in the current stream has to wait a while."""
+    if device.type == "cuda":
+        torch.cuda._sleep(CYCLES)
+
+
+def filled(device, count, value, dtype=torch.float32):
+    """A tensor that is filled late, over garbage."""
+    tensor = torch.full((count,), 77, dtype=dtype, device=device)
+    late(device)
+    tensor.fill_(value)
+    return tensor
+
+
+# ---- Collectives ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("count", [1, 1000, 5_000_000])
+def test_all_reduce(device, dtype, count):
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensor = filled(device, count, me + 1, dtype)
+    dist.all_reduce(tensor)
+    doubled = tensor * 2  # a consumer in the same stream
+    assert (doubled == n * (n + 1)).all()
+
+
+def test_asynchronous(device):
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensors = [filled(device, 1000, me + k) for k in range(4)]
+    works = [dist.all_reduce(each, async_op=True) for each in tensors]
+    futures = [work.get_future() for work in works]
+    for work in works:
+        work.wait()
+    for k, each in enumerate(tensors):
+        assert (each * 2 == 2 * (sum(range(n)) + n * k)).all()
+    assert all(future.done() for future in futures)
+
+
+def test_a_side_stream(device):
+    """Made, reduced and used in a stream that waits for no other; the next stream is told to."""
+    if device.type != "cuda":
+        pytest.skip("the host has no streams")
+    n, me = dist.get_world_size(), dist.get_rank()
+    side = torch.cuda.Stream(device)
+    with torch.cuda.stream(side):
+        tensor = filled(device, 1_000_000, me + 1)
+        dist.all_reduce(tensor)
+        tensor.mul_(3)
+    torch.cuda.current_stream(device).wait_stream(side)
+    assert (tensor == 3 * n * (n + 1) / 2).all()
+
+
+def test_the_others(device):
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensor = filled(device, 10, me)
+    dist.broadcast(tensor, n - 1)
+    assert (tensor == n - 1).all()
+    gathered = torch.zeros(10 * n, device=device)
+    dist.all_gather_into_tensor(gathered, filled(device, 10, me))
+    assert (gathered == torch.arange(n, device=device).repeat_interleave(10)).all()
+    outputs = [torch.zeros(k + 1, device=device) for k in range(n)]
+    dist.all_gather(outputs, filled(device, me + 1, me))
+    assert all((each == k).all() for k, each in enumerate(outputs))
+    blocks = torch.arange(n, device=device, dtype=torch.float32).repeat_interleave(5) + me
+    part = torch.zeros(5, device=device)
+    dist.reduce_scatter_tensor(part, blocks, op=dist.ReduceOp.AVG)
+    assert (part == me + (n - 1) / 2).all()
+    exchanged = torch.zeros(5 * n, device=device)
+    dist.all_to_all_single(exchanged, blocks)
+    assert (exchanged == me + torch.arange(n, device=device).repeat_interleave(5)).all()
+    strided = torch.zeros(6, 4, device=device).t()
+    strided.fill_(me)
+    dist.all_reduce(strided)
+    assert (strided == sum(range(n))).all()
+    dist.barrier()
+
+
+def test_messages(device):
+    n, me = dist.get_world_size(), dist.get_rank()
+    if n == 1:
+        pytest.skip("one rank has nobody to send to")
+    given, taken = filled(device, 1000, me), torch.zeros(1000, device=device)
+    works = [dist.irecv(taken, (me - 1) % n), dist.isend(given, (me + 1) % n)]
+    for work in works:
+        work.wait()
+    assert (taken == (me - 1) % n).all()
+
+
+def test_capture_is_refused(device):
+    if device.type != "cuda":
+        pytest.skip("the host has no graphs")
+    tensor = torch.ones(4, device=device)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.graph(graph, capture_error_mode="relaxed"),
+        pytest.raises(RuntimeError, match="captured"),
+    ):
+        dist.all_reduce(tensor)
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(8, 32, generator=generator)
+    return x, torch.randn(8, 4, generator=generator)
+
+
+def network():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(),
+                         nn.Linear(64, 4))  # fmt: skip
+
+
+def train(model, batches, device):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x.to(device)), y.to(device)).backward()
+        optimizer.step()
+    return model
+
+
+STEPS = 4
+
+
+@pytest.fixture
+def alone(device):
+    """The parameters after training on all ranks' batches by one process."""
+    both = [
+        [torch.cat(parts) for parts in zip(*(batch(r, s) for r in range(dist.get_world_size())),
+                                           strict=True)]
+        for s in range(STEPS)
+    ]  # fmt: skip
+    return list(train(network().to(device), both, device).parameters())
+
+
+@pytest.mark.parametrize("bucket", [25, 0.001], ids=["one bucket", "many buckets"])
+def test_ddp(device, alone, bucket):
+    model = DistributedDataParallel(network().to(device), bucket_cap_mb=bucket)
+    train(model, [batch(dist.get_rank(), step) for step in range(STEPS)], device)
+    for found, wanted in zip(model.parameters(), alone, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_fsdp(device, alone):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = network().to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(model, [batch(dist.get_rank(), step) for step in range(STEPS)], device)
+    for found, wanted in zip(model.parameters(), alone, strict=True):
+        torch.testing.assert_close(found.full_tensor(), wanted, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,118 @@
+"""The kernels that reduce, on a GPU, beside ``reduction.py`` on the host.
+
+tests/test_device_kernels.py holds the same source against NumPy, compiled for the host.
+"""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+import pytest
+from oracle import any_bits, operands
+
+from mpicoll import reduction
+from mpicoll.device_kernels import DeviceKernels
+from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp
+
+PAIRS = [
+    pytest.param(op, dtype, id=f"{op.name}-{dtype}")
+    for op in OPERATIONS
+    for dtype in DTYPES
+    if op is not ReduceOp.PREMUL_SUM
+    and dtype.kind in op.kinds
+    and reduction.loop(op, dtype) is not None
+]
+NARROW = [
+    row
+    for row in DTYPES
+    if row.kind is Kind.NARROW_FLOAT and reduction.loop(ReduceOp.SUM, row) is not None
+]
+#: Less than a piece; with a rest; more than all threads of a device hold at once.
+COUNTS = [1, 7, 1000, 1_000_003]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return DeviceKernels(0)
+
+
+class OnDevice:
+    """Bytes on the device, so many bytes behind a multiple of 256."""
+
+    def __init__(self, array, offset=0):
+        self.memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(array.nbytes + 256), 0)
+        self.bytes = cupy.ndarray(array.nbytes, "u1", self.memory + offset)
+        self.bytes.set(np.frombuffer(array.tobytes(), np.uint8))
+        self.address = self.bytes.data.ptr
+        self.dtype = array.dtype
+
+    def got(self):
+        return self.bytes.get().view(self.dtype)
+
+
+def same(got, expected, kind, what):
+    """Equal bits, but for what is left open: which NaN, and how complex products are rounded."""
+    if kind is Kind.COMPLEX:
+        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=what)
+        return
+    if kind in (Kind.FLOAT, Kind.NARROW_FLOAT):
+        nan = np.isnan(expected)
+        assert (np.isnan(got) == nan).all(), what
+        got, expected = got[~nan], expected[~nan]
+    assert got.tobytes() == expected.tobytes(), what
+
+
+@pytest.mark.parametrize(("op", "dtype"), PAIRS)
+def test_combine(kernels, op, dtype):
+    by, stream = reduction.loop(op, dtype), cupy.cuda.Stream(non_blocking=True)
+    for count in COUNTS:
+        for n, step in ((2, 0), (3, dtype.itemsize), (17, 0)):
+            if n == 17 and count > 1000:
+                continue
+            arrays = [operands(op, dtype, count, rank) for rank in range(n)]
+            # The sources lie alike in memory, or, with a step, each in a way of its own.
+            given = [OnDevice(array, step * (rank % 3)) for rank, array in enumerate(arrays)]
+            out = OnDevice(np.zeros(count, dtype.numpy))
+            divisor = n if op is ReduceOp.AVG else 1
+            expected = np.empty(count, dtype.numpy)
+            with np.errstate(all="ignore"):
+                reduction.combine(op, dtype, arrays, expected, divisor)
+            addresses = [each.address for each in given]
+            kernels.combine(by, addresses, out.address, count, divisor, stream.ptr)
+            kernels.combine(by, addresses, given[0].address, count, divisor, stream.ptr)
+            stream.synchronize()
+            what = f"{count} of {n}, step {step}"
+            same(out.got(), expected, dtype.kind, what)
+            same(given[0].got(), expected, dtype.kind, f"{what}, in place")
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=repr)
+def test_narrow(kernels, dtype):
+    stream = cupy.cuda.Stream(non_blocking=True)
+    wide = any_bits(next(row for row in DTYPES if row.name == "float32"), 1_000_003, 0)
+    given, out = OnDevice(wide), OnDevice(np.zeros(wide.size, dtype.numpy))
+    expected = np.empty(wide.size, dtype.numpy)
+    with np.errstate(all="ignore"):
+        reduction.narrow(wide, expected)
+    kernels.narrow(dtype, given.address, out.address, wide.size, stream.ptr)
+    stream.synchronize()
+    same(out.got(), expected, dtype.kind, str(dtype))
+
+
+@pytest.mark.parametrize(
+    "dtype", [row for row in DTYPES if row.kind in ReduceOp.PREMUL_SUM.kinds], ids=repr
+)
+def test_scale(kernels, dtype):
+    if reduction.loop(ReduceOp.PREMUL_SUM, dtype) is None:
+        pytest.skip("no kernel scales it")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    array = operands(ReduceOp.PREMUL_SUM, dtype, 1003, 0)
+    factor = 3 if dtype.kind is Kind.INTEGER else 0.5
+    given, out = OnDevice(array), OnDevice(np.zeros(array.size, dtype.accumulate))
+    expected = np.empty(array.size, dtype.accumulate)
+    with np.errstate(all="ignore"):
+        reduction.scale(dtype, array, factor, expected)
+    kernels.scale(dtype, given.address, factor, out.address, array.size, stream.ptr)
+    stream.synchronize()
+    same(out.got(), expected, Kind.FLOAT if dtype.kind is Kind.NARROW_FLOAT else dtype.kind,
+         str(dtype))  # fmt: skip

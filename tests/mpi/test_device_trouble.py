@@ -1,0 +1,246 @@
+"""Calls on simulated devices that go wrong: what the next calls find, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import simulated
+from conftest import TIMEOUT
+from test_devices import got, uploaded
+
+import mpicoll as dist
+from mpicoll import capabilities, device
+from mpicoll.errors import MismatchError, UnsupportedError
+from mpicoll.routes import hosts, peer, staged
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Makes the default group, whose calls take a route; gives its arrays, this rank, and n."""
+    made = simulated.Arrays()
+
+    def begin(road=None, cuda="full"):
+        if road is not None:
+            monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", road)
+        monkeypatch.setenv("MPICOLL_CUDA_AWARE", cuda)
+        monkeypatch.setattr(device, "_runtime", made.cuda)
+        monkeypatch.setattr(capabilities, "_known", None)
+        dist.init_process_group(timeout=TIMEOUT)
+        return made, dist.get_rank(), dist.get_world_size()
+
+    yield begin
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def total(arrays, me, n, count=10, group=None):
+    """An all_reduce gives the right sum."""
+    array = uploaded(arrays, np.full(count, me, np.float32))
+    dist.all_reduce(array, group=group)
+    assert (got(array) == sum(range(n))).all()
+
+
+@pytest.mark.parametrize("count", [10, 200_000])
+def test_an_error_of_one_rank_in_its_kernel(on, count):
+    """The others have ended the call, or have not begun the next: slots stay in step."""
+    arrays, me, n = on("peer")
+    total(arrays, me, n)
+    combine, broken = arrays.cuda.combine, []
+
+    def fails(*what):
+        if me == 0 and not broken:
+            broken.append(what)
+            raise RuntimeError("this kernel cannot be compiled")
+        combine(*what)
+
+    arrays.cuda.combine = fails
+    array = uploaded(arrays, np.full(5, me, np.float32))
+    if me == 0:
+        with pytest.raises(RuntimeError, match="cannot be compiled"):
+            dist.all_reduce(array)
+    else:
+        dist.all_reduce(array)
+        assert (got(array) == sum(range(n))).all()
+    for _ in range(3):
+        total(arrays, me, n, count)
+
+
+def test_calls_that_differ(on, monkeypatch):
+    """Found after the first calls, too, which are compared in another way; then all goes on."""
+    monkeypatch.setattr(peer, "SLOT", 4096)
+    monkeypatch.setattr(peer, "WHOLE", 64)
+    arrays, me, n = on("peer")
+    for _ in range(66):
+        total(arrays, me, n)
+    if n > 1:
+        for _ in range(2):
+            with pytest.raises(MismatchError, match=rf"broadcast on rank {me} of .*src 1"):
+                dist.broadcast(uploaded(arrays, np.full(10, 1.0)), 0 if me else 1)
+        with pytest.raises(MismatchError, match="4000 elements of float32, SUM"):
+            dist.all_reduce(uploaded(arrays, np.zeros(4000 if me else 10, np.float32)))
+    for _ in range(3):
+        total(arrays, me, n, 3000)
+
+
+def test_elements_at_odd_addresses(on):
+    """Refused before anything is sent: kernels cannot take them."""
+    arrays, me, n = on()
+    array = uploaded(arrays, np.zeros(9, np.float32))
+    array.dtype = np.dtype(np.float64)
+    array.shape, array.offset = (2,), 4
+    with pytest.raises(UnsupportedError, match=r"all_reduce: tensor: .*multiples of their size"):
+        dist.all_reduce(array)
+    total(arrays, me, n)
+
+
+@pytest.mark.parametrize("road", ["peer", "staged", "direct"])
+def test_the_stream_of_a_thread(on, road):
+    """Stream 2 is another one in each thread, and the group's thread is not the caller's."""
+    arrays, me, n = on(road)
+    cuda, mine, find = arrays.cuda, {}, arrays.cuda._find
+
+    def of_thread(index, stream):
+        if stream != 2:
+            return find(index, stream)
+        key = index, threading.get_ident()
+        if key not in mine:
+            mine[key] = cuda.streams[index, -1 - len(mine)] = simulated.Stream(index)
+        return mine[key]
+
+    cuda._find = of_thread
+
+    def made(host):
+        array = arrays.make(host)
+        array.number = 2
+        array.upload()
+        return array
+
+    for i in range(10):
+        first = made(np.full(20000, me, np.float32))
+        array = made(np.full(100, me + i, np.float32))
+        work = dist.all_reduce(first, async_op=True)
+        dist.all_reduce(array)  # behind it
+        assert (got(array) == sum(range(n)) + n * i).all()
+        work.wait()
+
+
+def test_an_error_between_pieces(on, monkeypatch):
+    """What is on its way then comes before what the caller does next."""
+    arrays, me, n = on("staged")
+    monkeypatch.setattr(staged, "PIECE", 400 * (n + 1))
+    choose, calls = hosts.choose, []
+
+    def breaking(*what):
+        way = choose(*what)
+
+        def route(send, recv, root, blocks):
+            calls.append(recv)
+            if len(calls) == 2:
+                raise RuntimeError("the second piece of three fails, everywhere")
+            way.route(send, recv, root, blocks)
+
+        return way._replace(route=route)
+
+    monkeypatch.setattr(hosts, "choose", breaking)
+    array = uploaded(arrays, np.full(300, me, np.float32))
+    with pytest.raises(RuntimeError, match="second piece"):
+        dist.all_reduce(array)
+    array.host[...] = 7
+    array.upload()
+    assert (got(array) == 7).all()
+    for stream in list(arrays.cuda.streams.values()):
+        arrays.cuda._run(stream, stream.end)  # time passes
+    assert (array._numpy() == 7).all()
+
+
+class Pool:
+    """Pinned memory that is there for the next who asks at once, as in CuPy's pool."""
+
+    def __init__(self):
+        self.free = {}
+
+    def __call__(self, index, nbytes):
+        size = 1 << max(9, (nbytes - 1).bit_length())
+        free = self.free.setdefault(size, [])
+        array = free.pop() if free else np.full(size, 0xCD, np.uint8)
+        memory = device.Memory(array.ctypes.data, nbytes, self)
+        memory._owner = _Piece(free, array)
+        return memory
+
+
+class _Piece:
+    def __init__(self, free, array):
+        self.free, self.array = free, array
+
+    def __del__(self):
+        self.free.append(self.array)
+
+
+def test_pinned_memory_that_others_take(on):
+    arrays, me, n = on("staged")
+    arrays.cuda.pinned = Pool()
+
+    def overwrite():
+        gc.collect()
+        taken = [arrays.cuda.pinned(0, nbytes) for nbytes in (400, 400, 4000, 4000)]
+        for one in taken:
+            one.on_host()[...] = 0x11
+
+    small, large = (uploaded(arrays, np.full(k, me, np.float32)) for k in (100, 100_000))
+    dist.all_reduce(small)
+    dist.all_reduce(large)
+    overwrite()
+    assert (got(small) == sum(range(n))).all()
+    group = dist.new_group()
+    last = uploaded(arrays, np.full(100, me, np.float32))
+    dist.all_reduce(last, group=group)
+    dist.destroy_process_group(group)
+    overwrite()
+    assert (got(last) == sum(range(n))).all() and (got(large) == sum(range(n))).all()
+
+
+def test_warnings_may_be_errors(on):
+    """Idle GPUs are told of when nobody waits for this rank."""
+    arrays, me, n = on()
+    array = uploaded(arrays, np.full(10, me, np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if n > 1 and me == 0:
+            with pytest.raises(RuntimeWarning, match="share GPU"):
+                dist.all_reduce(array)
+        else:
+            dist.all_reduce(array)
+    assert (got(array) == sum(range(n))).all()
+
+
+@pytest.mark.parametrize("ipc", [True, False])
+def test_many_groups(on, monkeypatch, ipc):
+    """Nothing is left of those that were destroyed: no memory and no stream."""
+    arrays, me, n = on()
+    if not ipc:
+
+        def opened(index, handle):
+            raise RuntimeError("no IPC here")
+
+        monkeypatch.setattr(arrays.cuda, "opened", opened)
+    monkeypatch.setattr(peer, "SLOT", 4096)
+    array = arrays.make(np.full(10, me, np.float32))
+
+    def round():
+        group = dist.new_group()
+        array.host[...] = me
+        array.upload()
+        dist.all_reduce(array, group=group)
+        assert (got(array) == sum(range(n))).all()
+        dist.destroy_process_group(group)
+
+    round()
+    streams, mapped = len(arrays.cuda.streams), len(peer._mapped)
+    for _ in range(20):
+        round()
+    assert (len(arrays.cuda.streams), len(peer._mapped)) == (streams, mapped)
+    assert mapped == 0

@@ -1,19 +1,23 @@
 """Through device memory that the ranks of a node map: CUDA IPC, and nothing of MPI's but messages
 between hosts. Several ranks may share a device.
 
-Each rank has a workspace: two slots for what it gives to the others, and two for what it has
+Each rank has a workspace: SLOTS slots for what it gives to the others, and as many for what it has
 combined for them. A call goes through in rounds of at most one slot, each in two steps or three:
 
-  1. every rank copies elements of its array into slot k (mod 2);
+  1. every rank copies elements of its array into slot k;
   2. it copies or combines what the others have given, into its array, or, where each combines a
      share for all, into its second slot k;
   3. in the latter case it copies the others' shares into its array.
 
-In one turn a rank enqueues step 1 of a round, step 2 of the round before and step 3 of the one
-before that; then the hosts wait until their devices are done, and for each other. So what is read
-in a turn was written in the turn before, and two slots are enough: a slot is written again two
-turns after it was written, and all who read it have ended the turn between. Rounds are numbered on
-from call to call, so that the last turn of a call need not be waited for.
+In turn t a rank enqueues step 1 of round t, step 2 of round t - LAG and step 3 of round t - 2 LAG.
+Then the hosts wait until their devices have done turn t - LAG + 1, and for each other. So what is
+read in a turn was written LAG turns before, when all had done that, and while the hosts wait the
+devices have the latest turn to work on. (A call of one round has nothing to work on meanwhile; its
+lag is 1.)
+
+Why 2 LAG slots are enough: slot k is read in turn k + LAG, which all are known to have done at the
+end of turn k + 2 LAG - 1, and written again in the next; so are the second slots. Rounds are
+numbered on from call to call, so that the last turn of a call need not be waited for.
 
 All ranks combine in the order of the ranks, and share the result: the same bits everywhere.
 """
@@ -43,8 +47,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Peers", "meet", "route"]
 
+#: Turns between the steps of a round, and slots.
+LAG = 2
+SLOTS = 2 * LAG
 #: Bytes of a slot.
-SLOT = 16 * 1024 * 1024
+SLOT = 8 * 1024 * 1024
 #: Bytes of a message up to which every rank combines everything: a turn less.
 WHOLE = 256 * 1024
 _LINE = 256
@@ -74,12 +81,13 @@ class Peers:
 
     def slot(self, rank: int, k: int) -> int:
         """The address of a rank's slot in round ``k`` of this call."""
-        return self._workspaces[rank].address + (self._turn + k) % 2 * self.room
+        return self._workspaces[rank].address + (self._turn + k) % SLOTS * self.room
 
     def second_slot(self, rank: int, k: int) -> int:
         """The address of what a rank has combined in round ``k``: a slot's n-th part and a line."""
         size = _share_slot(self.room, self.n)
-        return self._workspaces[rank].address + 2 * self.room + (self._turn + k) % 2 * size
+        start = self._workspaces[rank].address + SLOTS * self.room
+        return start + (self._turn + k) % SLOTS * size
 
     def go(
         self, kind: int, count: int, rounds: int, steps: Sequence[Callable[[int], None]]
@@ -88,25 +96,29 @@ class Peers:
 
         kind, count: what all ranks must have alike. Raises MismatchError on all ranks otherwise.
         """
-        turns = rounds + len(steps) - 1
+        lane, lag = self.lane, LAG if rounds > 1 else 1
+        turns, done = rounds + lag * (len(steps) - 1), []
         try:
             for turn in range(turns):
                 for s, step in enumerate(steps):
-                    if 0 <= turn - s < rounds:
-                        step(turn - s)
-                if turn < turns - 1:
-                    self.lane.settle(self.lane.work)
-                    if turn > 0:
-                        self.group.comm.Barrier()
-                    elif differences := self._compare(kind, count):
-                        self._turn = -rounds  # all raise, and begin anew: nobody has read anything
-                        raise MismatchError(differences)
+                    if 0 <= turn - lag * s < rounds:
+                        step(turn - lag * s)
+                done.append(lane.runtime.record(lane.index, lane.work))
+                known = turn - lag + 1
+                if known < 0 or turn == turns - 1:
+                    continue
+                lane.runtime.synchronize(done[known])
+                if known > 0:
+                    self.group.comm.Barrier()
+                elif differences := self._compare(kind, count):
+                    self._turn = -rounds  # all raise, and begin anew: nobody has read anything
+                    raise MismatchError(differences)
         finally:  # after an error of this rank's, too, for the others go on
             self._turn += rounds
 
     def _compare(self, kind: int, count: int) -> str:
         """Waits for all ranks; how their calls differ, if they do, "" if not."""
-        mine = np.array([kind, count, self.group.sequence, self._turn % 2], np.int64)
+        mine = np.array([kind, count, self.group.sequence, self._turn % SLOTS], np.int64)
         everybody = np.empty((self.n, len(mine)), np.int64)
         self.group.comm.Allgather(mine, everybody)
         if (everybody == mine).all():
@@ -155,7 +167,7 @@ def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
     runtime, me, room = lane.runtime, group.rank(), SLOT
     own, handle = None, b""
     try:
-        own = runtime.allocate(lane.index, 2 * room + 2 * _share_slot(room, group.size()))
+        own = runtime.allocate(lane.index, SLOTS * (room + _share_slot(room, group.size())))
         handle = runtime.exported(lane.index, own)
         _mapped.append(own)
     except Exception:  # whatever the driver says: all ranks take another route then

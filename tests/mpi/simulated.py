@@ -58,6 +58,7 @@ class Simulated:
         self.streams = {(index, LEGACY): Stream(index) for index in range(devices)}
         self.pool: set[int] = set()  # addresses of memory that is not plain
         self.captured: set[int] = set()
+        self.eager = False  # everything happens as early as can be, instead of as late
         self.current = 0
         self.given_back: list[Any] = []
 
@@ -66,7 +67,10 @@ class Simulated:
 
     def enqueue(self, index: int, stream: int, task: Any) -> None:
         with self.lock:
-            self._find(index, stream).waiting.append(task)
+            found = self._find(index, stream)
+            found.waiting.append(task)
+            if self.eager:
+                self._run(found, found.end)
 
     def _run(self, stream: Stream, place: int) -> None:
         with self.lock:

@@ -86,6 +86,23 @@ def test_calls_that_differ(on, monkeypatch):
         total(arrays, me, n, 3000)
 
 
+@pytest.mark.parametrize("eager", [0, 1])
+def test_a_device_that_is_ahead_of_another(on, monkeypatch, eager):
+    """Nothing is written over before the others have read it."""
+    monkeypatch.setattr(peer, "SLOT", 512)
+    monkeypatch.setattr(peer, "WHOLE", 0)
+    arrays, me, n = on("peer")
+    arrays.cuda.eager = me % 2 == eager
+    for count in (10, 200, 1500, 3, 1500, 700):
+        numbers = np.arange(count, dtype=np.float32)
+        array = uploaded(arrays, numbers * (me + 1))
+        given, output = uploaded(arrays, numbers + me), uploaded(arrays, np.zeros((n, count), "f4"))
+        dist.all_reduce(array)
+        dist.all_gather_single(output, given)
+        assert (got(array) == numbers * (n * (n + 1) // 2)).all()
+        assert (got(output) == numbers + np.arange(n)[:, None]).all()
+
+
 def test_elements_at_odd_addresses(on):
     """Refused before anything is sent: kernels cannot take them."""
     arrays, me, n = on()

@@ -60,7 +60,7 @@ class Plan:
         self.op = op
         self.dtype = dtype
         self.on_device = on_device
-        self.route, self.direct, self.prompt = way
+        self.route, self.direct, self.prompt, *_ = way
 
 
 class Blocks(NamedTuple):
@@ -88,11 +88,16 @@ class Way(NamedTuple):
             needs more than that.
     prompt: told of an asynchronous call of so many elements that nothing is pending before, whether
             to carry it out at once instead of on the group's thread; None for never.
+    how:    in words, for people.
+    shared: bytes from which on it goes through memory that the ranks share, if they do; None for
+            never.
     """
 
     route: Route
     direct: Direct | None = None
     prompt: Prompt | None = None
+    how: str = ""
+    shared: int | None = None
 
 
 #: The views of a call, and its blocks.

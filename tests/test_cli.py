@@ -175,10 +175,11 @@ def test_doctor_on_ranks(ended: Ended) -> None:
     assert served == {row.name for row in PRIMITIVES}
     assert found["routes"]["device"] == {}
     routes = found["routes"]["host"]
-    assert routes["broadcast"] == routes["reduce (float32)"] == "MPI"
+    assert routes["gather"] == routes["reduce (float32)"] == "MPI"
     assert routes["reduce (bfloat16)"] == "exchange over MPI, combined here"
     if "compiled" in found["ranks"][0]["C library"]:
         assert routes["all_reduce (bfloat16)"] == "shared memory"
+        assert routes["broadcast"] == f"shared memory; below {32 << 20} bytes MPI"
         assert routes["all_reduce (float32)"] == "shared memory; below 4096 bytes MPI"
 
 

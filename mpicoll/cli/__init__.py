@@ -19,6 +19,7 @@ __all__ = ["COMMANDS", "first", "main", "start"]
 
 #: What each command does, by its name, which is that of its module.
 COMMANDS: dict[str, str] = {
+    "bench": "what collectives take here, and whether they are right",
     "doctor": "what was found here, how calls are carried out, and what to change",
     "hello": "one line from each rank",
 }

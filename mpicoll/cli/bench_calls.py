@@ -35,6 +35,7 @@ __all__ = [
     "Other",
     "Place",
     "missing",
+    "op_name",
     "own_call",
     "rounded",
     "taken",
@@ -103,6 +104,11 @@ def rounded(row: Primitive, dtype: DType, n: int, size: int) -> int:
     one element a block.
     """
     return max(1, size // (_blocks(row, n) * dtype.itemsize))
+
+
+def op_name(op: ReduceOp) -> str:
+    """As the command line and the table have it."""
+    return {"PRODUCT": "prod"}.get(op.name, op.name.lower())
 
 
 def variants(row: Primitive) -> tuple[str, ...]:
@@ -325,24 +331,25 @@ class Other(Protocol):
         """At the end."""
 
 
+#: MPI's methods by layout, rooted or not, combining or not.
+_METHODS = {
+    (Layout.IN_PLACE, True, False): "Bcast",
+    (Layout.IN_PLACE, False, True): "Allreduce",
+    (Layout.IN_PLACE, True, True): "Reduce",
+    (Layout.GATHERED, False, False): "Allgather",
+    (Layout.GATHERED, True, False): "Gather",
+    (Layout.SCATTERED, True, False): "Scatter",
+    (Layout.SCATTERED, False, True): "Reduce_scatter_block",
+    (Layout.EXCHANGED, False, False): "Alltoall",
+    (Layout.EMPTY, False, False): "Barrier",
+}
+
+
 class RawMpi:
-    """mpi4py with ready ``[buffer, count, datatype]``.
+    """mpi4py with ready ``[buffer, count of a block, datatype]``.
 
     MPI has no lists of arrays: what mpicoll does on a list it does on one array for all ranks.
     """
-
-    #: Methods by layout, rooted or not, combining or not.
-    METHODS = {
-        (Layout.IN_PLACE, True, False): "Bcast",
-        (Layout.IN_PLACE, False, True): "Allreduce",
-        (Layout.IN_PLACE, True, True): "Reduce",
-        (Layout.GATHERED, False, False): "Allgather",
-        (Layout.GATHERED, True, False): "Gather",
-        (Layout.SCATTERED, True, False): "Scatter",
-        (Layout.SCATTERED, False, True): "Reduce_scatter_block",
-        (Layout.EXCHANGED, False, False): "Alltoall",
-        (Layout.EMPTY, False, False): "Barrier",
-    }
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         from mpi4py import MPI
@@ -371,7 +378,7 @@ class RawMpi:
             arguments.append(getattr(self._mpi, str(name)))
         if row.root:
             arguments.append(case.root)
-        method = self.METHODS[row.layout, bool(row.root), row.reduces]
+        method = _METHODS[row.layout, bool(row.root), row.reduces]
         return partial(getattr(self._comm, method), *arguments)
 
     def _ready(self, case: Case, side: Side | None) -> Any:
@@ -379,9 +386,8 @@ class RawMpi:
             return None
         array = side.given
         if isinstance(array, list):
-            array = np.zeros(len(array) * case.count, case.dtype.numpy)
-            array.view(np.uint8).fill(0)
-        return [array.view(np.uint8), array.size, getattr(self._mpi, case.dtype.mpi)]
+            array = _zeros(len(array) * case.count, case.dtype, Host())
+        return [array.view(np.uint8), case.count, getattr(self._mpi, case.dtype.mpi)]
 
 
 class Gloo:

@@ -1,9 +1,9 @@
 """Whether a measured call gives what it must: inputs that any rank can make for any other, and what
 follows from them, in NumPy alone.
 
-An array is a pattern of ``PERIOD`` elements, repeated. As that is a prime, an element that came from
-a place a few pieces away is another one, unless their distance is a multiple of it; and what has to
-be computed is one period, however large the message.
+An array is a pattern of ``PERIOD`` elements, repeated. As that is a prime, an element that came
+from a place some pieces away is another one, unless their distance is a multiple of it; and what
+has to be computed is one period, however large the message.
 
 - What is only moved: random bits, and every bit has to arrive.
 - Integers: random bits, combined modulo 2**64. Bools are counted. Both are exact.
@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll.cli.bench_calls import Case
 from mpicoll.dtypes import DType, Kind, ReduceOp
-from mpicoll.primitives import Layout, Primitive
+from mpicoll.primitives import Layout
 
 __all__ = ["PERIOD", "Expected", "contents", "expected", "fill", "wrong"]
 
@@ -36,6 +37,8 @@ Array = npt.NDArray[Any]
 
 #: Elements after which inputs repeat.
 PERIOD = 8191
+#: Where a rank has a block for each rank.
+_FOR_EACH = (Layout.SCATTERED, Layout.EXCHANGED)
 #: Periods that are compared at a time.
 _AT_A_TIME = 64
 
@@ -57,49 +60,46 @@ def _pattern(op: ReduceOp | None, dtype: DType, source: int, block: int, count: 
     length = min(count, PERIOD)
     rng = np.random.default_rng([dtype.code, source, block])
     if dtype.kind is Kind.BOOL:
-        return rng.integers(0, 2, length).astype(bool)
+        return rng.integers(0, 2, length).astype(np.bool_)
     if op is None or dtype.kind is Kind.INTEGER:
-        return np.frombuffer(rng.bytes(length * dtype.itemsize), dtype.numpy)
+        bits: Array = np.frombuffer(rng.bytes(length * dtype.itemsize), dtype.numpy)
+        return bits
     size = np.exp2(rng.uniform(-1, 1, length))
     if dtype.kind is Kind.COMPLEX:
-        return (size * np.exp(2j * np.pi * rng.uniform(0, 1, length))).astype(dtype.numpy)
+        number: Array = size * np.exp(2j * np.pi * rng.uniform(0, 1, length))
+        return number.astype(dtype.numpy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = (size * rng.choice([-1.0, 1.0], length)).astype(dtype.numpy)
+        made: Array = (size * rng.choice([-1.0, 1.0], length)).astype(dtype.numpy)
         unsigned = np.isnan(made.astype(float))  # float8_e8m0fnu
     made[unsigned] = size[unsigned].astype(dtype.numpy)
     return made
 
 
-def contents(
-    row: Primitive, op: ReduceOp | None, dtype: DType, n: int, me: int, root: int, count: int
-) -> Iterator[Array]:
-    """What this rank has in the blocks that it reads, one after another; n ranks."""
-    if row.layout is Layout.IN_PLACE and row.root == "src" and me != root:
+def contents(case: Case) -> Iterator[Array]:
+    """What this rank has in the blocks that it reads, one after another."""
+    assert case.dtype is not None
+    if case.row.layout is Layout.IN_PLACE and case.row.root == "src" and not case.at_root:
         return
-    many = row.layout in (Layout.SCATTERED, Layout.EXCHANGED) and (not row.root or me == root)
-    for block in range(n if many else 1):
-        yield _pattern(op, dtype, me, block, count)
+    for block in range(case.n if case.row.layout in _FOR_EACH and case.at_root else 1):
+        yield _pattern(case.op, case.dtype, case.me, block, case.count)
 
 
-def expected(
-    row: Primitive, op: ReduceOp | None, dtype: DType, n: int, me: int, root: int, count: int
-) -> Iterator[Expected]:
+def expected(case: Case) -> Iterator[Expected]:
     """What this rank must have in the blocks of its output after the call, one after another."""
-
-    def of(source: int, block: int = 0) -> Array:
-        return _pattern(op, dtype, source, block, count)
-
-    block = me if row.layout is Layout.SCATTERED else 0
-    if op is not None:
-        alone = row.root and me != root  # its content does not change
-        sources = [me] if alone else range(n)
-        yield Expected(of(me)) if alone else _reduced(op, dtype, (of(r, block) for r in sources))
-    elif row.layout in (Layout.IN_PLACE, Layout.SCATTERED):
-        yield Expected(of(root, block))
-    elif not row.root or me == root:
-        for source in range(n):
-            yield Expected(of(source, me if row.layout is Layout.EXCHANGED else 0))
+    row, op, dtype = case.row, case.op, case.dtype
+    assert dtype is not None
+    block = case.me if row.layout in _FOR_EACH else 0
+    if op is not None and case.at_root:
+        terms = (_pattern(op, dtype, rank, block, case.count) for rank in range(case.n))
+        yield _reduced(op, dtype, terms)
+        return
+    if row.layout in (Layout.GATHERED, Layout.EXCHANGED):
+        sources = list(range(case.n)) if case.at_root else []
+    else:  # on the other ranks a reduction leaves everything as it was
+        sources = [case.root if op is None else case.me]
+    for source in sources:
+        yield Expected(_pattern(op, dtype, source, block, case.count))
 
 
 # --- reductions ---------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _reduced(op: ReduceOp, dtype: DType, terms: Iterable[Array]) -> Expected:
 
 
 def _between(op: ReduceOp, dtype: DType, terms: Iterable[Array]) -> Expected:
-    wide = np.clongdouble if dtype.kind is Kind.COMPLEX else np.longdouble
+    wide: Any = np.clongdouble if dtype.kind is Kind.COMPLEX else np.longdouble
     combine = _COMBINE[op.name]
     n, total, size = 0, np.array(op.name == "PRODUCT", wide), np.longdouble(op.name == "PRODUCT")
     for term in terms:
@@ -160,7 +160,7 @@ def _between(op: ReduceOp, dtype: DType, terms: Iterable[Array]) -> Expected:
 
 
 def _words(array: Any, dtype: DType) -> Any:
-    """The array's memory as unsigned integers, of one period in a row; and what is left over."""
+    """The array's memory as unsigned integers."""
     return array.view(np.dtype(f"u{min(dtype.itemsize, 8)}"))
 
 
@@ -200,7 +200,7 @@ def _different(got: Array, right: Expected, dtype: DType) -> int:
     got, low, high = (_numbers(one, dtype) for one in (got, right.low, right.high))
     with np.errstate(invalid="ignore"):
         beyond = np.isnan(low) | np.isnan(high)  # of dtypes that have NaN where others have inf
-        inside = (np.where(np.isnan(low), -np.inf, low) <= got) & (
+        inside: Any = (np.where(np.isnan(low), -np.inf, low) <= got) & (
             got <= np.where(np.isnan(high), np.inf, high)
         )
         inside |= beyond & np.isnan(got)

@@ -231,25 +231,14 @@ def _use_shared_memory() -> None:
 def _host_route(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
 ) -> str:
-    """The module of the route that is chosen for such calls, in words."""
-    from mpicoll.routes import composed, direct, hosts, native, shared
+    """The route that is chosen for such calls, in words."""
+    from mpicoll.routes import hosts
 
-    words = {
-        native.__name__: "MPI",
-        direct.__name__: "messages over MPI",
-        composed.__name__: "exchange over MPI, combined here",
-        shared.__name__: "shared memory",
-    }
     way = hosts.choose(primitive, group, op, dtype)
-    found = (way.direct or way.route).__module__
-    if found != shared.__name__:
-        return words[found]
-    assert op is not None
-    whole = native.reducible(op, dtype)
-    otherwise = words[(native if whole else composed).__name__]
-    if not group.shared:
-        return otherwise
-    return f"{words[found]}; below {shared.LEAST} bytes {otherwise}" if whole else words[found]
+    if way.shared is None or not group.shared:
+        return way.how
+    below = f"; below {way.shared} bytes {way.how}" if way.shared else ""
+    return f"shared memory{below}"
 
 
 # --- what to change -----------------------------------------------------------------------------

@@ -1,0 +1,329 @@
+"""``python -m mpicoll bench``: what collectives take, with the flags and columns of nccl-tests.
+
+Here is the command line. A line of the table is a ``Case``: ``bench_calls`` makes its arrays and
+calls from the row of ``mpicoll.primitives``, ``bench_measure`` measures them, ``bench_check`` says
+what they must give, ``bench_table`` shows it and ``bench_plot`` draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mpicoll import cli
+from mpicoll.primitives import PRIMITIVES, Layout, Primitive, by_name
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpicoll.cli.bench_calls import Case, Place
+    from mpicoll.dtypes import DType, ReduceOp
+
+__all__ = ["add_arguments", "run"]
+
+# --- the command line ---------------------------------------------------------------------------
+
+#: Names that nccl-tests has for dtypes, and their rows.
+_DTYPES = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "f8e4m3": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+#: Flags of nccl-tests that have no meaning here, and why.
+_NOT_TAKEN = {
+    ("-t", "--nthreads"): "a rank is a process: start more of them",
+    ("-g", "--ngpus"): "a rank has one GPU: start one for each",
+    ("-m", "--agg_iters"): "calls are not aggregated",
+    ("-N", "--run_cycles"): "there is one cycle; --repetitions makes it longer",
+    ("-p", "--parallel_init"): "no threads start MPI",
+    ("-z", "--blocking"): "calls return when they are done; --async makes them otherwise",
+    ("-y", "--stream_null"): "calls are in the order of the current stream",
+    ("-T", "--timeout"): "the process group has one",
+    ("-G", "--cudagraph"): "MPI calls cannot be part of a CUDA graph",
+    ("-C", "--report_cputime"): "the time is that of the calling process",
+    ("-S", "--report_timestamps"): "lines carry no time of day",
+    ("-R", "--local_register"): "memory needs no registration",
+    ("-x", "--cta_policy"): "no kernel of NCCL is configured",
+    ("-D", "--device_implementation"): "there is one implementation",
+    ("-V", "--device_cta_count"): "no kernel of NCCL is configured",
+    ("-M", "--memory"): "memory is not reported",
+    ("-F",): "use --json",
+}
+
+
+class _NotTaken(argparse.Action):
+    """An error that says why."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: Any = None
+    ) -> NoReturn:
+        reason = _NOT_TAKEN[tuple(self.option_strings)]
+        parser.error(f"{flag}: a flag of nccl-tests that is not taken: {reason}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds nccl-tests' flags that have a meaning here, and more."""
+    add = parser.add_argument
+    add("primitives", nargs="+", type=_primitives, metavar="PRIMITIVE",
+        help=f"all, or some of {', '.join(by_name)}")  # fmt: skip
+    add("-b", "--minbytes", type=_bytes, default="8", metavar="SIZE",
+        help="the first size: bytes of the larger array, with K, M, G or T for 1024 and so on "
+        "(default: 8)")  # fmt: skip
+    add("-e", "--maxbytes", type=_bytes, default="64M", metavar="SIZE",
+        help="the last size (default: 64M)")  # fmt: skip
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("-f", "--stepfactor", type=_from(2), default="2", metavar="FACTOR",
+                       help="of a size over the one before (default: 2)")  # fmt: skip
+    steps.add_argument("-i", "--stepbytes", type=_bytes, metavar="SIZE",
+                       help="of a size more than the one before, instead")  # fmt: skip
+    add("-d", "--datatype", type=_dtypes, default="float", metavar="DTYPE",
+        help="all, a dtype of mpicoll, or nccl-tests' name of one (default: float)")  # fmt: skip
+    add("-o", "--op", type=_ops, default="sum", metavar="OP",
+        help="all, sum, prod, min, max, avg, band, bor or bxor (default: sum)")  # fmt: skip
+    add("-r", "--root", type=_from(0), default=0, metavar="RANK", help="the root (default: 0)")
+    add("-n", "--iters", type=_from(1), metavar="N",
+        help="calls in a repetition, or with --latency (default: by their time)")  # fmt: skip
+    add("-w", "--warmup_iters", type=_from(0), default=5, metavar="N",
+        help="calls before those that are timed (default: 5)")  # fmt: skip
+    add("--repetitions", type=_from(1), default=7, metavar="N",
+        help="of which the median is told (default: 7)")  # fmt: skip
+    add("-c", "--check", type=int, choices=(0, 1), nargs="?", const=1, default=0,
+        help="count wrong elements; exit code 1 if there are any")  # fmt: skip
+    add(
+        "-a",
+        "--average",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=3,
+        help="which rank's time: 0 rank 0's, 1 the mean, 2 the least, 3 the greatest (default: 3)",
+    )
+    add("--latency", action="store_true",
+        help="one call at a time: least, percentiles and greatest")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where arrays are (default: cpu)")
+    add("--async", action="store_true", dest="waits", help="call with async_op=True, and wait")
+    add("--compare", type=_others, action="extend", default=[], metavar="OTHER",
+        help="the same calls by mpi4py or torch's gloo beside; both: mpi4py,gloo")  # fmt: skip
+    add("-J", "--json", "--output_file", type=Path, metavar="FILE", help="the table as JSON")
+    add("--plot", type=Path, metavar="FILE", help="the table as an image; needs matplotlib")
+    for flags in _NOT_TAKEN:
+        add(*flags, action=_NotTaken, nargs="?", help=argparse.SUPPRESS)
+
+
+def _primitives(text: str) -> list[Primitive]:
+    if text == "all":
+        return list(PRIMITIVES)
+    if text not in by_name:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of all, {', '.join(by_name)}")
+    return [by_name[text]]
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.strip(), re.IGNORECASE)
+    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: expected a number of bytes, at least 1, or one with K, M, G, T"
+        )
+    return size
+
+
+def _from(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} on")
+        return int(text)
+
+    return number
+
+
+def _dtypes(text: str) -> list[DType]:
+    from mpicoll import dtypes
+
+    name = _DTYPES.get(text, text)
+    if name != "all" and name not in dtypes.by_name:
+        names = ", ".join(["all", *dtypes.by_name, *_DTYPES])
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {names}")
+    return list(dtypes.DTYPES) if name == "all" else [dtypes.by_name[name]]
+
+
+def _ops(text: str) -> list[ReduceOp]:
+    from mpicoll.cli.bench_calls import op_name
+    from mpicoll.dtypes import OPERATIONS, ReduceOp
+
+    ops = {op_name(op): op for op in OPERATIONS if op is not ReduceOp.PREMUL_SUM}
+    if text != "all" and text not in ops:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of all, {', '.join(ops)}")
+    return list(ops.values()) if text == "all" else [ops[text]]
+
+
+def _others(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in ("mpi4py", "gloo"):
+            raise argparse.ArgumentTypeError(f"{name!r} is neither mpi4py nor gloo")
+    return names
+
+
+def _contradiction(options: argparse.Namespace) -> str:
+    """What is wrong with the options as a whole; "" for nothing."""
+    if options.minbytes > options.maxbytes:
+        return f"--minbytes {options.minbytes} is more than --maxbytes {options.maxbytes}"
+    if options.compare and options.device != "cpu":
+        return "--compare is for --device cpu: MPI that is given device memory may crash"
+    fit = any(dtype.kind in op.kinds for dtype in options.datatype for op in options.op)
+    if any(row.reduces for row in itertools.chain(*options.primitives)) and not fit:
+        from mpicoll.cli.bench_calls import op_name
+
+        (op, *_), (dtype, *_) = options.op, options.datatype
+        return f"--op {op_name(op)} has no meaning for {dtype}"
+    return ""
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit code 0; 1 where an element is wrong, or the ranks are no world; 2 where what is asked
+    for cannot be had. Rank 0 prints.
+    """
+    wrong = _contradiction(options)
+    if wrong:
+        return _refuse(wrong, cli.first(), 2)
+    wrong = cli.start()
+    if wrong:
+        return _refuse(wrong, cli.first(), 1)
+    import mpicoll as dist
+
+    code = _with_ranks(options)
+    dist.destroy_process_group()
+    return code
+
+
+def _refuse(why: str, speaks: bool, code: int) -> int:
+    if speaks:
+        print(f"python -m mpicoll bench: error: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+def _with_ranks(options: argparse.Namespace) -> int:
+    from mpi4py import MPI
+
+    import mpicoll as dist
+    from mpicoll.cli.bench_calls import OTHERS, PLACES
+    from mpicoll.cli.bench_measure import Bench
+    from mpicoll.cli.bench_plot import draw
+    from mpicoll.watch.consistency import FIRST
+
+    comm = MPI.COMM_WORLD.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of them
+    first = comm.Get_rank() == 0
+    wrong = next(filter(None, comm.allgather(_obstacle(options, comm))), "")
+    if wrong:
+        return _refuse(wrong, first, 2)
+    place = PLACES[options.device]()
+    wrong = _too_much(options, comm, place)
+    if wrong:
+        return _refuse(wrong, first, 2)
+    for _ in range(FIRST):  # the first calls of a group are compared between the ranks
+        dist.barrier()
+    others = {name: OTHERS[name](comm) for name in dict.fromkeys(options.compare)}
+    report = Bench(options, comm, place, others).run(_cases(options, comm, _sizes(options)))
+    for other in others.values():
+        other.close()
+    comm.Free()
+    if first and options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if first and options.plot:
+        draw(report, options.plot)
+    return 1 if report["wrong"] else 0
+
+
+def _obstacle(options: argparse.Namespace, comm: MPI.Intracomm) -> str:
+    """Why this rank cannot do what is asked for; "" if it can."""
+    from mpicoll.cli.bench_calls import PLACES, missing
+    from mpicoll.cli.bench_plot import unable
+    from mpicoll.errors import UnsupportedError
+
+    if options.root >= comm.Get_size():
+        return f"--root {options.root}: there are {comm.Get_size()} ranks"
+    try:
+        place = PLACES[options.device]()
+        for dtype in options.datatype:
+            place.empty(1, dtype)
+    except UnsupportedError as error:
+        return f"--device {options.device}: {error}"
+    found = [missing(name) for name in options.compare]
+    if comm.Get_rank() == 0:
+        found += [unable(options.plot)] if options.plot else []
+        found += [_unwritable(path) for path in (options.json, options.plot) if path]
+    return next(filter(None, found), "")
+
+
+def _unwritable(path: Path) -> str:
+    """Why a file cannot be written; "" if it can."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return f"{path}: there is no folder {folder}"
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        return f"{path}: cannot be written"
+    return ""
+
+
+def _too_much(options: argparse.Namespace, comm: MPI.Intracomm, place: Place) -> str:
+    """Which arrays need more memory than there is, the same on all ranks; "" for none."""
+    from mpicoll.cli.bench_calls import taken
+
+    most, name = max(
+        (taken(case, options.compare), case.row.name)
+        for case in _cases(options, comm, [options.maxbytes])
+    )
+    users: dict[str, list[tuple[int, int, str]]] = {}
+    for memory, *use in comm.allgather((place.memory, most, place.available(), name)):
+        users.setdefault(memory, []).append(tuple(use))
+    for memory, uses in users.items():
+        needed, free = sum(use[0] for use in uses), min(use[1] for use in uses)
+        if needed > free:
+            return (
+                f"--maxbytes {options.maxbytes}: {max(uses)[2]} needs {needed / 2**30:.1f} GiB on "
+                f"{memory} for its {len(uses)} ranks, {free / 2**30:.1f} GiB are available"
+            )
+    return ""
+
+
+def _cases(
+    options: argparse.Namespace, comm: MPI.Intracomm, sizes: Iterable[int]
+) -> Iterator[Case]:
+    """The lines of the table; sizes that come to the same number of elements are one."""
+    from mpicoll.cli.bench_calls import Case, rounded
+
+    n, me, root = comm.Get_size(), comm.Get_rank(), options.root
+    sizes = list(sizes)
+    for row in dict.fromkeys(itertools.chain(*options.primitives)):
+        if row.layout is Layout.EMPTY:
+            yield Case(row, None, None, 0, n, me, root)
+            continue
+        for dtype in options.datatype:
+            for op in options.op if row.reduces else [None]:
+                if op is not None and dtype.kind not in op.kinds:
+                    continue
+                for count in dict.fromkeys(rounded(row, dtype, n, size) for size in sizes):
+                    yield Case(row, dtype, op, count, n, me, root)
+
+
+def _sizes(options: argparse.Namespace) -> Iterator[int]:
+    size = options.minbytes
+    while size <= options.maxbytes:
+        yield size
+        size = size + options.stepbytes if options.stepbytes else size * options.stepfactor

@@ -1,0 +1,103 @@
+"""The table that ``python -m mpicoll bench`` prints, with the columns of nccl-tests."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["PERCENTILES", "Column", "Result", "average", "columns", "foot", "heads", "wrong"]
+
+#: A line of the table, or what was measured of one call in it.
+Result = dict[str, Any]
+
+#: Percentiles of --latency, by name.
+PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+
+_BANDWIDTH = (("time", "(us)"), ("algbw", "(GB/s)"), ("busbw", "(GB/s)"))
+_LATENCY = tuple((name, "(us)") for name in PERCENTILES)
+
+
+class Column(NamedTuple):
+    """One column.
+
+    group: what is above the title.
+    path:  where the value is in a line; None there is shown as "-".
+    """
+
+    group: str
+    title: str
+    unit: str
+    width: int
+    path: tuple[str, ...]
+
+    def text(self, result: Result) -> str:
+        """The cell."""
+        value: Any = result
+        for name in self.path:
+            value = (value or {}).get(name)
+        shown = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+        return shown.rjust(self.width)
+
+
+def columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
+    """The columns.
+
+    longest: letters of a dtype's name.
+    others:  whose times stand beside.
+    """
+    made = [
+        Column("", "size", "(B)", 14, ("size",)),
+        Column("", "count", "(elements)", 13, ("count",)),
+        Column("", "type", "", max(10, longest + 2), ("type",)),
+        Column("", "redop", "", 7, ("redop",)),
+        Column("", "root", "", 6, ("root",)),
+    ]
+    times = _LATENCY if latency else _BANDWIDTH
+    for name in ("out_of_place", "in_place"):
+        group = name.replace("_", "-")
+        made += [Column(group, title, unit, 10, (name, title)) for title, unit in times]
+        made.append(Column(group, "#wrong", "", 8, (name, "wrong")))
+    title = "p50" if latency else "time"
+    for name in others:
+        made.append(Column(name, title, "(us)", 11, ("compare", name, title)))
+        made.append(Column(name, "ratio", "", 8, ("compare", name, "ratio")))
+    return made
+
+
+def heads(columns: Sequence[Column]) -> list[str]:
+    """What is above the lines."""
+    groups: dict[str, int] = {}
+    for column in columns:
+        groups[column.group] = groups.get(column.group, 0) + column.width
+    lines = [
+        "".join(group.center(width) for group, width in groups.items()),
+        "".join(column.title.rjust(column.width) for column in columns),
+        "".join(column.unit.rjust(column.width) for column in columns),
+    ]
+    return [f"#{line[1:].rstrip()}" for line in lines]
+
+
+def foot(results: Sequence[Result], check: bool) -> list[str]:
+    """What is below the lines."""
+    found = sum(wrong(result) for result in results)
+    lines = [f"# Out of bounds values : {found} {'FAILED' if found else 'OK'}"] if check else []
+    mean = average(results)
+    return lines if mean is None else [*lines, f"# Avg bus bandwidth    : {mean:.4g}"]
+
+
+def wrong(result: Result) -> int:
+    """Elements of a line that are wrong."""
+    return sum(told.get("wrong") or 0 for told in _own(result))
+
+
+def average(results: Sequence[Result]) -> float | None:
+    """Of the bus bandwidths of all lines; None where there is none."""
+    every = [told.get("busbw") for result in results for told in _own(result)]
+    found = [one for one in every if one is not None]
+    return statistics.fmean(found) if found else None
+
+
+def _own(result: Result) -> list[Result]:
+    """What was measured of mpicoll's calls."""
+    return [result[name] for name in ("out_of_place", "in_place") if result[name]]

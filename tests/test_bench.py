@@ -1,0 +1,462 @@
+"""python -m mpicoll bench, as whole jobs: the table, its sums, the check, and who says no.
+
+What others (mpi4py, gloo) are called for is held against the bench's own check; the check against
+mpicoll.reduction, which computes in another way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_cli
+from test_cli import LIMIT, needs_mpiexec
+from whole_jobs import made_by
+
+from mpicoll import cli, reduction
+from mpicoll.cli import bench, bench_calls, bench_check, bench_measure
+from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
+from mpicoll.dtypes import by_name as dtype_of
+from mpicoll.primitives import PRIMITIVES, by_name
+
+pytest_plugins = ["whole_jobs"]
+
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs torch")
+needs_matplotlib = pytest.mark.skipif(
+    not importlib.util.find_spec("matplotlib"), reason="needs matplotlib"
+)
+
+
+@dataclass(frozen=True)
+class Job(test_cli.Job):
+    """site: what each process runs before the command. $FOLDER is replaced in the words, too."""
+
+    site: str = ""
+
+
+@dataclass(frozen=True)
+class Ended(test_cli.Ended):
+    """folder: where the job could write."""
+
+    folder: Path
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """The cells of the table."""
+        return [line.split() for line in self.out.splitlines() if not line.startswith("#")]
+
+    @property
+    def report(self) -> Any:
+        return json.loads((self.folder / "report.json").read_text())
+
+    def refused(self, *words: str) -> None:
+        """One rank said why, and all ended at once."""
+        assert self.code == 2, self
+        assert self.err.count("error: ") == 1, self
+        assert self.out == "", self
+        assert all(word in self.err for word in words), self
+        assert self.seconds < LIMIT / 3
+
+
+job = made_by(Job)
+
+
+def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
+    paths = [str(folder), task.environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    own = {**task.environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if task.site:
+        (folder / "sitecustomize.py").write_text(task.site)
+    words = task.words.replace("$FOLDER", str(folder))
+    ended = test_cli.run(
+        dataclasses.replace(task, words=words, environment=own), parameters, folder
+    )
+    return Ended(**vars(ended), folder=folder)
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+#: nccl-tests, doc/PERFORMANCE.md.
+FACTORS = {"broadcast": lambda n: 1, "reduce": lambda n: 1, "all_reduce": lambda n: 2 * (n - 1) / n}
+IN_PLACE = ("broadcast", "all_reduce", "reduce")
+EXCHANGED = ("all_to_all", "all_to_all_single")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
+
+def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    report = ended.report
+    assert report["ranks"] == n and report["wrong"] == 0
+    assert [result["primitive"] for result in report["results"]] == [
+        row.name for row in PRIMITIVES for _ in (sizes if row.output else [0])
+    ]
+    for cells, result in zip(ended.lines, report["results"], strict=True):
+        name = result["primitive"]
+        assert cells[:5] == [str(result[key]) for key in ("size", "count", "type", "redop", "root")]
+        assert result["root"] == (root if name in ROOTED else -1)
+        own = [result["out_of_place"], result["in_place"]]
+        for told, shown in zip(own, (cells[5:9], cells[9:13]), strict=True):
+            if told is None or name == "barrier":
+                assert shown[1:] == ["-"] * 3
+                continue
+            assert told["wrong"] == 0
+            numbers = [told[key] for key in ("time", "algbw", "busbw")]
+            assert shown == [*(f"{number:.2f}" for number in numbers), "0"]
+            time, algbw, busbw = numbers
+            assert time == statistics.median(told["times"]) > 0
+            assert algbw == pytest.approx(result["size"] / (time * 1e-6) / 1e9)
+            assert busbw == pytest.approx(algbw * FACTORS.get(name, lambda n: (n - 1) / n)(n))
+        if name == "barrier":
+            assert (result["size"], result["count"], result["type"]) == (0, 0, "none")
+            continue
+        blocks = 1 if name in IN_PLACE else n
+        assert result["size"] == result["count"] * blocks * itemsize
+        assert (own[0] is None) == (name in IN_PLACE)
+        assert (own[1] is None) == (name in EXCHANGED)
+    for row in PRIMITIVES:
+        lines = [result for result in report["results"] if result["primitive"] == row.name]
+        every = [one["busbw"] for line in lines for one in (line["out_of_place"], line["in_place"])
+                 if one and one["busbw"] is not None]  # fmt: skip
+        if every:
+            assert report["average_busbw"][row.name] == pytest.approx(sum(every) / len(every))
+            assert f"# Avg bus bandwidth    : {sum(every) / len(every):.4g}\n" in ended.out
+            rounded = [line["size"] for line in lines]
+            blocks = 1 if row.name in IN_PLACE else n
+            assert rounded == [max(1, size // (blocks * itemsize)) * blocks * itemsize
+                               for size in sizes]  # fmt: skip
+    assert ended.out.count("Out of bounds values : 0 OK") == len(PRIMITIVES)
+
+
+@needs_mpiexec
+@job("bench all -b 8 -e 3000 -f 16 -d bfloat16 --check -n 3 --repetitions 3 "
+     "--json $FOLDER/report.json", ranks=2)  # fmt: skip
+def test_all_primitives_on_two_ranks(ended: Ended) -> None:
+    check_table(ended, 2, 2, [8, 128, 2048], root=0)
+
+
+@needs_mpiexec
+@job("bench all -b 100 -e 90K -i 70000 -d double -r 2 -o avg -c 1 -w 0 -a 1 --async "
+     "--json $FOLDER/report.json", ranks=3)  # fmt: skip
+def test_all_primitives_on_three_ranks(ended: Ended) -> None:
+    check_table(ended, 3, 8, [100, 70100], root=2)
+    assert "the mean of the ranks" in ended.out and "async_op=True" in ended.out
+
+
+@needs_mpiexec
+@job("bench all_reduce reduce -b 65K -e 65K -d all -o all -c -n 1 -w 0 --repetitions 1", ranks=3)
+def test_all_dtypes_and_operations(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    names = {"PRODUCT": "prod"}
+    legal = [
+        [dtype.name, names.get(op.name, op.name.lower())]
+        for dtype in DTYPES for op in OPERATIONS[:-1] if dtype.kind in op.kinds
+    ]  # fmt: skip
+    assert [cells[2:4] for cells in ended.lines] == 2 * legal
+    assert {cells[12] for cells in ended.lines} == {"0"}
+
+
+@needs_mpiexec
+@job("bench gather barrier -b 64 -e 64 --latency -n 25 --json $FOLDER/report.json", ranks=2)
+def test_latency(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    names = ["min", "p50", "p90", "p99", "max"]
+    heads = [line.split()[1:] for line in ended.out.splitlines() if re.match("# +size", line)]
+    assert heads[0][4:] == ["root", *names, "#wrong", *names, "#wrong"]
+    gather, barrier = ended.report["results"]
+    for told in (gather["out_of_place"], gather["in_place"], barrier["out_of_place"]):
+        values = [told[name] for name in names]
+        assert values == sorted(values) and values[0] > 0
+    assert ended.lines[0][5:10] == [f"{gather['out_of_place'][name]:.2f}" for name in names]
+    assert "Avg bus bandwidth" not in ended.out and "Out of bounds" not in ended.out
+
+
+# --- others beside ------------------------------------------------------------------------------
+
+
+@needs_mpiexec
+@needs_torch
+@job("bench all_reduce scatter -b 64 -e 64 -d bfloat16 --compare mpi4py,gloo -n 2 "
+     "--json $FOLDER/report.json", ranks=2)  # fmt: skip
+def test_others_in_the_same_run(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    reduced, scattered = ended.report["results"]
+    assert reduced["compare"]["mpi4py"] is None, "MPI has no bfloat16"
+    for line, own in ((reduced, "in_place"), (scattered, "out_of_place")):
+        for name, told in line["compare"].items():
+            if told is not None:
+                assert told["time"] == statistics.median(told["times"])
+                assert told["ratio"] == pytest.approx(told["time"] / line[own]["time"]), name
+    gloo, raw = reduced["compare"]["gloo"], scattered["compare"]["mpi4py"]
+    assert ended.lines[0][13:] == ["-", "-", f"{gloo['time']:.2f}", f"{gloo['ratio']:.2f}"]
+    assert ended.lines[1][13:15] == [f"{raw['time']:.2f}", f"{raw['ratio']:.2f}"]
+
+
+#: The calls of $WHO take the place of mpicoll's, and are checked.
+STAND_IN = """
+from mpicoll.cli import bench_calls
+kinds, made = bench_calls.variants, {}
+bench_calls.variants = lambda row: kinds(row)[:1]
+def own_call(case, buffers, variant, waits):
+    from mpi4py import MPI
+    if not made:
+        made["other"] = bench_calls.OTHERS["$WHO"](MPI.COMM_WORLD)
+    return made["other"].call(case, buffers)
+bench_calls.own_call = own_call
+"""
+#: Of lists mpi4py makes arrays of its own.
+ONE_ARRAY = "broadcast all_reduce reduce all_gather_single reduce_scatter_single all_to_all_single"
+#: Gloo's reduce writes on every rank.
+NO_REDUCE = " ".join(row.name for row in PRIMITIVES if row.name != "reduce")
+
+
+@needs_mpiexec
+@job(f"bench {ONE_ARRAY} -b 12 -e 80K -f 64 -d int32 -r 1 -c -n 1", ranks=3,
+     site=STAND_IN.replace("$WHO", "mpi4py"))  # fmt: skip
+def test_mpi4py_makes_the_same_calls(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert ended.out.count("0 OK") == len(ONE_ARRAY.split())
+
+
+@needs_mpiexec
+@needs_torch
+@job(f"bench {NO_REDUCE} -b 12 -e 80K -f 4096 -d int32 -r 1 -c -n 1 -w 0 --repetitions 1",
+     ranks=2, site=STAND_IN.replace("$WHO", "gloo"))  # fmt: skip
+def test_gloo_makes_the_same_calls(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.out.count("0 OK") == len(NO_REDUCE.split())
+
+
+# --- the check ----------------------------------------------------------------------------------
+
+#: On rank 1 the last element of an all_reduce is one too large.
+BREAK = """
+from mpicoll import collectives
+whole = collectives.all_reduce
+def all_reduce(tensor, op=None, group=None, async_op=False):
+    import mpicoll
+    whole(tensor, op, group)
+    if mpicoll.get_rank() == 1:
+        tensor[-1] += 1
+collectives.all_reduce = all_reduce
+"""
+
+
+@needs_mpiexec
+@job("bench all_reduce broadcast -b 4 -e 64K -f 128 -d int16 -c -n 1 --json $FOLDER/report.json",
+     ranks=3, site=BREAK)  # fmt: skip
+def test_wrong_elements_are_counted(ended: Ended) -> None:
+    assert ended.code == 1 and "Traceback" not in ended.err, ended
+    assert [cells[12] for cells in ended.lines] == ["1"] * 3 + ["0"] * 3
+    assert "Out of bounds values : 3 FAILED" in ended.out
+    assert ended.report["wrong"] == 3
+
+
+def case_of(name: str, dtype: DType, op: ReduceOp | None, n: int, me: int, count: int) -> Any:
+    return bench_calls.Case(by_name[name], dtype, op, count, n, me, 0)
+
+
+def spoil(array: np.ndarray, at: int, dtype: DType) -> None:
+    """Makes an element wrong: the next integer, or a number that is none of the results."""
+    if dtype.kind is Kind.BOOL:
+        array[at] = ~array[at]
+    elif dtype.kind is Kind.INTEGER:
+        array[at] ^= dtype.numpy.type(1)
+    else:
+        array[at] = np.nan if dtype.kind is Kind.COMPLEX else dtype.numpy.type(-3.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_the_check_against_other_arithmetic(dtype: DType) -> None:
+    n, count = 5, 2 * bench_check.PERIOD + 100
+    for op in OPERATIONS[:-1]:
+        if dtype.kind not in op.kinds:
+            continue
+        arrays = []
+        for me in range(n):
+            array = np.empty(count, dtype.numpy)
+            (pattern,) = bench_check.contents(case_of("all_reduce", dtype, op, n, me, count))
+            bench_check.fill(array, pattern, dtype, lambda a: a)
+            arrays.append(array)
+        out = np.empty(count, dtype.numpy)
+        divisor = n if op is ReduceOp.AVG else 1
+        reduction.combine(op, dtype, arrays, out, divisor)
+        (right,) = bench_check.expected(case_of("all_reduce", dtype, op, n, 1, count))
+        assert bench_check.wrong(out, right, dtype, lambda a: a) == 0, op
+        before = [out[i] for i in (0, count - 1)]
+        spoil(out, 0, dtype)
+        spoil(out, count - 1, dtype)
+        changed = sum(bool(out[i] != x) for i, x in zip((0, count - 1), before, strict=True))
+        assert bench_check.wrong(out, right, dtype, lambda a: a) == changed == 2, op
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "complex64"])
+def test_the_tolerance_is_narrow(name: str) -> None:
+    dtype, n, count = dtype_of[name], 4, 1000
+    (right,) = bench_check.expected(case_of("all_reduce", dtype, ReduceOp.SUM, n, 0, count))
+    assert right.high is not None
+    eps = 2.0**-7 if name == "bfloat16" else np.finfo(dtype.numpy).eps
+    low, high = (one.astype(np.complex128) for one in right)
+    assert (abs(high - low) <= np.sqrt(2) * (4 * n + 1) * eps * 2 * n).all()
+    assert (low != 0).all()
+
+
+@pytest.mark.parametrize("name", [row.name for row in PRIMITIVES if row.output])
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_call_that_does_nothing_is_wrong(name: str, me: int) -> None:
+    row, place = by_name[name], bench_calls.PLACES["cpu"]()
+    op = ReduceOp.SUM if row.reduces else None
+    case = case_of(name, dtype_of["int64"], op, 2, me, 50)
+    for variant in bench_calls.variants(row):
+        buffers = bench_calls.Buffers(case, place)
+        found = bench_measure.count_wrong(lambda: None, case, buffers, variant, place)
+        kept = name in ("broadcast", "scatter") and me == 0 and variant == "in_place"
+        kept = kept or (name == "reduce" and me == 1)
+        if kept or (name == "gather" and me == 1):
+            assert found == 0  # it has what it is to have, or nothing
+            continue
+        _, output = buffers.of(case, variant)
+        own = 50 if variant == "in_place" and "gather" in name else 0
+        assert output is not None and found == 50 * len(output.blocks) - own
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+@needs_mpiexec
+@needs_matplotlib
+@job("bench all_reduce barrier scatter -b 8 -e 64 -n 1 --compare mpi4py --plot $FOLDER/table.png",
+     ranks=2)  # fmt: skip
+def test_a_plot(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    image = (ended.folder / "table.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) > 10000
+
+
+# --- arrays on a GPU ----------------------------------------------------------------------------
+
+#: NumPy under CuPy's name.
+FAKE_CUPY = """
+import pathlib
+pathlib.Path(__file__).with_name("cupy.py").write_text('''
+from numpy import *
+__version__ = "0"
+asnumpy = array
+class cuda:
+    class runtime:
+        memGetInfo = staticmethod(lambda: (1 << 30, 1 << 30))
+    class Stream:
+        def synchronize(self):
+            pass
+    get_current_stream = Stream
+''')
+import mpicoll.device
+from types import SimpleNamespace
+fake = SimpleNamespace(count=lambda: 1, use=lambda index: None, name=lambda index: "Fake",
+                       identity=lambda index: "0000:00:00.0")
+mpicoll.device.runtime = lambda: fake
+"""
+
+
+@job("bench all -b 64 -e 64K -f 256 --device cuda -c -n 1", site=FAKE_CUPY)
+def test_arrays_are_cupys(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert ended.out.count("0 OK") == len(PRIMITIVES)
+    assert "GPU memory, CuPy 0 arrays, rank 0 on Fake" in ended.out
+
+
+# --- refused ------------------------------------------------------------------------------------
+
+
+def parsed(words: str) -> argparse.Namespace:
+    return cli._parser().parse_args(words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "required: PRIMITIVE"),
+        ("all_redcue", "'all_redcue' is none of all, broadcast, all_reduce"),
+        ("barrier -b 1X", "'1X' is no size"),
+        ("barrier -e 0", "'0' is no size"),
+        ("barrier -f 1", "no number from 2 on"),
+        ("barrier -f 2 -i 8", "not allowed with"),
+        ("barrier -d floot", "'floot' is none of all, bool"),
+        ("barrier -o mul", "'mul' is none of all, sum"),
+        ("barrier -n 0", "no number from 1 on"),
+        ("barrier --check 2", "invalid choice: 2"),
+        ("barrier --compare nccl", "neither mpi4py nor gloo"),
+        ("barrier -g 8", "-g: a flag of nccl-tests that is not taken: a rank has one GPU"),
+        ("barrier --blocking 1", "--blocking: a flag of nccl-tests that is not taken"),
+    ],
+)
+def test_bad_words(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parsed(f"bench {words}")
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_good_words() -> None:
+    options = parsed("bench all_reduce all_gather_into_tensor -b 1.5K -e 2g -d half -o all")
+    assert [rows[0].name for rows in options.primitives] == ["all_reduce", "all_gather_single"]
+    assert (options.minbytes, options.maxbytes) == (1536, 2 << 30)
+    assert options.datatype == [dtype_of["float16"]]
+    assert options.op == list(OPERATIONS[:-1])
+    assert bench._contradiction(options) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("barrier -b 2M -e 1M", "--minbytes 2097152 is more than --maxbytes 1048576"),
+        ("reduce -d int8 -o avg", "--op avg has no meaning for int8"),
+        ("reduce --device cuda --compare mpi4py", "--compare is for --device cpu"),
+    ],
+)
+def test_words_that_contradict(words: str, said: str) -> None:
+    assert said in bench._contradiction(parsed(f"bench {words}"))
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-b 2M -e 1M", "--minbytes"),
+        ("-r 3", "--root 3: there are 3 ranks"),
+        ("-b 1T -e 1T", "--maxbytes 1099511627776: all_to_all_single needs"),
+        ("--json /nowhere/x.json", "/nowhere/x.json: there is no folder /nowhere"),
+    ],
+)
+@job("bench all_to_all_single $words", ranks=3)
+def test_refused_on_all_ranks(words: str, said: str, ended: Ended) -> None:
+    ended.refused(said)
+
+
+@needs_mpiexec
+@job("bench all_reduce --device cuda", ranks=2, site="import sys; sys.modules['cupy'] = None")
+def test_no_gpu(ended: Ended) -> None:
+    ended.refused("--device cuda: arrays on a GPU need CuPy")
+
+
+@job("bench all_reduce --plot x.png", site="import sys; sys.modules['matplotlib'] = None")
+def test_no_matplotlib(ended: Ended) -> None:
+    ended.refused("--plot needs matplotlib", "mpicoll[bench]")
+
+
+@job("bench all_reduce --compare gloo", site="""
+import importlib.util as found
+real = found.find_spec
+found.find_spec = lambda name, *more: None if name == "torch" else real(name, *more)
+""")  # fmt: skip
+def test_no_torch(ended: Ended) -> None:
+    ended.refused("--compare gloo needs torch")

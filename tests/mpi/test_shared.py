@@ -271,6 +271,7 @@ def test_ranks_that_disagree(world):
             np.empty(count, np.int32), np.ones(count * team.size, np.int32), group=team.group
         )
     Call("all_reduce", team, by_name["float32"], 300000, ReduceOp.SUM).run()
+    Call("broadcast", team, by_name["float32"], (9 << 20) + 1, None, team.size - 1).run()
 
 
 def cannot_make(patch):

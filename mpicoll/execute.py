@@ -226,6 +226,8 @@ def _ordered(
     crossing.enter(lane)
     try:
         yield
+    except (ArgumentError, UnsupportedError):
+        raise  # refused: the lane's memory is used by its streams alone, in their order
     except BaseException:
         lane.leave_behind()
         raise

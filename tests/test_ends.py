@@ -914,6 +914,28 @@ def test_a_wait_keeps_no_other_thread_from_mpi(ended: Ended) -> None:
     assert done == ["done 4.0 2.0"] * 2, ended
 
 
+@job("""
+    dist.init_process_group(timeout=20)
+    rank = dist.get_rank()
+    x, y = np.ones(2000, np.float32), np.zeros(1000, np.float32)
+    for _ in range(70):  # the first calls are compared, by a call that keeps no lock
+        dist.reduce_scatter_single(y, x)
+    if rank == 0:
+        work = dist.reduce_scatter_single(y, x, async_op=True)
+        time.sleep(0.2)
+        dist.send(x, 1)
+        work.wait()
+    else:
+        dist.recv(x, 0)
+        dist.reduce_scatter_single(y, x)
+    say("done", y[0])
+    dist.destroy_process_group()
+""", environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"})  # fmt: skip
+def test_no_collective_keeps_the_lock(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert [line for line in ended.lines if line.startswith("done")] == ["done 2.0"] * 2, ended
+
+
 # --- how jobs are started -----------------------------------------------------------------------
 
 

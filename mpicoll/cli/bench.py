@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -131,7 +131,8 @@ def _primitives(text: str) -> list[Primitive]:
 
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.strip(), re.IGNORECASE)
-    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    unit = 1024 ** " KMGT".index(found[2].upper() or " ") if found else 1
+    size = int(Fraction(found[1]) * unit) if found else 0
     if size < 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no size: expected a number of bytes, at least 1, or one with K, M, G, T"
@@ -276,8 +277,14 @@ def _unwritable(path: Path) -> str:
     folder = path.absolute().parent
     if not folder.is_dir():
         return f"{path}: there is no folder {folder}"
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        return f"{path}: cannot be written"
+    there = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        return f"{path}: cannot be written: {error.strerror}"
+    if not there:
+        path.unlink()
     return ""
 
 

@@ -97,8 +97,11 @@ class _Communicator:
         self._begin(self._comm.Isend, out, target, tag).Wait()
         receive.Wait(status)
 
+    def Ibarrier(self) -> _Request:
+        return self._begin(self._comm.Ibarrier)
+
     def Barrier(self) -> None:
-        self._begin(self._comm.Ibarrier).Wait()
+        self.Ibarrier().Wait()
 
     def Bcast(self, *args: Any) -> None:
         self._begin(self._comm.Ibcast, *args).Wait()
@@ -108,6 +111,12 @@ class _Communicator:
 
     def Allreduce(self, *args: Any) -> None:
         self._begin(self._comm.Iallreduce, *args).Wait()
+
+    def Reduce_scatter_block(self, *args: Any) -> None:
+        self._begin(self._comm.Ireduce_scatter_block, *args).Wait()
+
+    def Alltoall(self, *args: Any) -> None:
+        self._begin(self._comm.Ialltoall, *args).Wait()
 
     def Gather(self, *args: Any) -> None:
         self._begin(self._comm.Igather, *args).Wait()

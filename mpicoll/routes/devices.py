@@ -38,7 +38,8 @@ class Devices:
         self.space = Space(lane)
         found = capabilities.exchange(group.comm)
         forced = capabilities.forced_route(found)
-        if forced is None and "peer" not in capabilities.routes(found):
+        peers = forced == "peer" or (forced is None and "peer" in capabilities.routes(found))
+        if not peers and forced not in ("staged", "nccl"):
             found = capabilities.exchange(group.comm, tries=True)
         self.names = capabilities.routes(found, forced)
         mine = (lane.index, nccl.asked_for(group.backend))

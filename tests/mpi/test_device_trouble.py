@@ -13,9 +13,10 @@ from conftest import TIMEOUT
 from test_devices import got, uploaded
 
 import mpicoll as dist
-from mpicoll import capabilities, device
+from mpicoll import capabilities, device, trial
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import hosts, peer, staged
+from mpicoll.trial import OK, Trial
 
 
 @pytest.fixture
@@ -101,6 +102,41 @@ def test_a_device_that_is_ahead_of_another(on, monkeypatch, eager):
         dist.all_gather_single(output, given)
         assert (got(array) == numbers * (n * (n + 1) // 2)).all()
         assert (got(output) == numbers + np.arange(n)[:, None]).all()
+
+
+@pytest.mark.parametrize("road", ["direct", "native", None])
+@pytest.mark.parametrize("reduces", [True, False])
+def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
+    """MPI says that it takes device memory; that is not believed where a route depends on it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(capabilities, "QUERIES", {"query": lambda: 1})
+    monkeypatch.setattr(capabilities, "SWITCHES", ())
+    tries = []
+
+    def attempt(*what):
+        tries.append(what)
+        return Trial(2, OK, OK, OK if reduces else "crashed (SIGSEGV)")
+
+    monkeypatch.setattr(trial, "attempt", attempt)
+    arrays, me, n = on(road, cuda="")
+    if road == "native" and not reduces:
+        with pytest.raises(UnsupportedError, match="SIGSEGV"):
+            total(arrays, me, n)
+    else:
+        total(arrays, me, n)
+        assert dist.group.WORLD.devices.names[0] == (road or "peer")
+    assert len(tries) == (road is not None and me == 0)
+
+
+def test_what_is_refused_leaves_nothing_behind(on):
+    """A program that goes on after errors does not lose memory with each."""
+    arrays, _, _ = on("native")
+    before = len(device._left_behind)
+    for _ in range(5):
+        array = uploaded(arrays, np.zeros(9, np.float16))
+        with pytest.raises(UnsupportedError, match="native does not serve"):
+            dist.all_reduce(array)
+    assert len(device._left_behind) == before
 
 
 def test_elements_at_odd_addresses(on):

@@ -136,7 +136,7 @@ class Simulated:
     def allocate(self, index: int, nbytes: int) -> Memory:
         """As a file without a name, which another process may open."""
         given_back, self.given_back = self.given_back, []
-        if len(given_back) < 64:
+        if len(given_back) < 16:
             self.given_back += given_back
         else:
             for stream in list(self.streams.values()):

@@ -7,6 +7,7 @@ MPICOLL_TEST_ROUTES names.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import numpy as np
@@ -62,6 +63,7 @@ def road(request, arrays):
             patch.setenv("MPICOLL_DEVICE_ROUTE", request.param)
         patch.setattr(capabilities, "_known", None)
         yield request.param
+    gc.collect()  # the memory of the simulated devices, which is open files
 
 
 @pytest.fixture(scope="module")

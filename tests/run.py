@@ -46,8 +46,9 @@ RANKS = [0, 1, 2, 3, 4]
 #: which take as long, on ranks, on some numbers of ranks.
 PLAIN, JOBS, MPI, TORCH = FOLDERS = "tests", "tests/test_jobs.py", "tests/mpi", "tests/pytorch"
 TORCH_RANKS = [2, 4]
-#: Tests of ``tests/`` in which no MPI has a part: they run with the first one alone.
+#: Tests of ``tests/`` in which no MPI has a part, or any MPI the same: with the first one alone.
 ONCE = [
+    "tests/test_bench.py",
     "tests/test_binding.py",
     "tests/test_device_kernels.py",
     "tests/test_reduction.py",

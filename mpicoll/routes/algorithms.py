@@ -81,6 +81,10 @@ class Space(Protocol):
 
     def copy(self, source: View, into: View) -> None:
         """Copies; the elements of one of the views may lie apart, in C order."""
+        if into.buffer is None:
+            into.fill(source)
+        else:
+            source.put(into)
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """``reduction.combine`` of views of one dtype."""
@@ -95,7 +99,7 @@ class Space(Protocol):
         """Returns when all that was enqueued is done, so that MPI may read it or write over it."""
 
 
-class Host:
+class Host(Space):
     """The memory of NumPy arrays; nothing is enqueued."""
 
     def serves(self, op: ReduceOp, dtype: DType) -> bool:
@@ -105,13 +109,6 @@ class Host:
     def blank(self, dtype: DType, count: int) -> View:
         """New memory."""
         return scratch(dtype, count)
-
-    def copy(self, source: View, into: View) -> None:
-        """By NumPy."""
-        if into.buffer is None:
-            into.fill(source)
-        else:
-            source.put(into)
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """By the C library, or NumPy."""

@@ -9,14 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import binding, capabilities
-from mpicoll.calls import Blocks, Route, Way, reads
+from mpicoll.calls import Blocks, Route, Way, reads, writes
 from mpicoll.device import Lane
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.reduction import loop
-from mpicoll.routes import composed, direct, hosts, native, nccl, peer, staged
-from mpicoll.views import DeviceView, View
+from mpicoll.routes import algorithms, composed, direct, hosts, native, nccl, peer, staged
+from mpicoll.views import DeviceView, View, address
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -79,7 +79,7 @@ _MISSING = {
 }
 
 
-class Space:
+class Space(algorithms.Space):
     """A device's memory, as algorithms see it.
 
     lane: where the current call happens.
@@ -99,45 +99,31 @@ class Space:
         made.lane = self.lane
         return made
 
-    def copy(self, source: View, into: View) -> None:
-        """Enqueues it."""
-        if into.buffer is None:
-            into.fill(source)
-        else:
-            source.put(into)
-
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """Enqueues a kernel."""
         by = loop(op, out.dtype)
         assert by is not None
         lane = self.lane
-        addresses = [_address(source) for source in sources]
-        lane.runtime.combine(
-            lane.index, by, addresses, _address(out), out.count, divisor, lane.work
-        )
+        addresses = [address(source) for source in sources]
+        lane.runtime.combine(lane.index, by, addresses, address(out), out.count, divisor, lane.work)
 
     def scale(self, source: View, factor: Any, out: View) -> None:
         """Enqueues a kernel."""
         lane = self.lane
         lane.runtime.scale(
-            lane.index, source.dtype, _address(source), factor, _address(out), out.count, lane.work
+            lane.index, source.dtype, address(source), factor, address(out), out.count, lane.work
         )
 
     def narrow(self, source: View, out: View) -> None:
         """Enqueues a kernel."""
         lane = self.lane
         lane.runtime.narrow(
-            lane.index, out.dtype, _address(source), _address(out), out.count, lane.work
+            lane.index, out.dtype, address(source), address(out), out.count, lane.work
         )
 
     def settle(self) -> None:
         """Waits for the lane's stream."""
         self.lane.settle(self.lane.work)
-
-
-def _address(view: View) -> int:
-    assert isinstance(view, DeviceView)
-    return view.address
 
 
 def choose(
@@ -231,10 +217,25 @@ def _native(
         reduction = {"all_reduce": native.all_reduce, "reduce": native.reduce}
         if primitive.name not in reduction:
             return None
-        found = hosts.in_place(reduction[primitive.name](group, dtype, op)).route
+        summed = ReduceOp.SUM if op is ReduceOp.AVG else op
+        found = hosts.in_place(reduction[primitive.name](group, dtype, summed)).route
+        if op is ReduceOp.AVG:
+            found = _averaged(agreed.space, primitive, group, found)
     else:
         return None
     return _plain(agreed.space, primitive, group, found)
+
+
+def _averaged(space: Space, primitive: Primitive, group: ProcessGroup, sums: Route) -> Route:
+    """``sums``, divided by the number of ranks on the device: native routes divide by NumPy."""
+
+    def averaged(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        assert recv is not None
+        sums(send, recv, root, blocks)
+        if writes(primitive, group, root):
+            space.combine(ReduceOp.AVG, [recv], recv, group.size())
+
+    return averaged
 
 
 def _staged(
@@ -268,7 +269,7 @@ def _at_home(home: Lane, inner: Route) -> Route:
         try:
             inner(out, into, root, blocks)
             if recv is not None and into is not None:
-                home.runtime.copy(home.index, _address(recv), into.address, recv.nbytes, home.work)
+                home.runtime.copy(home.index, address(recv), into.address, recv.nbytes, home.work)
         finally:
             lane.follow(home)
 
@@ -277,10 +278,8 @@ def _at_home(home: Lane, inner: Route) -> Route:
 
 def _moved(view: View, home: Lane) -> DeviceView:
     """A copy on another device."""
-    address = home.scratch(view.nbytes).address
-    moved = DeviceView(view.owner, view.dtype, home.index, address, (view.count,), None, 0)
-    moved.lane = home
-    home.runtime.copy(home.index, address, _address(view), view.nbytes, home.work)
+    moved = Space(home).blank(view.dtype, view.count)
+    home.runtime.copy(home.index, moved.address, address(view), view.nbytes, home.work)
     return moved
 
 
@@ -293,9 +292,9 @@ def _plain(space: Space, primitive: Primitive, group: ProcessGroup, inner: Route
     def plain(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         runtime = space.lane.runtime
         out, into = send, recv
-        if send is not None and not runtime.plain(_address(send)):
+        if send is not None and not runtime.plain(address(send)):
             out = send.packed()
-        if recv is not None and not runtime.plain(_address(recv)):
+        if recv is not None and not runtime.plain(address(recv)):
             filled = send is None and reads(primitive, group, root)
             into = recv.packed() if filled else recv.blank()
         space.settle()

@@ -97,10 +97,9 @@ def _on(view: View | None) -> DeviceView:
     return view
 
 
-def _unit(*counts: int) -> tuple[int, int]:
+def _unit(nbytes: int) -> tuple[int, int]:
     """NCCL's dtype in which so many bytes are moved, and its bytes: CuPy counts in C's int."""
-    wide = all(count % 8 == 0 for count in counts)
-    return (_DTYPES["uint64"], 8) if wide else (_BYTE, 1)
+    return (_BYTE, 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
 
 
 def _moves(nccl: Nccl, primitive: Primitive, dtype: DType) -> Route:

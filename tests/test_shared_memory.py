@@ -27,6 +27,16 @@ class Hold(ctypes.Structure):
     )
 
 
+def on_threads(rank, n):
+    """Calls ``rank(me)`` on n threads at once, and waits for all."""
+    threads = [threading.Thread(target=rank, args=(me,), daemon=True) for me in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive(), "a thread waits for ever"
+
+
 @pytest.mark.parametrize("slot", [64, 640, 4096])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 65, 100, 128])
 def test_all_reduce_of_n_threads(n, slot):
@@ -52,12 +62,7 @@ def test_all_reduce_of_n_threads(n, slot):
                 if not done or not np.array_equal(array, expected):
                     wrong.append((me, count, split))
 
-    threads = [threading.Thread(target=rank, args=(me,), daemon=True) for me in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive(), "a thread waits for ever"
+    on_threads(rank, n)
     assert not wrong
     assert (whole[n * region :] == 0xA5).all()
 
@@ -107,10 +112,5 @@ def test_exchanges_of_n_threads(n, slot):
                 wrong.append(("broadcast", me, scale))
             call += 3
 
-    threads = [threading.Thread(target=rank, args=(me,), daemon=True) for me in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive(), "a thread waits for ever"
+    on_threads(rank, n)
     assert not wrong

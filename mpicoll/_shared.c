@@ -71,6 +71,20 @@ struct mpicoll_shared {
     uint32_t looks; /* at a counter before the thread sleeps */
 };
 
+/* What all calls of one kind share; mpicoll/routes/shared.py has the same. */
+struct mpicoll_kind {
+    struct mpicoll_shared *shared;
+    uint64_t what;   /* tells this kind of call from others */
+    double divisor;  /* of what was combined */
+    size_t size;     /* bytes of a number */
+    size_t parts;    /* numbers that make up an element */
+    size_t whole;    /* numbers of an array up to which every rank combines everything */
+    int32_t format;  /* of the numbers that are combined; negative: they are copied */
+    int32_t operation;
+    int32_t blocks;  /* as many blocks as ranks are given by each, instead of one */
+    int32_t giver, taker; /* only the root gives, or takes */
+};
+
 static size_t rounded(size_t size, size_t unit)
 {
     return (size + unit - 1) / unit * unit;
@@ -279,23 +293,22 @@ static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank
     return rank * share < piece.count ? rank * share : piece.count;
 }
 
-/* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements of `format`.
+/* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements.
  *
- * split:  each rank combines its share, instead of each everything.
  * number: of the call among the group's collectives, the same on every rank.
- * what:   tells this kind of call from others.
- * Returns 0 without doing so, on all ranks, if they do not have the same count and `what`. */
-EXPORT int mpicoll_shared_all_reduce(struct mpicoll_shared *shared, int format, int operation,
-                                     char *array, size_t count, double divisor, int split,
-                                     uint32_t number, uint64_t what)
+ * Returns 0 without doing so, on all ranks, if they do not have the same count and kind. */
+EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *array, size_t elements,
+                                     uint32_t number)
 {
+    struct mpicoll_shared *shared = kind->shared;
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
-    const size_t size = mpicoll_size(format), step = shared->slot / size;
+    const size_t size = kind->size, step = shared->slot / size, count = elements * kind->parts;
     const size_t rounds = count ? (count + step - 1) / step : 1;
+    const int split = count > kind->whole; /* each combines its share, instead of everything */
     struct header *mine = header(shared, me);
     const char *sources[n];
 
-    announce(shared, number, what, count);
+    announce(shared, number, kind->what, count);
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
             const struct piece piece = piece_of(array, size, count, step, i);
@@ -339,7 +352,8 @@ EXPORT int mpicoll_shared_all_reduce(struct mpicoll_shared *shared, int format, 
                 for (uint32_t rank = 0; rank < n; rank++)
                     sources[rank] =
                         rank == me ? out : slot(shared, rank, base + i - 1) + at * size;
-                mpicoll_combine(format, operation, sources, n, out, length, divisor);
+                mpicoll_combine(kind->format, kind->operation, sources, n, out, length,
+                                kind->divisor);
                 if (split)
                     memcpy(second_slot(shared, me, base + i - 1) + (at - start) * size, out,
                            length * size);
@@ -379,24 +393,22 @@ static const char *source_of(const struct mpicoll_shared *shared, const struct m
     return slot(shared, (uint32_t)taken->rank, round) + taken->place * room;
 }
 
-/* Every other collective: ranks put blocks up, and take others'. A round carries a piece of every
- * block; of each, elements of `size` bytes.
+/* Any collective: ranks put blocks up, and take others'. A round carries a piece of every block.
+ * What is combined goes into the place of the first block taken.
  *
- * format:    of what is combined, into the place of the first block taken; negative: blocks are
- *            copied.
  * places:    blocks of the rank that puts up most. Where they are as many as ranks, each is for the
  *            rank of its number.
- * most:      elements of the largest block of all ranks.
- * total:     what all ranks must have alike, besides `what`.
- * The rest is as in all_reduce. */
-EXPORT int mpicoll_shared_exchange(struct mpicoll_shared *shared, int format, int operation,
-                                   double divisor, size_t size, size_t places, size_t most,
-                                   const struct mpicoll_given *gives, size_t given,
-                                   const struct mpicoll_taken *takes, size_t taken, uint32_t number,
-                                   uint64_t what, uint64_t total)
+ * most:      numbers in the largest block of all ranks.
+ * what, total: what all ranks must have alike.
+ * The rest is as in all_reduce; counts are of numbers. */
+static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
+                    const struct mpicoll_given *gives, size_t given,
+                    const struct mpicoll_taken *takes, size_t taken, uint32_t number, uint64_t what,
+                    uint64_t total)
 {
+    struct mpicoll_shared *shared = kind->shared;
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
-    const size_t room = shared->slot / places / LINE * LINE, step = room / size;
+    const size_t room = shared->slot / places / LINE * LINE, size = kind->size, step = room / size;
     const size_t rounds = most ? (most + step - 1) / step : 1;
     struct header *mine = header(shared, me);
     const char *sources[taken + 1];
@@ -426,12 +438,12 @@ EXPORT int mpicoll_shared_exchange(struct mpicoll_shared *shared, int format, in
         }
         for (size_t k = 0; k < taken; k++)
             sources[k] = source_of(shared, &takes[k], gives, round, room, start * size);
-        if (format >= 0 && taken) {
+        if (kind->format >= 0 && taken) {
             const size_t length = length_of(takes[0].count, start, step);
             for (size_t at = 0; at < length; at += BLOCK / size) {
                 const size_t some = length - at < BLOCK / size ? length - at : BLOCK / size;
-                mpicoll_combine(format, operation, sources, taken,
-                                takes[0].data + (start + at) * size, some, divisor);
+                mpicoll_combine(kind->format, kind->operation, sources, taken,
+                                takes[0].data + (start + at) * size, some, kind->divisor);
                 for (size_t k = 0; k < taken; k++)
                     sources[k] += some * size;
             }
@@ -447,4 +459,43 @@ EXPORT int mpicoll_shared_exchange(struct mpicoll_shared *shared, int format, in
     }
     shared->round = base + (uint32_t)rounds;
     return 1;
+}
+
+/* The collectives whose blocks all have `count` elements.
+ *
+ * send: the blocks that are put up, one after another; recv: where they go, in the order of the
+ *       ranks. The same array for what happens in place.
+ * root: of a collective that has one; the rest is as in all_reduce. */
+EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, const char *send, char *recv,
+                                 size_t count, uint32_t root, uint32_t number)
+{
+    const uint32_t n = kind->shared->n, me = kind->shared->me;
+    const size_t numbers = count * kind->parts, bytes = numbers * kind->size;
+    const size_t places = kind->blocks ? n : 1;
+    const size_t given = kind->giver && me != root ? 0 : places;
+    const size_t taken = kind->giver ? 1 : kind->taker && me != root ? 0 : n;
+    struct mpicoll_given gives[n];
+    struct mpicoll_taken takes[n];
+
+    for (size_t k = 0; k < given; k++)
+        gives[k] = (struct mpicoll_given){send + k * bytes, numbers};
+    for (size_t k = 0; k < taken; k++)
+        takes[k] = (struct mpicoll_taken){
+            kind->giver ? root : k,
+            kind->blocks ? me : 0,
+            kind->format >= 0 ? recv : recv + k * bytes,
+            numbers,
+        };
+    return exchange(kind, places, numbers, gives, given, takes, taken, number,
+                    kind->what | (uint64_t)root << 24, numbers);
+}
+
+/* The collectives whose blocks may differ in size: what this rank gives, and what it takes. */
+EXPORT int mpicoll_shared_exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
+                                   const struct mpicoll_given *gives, size_t given,
+                                   const struct mpicoll_taken *takes, size_t taken, uint32_t root,
+                                   uint32_t number, uint64_t total)
+{
+    return exchange(kind, places, most, gives, given, takes, taken, number,
+                    kind->what | (uint64_t)root << 24, total);
 }

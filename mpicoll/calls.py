@@ -60,7 +60,7 @@ class Plan:
         self.op = op
         self.dtype = dtype
         self.on_device = on_device
-        self.route, self.direct, self.prompt, *_ = way
+        self.route, self.direct, self.prompt = way
 
 
 class Blocks(NamedTuple):
@@ -75,7 +75,9 @@ class Blocks(NamedTuple):
 #: ranks that receive nothing; blocks are None where all are alike.
 Route = Callable[["View | None", "View | None", int, "Blocks | None"], None]
 
-Direct = Callable[[Any, int, int], None]
+#: The same for contiguous arrays, where all ranks' blocks are alike: the buffers of the input and
+#: the output, as mpi4py takes them, the elements of a block, and the root.
+Direct = Callable[[Any, Any, int, int], None]
 
 Prompt = Callable[[int], bool]
 
@@ -84,20 +86,14 @@ class Way(NamedTuple):
     """What carries out calls of one kind.
 
     route:  carries a call out.
-    direct: the same for one array in place, given as buffer, count and root; None where the route
-            needs more than that.
-    prompt: told of an asynchronous call of so many elements that nothing is pending before, whether
-            to carry it out at once instead of on the group's thread; None for never.
-    how:    in words, for people.
-    shared: bytes from which on it goes through memory that the ranks share, if they do; None for
-            never.
+    direct: the same for the calls of which no more is to be known; None where there are none.
+    prompt: told of an asynchronous call of so many elements a block that nothing is pending before,
+            whether to carry it out at once instead of on the group's thread; None for never.
     """
 
     route: Route
     direct: Direct | None = None
     prompt: Prompt | None = None
-    how: str = ""
-    shared: int | None = None
 
 
 #: The views of a call, and its blocks.
@@ -311,9 +307,9 @@ def _exchanged(
     recv = arrays.view(output, True, of_output)
     send = arrays.view(input, False, of_input)
     _same_kind(primitive, send, recv)
-    assert splits is not None
-    receives = _blocks(recv, splits[0], n, of_output, "output_split_sizes")
-    sends = _blocks(send, splits[1], n, of_input, "input_split_sizes")
+    of_both = splits or (None, None)
+    receives = _blocks(recv, of_both[0], n, of_output, "output_split_sizes")
+    sends = _blocks(send, of_both[1], n, of_input, "input_split_sizes")
     return send, recv, _agreeing(primitive, group, Blocks(sends, receives))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
-from mpicoll.execute import in_order, outside, rooted, run, run_all, run_in_place
+from mpicoll.execute import in_order, outside, rooted, run, run_all, run_plain
 from mpicoll.groups import ProcessGroup, resolve
 from mpicoll.primitives import by_name
 from mpicoll.work import Future, Work, seconds
@@ -74,7 +74,7 @@ def broadcast(
     everywhere. src: the root, global rank 0 where neither src nor group_src is given.
     """
     root = rooted("broadcast", group, "src", src, group_src, default=0)
-    return run_in_place(_BROADCAST, group, async_op, tensor, None, root)
+    return run_plain(_BROADCAST, group, async_op, tensor, root=root)
 
 
 def all_reduce(
@@ -88,7 +88,7 @@ def all_reduce(
     tensor: read and written; the same dtype and number of elements everywhere. float16, bfloat16
     and the float8 types are accumulated in float32 and rounded once.
     """
-    return run_in_place(_ALL_REDUCE, group, async_op, tensor, op, 0)
+    return run_plain(_ALL_REDUCE, group, async_op, tensor, None, op)
 
 
 def reduce(
@@ -104,7 +104,7 @@ def reduce(
     tensor: read, and on the root written; on the others its content does not change.
     """
     root = rooted("reduce", group, "dst", dst, group_dst)
-    return run_in_place(_REDUCE, group, async_op, tensor, op, root)
+    return run_plain(_REDUCE, group, async_op, tensor, None, op, root)
 
 
 def all_gather(
@@ -131,7 +131,7 @@ def all_gather_single(
 
     output_tensor: n times as many elements as input_tensor, concatenated or stacked.
     """
-    return run(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor)
+    return run_plain(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor)
 
 
 def all_gather_into_tensor(
@@ -203,7 +203,7 @@ def reduce_scatter_single(
 
     input: n times as many elements as output, one block for each rank, in rank order.
     """
-    return run(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op)
+    return run_plain(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op)
 
 
 def reduce_scatter_tensor(
@@ -229,6 +229,8 @@ def all_to_all_single(
 
     Split sizes: rows of dimension 0 for and from each rank; where None, all alike.
     """
+    if output_split_sizes is None and input_split_sizes is None:
+        return run_plain(_ALL_TO_ALL_SINGLE, group, async_op, output, input)
     splits = (output_split_sizes, input_split_sizes)
     return run(_ALL_TO_ALL_SINGLE, group, async_op, output, input, splits=splits)
 

@@ -21,7 +21,7 @@ from mpicoll.views import DeviceView, Parts, View
 from mpicoll.watch import consistency
 from mpicoll.work import Work
 
-__all__ = ["in_order", "outside", "rooted", "run", "run_all", "run_in_place", "submit"]
+__all__ = ["in_order", "outside", "rooted", "run", "run_all", "run_plain", "submit"]
 
 
 def run(
@@ -62,7 +62,7 @@ def run(
         and recv is not None
         and async_op
         and not member.busy()
-        and plan.prompt(recv.count)
+        and plan.prompt(recv.count if send is None else min(send.count, recv.count))
     )
     task = partial(perform, plan, send, recv, root, blocks, crossing)
     if crossing is not None:
@@ -74,29 +74,51 @@ def run(
     return None
 
 
-def run_in_place(
-    primitive: Primitive, group: Any, async_op: bool, tensor: Any, op: ReduceOp | None, root: int
+def run_plain(
+    primitive: Primitive,
+    group: Any,
+    async_op: bool,
+    output: Any,
+    input: Any = None,
+    op: ReduceOp | None = None,
+    root: int = 0,
 ) -> Work | None:
-    """The same for one array in place: a short way where nothing about the call is unusual.
+    """The same, and a short way where nothing about the call is unusual.
 
-    The group has made such a call before, nothing is pending, and a glance shows the array to be
-    one block of memory. Everything else, errors too, takes the way of all calls.
+    For primitives in place, and those of one input and one output. The group has made such a call
+    before, nothing is pending, and a glance shows each array to be one block of memory. Everything
+    else, errors too, takes the way of all calls.
     """
     member: Any = state.default if group is None else group
+    send = None
     try:
-        dtype, buffer, count = glances[tensor.__class__](tensor)  # type: ignore[misc]
+        dtype, recv, count = glances[output.__class__](output)  # type: ignore[misc]
         plan = member.plans[primitive, dtype, op]
         direct = plan.direct
+        if primitive.input:
+            other, send, sent = glances[input.__class__](input)  # type: ignore[misc]
+            if other is not dtype or _overlap(send, sent, recv, count, dtype.itemsize):
+                direct = None
+            n, layout = member.size(), primitive.layout
+            if layout is Layout.EXCHANGED and (len(output) % n or len(input) % n):
+                direct = None  # rows that cannot be shared evenly
+            blocks_sent = 1 if layout is Layout.GATHERED else n
+            blocks_received = 1 if layout is Layout.SCATTERED else n
+            block = sent // blocks_sent
+            if sent != block * blocks_sent or count != block * blocks_received:
+                direct = None
+            count = block
     except (KeyError, TypeError, AttributeError):
-        return run(primitive, group, async_op, tensor, None, op, root)
+        direct = None
     if async_op or direct is None or (member.worker is not None and member.busy()):
-        return run(primitive, group, async_op, tensor, None, op, root)
+        return run(primitive, group, async_op, output, input, op, root)
     member.lock.acquire()  # a with statement would take three times as long
     try:
         member.sequence = sequence = member.sequence + 1
         if sequence >= member.next_check:
-            consistency.check(member, *consistency.of_call(plan, root, (count,)))
-        direct(buffer, count, root)
+            counts = () if primitive.layout is Layout.EXCHANGED else (count,)
+            consistency.check(member, *consistency.of_call(plan, root, counts))
+        direct(send, recv, count, root)
     except MpicollError:
         raise
     except Exception as error:
@@ -104,6 +126,13 @@ def run_in_place(
     finally:
         member.lock.release()
     return None
+
+
+def _overlap(one: Any, count: int, other: Any, other_count: int, itemsize: int) -> bool:
+    """Two buffers share memory. MPI is loaded: a call like this one was made before."""
+    address = sys.modules["mpi4py.MPI"].Get_address
+    start, begin = address(one), address(other)
+    return start < begin + other_count * itemsize and begin < start + count * itemsize  # type: ignore[no-any-return]
 
 
 def run_all(
@@ -151,7 +180,7 @@ def _plan(
     on_device: bool,
 ) -> Plan:
     """The plan for calls of this kind, made when the first one comes."""
-    key: tuple[Any, ...] = (primitive, dtype, op)  # as run_in_place has it
+    key: tuple[Any, ...] = (primitive, dtype, op)  # as run_plain has it
     if on_device:
         key = (*key, "device")
     known: Plan | None = group.plans.get(key)

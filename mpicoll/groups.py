@@ -14,6 +14,7 @@ from mpicoll import device
 from mpicoll.device import Lane
 from mpicoll.errors import ArgumentError, ArgumentTypeError, ForkedError, NotInitializedError
 from mpicoll.progress import Worker
+from mpicoll.tables import Table
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -207,6 +208,7 @@ class _State:
         self.default: ProcessGroup | None = None
         self.groups: list[ProcessGroup] = []
         self.local: dict[tuple[int, ...], int] = {}  # groups made by their members alone
+        self.table = Table(openmpi=False)  # which route carries which size, of this job
         self.made = 0  # groups made since init_process_group, members or not
         self.forked = False
 

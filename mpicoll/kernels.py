@@ -34,13 +34,15 @@ class Kernels:
             library, "shared_call", pointer, ctypes.c_uint32, pointer, pointer
         )
         self.shared_all_reduce = _function(
-            library, "shared_all_reduce", pointer, integer, integer, pointer, size,
-            ctypes.c_double, integer, ctypes.c_uint32, ctypes.c_uint64, result=integer,
+            library, "shared_all_reduce", pointer, pointer, size, ctypes.c_uint32, result=integer
+        )
+        self.shared_blocks = _function(
+            library, "shared_blocks", pointer, pointer, pointer, size, ctypes.c_uint32,
+            ctypes.c_uint32, result=integer,
         )  # fmt: skip
         self.shared_exchange = _function(
-            library, "shared_exchange", pointer, integer, integer, ctypes.c_double, size, size,
-            size, pointer, size, pointer, size, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
-            result=integer,
+            library, "shared_exchange", pointer, size, size, pointer, size, pointer, size,
+            ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, result=integer,
         )  # fmt: skip
 
 

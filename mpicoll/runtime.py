@@ -10,7 +10,7 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import backends, groups, launch, point_to_point
+from mpicoll import backends, groups, launch, point_to_point, tables
 from mpicoll.backends import Backend
 from mpicoll.errors import (
     ArgumentError,
@@ -212,7 +212,9 @@ def begin(
 
 
 def _look_around(comm: MPI.Intracomm) -> None:
-    """Finds out who is on this node, and tells libraries by the variables that they read."""
+    """Finds out who is on this node, tells libraries by the variables that they read, and takes
+    rank 0's table of routes.
+    """
     global _node
     from mpi4py import MPI
 
@@ -223,7 +225,11 @@ def _look_around(comm: MPI.Intracomm) -> None:
     if comm.Get_rank() == 0:
         with socket.create_server(("", 0)) as probe:  # the port is free now, if not for ever
             port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
-    launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, comm.bcast(port, 0))
+    vendor, version = MPI.get_vendor()
+    name = f"{vendor} {'.'.join(map(str, version))}"
+    port, table = comm.bcast((port, tables.read(name)), 0)
+    launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
+    state.table = tables.table_of(vendor == "Open MPI", *table)
 
 
 def _given(what: str, value: Any) -> int | None:

@@ -27,6 +27,27 @@ class Hold(ctypes.Structure):
     )
 
 
+class Kind(ctypes.Structure):
+    """struct mpicoll_kind, of int32."""
+
+    _fields_ = (
+        ("shared", ctypes.c_void_p),
+        ("what", ctypes.c_uint64),
+        ("divisor", ctypes.c_double),
+        *((name, ctypes.c_size_t) for name in ("size", "parts", "whole")),
+        *((name, ctypes.c_int32) for name in ("format", "operation", "blocks", "giver", "taker")),
+    )
+
+
+def kind_of(hold, whole=0, combines=True, **layout):
+    """Sums, or copies."""
+    format = kernels.format(b"int32") if combines else -1
+    return Kind(
+        ctypes.addressof(hold), what=7, divisor=1, size=4, parts=1, whole=whole, format=format,
+        **layout,
+    )  # fmt: skip
+
+
 def on_threads(rank, n):
     """Calls ``rank(me)`` on n threads at once, and waits for all."""
     threads = [threading.Thread(target=rank, args=(me,), daemon=True) for me in range(n)]
@@ -46,18 +67,16 @@ def test_all_reduce_of_n_threads(n, slot):
     whole = np.frombuffer(memory, np.uint8)
     whole[n * region :] = 0xA5
     holds = [Hold(whole.ctypes.data, slot, n, rank, 0, 0, 0) for rank in range(n)]
-    number = kernels.format(b"int32")
     counts = [1, 7, slot // 4, slot // 4 + 1, 3 * slot + 5, 0, 2 * n + 1]
     wrong = []
 
     def rank(me):
-        pointer = ctypes.addressof(holds[me])
+        kinds = [kind_of(holds[me], whole) for whole in (0, 1 << 40)]
         for call, count in enumerate(counts):
-            for split in (0, 1):
+            for split, kind in enumerate(kinds):
                 array = np.arange(count, dtype=np.int32) * (me + 1)
-                done = kernels.shared_all_reduce(
-                    pointer, number, 0, array.ctypes.data, count, 1, split, call, 7
-                )
+                at = ctypes.addressof(kind)
+                done = kernels.shared_all_reduce(at, array.ctypes.data, count, call)
                 expected = np.arange(count, dtype=np.int32) * (n * (n + 1) // 2)
                 if not done or not np.array_equal(array, expected):
                     wrong.append((me, count, split))
@@ -67,50 +86,62 @@ def test_all_reduce_of_n_threads(n, slot):
     assert (whole[n * region :] == 0xA5).all()
 
 
+#: How blocks are laid out, by the names of the collectives.
+BLOCKS = {
+    "broadcast": {"giver": 1},
+    "reduce": {"taker": 1, "combines": True},
+    "all_gather": {},
+    "gather": {"taker": 1},
+    "scatter": {"giver": 1, "blocks": 1},
+    "reduce_scatter": {"blocks": 1, "combines": True},
+    "all_to_all": {"blocks": 1},
+}
+
+
 @pytest.mark.parametrize("slot", [8192, 65536])
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 65, 128])
-def test_exchanges_of_n_threads(n, slot):
-    """All-to-all of blocks of any size, then sums of one block each, then one rank's block."""
+def test_blocks_of_n_threads(n, slot):
+    """Every collective with blocks that fill no slot, one, and several."""
     region = kernels.shared_region(slot, n)
     whole = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
     holds = [Hold(whole.ctypes.data, slot, n, rank, 0, 0, 0) for rank in range(n)]
-    number = kernels.format(b"int32")
     wrong = []
 
-    def exchange(me, call, format, places, most, gives, takes):
-        given = np.array([(a.ctypes.data, len(a)) for a in gives], np.uintp).reshape(-1, 2)
-        taken = [(rank, place, a.ctypes.data, len(a)) for rank, place, a in takes]
-        taken = np.array(taken, np.uintp).reshape(-1, 4)
-        return kernels.shared_exchange(
-            ctypes.addressof(holds[me]), format, 0, 1, 4, places, most,
-            given.ctypes.data, len(given), taken.ctypes.data, len(taken), call, 7, 0,
-        )  # fmt: skip
-
     def rank(me):
-        call = 0
-        for scale in (0, 1, 3 if n > 8 else 37 if n > 3 else 3001):
-            counts = [[scale * ((3 * r + s) % 5 + 1) for s in range(n)] for r in range(n)]
-            most = max(map(max, counts))
-            gives = [np.full(counts[me][s], n * me + s, np.int32) for s in range(n)]
-            into = [np.zeros(counts[r][me], np.int32) for r in range(n)]
-            takes = [(r, me, into[r]) for r in range(n)]
-            done = exchange(me, call, -1, n, most, gives, takes)
-            if not done or any((into[r] != n * r + me).any() for r in range(n)):
-                wrong.append(("all_to_all", me, scale))
-            gives = [np.arange(most, dtype=np.int32) * (me + s) for s in range(n)]
-            total = np.zeros(most, np.int32)
-            takes = [(r, me, total) for r in range(n)]
-            done = exchange(me, call + 1, number, n, most, gives, takes)
-            expected = np.arange(most) * (n * (n - 1) // 2 + n * me)
-            if not done or not np.array_equal(total, expected):
-                wrong.append(("reduce_scatter", me, scale))
-            root = scale % n
-            array = np.full(scale * slot // 16, me, np.int32)
-            takes = [] if me == root else [(root, 0, array)]
-            done = exchange(me, call + 2, -1, 1, len(array), [array] if me == root else [], takes)
-            if not done or (array != root).any():
-                wrong.append(("broadcast", me, scale))
-            call += 3
+        ranks = np.arange(n)[:, None]
+        kinds = {name: kind_of(holds[me], **{"combines": False, **layout})
+                 for name, layout in BLOCKS.items()}  # fmt: skip
+        for call, count in enumerate((0, 1, 37, slot // 4 + 3 if n > 8 else 3001)):
+            root = (call + 1) % n
+            # Rank r's block for rank s holds 1000 r + s + 3 i.
+            block = np.arange(count) * 3
+            mine = 1000 * me + ranks + block
+            to_me = 1000 * ranks + me + block
+            first = 1000 * ranks + block
+            on_root = {"reduce": first.sum(0), "gather": first}
+            expected = {
+                "broadcast": first[root],
+                "all_gather": first,
+                "scatter": to_me[root],
+                "reduce_scatter": to_me.sum(0),
+                "all_to_all": to_me,
+            } | (on_root if me == root else {})
+            for at, (name, kind) in enumerate(kinds.items()):
+                send = np.ascontiguousarray(mine if kind.blocks else mine[0], np.int32)
+                in_place = name in ("broadcast", "reduce")
+                recv = send if in_place else np.full((n, count), -1, np.int32)
+                done = kernels.shared_blocks(
+                    ctypes.addressof(kind), send.ctypes.data, recv.ctypes.data, count,
+                    root if kind.giver or kind.taker else 0, 7 * call + at,
+                )  # fmt: skip
+                if name not in expected:
+                    right = (recv == (send if in_place else -1)).all()
+                else:
+                    shape = expected[name].shape
+                    right = np.array_equal(recv.reshape(-1)[: expected[name].size].reshape(shape),
+                                           expected[name])  # fmt: skip
+                if not done or not right:
+                    wrong.append((name, me, count))
 
     on_threads(rank, n)
     assert not wrong

@@ -21,9 +21,7 @@ from mpicoll import cli
 
 if TYPE_CHECKING:
     from mpicoll.capabilities import Capabilities
-    from mpicoll.dtypes import DType, ReduceOp
     from mpicoll.groups import ProcessGroup
-    from mpicoll.primitives import Primitive
 
 __all__ = ["ADVICE", "Seen", "add_arguments", "run"]
 
@@ -205,40 +203,17 @@ def _host_routes(group: ProcessGroup) -> Routes:
     """
     from mpicoll.dtypes import ReduceOp, by_name
     from mpicoll.primitives import PRIMITIVES
+    from mpicoll.routes.hosts import told
 
-    _use_shared_memory()
     found = {}
     for primitive in PRIMITIVES:
         if not primitive.reduces:
-            found[primitive.name] = _host_route(primitive, group, None, by_name["float32"])
+            found[primitive.name] = told(primitive, group, None, by_name["float32"])
             continue
         for name in ("float32", "bfloat16"):
-            route = _host_route(primitive, group, ReduceOp.SUM, by_name[name])
+            route = told(primitive, group, ReduceOp.SUM, by_name[name])
             found[f"{primitive.name} ({name})"] = route
     return found
-
-
-def _use_shared_memory() -> None:
-    """An all_reduce that goes through shared memory, if any does: its first call finds it out."""
-    import numpy as np
-
-    import mpicoll as dist
-    from mpicoll.routes import shared
-
-    dist.all_reduce(np.zeros(shared.LEAST, np.uint8))
-
-
-def _host_route(
-    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> str:
-    """The route that is chosen for such calls, in words."""
-    from mpicoll.routes import hosts
-
-    way = hosts.choose(primitive, group, op, dtype)
-    if way.shared is None or not group.shared:
-        return way.how
-    below = f"; below {way.shared} bytes {way.how}" if way.shared else ""
-    return f"shared memory{below}"
 
 
 # --- what to change -----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from mpicoll.views import View
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["all_reduce", "premultiplied", "reduce", "reduce_scatter"]
+__all__ = ["REDUCTIONS", "all_reduce", "premultiplied", "reduce", "reduce_scatter"]
 
 #: Bytes of the whole message up to which everybody gets everything and combines it alone: one
 #: latency instead of two.
@@ -57,6 +57,10 @@ class _Reducer:
         if self.group.scratch.nbytes < nbytes:
             self.group.scratch = np.empty(nbytes, np.uint8)
         return views.of_numpy(self.group.scratch[:nbytes].view(self.dtype.numpy), self.dtype)
+
+    def view(self, buffer: Any, count: int) -> View:
+        """The view of ``count`` elements of a buffer."""
+        return views.of_numpy(np.frombuffer(buffer, self.dtype.numpy, count), self.dtype)
 
     def exchange(self, out: Sides, into: Sides) -> None:
         """Sends and receives: for each rank a view, the first element and the count, or None."""
@@ -110,8 +114,8 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     reducer = _Reducer(group, dtype, op)
     comm, element, n, me = group.comm, datatype(dtype), group.size(), group.rank()
 
-    def direct(buffer: Any, count: int, root: int) -> None:
-        recv = views.of_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
+    def direct(send: Any, buffer: Any, count: int, root: int) -> None:
+        recv = reducer.view(buffer, count)
         if recv.nbytes * n <= SMALL or count < n:
             stack = reducer.stack(count)
             comm.Allgather([buffer, count, element], [stack.buffer, count, element])
@@ -130,15 +134,15 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     return direct
 
 
-def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
+def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     """Exchange, combine, send to the root; only the root's array is written."""
     reducer = _Reducer(group, dtype, op)
     n, me = group.size(), group.rank()
 
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert recv is not None
+    def direct(send: Any, buffer: Any, count: int, root: int) -> None:
+        recv = reducer.view(buffer, count)
         nothing: Side = (None, 0, 0)
-        for piece in reducer.pieces(recv.count):
+        for piece in reducer.pieces(count):
             start, mine = piece[me]
             if me == root:
                 reducer.combine_own(recv, piece, recv, start)
@@ -150,23 +154,31 @@ def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
                 outgoing = [(own, 0, mine) if r == root and mine else nothing for r in range(n)]
                 reducer.exchange(outgoing, [nothing] * n)
 
-    return route
+    return direct
 
 
-def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
+def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     """Exchange and combine."""
     reducer = _Reducer(group, dtype, op)
     n = group.size()
 
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert send is not None and recv is not None
-        count = recv.count
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        blocks, own = reducer.view(send, n * count), reducer.view(recv, count)
         for start in range(0, count, reducer.block):
             size = min(reducer.block, count - start)
             piece = [(r * count + start, size) for r in range(n)]
-            reducer.combine_own(send, piece, recv, start)
+            reducer.combine_own(blocks, piece, own, start)
 
-    return route
+    return direct
+
+
+#: By the name of the primitive.
+REDUCTIONS: dict[str, Callable[[ProcessGroup, DType, ReduceOp], Direct]] = {
+    "all_reduce": all_reduce,
+    "reduce": reduce,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_single": reduce_scatter,
+}
 
 
 def premultiplied(

@@ -209,16 +209,14 @@ def _direct(
 def _native(
     agreed: Devices, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
 ) -> Route | None:
-    if op is None and primitive.name == "broadcast":
-        found = hosts.in_place(native.broadcast(group, dtype)).route
-    elif op is None and primitive.layout is not Layout.EXCHANGED:
-        found = native.MOVES[primitive.name](group, dtype)
+    if op is None and primitive.name in native.MOVES:
+        uneven = native.all_gather_uneven(group, dtype) if primitive.name == "all_gather" else None
+        found = hosts.on_views(native.MOVES[primitive.name](group, dtype), uneven)
     elif op is not None and op.factor is None and native.reducible(op, dtype):
-        reduction = {"all_reduce": native.all_reduce, "reduce": native.reduce}
-        if primitive.name not in reduction:
+        if primitive.layout is not Layout.IN_PLACE:
             return None
         summed = ReduceOp.SUM if op is ReduceOp.AVG else op
-        found = hosts.in_place(reduction[primitive.name](group, dtype, summed)).route
+        found = hosts.on_views(native.REDUCTIONS[primitive.name](group, dtype, summed))
         if op is ReduceOp.AVG:
             found = _averaged(agreed.space, primitive, group, found)
     else:

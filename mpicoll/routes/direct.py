@@ -6,19 +6,22 @@ MPI is asked for sends and receives alone; the rest is done by `algorithms` in a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mpicoll.calls import Blocks, Route
+import numpy as np
+
+from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
 from mpicoll.routes import algorithms
 from mpicoll.routes.algorithms import Space
+from mpicoll.routes.wire import exchange, message
 from mpicoll.views import View
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["all_to_all", "choose"]
+__all__ = ["all_to_all", "all_to_all_even", "choose"]
 
 
 def choose(
@@ -84,6 +87,26 @@ def all_to_all(group: ProcessGroup, space: Space, op: ReduceOp | None) -> Route:
         algorithms.all_to_all(group, space, send, recv, blocks)
 
     return route
+
+
+def all_to_all_even(group: ProcessGroup, dtype: DType) -> Direct:
+    """The same on the host where this rank's blocks are all alike, to and from every rank.
+
+    The messages are those of ``all_to_all``, which other ranks may call.
+    """
+    comm, n, me = group.comm, group.size(), group.rank()
+
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        out, into = (np.frombuffer(buffer, dtype.numpy, n * count) for buffer in (send, recv))
+        into[me * count : (me + 1) * count] = out[me * count : (me + 1) * count]
+        starts = [None if r == me or not count else r * count for r in range(n)]
+        exchange(
+            comm,
+            [None if start is None else message(send, count, dtype, start) for start in starts],
+            [None if start is None else message(recv, count, dtype, start) for start in starts],
+        )
+
+    return direct
 
 
 def _all_reduce(group: ProcessGroup, space: Space, op: ReduceOp | None) -> Route:

@@ -10,39 +10,62 @@ from mpi4py import MPI
 
 from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.routes import composed
 from mpicoll.routes.wire import INT_MAX, datatype, message, operation
 from mpicoll.views import View
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["MOVES", "all_reduce", "broadcast", "reduce", "reduce_scatter", "reducible"]
+__all__ = [
+    "MOVES",
+    "PIECE",
+    "REDUCTIONS",
+    "all_gather_uneven",
+    "all_reduce",
+    "barrier",
+    "reducible",
+]
 
-#: Elements of one MPI reduction; more are reduced in as many pieces.
-PIECE = 2**28
+#: Elements of one MPI reduction at most: a C int counts them, and bytes of 16 times as many.
+MOST = 2**28
+#: Bytes of a piece where a large reduction is cut: what one step leaves in the processor's caches
+#: is there for the next.
+PIECE = 2 * 1024 * 1024
 
 
 def broadcast(group: ProcessGroup, dtype: DType) -> Direct:
     """MPI_Bcast (MPI-4.1 section 6.4)."""
-    bcast = group.comm.Bcast
+    bcast, element = group.comm.Bcast, datatype(dtype)
 
-    def direct(buffer: Any, count: int, root: int) -> None:
-        bcast(message(buffer, count, dtype), root)
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        if count <= INT_MAX:
+            bcast([recv, count, element], root)
+        else:
+            bcast(message(recv, count, dtype), root)
 
     return direct
 
 
-def all_gather(group: ProcessGroup, dtype: DType) -> Route:
-    """MPI_Allgather; where blocks differ, MPI_Allgatherv (MPI-4.1 section 6.7)."""
+def all_gather(group: ProcessGroup, dtype: DType) -> Direct:
+    """MPI_Allgather (MPI-4.1 section 6.7)."""
+    allgather, element = group.comm.Allgather, datatype(dtype)
+
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        if count <= INT_MAX:
+            allgather([send, count, element], [recv, count, element])
+        else:
+            allgather(message(send, count, dtype), message(recv, count, dtype))
+
+    return direct
+
+
+def all_gather_uneven(group: ProcessGroup, dtype: DType) -> Route:
+    """MPI_Allgatherv, for blocks that differ (MPI-4.1 section 6.7)."""
     comm, n, me = group.comm, group.size(), group.rank()
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert send is not None and recv is not None
-        if blocks is None:
-            comm.Allgather(
-                message(send.buffer, send.count, dtype), message(recv.buffer, send.count, dtype)
-            )
-            return
+        assert send is not None and recv is not None and blocks is not None
         counts = blocks.receives
         starts = [sum(counts[:r]) for r in range(n)]
         if recv.count <= INT_MAX:
@@ -58,29 +81,27 @@ def all_gather(group: ProcessGroup, dtype: DType) -> Route:
     return route
 
 
-def gather(group: ProcessGroup, dtype: DType) -> Route:
+def gather(group: ProcessGroup, dtype: DType) -> Direct:
     """MPI_Gather (MPI-4.1 section 6.5)."""
 
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert send is not None
-        into = None if recv is None else message(recv.buffer, send.count, dtype)
-        group.comm.Gather(message(send.buffer, send.count, dtype), into, root)
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        into = None if recv is None else message(recv, count, dtype)
+        group.comm.Gather(message(send, count, dtype), into, root)
 
-    return route
+    return direct
 
 
-def scatter(group: ProcessGroup, dtype: DType) -> Route:
+def scatter(group: ProcessGroup, dtype: DType) -> Direct:
     """MPI_Scatter (MPI-4.1 section 6.6)."""
 
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert recv is not None
-        out_of = None if send is None else message(send.buffer, recv.count, dtype)
-        group.comm.Scatter(out_of, message(recv.buffer, recv.count, dtype), root)
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        out_of = None if send is None else message(send, count, dtype)
+        group.comm.Scatter(out_of, message(recv, count, dtype), root)
 
-    return route
+    return direct
 
 
-def barrier(group: ProcessGroup, dtype: DType | None) -> Route:
+def barrier(group: ProcessGroup) -> Route:
     """MPI_Barrier (MPI-4.1 section 6.3)."""
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
@@ -89,13 +110,13 @@ def barrier(group: ProcessGroup, dtype: DType | None) -> Route:
     return route
 
 
-#: What only moves and MPI does, by the name of the primitive.
-MOVES: dict[str, Callable[[ProcessGroup, Any], Route]] = {
+#: What only moves, by the name of the primitive.
+MOVES: dict[str, Callable[[ProcessGroup, DType], Direct]] = {
+    "broadcast": broadcast,
     "all_gather": all_gather,
     "all_gather_single": all_gather,
     "gather": gather,
     "scatter": scatter,
-    "barrier": barrier,
 }
 
 
@@ -120,21 +141,21 @@ def _mpi_operation(op: ReduceOp, dtype: DType) -> MPI.Op:
     return operation(name)
 
 
-def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
-    """MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
+def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp, piece: int = MOST * 16) -> Direct:
+    """MPI_Allreduce in place (MPI-4.1 section 6.9.6), of ``piece`` bytes at a time."""
     reduce_all, n = group.comm.Allreduce, group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     in_place, averaged = MPI.IN_PLACE, op is ReduceOp.AVG
+    step = min(MOST, piece // dtype.itemsize)
 
-    def direct(buffer: Any, count: int, root: int) -> None:
-        if count <= PIECE:
-            reduce_all(in_place, [buffer, count, element], combined)
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        if count <= step:
+            reduce_all(in_place, [recv, count, element], combined)
         else:
-            for start in range(0, count, PIECE):
-                piece = [buffer, min(PIECE, count - start), start, element]
-                reduce_all(in_place, piece, combined)
+            for start in range(0, count, step):
+                reduce_all(in_place, [recv, min(step, count - start), start, element], combined)
         if averaged:
-            _divide(buffer, count, dtype, n)
+            _divide(recv, count, dtype, n)
 
     return direct
 
@@ -144,41 +165,46 @@ def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     comm, n, me = group.comm, group.size(), group.rank()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
 
-    def direct(buffer: Any, count: int, root: int) -> None:
-        for start in range(0, max(count, 1), PIECE):
-            piece = [buffer, min(PIECE, count - start), start, element]
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        for start in range(0, max(count, 1), MOST):
+            piece = [recv, min(MOST, count - start), start, element]
             if me == root:
                 comm.Reduce(MPI.IN_PLACE, piece, combined, root)
             else:
                 comm.Reduce(piece, None, combined, root)
         if me == root and op is ReduceOp.AVG:
-            _divide(buffer, count, dtype, n)
+            _divide(recv, count, dtype, n)
 
     return direct
 
 
-#: Bytes of all blocks together up to which MPI's reduce_scatter is the fastest.
-FEW = 16 * 1024
-
-
-def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp, otherwise: Route) -> Route:
-    """MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1); of more than FEW bytes ``otherwise``."""
-    comm, n = group.comm, group.size()
+def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
+    """MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1)."""
+    reduce_scatter_block, n = group.comm.Reduce_scatter_block, group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
+    averaged = op is ReduceOp.AVG
+    fits = MOST // n
+    rest = composed.reduce_scatter(group, dtype, op)
 
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert send is not None and recv is not None
-        if send.nbytes > FEW:
-            otherwise(send, recv, root, blocks)
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        if count > fits:
+            rest(send, recv, count, root)
             return
-        block = recv.count  # mpi4py wants a block's count on either side
-        comm.Reduce_scatter_block(
-            [send.buffer, block, element], [recv.buffer, block, element], combined
-        )
-        if op is ReduceOp.AVG:
-            _divide(recv.buffer, recv.count, dtype, n)
+        # mpi4py wants a block's count on either side.
+        reduce_scatter_block([send, count, element], [recv, count, element], combined)
+        if averaged:
+            _divide(recv, count, dtype, n)
 
-    return route
+    return direct
+
+
+#: What combines, by the name of the primitive.
+REDUCTIONS: dict[str, Callable[[ProcessGroup, DType, ReduceOp], Direct]] = {
+    "all_reduce": all_reduce,
+    "reduce": reduce,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_single": reduce_scatter,
+}
 
 
 def _divide(buffer: Any, count: int, dtype: DType, n: int) -> None:

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.calls import Blocks, Direct, Prompt, Route
+from mpicoll.calls import Direct
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import kernels
 from mpicoll.primitives import Layout, Primitive, by_name
-from mpicoll.reduction import Loop, loop
-from mpicoll.routes.parcels import Parcel, kind_of, parcel_of, parts_of, told
+from mpicoll.reduction import loop
+from mpicoll.routes.parcels import Parcel, kind_of, parts_of, told
 from mpicoll.routes.segment import Segment, share
-from mpicoll.views import View
 from mpicoll.watch.consistency import listed
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["LEAST", "LEASTS", "all_reduce", "broadcast", "exchange"]
+__all__ = ["Shared", "made", "of"]
 
-#: Bytes of a message from which on MPI's own reduction is not faster.
-LEAST = 4 * 1024
-#: The same for the other collectives that are served, of all blocks of a rank together.
-LEASTS = {"broadcast": 32 << 20, "reduce_scatter": 32 << 10, "reduce_scatter_single": 32 << 10}
 #: Bytes of a slot, the most that goes through in a round, and of the slots of all ranks together.
 SLOT, TOGETHER = 256 * 1024, 48 * 1024 * 1024
 #: Ranks that share memory at most: each looks at what each other does.
@@ -64,11 +60,22 @@ class _Hold(ctypes.Structure):
     )
 
 
-#: struct mpicoll_given and struct mpicoll_taken.
-_GIVEN = np.dtype([("data", np.uintp), ("count", np.uintp)])
-_TAKEN = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")])
+class _Kind(ctypes.Structure):
+    """struct mpicoll_kind of _shared.c."""
 
-_ALL_REDUCE, _BROADCAST = by_name["all_reduce"], by_name["broadcast"]
+    _fields_ = (
+        ("shared", ctypes.c_void_p),
+        ("what", ctypes.c_uint64),
+        ("divisor", ctypes.c_double),
+        ("size", ctypes.c_size_t),
+        ("parts", ctypes.c_size_t),
+        ("whole", ctypes.c_size_t),
+        ("format", ctypes.c_int32),
+        ("operation", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
+        ("giver", ctypes.c_int32),
+        ("taker", ctypes.c_int32),
+    )
 
 
 class Shared:
@@ -82,32 +89,39 @@ class Shared:
         n = group.size()
         self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank(), 0, 0, 0)
         self._pointer = ctypes.addressof(self._hold)
+        self._kinds: dict[Any, _Kind] = {}  # the C library has their addresses
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
-
-    def all_reduce(
-        self,
-        buffer: Any,
-        count: int,
-        dtype: DType,
-        op: ReduceOp,
-        by: Loop,
-        format: int,
-        split: bool,
-    ) -> None:
-        """Combines ``count`` elements of all ranks, in place, by a loop of the C library.
-
-        Raises MismatchError, on all ranks, where they do not agree on count, dtype and operation.
-        """
-        group, hold = self._group, self._hold
         self._look_as_often_as_is_good()
-        divisor = hold.n if op is ReduceOp.AVG else 1
-        done = self._kernels.shared_all_reduce(
-            self._pointer, format, by.operation, MPI.Get_address(buffer), count * by.elements,
-            divisor, split, group.sequence & 0xFFFFFFFF, kind_of(_ALL_REDUCE, dtype, op, 0),
-        )  # fmt: skip
-        if not done:
-            raise MismatchError(self._differences(_ALL_REDUCE))
+
+    def serves(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> bool:
+        """The C library has the loop that combines, if elements are combined."""
+        return op is None or loop(op, dtype) is not None
+
+    def call(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> Direct:
+        """What carries calls of one kind out.
+
+        It raises MismatchError, on all ranks, where they do not agree on primitive, count, dtype,
+        operation and root.
+        """
+        at, group, address = self._kind(primitive, dtype, op), self._group, MPI.Get_address
+        all_reduce, blocks = self._kernels.shared_all_reduce, self._kernels.shared_blocks
+
+        def in_place(send: Any, recv: Any, count: int, root: int) -> None:
+            if group.worker is not None:
+                self._look_as_often_as_is_good()
+            if not all_reduce(at, address(recv), count, group.sequence):
+                raise MismatchError(self._differences(primitive))
+
+        def direct(send: Any, recv: Any, count: int, root: int) -> None:
+            if group.worker is not None:
+                self._look_as_often_as_is_good()
+            here = None if recv is None else address(recv)
+            there = here if send is None else address(send)
+            if not blocks(at, there, here, count, root, group.sequence):
+                raise MismatchError(self._differences(primitive))
+
+        return in_place if primitive is _ALL_REDUCE else direct
 
     def exchange(
         self,
@@ -115,35 +129,51 @@ class Shared:
         parcel: Parcel,
         dtype: DType,
         op: ReduceOp | None,
-        by: Loop | None,
-        format: int,
         root: int,
     ) -> None:
-        """Carries this rank's part of any other collective out.
-
-        Raises MismatchError, on all ranks, where they do not agree on primitive, count, dtype,
-        operation and root.
-        """
-        group, hold = self._group, self._hold
+        """Carries this rank's part of a call out whose blocks may differ in size; see ``call``."""
+        group, at = self._group, self._kind(primitive, dtype, op)
         self._look_as_often_as_is_good()
-        parts = 1 if by is None else by.elements
+        parts = self._kinds[primitive, dtype, op].parts
         gives = np.array([(at, count * parts) for at, count in parcel.gives], _GIVEN)
         takes = np.array(
             [(rank, place, at, count * parts) for rank, place, at, count in parcel.takes], _TAKEN
         )
         done = self._kernels.shared_exchange(
-            self._pointer, format, -1 if by is None else by.operation,
-            hold.n if op is ReduceOp.AVG else 1, dtype.itemsize // parts, parcel.places,
-            parcel.most * parts, gives.ctypes.data, len(gives), takes.ctypes.data, len(takes),
-            group.sequence & 0xFFFFFFFF, kind_of(primitive, dtype, op, root), parcel.total * parts,
+            at, parcel.places, parcel.most * parts, gives.ctypes.data, len(gives),
+            takes.ctypes.data, len(takes), root, group.sequence, parcel.total * parts,
         )  # fmt: skip
         if not done:
             raise MismatchError(self._differences(primitive))
 
+    def _kind(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> int:
+        """The address of the description of a kind of call."""
+        kind = self._kinds.get((primitive, dtype, op))
+        if kind is None:
+            kind = self._kinds[primitive, dtype, op] = self._described(primitive, dtype, op)
+        return ctypes.addressof(kind)
+
+    def _described(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> _Kind:
+        by = None if op is None else loop(op, dtype)
+        parts = 1 if by is None else by.elements
+        return _Kind(
+            shared=self._pointer,
+            what=kind_of(primitive, dtype, op, 0),
+            divisor=self._hold.n if op is ReduceOp.AVG else 1,
+            size=dtype.itemsize // parts,
+            parts=parts,
+            whole=WHOLE * parts // dtype.itemsize,
+            format=-1 if by is None else self._kernels.format(by.format.encode()),
+            operation=0 if by is None else by.operation,
+            blocks=primitive.layout is Layout.SCATTERED,
+            giver=primitive.root == "src",
+            taker=primitive.root == "dst",
+        )
+
     def _look_as_often_as_is_good(self) -> None:
         """Where threads that compute, or other ranks, want the processor, a rank soon sleeps."""
-        group = self._group
-        beside = group.worker is not None and group.worker.current
+        worker = self._group.worker
+        beside = worker is not None and worker.current
         crowded = self._crowded_beside if beside else self._crowded
         self._hold.looks = LOOKS_IN_A_CROWD if crowded else LOOKS
 
@@ -172,88 +202,31 @@ class Shared:
         )
 
 
-def all_reduce(
-    group: ProcessGroup, dtype: DType, op: ReduceOp, otherwise: Direct, least: int
-) -> tuple[Direct, Prompt | None]:
-    """Copy in, combine, copy out; ``otherwise`` for less than ``least`` bytes, and where no memory
-    is shared.
+#: struct mpicoll_given and struct mpicoll_taken.
+_GIVEN = np.dtype([("data", np.uintp), ("count", np.uintp)])
+_TAKEN = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")])
+
+_ALL_REDUCE = by_name["all_reduce"]
+
+
+def of(group: ProcessGroup) -> Shared | None:
+    """The memory that the ranks of a group share, or None on all of them. All ranks call."""
+    if group.shared is None:
+        group.shared = (_look(group) if 1 < group.size() <= MOST else None) or False
+    return group.shared or None
+
+
+def made(
+    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> tuple[Direct, Callable[[], bool]] | None:
+    """What carries such calls out, and whether to do so at once where they are asynchronous.
+
+    None where no memory is shared, and where the C library does not combine ``dtype`` by ``op``.
     """
-    by, n = loop(op, dtype), group.size()
-    if by is None or not 1 < n <= MOST:
-        return otherwise, None
-    fewest, whole = max(1, least // dtype.itemsize), WHOLE // dtype.itemsize
-    format = -1 if kernels is None else kernels.format(by.format.encode())
-
-    def direct(buffer: Any, count: int, root: int) -> None:
-        if count < fewest:
-            otherwise(buffer, count, root)
-            return
-        shared = group.shared
-        if shared is None:  # the first call of this size, on every rank
-            shared = group.shared = _look(group) or False
-        if shared:
-            shared.all_reduce(buffer, count, dtype, op, by, format, count > whole)
-        else:
-            otherwise(buffer, count, root)
-
-    def prompt(count: int) -> bool:
-        return count >= fewest and bool(group.shared) and group.shared.prompt()
-
-    return direct, prompt
-
-
-def broadcast(group: ProcessGroup, dtype: DType, otherwise: Direct) -> Direct:
-    """As ``exchange``, for an array in place."""
-    fewest = -(-LEASTS["broadcast"] // dtype.itemsize)
-
-    def over_mpi(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert recv is not None
-        otherwise(recv.buffer, recv.count, root)
-
-    route = exchange(_BROADCAST, group, dtype, None, over_mpi)
-
-    def direct(buffer: Any, count: int, root: int) -> None:
-        if count < fewest:
-            otherwise(buffer, count, root)
-        else:
-            route(None, View(buffer, dtype, count, buffer), root, None)
-
-    return direct
-
-
-def exchange(
-    primitive: Primitive,
-    group: ProcessGroup,
-    dtype: DType,
-    op: ReduceOp | None,
-    otherwise: Route,
-) -> Route:
-    """Any collective but all_reduce: what each rank puts up, and what it takes of the others.
-
-    ``otherwise`` for less than LEASTS bytes, and where no memory is shared.
-    """
-    by = None if op is None else loop(op, dtype)
-    n, least = group.size(), LEASTS[primitive.name]
-    if (op is not None and by is None) or not 1 < n <= MOST:
-        return otherwise
-    format = -1 if kernels is None or by is None else kernels.format(by.format.encode())
-    blocks_of_a_rank = n if primitive.layout is Layout.SCATTERED else 1
-
-    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        assert recv is not None
-        if blocks_of_a_rank * recv.nbytes < least:
-            otherwise(send, recv, root, blocks)
-            return
-        shared = group.shared
-        if shared is None:  # the first call of this size, on every rank
-            shared = group.shared = _look(group) or False
-        if not shared:
-            otherwise(send, recv, root, blocks)
-            return
-        parcel = parcel_of(primitive, group, send, recv, root, blocks)
-        shared.exchange(primitive, parcel, dtype, op, by, format, root)
-
-    return route
+    shared: Shared | None = of(group)
+    if shared is None or not shared.serves(primitive, dtype, op):
+        return None
+    return shared.call(primitive, dtype, op), shared.prompt
 
 
 def _look(group: ProcessGroup) -> Shared | None:

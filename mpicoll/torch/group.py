@@ -20,7 +20,7 @@ from torch.autograd import _profiler_enabled
 from mpicoll import collectives, execute, point_to_point, runtime
 from mpicoll.dtypes import OPERATIONS, ReduceOp
 from mpicoll.errors import ArgumentError, UnsupportedError
-from mpicoll.execute import run_in_place
+from mpicoll.execute import run_plain
 from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import profiling, sparse
@@ -37,6 +37,8 @@ Tensors = Sequence[Tensor]
     _REDUCE_SCATTER, _REDUCE_SCATTER_SINGLE, _ALL_TO_ALL, _ALL_TO_ALL_SINGLE, _BARRIER,
 ) = PRIMITIVES  # fmt: skip
 
+#: Those for which there is a short way.
+_PLAIN = {_BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER_SINGLE, _REDUCE_SCATTER_SINGLE}
 #: The core's operation of each of torch's. A ReduceOp and its RedOpType hash to their number, and
 #: looking a number up takes a tenth of the time that comparing two of torch's enums takes.
 _OPERATIONS = {hash(getattr(c10d.ReduceOp.RedOpType, row.name)): row for row in OPERATIONS}
@@ -196,8 +198,8 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 output if input is None else input,
             )
         with self._event(primitive.name, output if input is None else input):
-            if output is not None and input is None:
-                run_in_place(primitive, self.core, False, output, op, root)
+            if splits is None and primitive in _PLAIN:
+                run_plain(primitive, self.core, False, output, input, op, root)
             else:
                 execute.run(primitive, self.core, False, output, input, op, root, splits)
         return _done(output)
@@ -300,7 +302,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         ):
             tensor, row = tensors[0], _OPERATIONS[hash(opts.reduceOp)]
             if row is not _PREMUL_SUM and not tensor.is_sparse:
-                run_in_place(_ALL_REDUCE, self.core, False, tensor, row, 0)
+                run_plain(_ALL_REDUCE, self.core, False, tensor, None, row)
                 return _done(tensor)
         opts = _options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
         tensor, row = _one("allreduce", tensors), _operation(opts.reduceOp)

@@ -16,9 +16,11 @@ from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, legal, same_on_all
 
 import mpicoll as dist
-from mpicoll import execute, kernels
+from mpicoll import execute, kernels, tables
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
+from mpicoll.groups import state
+from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import segment, shared
 
 needs = pytest.mark.skipif(
@@ -26,13 +28,25 @@ needs = pytest.mark.skipif(
 )
 
 
+#: What goes through shared memory if the table says so, but for all_reduce.
+OTHERS = [
+    row.name for row in PRIMITIVES if row.name in tables.KINDS or row.name.endswith("_single")
+]
+OTHERS = [name for name in OTHERS if name not in ("all_reduce", "all_to_all_single")]
+
+
+def share_all(patch):
+    """Messages of every size go through shared memory."""
+    rows = {kind: {"node": ((0, "shared"),)} for kind in tables.KINDS}
+    patch.setattr(state, "table", tables.Table(openmpi=False, measured={1: rows}))
+
+
 @pytest.fixture(scope="module", params=["split", "whole"])
 def cut(world, request):
     """A group with slots of few bytes: every rank combines its share, or everything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
-        patch.setattr(shared, "LEAST", 0)
-        patch.setattr(shared, "LEASTS", dict.fromkeys(shared.LEASTS, 0))
+        share_all(patch)
         patch.setattr(shared, "WHOLE", 0 if request.param == "split" else 1 << 40)
         yield group_of("cut", range(world.size))
 
@@ -56,7 +70,7 @@ def test_seams(cut, mpi, dtype):
 
 
 @needs
-@pytest.mark.parametrize("name", list(shared.LEASTS))
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_seams_of_others(cut, name, dtype):
     """The same for what is put up by some, and taken by others."""
@@ -217,7 +231,7 @@ def test_asynchronous_calls_keep_their_order(world, monkeypatch, processors):
 def test_counters_wrap_around(world, monkeypatch):
     """After 2**32 rounds."""
     monkeypatch.setattr(shared, "SLOT", 512)
-    monkeypatch.setattr(shared, "LEAST", 0)
+    share_all(monkeypatch)
     monkeypatch.setattr(shared, "WHOLE", 256)
     team = group_of("late", range(world.size))
     Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()

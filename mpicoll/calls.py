@@ -136,7 +136,7 @@ def counts(
     primitive: Primitive, send: View | None, recv: View | None, blocks: Blocks | None
 ) -> Sequence[int]:
     """What all ranks must agree on of the sizes of a call."""
-    if primitive.layout is Layout.EXCHANGED:
+    if not primitive.even:
         return ()  # each size is between two ranks
     if blocks is not None:
         return blocks.receives

@@ -97,15 +97,19 @@ def run_plain(
         direct = plan.direct
         if primitive.input:
             other, send, sent = glances[input.__class__](input)  # type: ignore[misc]
-            if other is not dtype or _overlap(send, sent, recv, count, dtype.itemsize):
-                direct = None
-            n, layout = member.size(), primitive.layout
-            if layout is Layout.EXCHANGED and (len(output) % n or len(input) % n):
-                direct = None  # rows that cannot be shared evenly
-            blocks_sent = 1 if layout is Layout.GATHERED else n
-            blocks_received = 1 if layout is Layout.SCATTERED else n
-            block = sent // blocks_sent
-            if sent != block * blocks_sent or count != block * blocks_received:
+            n = member.size()
+            blocks_in = n if primitive.many_in else 1
+            blocks_out = n if primitive.many_out else 1
+            block = sent // blocks_in
+            address = sys.modules["mpi4py.MPI"].Get_address  # MPI is loaded: there is a plan
+            start, begin = address(send), address(recv)
+            if (
+                other is not dtype
+                or sent != block * blocks_in
+                or count != block * blocks_out
+                or (begin - sent * dtype.itemsize < start < begin + count * dtype.itemsize)
+                or not (primitive.even or (len(output) % n == 0 and len(input) % n == 0))
+            ):
                 direct = None
             count = block
     except (KeyError, TypeError, AttributeError):
@@ -116,7 +120,7 @@ def run_plain(
     try:
         member.sequence = sequence = member.sequence + 1
         if sequence >= member.next_check:
-            counts = () if primitive.layout is Layout.EXCHANGED else (count,)
+            counts = (count,) if primitive.even else ()
             consistency.check(member, *consistency.of_call(plan, root, counts))
         direct(send, recv, count, root)
     except MpicollError:
@@ -126,13 +130,6 @@ def run_plain(
     finally:
         member.lock.release()
     return None
-
-
-def _overlap(one: Any, count: int, other: Any, other_count: int, itemsize: int) -> bool:
-    """Two buffers share memory. MPI is loaded: a call like this one was made before."""
-    address = sys.modules["mpi4py.MPI"].Get_address
-    start, begin = address(one), address(other)
-    return start < begin + other_count * itemsize and begin < start + count * itemsize  # type: ignore[no-any-return]
 
 
 def run_all(

@@ -46,6 +46,8 @@ class Primitive:
     aliases: other names of the same function.
     code:    the position in the table, the same on every rank.
     at_output, at_input: operation and argument, as messages begin ("broadcast: tensor").
+    many_in, many_out: the input, the output, holds one block for each rank.
+    even:    all ranks know the size of every block.
     """
 
     name: str
@@ -61,10 +63,16 @@ class Primitive:
 
     at_output: str = field(init=False)
     at_input: str = field(init=False)
+    many_in: bool = field(init=False)
+    many_out: bool = field(init=False)
+    even: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at_output", f"{self.name}: {self.output}")
         object.__setattr__(self, "at_input", f"{self.name}: {self.input}")
+        object.__setattr__(self, "many_in", self.layout in (Layout.SCATTERED, Layout.EXCHANGED))
+        object.__setattr__(self, "many_out", self.layout in (Layout.GATHERED, Layout.EXCHANGED))
+        object.__setattr__(self, "even", self.layout is not Layout.EXCHANGED)
 
     def __repr__(self) -> str:
         return self.name

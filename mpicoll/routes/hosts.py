@@ -90,8 +90,8 @@ class _BySize:
         self, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
     ) -> None:
         self._kind = primitive, group, op, dtype
-        whole = primitive.layout in (Layout.GATHERED, Layout.SCATTERED)
-        self._block = dtype.itemsize * (group.size() if whole else 1)
+        blocks = group.size() if primitive.many_in or primitive.many_out else 1
+        self._block = dtype.itemsize * blocks
         self._row = _row(primitive, group, op, dtype)
         #: Elements from which on it matters where the ranks are.
         self._split = -(-_split(self._row) // self._block)

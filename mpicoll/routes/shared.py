@@ -18,7 +18,7 @@ from mpicoll.calls import Direct
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import kernels
-from mpicoll.primitives import Layout, Primitive, by_name
+from mpicoll.primitives import Primitive, by_name
 from mpicoll.reduction import loop
 from mpicoll.routes.parcels import Parcel, kind_of, parts_of, told
 from mpicoll.routes.segment import Segment, share
@@ -165,7 +165,7 @@ class Shared:
             whole=WHOLE * parts // dtype.itemsize,
             format=-1 if by is None else self._kernels.format(by.format.encode()),
             operation=0 if by is None else by.operation,
-            blocks=primitive.layout is Layout.SCATTERED,
+            blocks=primitive.many_in,
             giver=primitive.root == "src",
             taker=primitive.root == "dst",
         )

@@ -31,6 +31,9 @@
 #include <string.h>
 #include <time.h>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -43,8 +46,9 @@ enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
 
 #define FOREVER UINT64_MAX
 
-/* Bytes that are combined and copied on before the first-level cache loses them. */
-enum { BLOCK = 8192 };
+/* Bytes that are combined and copied on before the first-level cache loses them, and bytes of a
+ * result that caches lose before it is there. */
+enum { BLOCK = 8192, LARGE = 32 << 20 };
 
 /* A number that its rank counts up and others wait for. */
 struct counter {
@@ -378,6 +382,30 @@ struct mpicoll_taken {
     size_t count;
 };
 
+/* Copies past the caches, which a result of this size would leave before anybody reads it: lines
+ * that are only written need not be fetched. */
+static void copy_past_caches(char *into, const char *from, size_t size)
+{
+#ifdef __SSE2__
+    const size_t before = (size_t)(-(uintptr_t)into % sizeof(__m128i));
+    if (size > before + LINE) {
+        memcpy(into, from, before);
+        for (into += before, from += before, size -= before; size >= LINE;
+             into += LINE, from += LINE, size -= LINE) {
+            const __m128i *line = (const __m128i *)from;
+            const __m128i a = _mm_loadu_si128(line), b = _mm_loadu_si128(line + 1);
+            const __m128i c = _mm_loadu_si128(line + 2), d = _mm_loadu_si128(line + 3);
+            _mm_stream_si128((__m128i *)into, a);
+            _mm_stream_si128((__m128i *)into + 1, b);
+            _mm_stream_si128((__m128i *)into + 2, c);
+            _mm_stream_si128((__m128i *)into + 3, d);
+        }
+        _mm_sfence(); /* these stores are not ordered among others by themselves */
+    }
+#endif
+    memcpy(into, from, size);
+}
+
 static size_t length_of(size_t count, size_t start, size_t step)
 {
     return count <= start ? 0 : count - start < step ? count - start : step;
@@ -411,6 +439,7 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
     const size_t room = shared->slot / places / LINE * LINE, size = kind->size, step = room / size;
     const size_t rounds = most ? (most + step - 1) / step : 1;
     struct header *mine = header(shared, me);
+    const int large = taken * most * size >= LARGE;
     const char *sources[taken + 1];
 
     announce(shared, number, what, total);
@@ -451,7 +480,11 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
             for (size_t k = 0; k < taken; k++) {
                 const size_t length = length_of(takes[k].count, start, step);
                 char *into = takes[k].data + start * size;
-                if (into != sources[k])
+                if (into == sources[k])
+                    continue;
+                if (large)
+                    copy_past_caches(into, sources[k], length * size);
+                else
                     memcpy(into, sources[k], length * size);
             }
         }

@@ -145,3 +145,27 @@ def test_blocks_of_n_threads(n, slot):
 
     on_threads(rank, n)
     assert not wrong
+
+
+@pytest.mark.parametrize("start, extra", [(0, 0), (1, 63), (15, 64), (16, 1), (31, 100)])
+def test_results_that_leave_the_caches(start, extra):
+    """They are written in another way: every byte, wherever it starts, and nothing beside it."""
+    n, slot, size = 2, 65536, (32 << 20) + extra
+    region = kernels.shared_region(slot, n)
+    whole = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
+    holds = [Hold(whole.ctypes.data, slot, n, rank, 0, 0, 0) for rank in range(n)]
+    expected = np.random.default_rng(extra).integers(0, 256, size, np.uint8)
+    memory = np.full((n, size + 128), 0xA5, np.uint8)
+    arrays = [row[start : start + size] for row in memory]
+    arrays[1][:] = expected
+
+    def rank(me):
+        kind = kind_of(holds[me], combines=False, giver=1)
+        kind.size = 1
+        at = arrays[me].ctypes.data
+        assert kernels.shared_blocks(ctypes.addressof(kind), at, at, size, 1, 1)
+
+    on_threads(rank, n)
+    for row in memory:
+        assert np.array_equal(row[start : start + size], expected)
+        assert (row[:start] == 0xA5).all() and (row[start + size :] == 0xA5).all()

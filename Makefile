@@ -56,7 +56,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo test test-gpu test-torch-suite lint bench bench-gpu docs environment
-.PHONY: gpu-environment torch clean
+.PHONY: bench-environment gpu-environment torch clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -90,10 +90,12 @@ lint: $(VENV)/.test  ## ruff, mypy, and whether the support tables are those of 
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python docs/support.py --check
 
-bench: environment  ## what calls cost, beside mpi4py and beside Gloo, on two ranks
-	$(START) -n 2 $(VENV)/bin/python benchmarks/overhead.py
-	@! $(VENV)/bin/python -c 'import torch' 2> /dev/null || \
-	    { set -x; $(START) -n 2 $(VENV)/bin/python benchmarks/torch_backend.py; }
+BENCHED := $(or $(MPI),mpich openmpi)
+bench:  ## mpicoll beside MPI alone and Gloo, with MPICH and Open MPI, or MPI=...; ARGS='--help'
+	@for mpi in $(BENCHED); do \
+	    $(MAKE) --no-print-directory bench-environment MPI=$$mpi || exit 1; done
+	$(PYTHON) benchmarks/compare.py $(foreach mpi,$(BENCHED),$(mpi)=$(call venv,$(mpi))) \
+	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
 
 bench-gpu:  ## what collectives on device memory cost, on two ranks; ARGS='--help'
 	@! $(PYTHON) tests/gpu/run.py --look || { \
@@ -105,6 +107,9 @@ docs: $(VENV)/.docs  ## write the support tables, then the pages as HTML in .cac
 	printf 'site_name: mpicoll\n' | $(VENV)/bin/mkdocs build --quiet -f - -d .cache/site
 
 environment: $(VENV)/.test torch  ## what the tests need with MPI=..., and no more
+	@:
+
+bench-environment: environment $(VENV)/.bench
 	@:
 
 gpu-environment: environment
@@ -129,6 +134,10 @@ $(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
 
 $(VENV)/.test: $(BUILT) | $(VENV)/bin/python
 	$(PIP) -e '.[test]' $(wheel_$(ONE))
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml | $(VENV)/.test
+	$(PIP) -e '.[bench]'
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python

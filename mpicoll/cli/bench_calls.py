@@ -35,6 +35,7 @@ __all__ = [
     "Other",
     "Place",
     "missing",
+    "named_call",
     "op_name",
     "own_call",
     "rounded",
@@ -300,13 +301,13 @@ def taken(case: Case, others: list[str]) -> int:
 def own_call(case: Case, buffers: Buffers, variant: str, waits: bool) -> Call:
     """mpicoll's. ``waits``: with async_op, and waited for at once."""
     input, output = buffers.of(case, variant)
-    call = _named(mpicoll, case, input and input.given, output and output.given, waits)
+    call = named_call(mpicoll, case, input and input.given, output and output.given, waits)
     if not waits:
         return call
     return lambda: call().wait()
 
 
-def _named(api: Any, case: Case, input: Any, output: Any, waits: bool = False) -> partial[Any]:
+def named_call(api: Any, case: Case, input: Any, output: Any, waits: bool = False) -> partial[Any]:
     """The call of a module that has torch.distributed's names."""
     row = case.row
     named: dict[str, Any] = {row.output: output, row.input: input, row.root: case.root}
@@ -419,7 +420,7 @@ class Gloo:
             return None
         sides = buffers.of(case, variants(case.row)[0])
         input, output = (self._tensors(case, side and side.given) for side in sides)
-        return _named(self._api, case, input, output)
+        return named_call(self._api, case, input, output)
 
     def _tensors(self, case: Case, given: Any) -> Any:
         if isinstance(given, list):

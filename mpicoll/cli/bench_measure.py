@@ -6,20 +6,17 @@ import argparse
 import itertools
 import os
 import platform
-import re
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import mpi4py
 import numpy as np
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import kernels
+from mpicoll import kernels, tables
 from mpicoll.cli import bench_table
 from mpicoll.cli.bench_calls import Buffers, Call, Case, Other, Place, op_name, own_call, variants
 from mpicoll.cli.bench_check import contents, expected, fill, wrong
@@ -200,7 +197,7 @@ class Bench:
             "command": " ".join(sys.argv[1:]),
             "ranks": len(nodes),
             "nodes": list(dict.fromkeys(nodes)),
-            "machine": f"{_processor()}, rank 0 may use {len(os.sched_getaffinity(0))}",
+            "machine": f"{tables.machine()}, rank 0 may use {len(os.sched_getaffinity(0))}",
             "MPI": f"{name} {'.'.join(map(str, version))}",
             "mpicoll": mpicoll.__version__,
             "mpi4py": mpi4py.__version__,
@@ -253,12 +250,3 @@ def count_wrong(call: Call, case: Case, buffers: Buffers, variant: str, place: P
 
 def _within(limits: tuple[int, int], wanted: float) -> int:
     return min(max(round(wanted), limits[0]), limits[1])
-
-
-def _processor() -> str:
-    """What the processor is called, and how many there are."""
-    name = platform.machine()
-    with suppress(OSError):
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        name = found[1] if found else name
-    return f"{os.cpu_count()} x {name}"

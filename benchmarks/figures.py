@@ -1,0 +1,201 @@
+"""Draws what ``make bench`` measured, as SVG; needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import aims
+import matplotlib
+from aims import Results
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from measure import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Times, bytes_shown
+
+#: Who has which colour (after Okabe and Ito, for every kind of sight), line and mark.
+STYLES: dict[str, dict[str, Any]] = {
+    MPI4PY: {"color": "#555555", "marker": "s"},
+    FACADE: {"color": "#0072b2", "marker": "o"},
+    TORCH: {"color": "#56b4e9", "marker": "^"},
+    GLOO: {"color": "#d55e00", "marker": "v"},
+    COPY: {"color": "#999999", "linestyle": ":"},
+}
+DTYPES = {"float32": "-", "bfloat16": "--", "float16": "-.", "int8": ":"}
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]
+
+
+def draw(found: Sequence[Results], folder: Path) -> None:
+    """Draws all of it into the folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    matplotlib.rcParams |= {
+        "svg.fonttype": "none",  # text stays text
+        "svg.hashsalt": "mpicoll",  # the same measurements make the same file
+        "font.size": 8,
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "lines.markersize": 3,
+        "lines.linewidth": 1.2,
+    }
+    primitives = dict.fromkeys(
+        one["primitive"] for each in found for one in each.find(section="sizes")
+    )
+    for primitive in primitives:
+        _save(_sizes(found, primitive), folder / f"{primitive}.svg")
+    for name, section in (("dtypes", _dtypes), ("overlap", _overlap), ("growth", _growth)):
+        if any(each.find(section=name) for each in found):
+            _save(section(found), folder / f"{name}.svg")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _grid(rows: int, titles: Sequence[str], what: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(1 + 3.4 * len(titles), 0.6 + 2.4 * rows), layout="constrained")
+    figure.suptitle(what)
+    axes = figure.subplots(rows, len(titles), squeeze=False, sharey="row")
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set_title(title)
+    return figure, axes
+
+
+def _by_bytes(axis: Any, unit: str) -> None:
+    axis.set_xscale("log", base=4)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: bytes_shown(round(size))))
+    axis.tick_params(axis="x", rotation=45)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.minorticks_off()
+    axis.set_ylabel(unit)
+
+
+def _curve(
+    axis: Any, times: dict[int, Times], value: Callable[[int, float], float], **style: Any
+) -> None:
+    """A line of what the median comes to at each size, and what is between the quartiles."""
+    sizes = sorted(times)
+    if not sizes:
+        return
+    axis.plot(sizes, [value(size, times[size].median) for size in sizes], **style)
+    quartiles = [quantiles(times[size].seconds, n=4) for size in sizes]
+    low, high = (
+        [value(size, three[i]) for size, three in zip(sizes, quartiles, strict=True)]
+        for i in (0, 2)
+    )
+    axis.fill_between(sizes, low, high, color=style["color"], alpha=0.12, linewidth=0)
+
+
+def _microseconds(size: int, seconds: float) -> float:
+    return seconds * 1e6
+
+
+def _gigabytes(size: int, seconds: float) -> float:
+    return size / seconds / 1e9
+
+
+def _legend(figure: Figure, axes: Iterable[Any], columns: int) -> None:
+    named = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns)
+
+
+def _sizes(found: Sequence[Results], primitive: str) -> Figure:
+    """Time and bandwidth of a collective by size."""
+    figure, axes = _grid(2, [each.mpi for each in found], f"{primitive} of float32, two ranks")
+    for column, results in zip(axes.T, found, strict=True):
+        for who, style in STYLES.items():
+            times = results.by_size(section="sizes", case=who, primitive=primitive)
+            _curve(column[0], times, _microseconds, label=who, **style)
+            large = {size: each for size, each in times.items() if size >= KIB}
+            _curve(column[1], large, _gigabytes, label=who, **style)
+        _by_bytes(column[0], "time of a call (us)")
+        _by_bytes(column[1], "bytes / time (GB/s)")
+        column[1].set_xlabel("bytes of the larger array of a rank")
+    _legend(figure, axes.flat, 5)
+    return figure
+
+
+def _dtypes(found: Sequence[Results]) -> Figure:
+    """Bandwidth of all_reduce by dtype."""
+    figure, axes = _grid(1, [each.mpi for each in found], "all_reduce by dtype, two ranks")
+    for axis, results in zip(axes[0], found, strict=True):
+        for who in (MPI4PY, FACADE, GLOO):
+            for dtype, line in DTYPES.items():
+                times = results.by_size(section="dtypes", case=who, dtype=dtype)
+                style = {**STYLES[who], "linestyle": line}
+                _curve(axis, times, _gigabytes, label=f"{who} {dtype}", **style)
+        _by_bytes(axis, "bytes / time (GB/s)")
+        axis.set_xlabel("bytes of the array")
+    _legend(figure, axes.flat, 4)
+    return figure
+
+
+def _overlap(found: Sequence[Results]) -> Figure:
+    """The share of a call that is hidden behind computation."""
+    points = dict.fromkeys(
+        (one["ranks"], one["primitive"], one["bytes"])
+        for each in found
+        for one in each.find(section="overlap")
+    )
+    figure, axes = _grid(1, [each.mpi for each in found], "hidden behind computation (%)")
+    for axis, results in zip(axes[0], found, strict=True):
+        for i, who in enumerate((MPI4PY, FACADE, GLOO)):
+            for place, (ranks, primitive, size) in enumerate(points):
+                share = aims.hidden(results, who, primitive, ranks).get(size)
+                if share is not None:
+                    axis.barh(
+                        place + 0.27 * (i - 1), 100 * max(share.median, -1.0), 0.25,
+                        xerr=100 * share.spread, color=STYLES[who]["color"],
+                        error_kw={"linewidth": 0.6}, label=who,
+                    )  # fmt: skip
+        names = [f"{p} {bytes_shown(size)}, {ranks} ranks" for ranks, p, size in points]
+        axis.set_yticks(range(len(points)), names)
+        axis.set_xlim(-100, 100)
+        axis.axvline(0, color="black", linewidth=0.6)
+    axes[0][0].invert_yaxis()  # shared
+    _legend(figure, axes.flat, 3)
+    return figure
+
+
+def _growth(found: Sequence[Results]) -> Figure:
+    """Time by number of ranks."""
+    every = [one for each in found for one in each.find(section="growth")]
+    primitives = list(dict.fromkeys(one["primitive"] for one in every))
+    processors = {record["machine"]["processors"] for each in found for record in each.records}
+    figure, axes = _grid(
+        len(primitives), [each.mpi for each in found],
+        "time by number of ranks (us); behind the line more ranks than processors",
+    )  # fmt: skip
+    for primitive, row in zip(primitives, axes, strict=True):
+        for axis, results in zip(row, found, strict=True):
+            for who, line in ((MPI4PY, ":"), (FACADE, "-")):
+                for colour, (name, times) in zip(
+                    COLOURS, _by_ranks(results, who, primitive).items(), strict=False
+                ):
+                    style = {**STYLES[who], "color": colour, "linestyle": line}
+                    _curve(axis, times, _microseconds, label=f"{who} {name}", **style)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.minorticks_off()
+            ranks = sorted({one["ranks"] for one in every})
+            axis.set_xticks(ranks, [str(n) for n in ranks])
+            axis.axvline(min(processors), color="black", linewidth=0.6, linestyle="--")
+        row[0].set_ylabel(primitive)
+    for axis in axes[-1]:
+        axis.set_xlabel("ranks")
+    _legend(figure, axes.flat, 4)
+    return figure
+
+
+def _by_ranks(results: Results, who: str, primitive: str) -> dict[str, dict[int, Times]]:
+    """For each size the times by number of ranks. The smallest is a few bytes for each rank."""
+    lines: dict[str, dict[int, Times]] = {}
+    for one in results.find(section="growth", case=who, primitive=primitive):
+        size = one["bytes"]
+        name = "a few bytes" if size < KIB else bytes_shown(size)
+        lines.setdefault(name, {})[one["ranks"]] = Times(one["seconds"])
+    return lines

@@ -1,0 +1,248 @@
+"""The project's own comparison: what is concluded from measurements, and one small run of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import aims  # noqa: E402
+import measure  # noqa: E402
+import report  # noqa: E402
+
+MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+KIB, MIB = 1 << 10, 1 << 20
+
+# --- aims, from measurements that are made up ---------------------------------------------------
+
+
+def measured(case: str, primitive: str, size: int, seconds: float, **more: Any) -> dict[str, Any]:
+    """Of five repetitions in the middle one; the quartiles are 5 % away."""
+    every = [seconds * factor for factor in (1.0, 0.95, 1.05, 0.9, 1.1)]
+    entry = {"section": "sizes", "case": case, "primitive": primitive, "bytes": size, "ranks": 2}
+    entry |= {"dtype": "float32", "median": seconds, "spread": 0.075 * seconds, "seconds": every}
+    return entry | more
+
+
+def results(*measurements: dict[str, Any], mpi: str = "MPICH 5.0.2", processors: int = 2) -> Any:
+    machine = {"processor": "P", "processors": processors, "processors of a rank": processors}
+    record = {"mpi": mpi, "machine": machine | {"load before": 0.5}, "versions": {"Python": "3"}}
+    record |= {"ranks": 2, "date": "today", "measurements": list(measurements)}
+    return aims.Results([record])
+
+
+def found(what: str, given: aims.Results) -> measure.Aim:
+    (aim,) = [aim for aim in aims.aims(given) if aim.name.startswith(what)]
+    return aim
+
+
+def test_nothing_is_met_where_nothing_was_measured() -> None:
+    every = aims.aims(results())
+    assert len(every) > 20 and {aim.verdict for aim in every} == {"not measured"}
+    assert len({aim.name for aim in every}) == len(every)
+
+
+def test_large_calls() -> None:
+    given = results(
+        measured("mpi4py", "all_reduce", 64 * MIB, 20e-3),
+        measured("mpicoll", "all_reduce", 64 * MIB, 10e-3),
+        measured("mpicoll torch", "all_reduce", 64 * MIB, 10e-3),
+        measured("Gloo", "all_reduce", 64 * MIB, 35e-3),
+        measured("mpi4py", "all_reduce", 256 * MIB, 16e-3),
+        measured("mpicoll", "all_reduce", 256 * MIB, 10e-3),
+    )
+    aim = found("all_reduce 64 MiB: MPI_Allreduce", given)
+    assert (aim.measured, aim.verdict) == (pytest.approx(2.0), "met")
+    aim = found("all_reduce 64 MiB: Gloo", given)
+    assert (aim.measured, aim.verdict) == (pytest.approx(3.5), "MISSED")
+    aim = found("all_reduce 256 MiB: MPI_Allreduce", given)
+    assert (aim.measured, aim.verdict) == (pytest.approx(1.6), "MISSED")
+    assert found("all_reduce 256 MiB: Gloo", given).verdict == "not measured"
+
+
+@pytest.mark.parametrize(("slow", "verdict"), [(3.5e-6, "met"), (3.7e-6, "MISSED")])
+def test_the_worst_size_counts(slow: float, verdict: str) -> None:
+    given = results(
+        measured("mpi4py", "all_reduce", KIB, 2e-6),  # 1.05 x 2 us + 1.5 us = 3.6 us
+        measured("mpicoll", "all_reduce", KIB, slow),
+        measured("mpi4py", "all_reduce", MIB, 1e-3),
+        measured("mpicoll", "all_reduce", MIB, 1e-3),
+        measured("mpi4py", "all_reduce", 64 * MIB, 1.0),  # beyond those that are asked about
+        measured("mpicoll", "all_reduce", 64 * MIB, 9.0),
+    )
+    aim = found("all_reduce up to 16 MiB", given)
+    assert aim.measured == pytest.approx(slow / 3.6e-6, rel=1e-3)
+    assert (aim.note, aim.verdict) == ("1 KiB", verdict)
+
+
+def test_the_spread_is_that_of_the_ratio() -> None:
+    own = measured("mpicoll", "broadcast", 16 * MIB, 1.0) | {"seconds": [2.0, 1.0, 1.0, 1.0, 1.0]}
+    raw = measured("mpi4py", "broadcast", 16 * MIB, 1.0) | {"seconds": [2.0, 1.1, 1.2, 1.3, 1.4]}
+    aim = found("broadcast", results(own, raw))
+    assert (aim.measured, aim.spread) == (pytest.approx(1.2), pytest.approx(0.15))
+
+
+def test_what_is_asked_of_one_mpi_alone() -> None:
+    both = [
+        measured("mpi4py", "reduce_scatter_single", 16 * MIB, 6e-3),
+        measured("mpicoll", "reduce_scatter_single", 16 * MIB, 1e-3),
+    ]
+    aim = found("reduce_scatter_single 16 MiB", results(*both, mpi="Open MPI 5.0.11"))
+    assert (aim.asked, aim.verdict) == ("at least 5 x", "met")
+    assert not [a for a in aims.aims(results(*both)) if "reduce_scatter_single 16 MiB" in a.name]
+
+
+def test_memory_and_many() -> None:
+    many = {"section": "many", "count": 1000}
+    given = results(
+        *({"section": "memory", "case": "mpicoll", "primitive": name, "extra": extra * MIB}
+          for name, extra in (("all_reduce", 2), ("gather", 80), ("scatter", 3))),
+        {"section": "memory", "case": "mpi4py", "primitive": "reduce", "extra": 999 * MIB},
+        measured("mpicoll", "all_reduce", 4 * KIB, 3e-3, how="one by one", **many),
+        measured("mpicoll", "all_reduce", 4 * KIB, 1e-3, how="coalesced", **many),
+    )  # fmt: skip
+    aim = found("memory", given)
+    assert (aim.measured, aim.note, aim.verdict) == (80.0, "gather", "MISSED")
+    aim = found("1000 all_reduces", given)
+    assert (aim.measured, aim.verdict) == (pytest.approx(3.0), "met")
+
+
+def overlapped(who: str, pure: float, compute: float, beside: float, in_turn: float) -> list[Any]:
+    parts = {"pure": pure, "compute": compute, "beside": beside, "in turn": in_turn}
+    return [
+        measured(who, "all_reduce", MIB, seconds, section="overlap", part=part)
+        for part, seconds in parts.items()
+    ]
+
+
+def test_overlap() -> None:
+    own, raw = overlapped("mpicoll", 10, 10, 12, 20), overlapped("mpi4py", 10, 10, 15, 20)
+    given = results(*own, *raw, processors=2)
+    assert found("overlap: mpicoll's less", given).measured == pytest.approx(80 - 50)
+    assert found("begun, computed", given).measured == pytest.approx(12 / 20)
+    spare = found("overlap where each rank", given)
+    assert (spare.verdict, spare.note) == ("not measured", "needs 2 processors a rank")
+    spare = found("overlap where each rank", results(*own, *raw, processors=4))
+    assert (spare.measured, spare.verdict) == (pytest.approx(80), "met")
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_mpis_side_by_side() -> None:
+    one = results(
+        measured("mpi4py", "broadcast", KIB, 2e-6), measured("mpicoll", "broadcast", KIB, 3e-6),
+    )  # fmt: skip
+    other = results(
+        measured("mpicoll", "broadcast", MIB, 4e-3), measured("mpicoll", "broadcast", KIB, 5e-6),
+        mpi="Open MPI 5.0.11",
+    )  # fmt: skip
+    lines = report.section_table([one, other], "sizes", ("primitive", "bytes"))
+    assert len({len(line) for line in lines}) == 1
+    assert [cells(line) for line in lines if "---" not in line] == [
+        ["primitive", "bytes", "MPICH: mpi4py", "MPICH: mpicoll", "Open MPI: mpicoll"],
+        ["broadcast", "1 KiB", "2 us 8%", "3 us 8%", "5 us 8%"],
+        ["broadcast", "1 MiB", "-", "-", "4 ms 8%"],
+    ]
+    rows = {cells(line)[0]: cells(line)[1:] for line in report.aims_table([one, other])}
+    assert rows["two ranks"] == ["aim", "MPICH 5.0.2", "Open MPI 5.0.11"]
+    name = "reduce_scatter_single 16 MiB: MPI's / mpicoll"
+    assert rows[name] == ["at least 5 x", "-", "not measured"]
+    assert "left out" not in "\n".join(report.report([one, other]))
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+def run(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MPIEXEC, "-n", str(ranks), sys.executable, ROOT / "benchmarks" / "host.py", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@needs_mpiexec
+def test_a_small_run(tmp_path: Path) -> None:
+    file = tmp_path / "mpi" / "small.json"
+    file.parent.mkdir()
+    done = run(2, "sizes", "dtypes", "--quick", "--seconds", "0.01",
+               "--largest", "1024", "--json", str(file))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(file.read_text())
+    assert record["ranks"] == 2 and record["mpi"] and record["versions"]["mpicoll"]
+    assert record["machine"]["processors"] >= 1 and record["machine"]["processor"]
+    kinds: dict[str, set[Any]] = {}
+    for one in record["measurements"]:
+        assert one["median"] == pytest.approx(statistics.median(one["seconds"]), rel=1e-3)
+        assert one["median"] > 0 and one["spread"] >= 0 and one["ranks"] == 2
+        assert len(one["seconds"]) >= 5
+        key = one["primitive"], one["bytes"], one["dtype"]
+        kinds.setdefault(f"{one['section']} {one['case']}", set()).add(key)
+    blocks = {"all_reduce": 1, "broadcast": 1, "all_gather_single": 2, "reduce_scatter_single": 2,
+              "all_to_all_single": 2}  # fmt: skip
+    sizes = [4, 16, 64, 256, 1024]
+    expected = {(name, max(size, 4 * n), "float32") for name, n in blocks.items() for size in sizes}
+    expected |= {("reduce", 4, "float32"), ("reduce", 256, "float32")}
+    expected |= {(name, size, "float32") for name in ("gather", "scatter") for size in (8, 256)}
+    for who in ("mpi4py", "mpicoll", "copy"):
+        assert kinds[f"sizes {who}"] == expected, who
+    dtypes = {"float32", "bfloat16", "float16", "int8"}
+    assert kinds["dtypes mpicoll"] == {("all_reduce", 1024, dtype) for dtype in dtypes}
+    assert ("all_reduce", 1024, "float32") in kinds["dtypes mpi4py"]
+    if record["mpi"].startswith(("MPICH", "Open MPI")):  # these have a float16 of their own
+        assert ("all_reduce", 1024, "float16") in kinds["dtypes mpi4py"]
+    assert any("bfloat16 by mpi4py" in what for what in record["left out"])
+    if importlib.util.find_spec("torch"):
+        assert kinds["sizes mpicoll torch"] == expected
+        assert ("all_reduce", 4, "float32") in kinds["sizes Gloo"]
+    (given,) = aims.read(tmp_path)
+    assert found("all_reduce up to 16 MiB", given).measured is not None
+    assert report.report([given])
+
+
+@needs_mpiexec
+def test_many_calls_and_calls_beside_computation(tmp_path: Path) -> None:
+    file = tmp_path / "small.json"
+    done = run(2, "many", "overlap", "growth", "--quick", "--seconds", "0.01", "--largest", "65536",
+               "--without-torch", "--json", str(file))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    given = aims.Results([json.loads(file.read_text())])
+    hows = {(one["case"], one["how"], one["count"]) for one in given.find(section="many")}
+    assert hows == {
+        (who, how, 1000)
+        for who in ("mpi4py", "mpicoll")
+        for how in ("one by one", "pending", "coalesced", "fused")
+        if (who, how) != ("mpi4py", "coalesced")
+    }
+    assert found("1000 all_reduces", given).measured is not None
+    assert set(aims.hidden(given, "mpicoll", "all_reduce", 2)) == {64 * KIB}
+    assert found("begun, computed", given).measured is not None
+    assert {one["bytes"] for one in given.find(section="growth")} == {8, 64 * KIB}
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("sises", "invalid choice: 'sises'"), ("sizes --json /nowhere/x", "there is no folder /now")],
+)
+def test_one_rank_says_what_is_wrong(words: str, said: str) -> None:
+    done = run(2, *words.split())
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1 and said in done.stderr, done

@@ -33,6 +33,10 @@ __all__ = [
 ]
 
 
+#: Bytes of the arrays of a list that are packed at a time, all of them together.
+LISTED = 4 * 1024 * 1024
+
+
 class Plan:
     """What all calls of one kind in one group share.
 
@@ -42,9 +46,12 @@ class Plan:
     dtype:     the dtype of the elements; None where there are none.
     on_device: they are on a CUDA device, on every rank on one of its own.
     route, direct, prompt: how it is carried out; see Way.
+    piece:     elements of a block that go at a time where an array is a list; None for all.
     """
 
-    __slots__ = ("direct", "dtype", "group", "on_device", "op", "primitive", "prompt", "route")
+    __slots__ = (
+        "direct", "dtype", "group", "on_device", "op", "piece", "primitive", "prompt", "route",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -61,6 +68,10 @@ class Plan:
         self.dtype = dtype
         self.on_device = on_device
         self.route, self.direct, self.prompt = way
+        self.piece: int | None = None
+        if primitive.listed and primitive.even and not on_device:
+            assert dtype is not None
+            self.piece = max(1, LISTED // (group.size() * dtype.itemsize))
 
 
 class Blocks(NamedTuple):

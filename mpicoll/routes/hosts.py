@@ -14,15 +14,15 @@ from mpicoll.calls import Blocks, Direct, Route, Way
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.groups import state
 from mpicoll.primitives import Layout, Primitive
-from mpicoll.routes import composed, direct, native, shared
+from mpicoll.routes import composed, direct, levels, native, shared
 from mpicoll.routes.algorithms import HOST
-from mpicoll.tables import Steps
+from mpicoll.tables import Steps, able, kind_of, shown
 from mpicoll.views import View
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["choose", "on_views", "told"]
+__all__ = ["candidates", "choose", "on_views", "place", "told"]
 
 
 def choose(
@@ -50,7 +50,8 @@ def choose(
     if primitive.layout is Layout.EMPTY:
         return Way(native.barrier(group))
     assert dtype is not None
-    by_size = _BySize(primitive, group, op, dtype)
+    kind = primitive, group, op, dtype
+    by_size = _BySize(kind, _row(kind))
     uneven = native.all_gather_uneven(group, dtype) if primitive.name == "all_gather" else None
     by_the_buffer = by_size.directed()
     return Way(on_views(by_the_buffer, uneven), by_the_buffer, by_size.prompt)
@@ -86,13 +87,12 @@ class _Step(NamedTuple):
 class _BySize:
     """The calls of one kind in one group, each by the route for its size."""
 
-    def __init__(
-        self, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-    ) -> None:
-        self._kind = primitive, group, op, dtype
+    def __init__(self, kind: _Kind, row: dict[str, Steps]) -> None:
+        self._kind = kind
+        primitive, group, _, dtype = kind
         blocks = group.size() if primitive.many_in or primitive.many_out else 1
         self._block = dtype.itemsize * blocks
-        self._row = _row(primitive, group, op, dtype)
+        self._row = row
         #: Elements from which on it matters where the ranks are.
         self._split = -(-_split(self._row) // self._block)
         self._steps: list[_Step] | None = None  # until that is known
@@ -103,15 +103,18 @@ class _BySize:
 
         It is not kept here: a plan that is dropped lets go at once of the memory that it shares.
         """
-        last = self._before[-1]
-        seconds = [step.fewest for step in self._before[:-1]]
-        few, first = min([self._split, *seconds]), last.direct
+        few, first = _smallest(self._before, self._split)
 
         def direct(send: Any, recv: Any, count: int, root: int) -> None:
+            nonlocal few, first
             if count < few:
                 first(send, recv, count, root)
-            else:
-                self._step(count).direct(send, recv, count, root)
+                return
+            known = self._steps is not None
+            step = self._step(count)
+            if not known and self._steps is not None:
+                few, first = _smallest(self._steps, _NEVER)
+            step.direct(send, recv, count, root)
 
         return direct
 
@@ -122,7 +125,7 @@ class _BySize:
             if count < self._split:
                 steps = self._before
             else:
-                steps = self._steps = self._made(_place(self._kind[1]))
+                steps = self._steps = self._made(place(self._kind[1]))
         for step in steps:
             if count >= step.fewest:
                 return step
@@ -137,20 +140,37 @@ class _BySize:
 
     def _made(self, place: str) -> list[_Step]:
         """The steps where the ranks are at ``place``, the last one first."""
-        found: list[_Step] = []
-        for least, name in self._row[place]:
-            made = _CANDIDATES[name](*self._kind)
-            if made is not None:
-                found.insert(0, _Step(-(-least // self._block) if found else 0, *made))
-        return found or self._made("apart")
+        served = _served(self._kind, self._row, place)
+        return [_Step(-(-least // self._block), *made) for least, _, made in reversed(served)]
 
 
-def _row(
-    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> dict[str, Steps]:
-    ours = op is not None and not native.reducible(op, dtype)
-    kind = f"{primitive.name} of others" if ours else primitive.name
-    return state.table.row(kind, group.size())
+def _smallest(steps: list[_Step], end: int) -> tuple[int, Direct]:
+    """The step for the smallest, and the elements up to which it is the one, ``end`` at most."""
+    return min([end, *(step.fewest for step in steps[:-1])]), steps[-1].direct
+
+
+#: Primitive, group, operation and dtype of calls.
+_Kind = tuple[Primitive, "ProcessGroup", "ReduceOp | None", DType]
+
+
+def _named(kind: _Kind) -> str:
+    """What tables call such calls."""
+    primitive, _, op, dtype = kind
+    return kind_of(primitive, op is not None and not native.reducible(op, dtype))
+
+
+def _row(kind: _Kind) -> dict[str, Steps]:
+    return state.table.row(_named(kind), kind[1].size())
+
+
+def _served(kind: _Kind, row: dict[str, Steps], place: str) -> list[tuple[int, str, Candidate]]:
+    """The steps that can be had, from 0 on, each with what carries calls out. All ranks call."""
+    found: list[tuple[int, str, Candidate]] = []
+    for least, name in row[place]:
+        made = _CANDIDATES[name](*kind)
+        if made is not None:
+            found.append((least if found else 0, name, made))
+    return found or _served(kind, row, "apart")
 
 
 def _split(row: dict[str, Steps]) -> int:
@@ -165,11 +185,11 @@ def _split(row: dict[str, Steps]) -> int:
 _NEVER = 1 << 62
 
 
-def _place(group: ProcessGroup) -> str:
+def place(group: ProcessGroup) -> str:
     """Where the ranks of the group are, as far as it matters. All ranks call."""
     if shared.of(group):
         return "node"
-    return "apart"
+    return "nodes" if levels.of(group) else "apart"
 
 
 # --- what carries calls out ---------------------------------------------------------------------
@@ -191,9 +211,10 @@ def _mpi(
 def _pieces(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
 ) -> Candidate | None:
-    if op is None or primitive.name != "all_reduce" or not native.reducible(op, dtype):
+    makers = {"all_reduce": native.all_reduce, "reduce": native.reduce}
+    if op is None or primitive.name not in makers or not native.reducible(op, dtype):
         return None
-    return native.all_reduce(group, dtype, op, native.PIECE), None
+    return makers[primitive.name](group, dtype, op, native.PIECE), None
 
 
 def _exchange(
@@ -208,12 +229,34 @@ def _shared(
     return shared.made(primitive, group, op, dtype)
 
 
+def _levels(
+    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Candidate | None:
+    made = levels.made(primitive, group, op, dtype)
+    return None if made is None else (made, None)
+
+
 _CANDIDATES: dict[str, Callable[..., Candidate | None]] = {
     "mpi": _mpi,
     "pieces": _pieces,
     "exchange": _exchange,
     "shared": _shared,
+    "levels": _levels,
 }
+
+
+def candidates(
+    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> dict[str, Direct]:
+    """What can carry such calls out in this group, as ``choose`` has it, by the names that tables
+    have for it. All ranks call.
+    """
+    kind, here = (primitive, group, op, dtype), place(group)
+    return {
+        name: _BySize(kind, {**_row(kind), here: ((0, name),)}).directed()
+        for name in able(_named(kind), here)
+        if _CANDIDATES[name](*kind) is not None
+    }
 
 
 # --- for people ---------------------------------------------------------------------------------
@@ -234,15 +277,7 @@ def told(primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: 
     if primitive.layout is Layout.EMPTY:
         return _WORDS["mpi"]
     kind = primitive, group, op, dtype
-    steps = _row(*kind)[_place(group)]
-    able = [(least, name) for least, name in steps if _CANDIDATES[name](*kind) is not None]
-    words = [_WORDS[able[0][1]]]
-    words += [f"from {_size(least)} on {_WORDS[name]}" for least, name in able[1:]]
+    (_, first, _), *others = _served(kind, _row(kind), place(group))
+    words = [_WORDS[first]]
+    words += [f"from {shown(least)} on {_WORDS[name]}" for least, name, _ in others]
     return "; ".join(words)
-
-
-def _size(nbytes: int) -> str:
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"

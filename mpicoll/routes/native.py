@@ -24,6 +24,7 @@ __all__ = [
     "all_gather_uneven",
     "all_reduce",
     "barrier",
+    "reduce",
     "reducible",
 ]
 
@@ -160,18 +161,19 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp, piece: int = MOS
     return direct
 
 
-def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
-    """MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
+def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp, piece: int = MOST * 16) -> Direct:
+    """MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1), of ``piece`` bytes at a time."""
     comm, n, me = group.comm, group.size(), group.rank()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
+    step = min(MOST, piece // dtype.itemsize)
 
     def direct(send: Any, recv: Any, count: int, root: int) -> None:
-        for start in range(0, max(count, 1), MOST):
-            piece = [recv, min(MOST, count - start), start, element]
+        for start in range(0, max(count, 1), step):
+            part = [recv, min(step, count - start), start, element]
             if me == root:
-                comm.Reduce(MPI.IN_PLACE, piece, combined, root)
+                comm.Reduce(MPI.IN_PLACE, part, combined, root)
             else:
-                comm.Reduce(piece, None, combined, root)
+                comm.Reduce(part, None, combined, root)
         if me == root and op is ReduceOp.AVG:
             _divide(recv, count, dtype, n)
 

@@ -324,11 +324,15 @@ def all_reduce_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future | None:
-    """all_reduce of each array of a list, of one dtype. With ``async_op`` a Future is returned."""
+    """all_reduce of each array of a list, of one dtype. With ``async_op`` a Future is returned.
+
+    tensors: arrays that do not share memory; the same sizes in the same order on all ranks. Small
+    ones are reduced together.
+    """
     name = "all_reduce_coalesced"
     _tensors(name, "tensors", tensors)
     pairs = [(tensor, None) for tensor in tensors]
-    return _future(run_all(name, _ALL_REDUCE, group, pairs, op), async_op)
+    return _future(run_all(name, _ALL_REDUCE, group, async_op, pairs, op))
 
 
 def all_gather_coalesced(
@@ -337,9 +341,10 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future | None:
-    """all_gather of each array of a list. With ``async_op`` a Future is returned.
+    """all_gather of each array of a list, of one dtype. With ``async_op`` a Future is returned.
 
-    output_tensor_lists[rank][i] is what rank ``rank`` has as input_tensor_list[i].
+    output_tensor_lists[rank][i] is what rank ``rank`` has as input_tensor_list[i]. The same sizes
+    in the same order on all ranks; small arrays are gathered together.
     """
     name = "all_gather_coalesced"
     member = resolve(group)
@@ -347,7 +352,7 @@ def all_gather_coalesced(
         outside(name)
         return None
     pairs = coalesced_pairs(name, output_tensor_lists, input_tensor_list, member)
-    return _future(run_all(name, _ALL_GATHER, member, pairs), async_op)
+    return _future(run_all(name, _ALL_GATHER, member, async_op, pairs))
 
 
 def coalesced_pairs(
@@ -370,9 +375,6 @@ def coalesced_pairs(
     return [([outputs[i] for outputs in output_lists], one) for i, one in enumerate(inputs)]
 
 
-def _future(work: Work | None, async_op: bool) -> Future | None:
+def _future(work: Work | None) -> Future | None:
     """What torch returns of the coalesced calls: a Future instead of a Work."""
-    if work is None or async_op:
-        return None if work is None else work.get_future()
-    work.wait()
-    return None
+    return None if work is None else work.get_future()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from mpicoll import calls, device, views
+from mpicoll import calls, device, fusing, views
 from mpicoll.arrays import glances
 from mpicoll.calls import Blocks, Plan
 from mpicoll.device import Crossing
@@ -136,37 +136,58 @@ def run_all(
     name: str,
     primitive: Primitive,
     group: Any,
+    async_op: bool,
     pairs: Sequence[tuple[Any, Any]],
     op: ReduceOp | None = None,
 ) -> Work | None:
     """Checks a collective call on each (output, input), then carries all out as one Work.
 
-    None on a rank outside the group. Raises UnsupportedError where the dtypes differ.
+    Small ones are made together, see ``fusing``; the list is compared with the other ranks'. The
+    rest is as ``run`` has it. Raises UnsupportedError where dtypes or devices differ in the list.
     """
     member = resolve(group)
     if member is None:
         outside(name)
         return None
-    ready = []
-    for i, (output, input) in enumerate(pairs):
-        send, recv, blocks = calls.views(primitive, member, output, input, 0, None)
-        assert recv is not None
-        plan = _plan(primitive, member, op, recv.dtype, recv.device is not None)
-        crossing = _crossing(plan, send, recv)
-        if crossing is not None:
-            crossing.asynchronous = True
-        ready.append((plan, send, recv, 0, blocks, crossing))
-        if plan.dtype is not ready[0][0].dtype:
-            raise UnsupportedError(
-                f"{name}: different dtypes in one list: [0] is {ready[0][0].dtype}, [{i}] is "
-                f"{recv.dtype}"
-            )
+    waits = not async_op and not member.busy()
+    found = fusing.fused(name, primitive, member, pairs, held=waits)
+    plan = _plan(primitive, member, op, found.dtype, found.on_device)
+    ready = [
+        (plan, send, recv, 0, blocks, _crossing(plan, send, recv))
+        for send, recv, blocks in found.calls
+    ]
 
     def perform_all() -> None:
+        _compare(plan, found.counts)
         for call in ready:
             perform(*call)
 
-    return submit(member, perform_all, name, [output for output, _ in pairs])
+    if waits:
+        perform_all()
+        return None
+    for *_, crossing in ready:
+        if crossing is not None:
+            crossing.asynchronous = True
+    largest = max(recv.count for _, recv, _ in found.calls if recv is not None)
+    at_once = async_op and plan.prompt is not None and not member.busy() and plan.prompt(largest)
+    work = submit(member, perform_all, name, [output for output, _ in pairs], at_once)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _compare(plan: Plan, counts: Sequence[Any]) -> None:
+    """Compares a list of calls with the other ranks': what is fused must be the same on all."""
+    group = plan.group
+    try:
+        with group.lock:
+            group.sequence += 1
+            consistency.check(group, *fusing.of_list(plan, counts))
+    except MpicollError:
+        raise
+    except Exception as error:
+        raise _explained(error, plan.primitive.name, group) from error
 
 
 def _plan(
@@ -228,6 +249,8 @@ def perform(
             if crossing is not None:
                 with _ordered(group, crossing, send, recv):
                     _perform_packed(plan, send, recv, root, blocks)
+            elif plan.piece is not None and blocks is None:
+                _perform_in_pieces(plan, send, recv, root, plan.piece)
             elif send is None and (recv is None or recv.buffer is not None):
                 plan.route(None, recv, root, blocks)
             else:
@@ -284,6 +307,50 @@ def _perform_packed(
         recv.fill(packed)
 
 
+def _perform_in_pieces(
+    plan: Plan, send: View | None, recv: View | None, root: int, step: int
+) -> None:
+    """The same of blocks that are alike, ``step`` elements of each at a time.
+
+    Where this rank, or the root, has a list of arrays on the host, no more of it is packed at once.
+    """
+    count = min(view.count for view in (send, recv) if view is not None)
+    if count <= step:
+        _perform_packed(plan, send, recv, root, None)
+        return
+    if send is not None and recv is not None and _meet(send, recv):
+        send = send.packed()  # a piece that is received would be sent on
+        if plan.primitive.many_in:
+            send = Parts(
+                [send.part(r * count, count) for r in range(plan.group.size())], send.dtype
+            )
+    out = [one if one.buffer is not None else one.packed() for one in _parts(send)]
+    into = [one if one.buffer is not None else one.blank() for one in _parts(recv)]
+    for start in range(0, count, step):
+        size = min(step, count - start)
+        _perform_packed(plan, _cut(out, start, size), _cut(into, start, size), root, None)
+    for one, filled in zip(_parts(recv), into, strict=True):
+        if filled is not one:
+            one.fill(filled)
+
+
+def _parts(view: View | None) -> Sequence[View]:
+    return () if view is None else view.parts
+
+
+def _cut(parts: Sequence[View], start: int, count: int) -> View | None:
+    """The same elements of each array, as the view of one array or of a list."""
+    cut = [one.part(start, count) for one in parts]
+    return None if not cut else cut[0] if len(cut) == 1 else Parts(cut, cut[0].dtype)
+
+
+def _meet(send: View, recv: View) -> bool:
+    """Memory of the two sides overlaps. Arrays that lie apart are copied before that matters."""
+    out = [one for one in send.parts if one.buffer is not None]
+    into = [one for one in recv.parts if one.buffer is not None]
+    return any(views.overlapping(out, into))
+
+
 def _explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
     from mpicoll import routes
 
@@ -310,20 +377,19 @@ def submit(
         else:
             work.finish()
         return work
-    error: list[BaseException] = []
 
-    def guarded() -> None:
+    def carry() -> None:
+        error: BaseException | None = None
         try:
             task()
         except BaseException as caught:
-            error.append(caught)
-
-    def then() -> None:
+            error = caught
         group.pending.discard(work)
-        work.finish(error[0] if error else None)
+        # What callbacks call comes right behind the task, before what callers queue behind it.
+        work.finish(error)
 
     group.pending.add(work)
-    work.carrier = group.give(guarded, then)
+    work.carrier = group.give(carry)
     return work
 
 

@@ -139,12 +139,12 @@ class ProcessGroup:
             found = self.lanes[index] = Lane(device.runtime(), index)
         return found
 
-    def give(self, task: Callable[[], None], then: Callable[[], None]) -> Worker:
+    def give(self, task: Callable[[], None]) -> Worker:
         """Hands a task to the group's thread, which it returns; see Worker."""
         with self._giving:
             if self.worker is None:
                 self.worker = Worker(f"mpicoll-{self.group_name}")
-            self.worker.give(task, then)
+            self.worker.give(task)
             return self.worker
 
     def finish(self, limit: float | None) -> bool:

@@ -13,8 +13,8 @@ from typing import Protocol
 __all__ = ["Poller", "Worker"]
 
 
-#: What is to be done, and what then.
-Task = tuple[Callable[[], None], Callable[[], None]]
+#: What is to be done; it must not raise.
+Task = Callable[[], None]
 
 
 class Worker:
@@ -22,6 +22,8 @@ class Worker:
 
     The thread starts with the first task.
     """
+
+    MANY = 8
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -40,28 +42,29 @@ class Worker:
         """
         return self.given != self.done and not self.current
 
-    def give(self, task: Callable[[], None], then: Callable[[], None]) -> None:
-        """Runs ``task()`` and ``then()``, which must not raise. One caller at a time."""
+    @property
+    def crowded(self) -> bool:
+        """Many tasks are not finished."""
+        return self.given - self.done >= self.MANY
+
+    def give(self, task: Task) -> None:
+        """Runs ``task()`` behind what was given before. One caller at a time."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self.given += 1
-        self._tasks.put((task, then))
+        self._tasks.put(task)
 
     def _run(self) -> None:
-        while (given := self._tasks.get()) is not None:
-            task, then = given
+        while (task := self._tasks.get()) is not None:
             task()
-            then()  # what its callbacks call comes before what callers queue behind
             self.done += 1
-            del given, task, then  # they hold arrays: not while waiting for the next
+            del task  # it holds arrays: not while waiting for the next
 
     def run_until(self, finished: Callable[[], bool]) -> None:
         """On the thread itself, carries tasks out until one brings ``finished()``."""
-        while not finished() and (given := self._tasks.get()) is not None:
-            task, then = given
+        while not finished() and (task := self._tasks.get()) is not None:
             task()
-            then()
             self.done += 1
 
     def stop(self, limit: float | None) -> bool:
@@ -71,7 +74,7 @@ class Worker:
         if self._thread is None:
             return True
         idle = threading.Event()
-        self.give(lambda: None, idle.set)
+        self.give(idle.set)
         if not idle.wait(limit):
             return False
         self._tasks.put(None)

@@ -117,6 +117,9 @@ class Future:
                 traceback.print_exc()  # nobody waits for what a callback does
 
 
+#: Seconds that a thread sleeps before it waits for a work with many behind it.
+MOMENT = 50e-6
+
 #: Guards which of finish() and get_future() settles a Work's Future.
 _futures = threading.Lock()
 
@@ -183,10 +186,18 @@ class Work:
         Raises what went wrong, and CollectiveTimeoutError when the time is over; the operation
         itself goes on then, and can be waited for again.
         """
+        if timeout is None and self._finished:
+            return self._outcome()
         limit = seconds(timeout, None, "Work.wait") or self.limit
-        if not self._finished and self.carrier is not None and self.carrier.current:
-            # A callback of an earlier work waits, on the thread that is to carry this one out.
-            self.carrier.run_until(self.is_completed)
+        carrier = self.carrier
+        if carrier is not None and not self._finished:
+            if carrier.current:
+                # A callback of an earlier work waits, on the thread that is to carry this one out.
+                carrier.run_until(self.is_completed)
+            elif carrier.crowded:
+                # Who waits for one work after another would be woken for each, and take the
+                # processor from the thread each time. In a moment some are done.
+                time.sleep(MOMENT)
         if not self._finished and not self._join(limit):
             self.overdue = True
             raise self._late(limit)

@@ -215,13 +215,19 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """A primitive on each (output, input), carried out together."""
         if not pairs:
             return _done(())
-        return self._begin(
-            name,
-            lambda: execute.run_all(name, primitive, self.core, pairs, op),
-            options.asyncOp,
-            options.timeout,
-            [output if input is None else input for output, input in pairs],
-        )
+        asynchronous, limit = options.asyncOp, options.timeout
+        inputs = [output if input is None else input for output, input in pairs]
+        if asynchronous or limit > _NOW:
+            return self._begin(
+                name,
+                lambda: execute.run_all(name, primitive, self.core, True, pairs, op),
+                asynchronous,
+                limit,
+                inputs,
+            )
+        with self._event(name, inputs):
+            execute.run_all(name, primitive, self.core, False, pairs, op)
+        return _done([output for output, _ in pairs])
 
     def _begin(
         self,

@@ -1,0 +1,380 @@
+"""Many small arrays in one collective: packed side by side, carried out as one, and unpacked.
+
+A call on little data costs its latency, and packing costs two copies that stay in the cache: worth
+it for small arrays, for large ones not. What is packed together follows from the sizes alone, which
+all ranks have alike; how its own arrays lie in memory is each rank's affair.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpicoll import calls, views
+from mpicoll.arrays import glances, same_device
+from mpicoll.calls import Plan, Views
+from mpicoll.dtypes import DType, by_numpy
+from mpicoll.errors import UnsupportedError
+from mpicoll.primitives import Layout, Primitive
+from mpicoll.views import CARRIERS, Alias, DeviceView, Parts, View
+from mpicoll.watch import consistency
+
+if TYPE_CHECKING:
+    from mpicoll.groups import ProcessGroup
+
+__all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused", "of_list"]
+
+Array = np.ndarray[Any, Any]
+
+#: Bytes of the larger side of a call up to which it is fused with others.
+SMALL = 16 * 1024
+#: Bytes of the larger side of what they are fused to, at the most.
+CHUNK = 512 * 1024
+
+
+class Fused(NamedTuple):
+    """What a list of calls comes to.
+
+    calls:  the views of each call to be made, in their order.
+    dtype, on_device: of all elements.
+    counts: what all ranks must agree on: the elements of each entry of the list; of an entry whose
+            blocks differ from rank to rank, those of each block.
+    """
+
+    calls: list[Views]
+    dtype: DType
+    on_device: bool
+    counts: Sequence[Any]
+
+
+def fused(
+    name: str,
+    primitive: Primitive,
+    group: ProcessGroup,
+    pairs: Sequence[tuple[Any, Any]],
+    held: bool,
+) -> Fused:
+    """Checks a call without a root on each (output, input), and fuses small ones.
+
+    held: the caller leaves the arrays where they are until all calls are over.
+    Raises what the calls raise, and UnsupportedError where dtypes or devices of the list differ.
+    """
+    entries = _Entries(name, primitive, group, pairs, held)
+    unit = entries.ranks * entries.dtype.itemsize
+    alone = SMALL + 1
+    sizes = [unit * count if count.__class__ is int else alone for count in entries.counts]
+    made = [entries.views_of(batch) for batch in batches(sizes)]
+    return Fused(made, entries.dtype, entries.on_device, entries.counts)
+
+
+def batches(sizes: Sequence[int]) -> list[list[int]]:
+    """Which calls of a list are made together, by the bytes of each: the places of each batch.
+
+    A function of the sizes alone. Each place is in one batch, a large one in a batch of its own.
+    """
+    made: list[list[int]] = []
+    batch: list[int] = []
+    room = -1
+    for place, size in enumerate(sizes):
+        if size > SMALL:
+            made.append([place])
+            continue
+        if size > room:
+            room, batch = CHUNK, []
+            made.append(batch)
+        batch.append(place)
+        room -= size
+    return made
+
+
+class _Entries:
+    """The calls of a list, checked.
+
+    ranks:  those that have a block in the larger side of a call.
+    dtype, on_device, counts: see Fused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        primitive: Primitive,
+        group: ProcessGroup,
+        pairs: Sequence[tuple[Any, Any]],
+        held: bool,
+    ) -> None:
+        self._layout = primitive.layout
+        in_place = self._layout is Layout.IN_PLACE
+        self.ranks = 1 if in_place else group.size()
+        #: The views of entries that took more than a glance; of the others the output is a buffer.
+        self._views: dict[int, Views] = {}
+        self._outputs: Sequence[Any] = [output for output, _ in pairs]
+        if in_place and _all_plain(self._outputs):
+            self.dtype = by_numpy[self._outputs[0].dtype]
+            self.counts: Sequence[Any] = [array.size for array in self._outputs]
+            self.on_device = False
+            return
+        looks = {} if not in_place else glances if held else _HOLDING
+        seen: list[Any] = [looks.get(one.__class__, _nothing)(one) for one in self._outputs]
+        for place, (output, input) in enumerate(pairs):
+            if seen[place] is None:
+                found = calls.views(primitive, group, output, input, 0, None)
+                send, recv, blocks = self._views[place] = found
+                assert recv is not None
+                agreed = calls.counts(primitive, send, recv, blocks)
+                seen[place] = recv.dtype, recv, agreed[0] if blocks is None else tuple(agreed)
+        dtypes, self._outputs, self.counts = zip(*seen, strict=True)
+        self.dtype = dtypes[0]
+        for place, dtype in enumerate(dtypes):
+            if dtype is not self.dtype:
+                raise UnsupportedError(
+                    f"{name}: different dtypes in one list: [0] is {self.dtype}, [{place}] is "
+                    f"{dtype}"
+                )
+        devices = {recv.device for _, recv, _ in self._views.values() if recv is not None}
+        if len(self._views) < len(pairs):
+            devices.add(None)
+        if len(devices) > 1:
+            first, *others = (self._output(place) for place in range(len(pairs)))
+            for place, other in enumerate(others, 1):
+                same_device(name, f"[{place}]", other, "[0]", first)
+        self.on_device = None not in devices
+
+    def views_of(self, batch: list[int]) -> Views:
+        """The views of the calls at these places, made as one."""
+        first = batch[0]
+        if len(batch) == 1:
+            return self._views.get(first) or (None, self._output(first), None)
+        widths = [self.counts[place] for place in batch]
+        outputs = [self._outputs[place] for place in batch]
+        if self._layout is Layout.IN_PLACE:
+            return None, _side(outputs, widths, 1, self.dtype), None
+        inputs = [self._views[place][0] for place in batch]
+        outward, inward = 1, self.ranks
+        if self._layout is Layout.SCATTERED:
+            outward, inward = inward, outward
+        send = _side(inputs, widths, outward, self.dtype)
+        return send, _side(outputs, widths, inward, self.dtype), None
+
+    def _output(self, place: int) -> View:
+        output, dtype = self._outputs[place], self.dtype
+        if isinstance(output, View):
+            return output
+        count: int = self.counts[place]
+        return Alias(output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy))
+
+
+def _all_plain(arrays: Sequence[Any]) -> bool:
+    """The usual list: NumPy's arrays of one dtype that buffers know, contiguous and writable."""
+    if arrays[0].__class__ is not np.ndarray:
+        return False
+    dtype = arrays[0].dtype
+    known = by_numpy.get(dtype)
+    if known is None or not known.buffers:
+        return False
+    return all(
+        one.__class__ is np.ndarray and one.dtype is dtype and one.flags.carray for one in arrays
+    )
+
+
+#: Glances whose buffers hold the memory, whatever the caller does with the array.
+_HOLDING = {np.ndarray: glances[np.ndarray]}
+
+
+def _nothing(array: Any) -> None:
+    """What is seen of an array of a kind that takes more than a glance."""
+
+
+def _carried(buffer: Any, dtype: DType) -> Array:
+    """The elements in a buffer, as NumPy's buffers have them."""
+    if isinstance(buffer, np.ndarray):
+        return buffer
+    return np.frombuffer(buffer, dtype.numpy if dtype.buffers else CARRIERS[dtype.itemsize])
+
+
+def of_list(plan: Plan, counts: Sequence[Any]) -> tuple[consistency.Record, Callable[[], str]]:
+    """The record of a list of calls, as ``consistency.of_call`` makes that of one.
+
+    counts: see Fused.
+    """
+    record, _ = consistency.of_call(plan, -1, [hash(tuple(counts))])  # -1: not a call alone
+
+    def in_words() -> str:
+        runs = [f"{len(list(run))} x {count}" for count, run in groupby(counts)]
+        where = " on a device" if plan.on_device else ""
+        op = "" if plan.op is None else f" {plan.op.name}"
+        sizes = ", ".join(runs)
+        return f"{plan.primitive} of a list of {plan.dtype}{where} with {sizes} elements{op}"
+
+    return record, in_words
+
+
+# --- packing ------------------------------------------------------------------------------------
+
+
+def _side(items: Sequence[Any], widths: Sequence[int], rows: int, dtype: DType) -> View:
+    """One side of several calls as that of one call.
+
+    items: of each call the view, or a buffer, of ``rows`` blocks, or the view of a list of blocks.
+    widths: of each call the elements of a block.
+    """
+    lines: Sequence[Sequence[Any]] = [items]
+    if isinstance(items[0], Parts):
+        lines, rows = list(zip(*(item.parts for item in items), strict=True)), 1
+    first = lines[0][0]
+    if isinstance(first, DeviceView):
+        return _OnDevice(lines, widths, rows, dtype, first.device)
+    return _OnHost(lines, widths, rows, dtype)
+
+
+class _Side(View):
+    """A table of blocks: a column for each call and, where ranks have blocks, a row for each rank.
+
+    lines:  views, or buffers, of one block each, row by row; or one line of some that have a block
+            in each of so many ``rows``.
+    widths: elements of a block, column by column.
+    """
+
+    __slots__ = ("_ends", "_lines", "_rows", "device")
+
+    def __init__(
+        self,
+        lines: Sequence[Sequence[Any]],
+        widths: Sequence[int],
+        rows: int,
+        dtype: DType,
+        device: int | None = None,
+    ) -> None:
+        self._lines = lines
+        self._ends = [0, *accumulate(widths)]
+        self._rows = rows
+        super().__init__(lines, dtype, len(lines) * rows * self._ends[-1], None)
+        self.device = device
+
+
+class _OnHost(_Side):
+    """NumPy's arrays stand for the views: on their memory, or, where that is not contiguous, on
+    memory beside it.
+    """
+
+    __slots__ = ("_scattered", "_shape")
+
+    def __init__(self, *table: Any) -> None:
+        super().__init__(*table)
+        flat = self._rows == 1
+        self._shape = (-1,) if flat else (self._rows, -1)
+        self._scattered: list[tuple[View, View]] = []
+        self._lines = [
+            [
+                one if flat and one.__class__ is np.ndarray and one.ndim == 1 else self._array(one)
+                for one in line
+            ]
+            for line in self._lines
+        ]
+
+    def _array(self, one: Any) -> Array:
+        if not isinstance(one, View):
+            buffer = one
+        elif one.buffer is not None:
+            buffer = one.buffer
+        else:
+            beside = views.scratch(self.dtype, one.count)
+            self._scattered.append((one, beside))
+            buffer = beside.buffer
+        array: Array = _carried(buffer, self.dtype).reshape(self._shape)
+        return array
+
+    def _table(self, packed: View) -> Array:
+        table: Array = packed.buffer.reshape(len(self._lines), *self._shape)
+        return table
+
+    def blank(self) -> View:
+        """As many elements, uninitialised; there until the next call of this thread."""
+        return _room(1, self.dtype, self.count)
+
+    def packed(self) -> View:
+        """A copy of the elements; there until the next call of this thread."""
+        into = _room(0, self.dtype, self.count)
+        self.put(into)
+        return into
+
+    def put(self, packed: View) -> None:
+        """Copies the elements into a contiguous view of as many."""
+        for one, beside in self._scattered:
+            one.put(beside)
+        for line, row in zip(self._lines, self._table(packed), strict=True):
+            np.concatenate(line, axis=-1, out=row)
+
+    def fill(self, packed: View) -> None:
+        """Takes the elements over from a contiguous view of as many."""
+        for line, row in zip(self._lines, self._table(packed), strict=True):
+            for array, (start, end) in zip(line, pairwise(self._ends), strict=True):
+                array[...] = row[..., start:end]
+        for one, beside in self._scattered:
+            one.fill(beside)
+
+
+class _OnDevice(_Side):
+    """Each block is copied by itself."""
+
+    __slots__ = ()
+
+    @property
+    def parts(self) -> Sequence[View]:
+        """The views of the arrays."""
+        return [one for line in self._lines for one in line]
+
+    def blank(self) -> View:
+        """As many elements on the same device, uninitialised; there only until the call ends."""
+        room: View = self._lines[0][0].room(self.count)
+        return room
+
+    def put(self, packed: View) -> None:
+        """Copies the elements into a contiguous view of as many."""
+        wholes = [one if self._has_blocks(one) else one.packed() for one in self.parts]
+        for block, place in self._blocks(wholes, packed):
+            block.put(place)
+
+    def fill(self, packed: View) -> None:
+        """Takes the elements over from a contiguous view of as many."""
+        wholes = [one if self._has_blocks(one) else one.blank() for one in self.parts]
+        for block, place in self._blocks(wholes, packed):
+            block.fill(place)
+        for one, whole in zip(self.parts, wholes, strict=True):
+            if whole is not one:
+                one.fill(whole)
+
+    def _has_blocks(self, one: View) -> bool:
+        """Its blocks are to be had as views."""
+        return self._rows == 1 or one.buffer is not None
+
+    def _blocks(self, wholes: Sequence[View], packed: View) -> Iterator[tuple[View, View]]:
+        """Each block, and its place among the packed ones."""
+        columns, rows, width = len(self._ends) - 1, self._rows, self._ends[-1]
+        for i, whole in enumerate(wholes):
+            line, column = divmod(i, columns)
+            start, end = self._ends[column : column + 2]
+            for row in range(rows):
+                size = end - start
+                block = whole if rows == 1 else whole.part(row * size, size)
+                yield block, packed.part((line * rows + row) * width + start, size)
+
+
+class _Rooms(threading.local):
+    """Memory for what is packed and for what is to be unpacked, kept: fresh memory takes longer to
+    get than to fill.
+    """
+
+    def __init__(self) -> None:
+        self.memory = np.empty((2, CHUNK), np.uint8)
+
+
+_rooms = _Rooms()
+
+
+def _room(which: int, dtype: DType, count: int) -> View:
+    flat = _rooms.memory[which, : count * dtype.itemsize].view(dtype.numpy)
+    return views.of_numpy(flat, dtype)

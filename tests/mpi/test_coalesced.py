@@ -1,0 +1,404 @@
+"""Many arrays in one call: what comes out, what is fused and what is left alone, and trouble.
+
+The lists are made of the calls of driver.py, each of which knows what must come out of it alone.
+The forms that the façade has no name for, which PyTorch's backend uses, go by ``execute.run_all``.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import oracle
+import pytest
+import simulated
+from driver import DTYPES, Call, guarded, legal, meet, same_on_all
+
+import mpicoll as dist
+from mpicoll import capabilities, device, execute, fusing
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.primitives import by_name as primitives
+
+DEADLINE = 60
+CASES = [
+    ("all_reduce", "all_reduce_coalesced"),
+    ("all_gather", "all_gather_coalesced"),
+    ("all_gather_single", "all_gather_single_coalesced"),
+    ("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+]
+#: Shapes of blocks. Elements of 16 bytes make some of them too large to be fused, and more in one
+#: call than fit together; elements of one byte make all of them small.
+SHAPES = [
+    (3,),
+    (0,),
+    (1000,),
+    (1,),
+    (30, 7),
+    (2, 0, 3),
+    (),
+    (5000,),
+    *[(900 + i,) for i in range(60)],
+]
+
+
+# ---- Arrays of all kinds -------------------------------------------------------------------------
+
+
+def strided(shape, dtype):
+    """Every third element of a greater array."""
+    wide = np.full((*shape, 3), 7).astype(dtype.numpy)[..., 1]
+    return wide, wide
+
+
+def transposed(shape, dtype):
+    array = np.zeros(shape[::-1], dtype.numpy).T
+    return array, array
+
+
+def by_buffer(shape, dtype):
+    """A memoryview; of bytes where NumPy's buffers have no word for the elements."""
+    array = np.zeros(shape, dtype.numpy)
+    return (memoryview(array) if dtype.buffers else array), array
+
+
+def by_torch(shape, dtype):
+    torch = pytest.importorskip("torch")
+    array = np.zeros(shape, dtype.numpy)
+    try:
+        return torch.from_numpy(array), array
+    except TypeError:
+        return array, array
+
+
+MAKERS = [guarded, strided, transposed, by_buffer, by_torch, guarded]
+
+
+def entries(name, team, dtype, op, shapes=SHAPES, makers=MAKERS):
+    """A call for each shape. Ranks have arrays of different kinds at the same place."""
+    found = []
+    for i, shape in enumerate(shapes):
+        make = makers[(i + team.me) % len(makers)]
+        count = int(np.prod(shape))
+        found.append(Call(name, team, dtype, count, op, make=make, shape=shape, stacked=i % 2 == 0))
+    return found
+
+
+def together(name, coalesced, calls, async_op=False):
+    """Makes all calls as one; returns what can be waited for, or None."""
+    first = calls[0]
+    team, op = first.team, first.op
+    if op is ReduceOp.PREMUL_SUM:
+        op = op(oracle.factors(first.dtype, team.size)[team.me])
+    made = [call.arguments for call in calls]
+    if coalesced == "all_reduce_coalesced":
+        tensors = [one["tensor"] for one in made]
+        return dist.all_reduce_coalesced(tensors, op, team.group, async_op)
+    if coalesced == "all_gather_coalesced":
+        outputs = [[one["tensor_list"][rank] for one in made] for rank in range(team.size)]
+        inputs = [one["tensor"] for one in made]
+        return dist.all_gather_coalesced(outputs, inputs, team.group, async_op)
+    row = primitives[name]
+    pairs = [(one[row.output], one[row.input]) for one in made]
+    return execute.run_all(coalesced, row, team.group, async_op, pairs, op)
+
+
+# ---- What comes out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+@pytest.mark.parametrize(("name", "coalesced"), CASES, ids=lambda one: one)
+def test_as_by_calls_one_by_one(teams, mpi, name, coalesced, dtype):
+    """Every dtype and operation, and every kind of array; in all groups at once."""
+    for i, op in enumerate(legal(dtype) if primitives[name].reduces else [None]):
+        pending = []
+        for team in teams:
+            if team.me is None:
+                continue
+            calls = entries(name, team, dtype, op, SHAPES if team is teams[0] else SHAPES[:9])
+            async_op = (i + dtype.code + len(team.name)) % 2 == 0
+            work = together(name, coalesced, calls, async_op)
+            assert (work is not None) == async_op
+            pending.append((work, calls))
+        meet(mpi)
+        for work, calls in pending:
+            if work is not None:
+                work.wait(DEADLINE)
+            for call in calls:
+                call.check()
+        if name == "all_reduce":
+            same_on_all(mpi, [call for _, calls in pending for call in calls if call.count < 10**4])
+
+
+def test_many_small_ones(world):
+    """Enough of them for several calls; each must find its own place again."""
+    arrays = [np.full(1 + i % 700, 1.0 + i) for i in range(1000)]
+    dist.all_reduce_coalesced(arrays)
+    for i, one in enumerate(arrays):
+        assert (one == world.size * (1 + i)).all(), i
+
+
+def test_inputs_within_their_outputs(world):
+    """As FSDP gathers: what a rank gives lies in its place of what it gets."""
+    n, me = world.size, world.me
+    pairs = []
+    for count in (5, 700, 40, 30000):
+        output = np.zeros(n * count, np.float32)
+        mine = output[me * count : (me + 1) * count]
+        mine[...] = np.arange(count) + 10 * me
+        pairs.append((output, mine))
+    execute.run_all("gather", primitives["all_gather_single"], None, False, pairs)
+    for output, mine in pairs:
+        expected = [np.arange(mine.size) + 10 * rank for rank in range(n)]
+        assert (output == np.concatenate(expected)).all()
+    pairs = []
+    for count in (5, 700, 40, 30000):
+        whole = np.arange(n * count) * (me + 1.0)
+        pairs.append((whole[me * count : (me + 1) * count], whole))
+    row = primitives["reduce_scatter_single"]
+    execute.run_all("scatter", row, None, False, pairs, ReduceOp.SUM)
+    for mine, _ in pairs:
+        first = me * mine.size
+        assert (mine == (first + np.arange(mine.size)) * n * (n + 1) / 2).all()
+
+
+def test_lists_of_uneven_blocks(world):
+    """Whose sizes all ranks know; they go by themselves, between others that are fused."""
+    n, me = world.size, world.me
+    widths = [
+        [3] * n,
+        [rank + 1 for rank in range(n)],
+        [2] * n,
+        [5 * (rank == 0) for rank in range(n)],
+    ]
+    inputs = [np.arange(row[me]) + 10 * me for row in widths]
+    outputs = [[np.zeros(row[rank], int) for row in widths] for rank in range(n)]
+    dist.all_gather_coalesced(outputs, inputs)
+    for rank in range(n):
+        for row, one in zip(widths, outputs[rank], strict=True):
+            assert (one == np.arange(row[rank]) + 10 * rank).all()
+
+
+def test_in_order_with_other_calls(world):
+    """Behind what is pending, before what comes after; whether or not other ranks wait."""
+    n = world.size
+    first = np.ones(60000)
+    arrays = [first[:3], np.ones(4), first[10:]]
+    for async_op in (False, True):
+        first[...] = arrays[1][...] = 1
+        dist.all_reduce(first, async_op=True)
+        mine = async_op if world.me else not async_op
+        dist.all_reduce_coalesced(arrays, async_op=mine)
+        dist.all_reduce(first, ReduceOp.MAX)
+        assert (first[:3] == n * n).all() and (first[3:10] == n).all()
+        assert (first[10:] == n * n).all() and (arrays[1] == n).all()
+
+
+def test_the_list_holds_its_arrays(world):
+    """Dropped at once, behind a call that takes its time."""
+    n = world.size
+    slow = dist.all_reduce(np.ones(2**20), async_op=True)
+    future = dist.all_reduce_coalesced([np.full(700, 1.0 + i) for i in range(50)], async_op=True)
+    rubbish = [np.full(700, 77.0) for _ in range(50)]
+    slow.wait()
+    for i, one in enumerate(future.wait(DEADLINE)):
+        assert (one == n * (i + 1.0)).all()
+    assert all((one == 77).all() for one in rubbish)
+
+
+# ---- What is fused -------------------------------------------------------------------------------
+
+
+def test_batches():
+    """Small ones in as few calls as there is room for, in order; large ones alone."""
+    rng = random.Random(1)
+    small, chunk = fusing.SMALL, fusing.CHUNK
+    for most in (0, 100, small, small + 1, 4 * small):
+        sizes = [rng.randint(0, most) for _ in range(300)]
+        found = fusing.batches(sizes)
+        assert sorted(place for batch in found for place in batch) == list(range(300))
+        assert [batch[0] for batch in found] == sorted(batch[0] for batch in found)
+        packed = [batch for batch in found if sizes[batch[0]] <= small]
+        assert all(len(batch) == 1 for batch in found if batch not in packed)
+        for batch, after in zip(packed, [*packed[1:], []], strict=True):
+            assert batch == sorted(batch) and max(sizes[place] for place in batch) <= small
+            assert sum(sizes[place] for place in batch) <= chunk
+            if after:
+                assert sum(sizes[place] for place in batch) + sizes[after[0]] > chunk
+    assert fusing.batches([]) == []
+
+
+def counted(monkeypatch, world):
+    """What calls are made: elements of the output of each."""
+    found = []
+
+    def perform(plan, send, recv, *rest, inner=execute.perform):
+        found.append(recv.count)
+        inner(plan, send, recv, *rest)
+
+    monkeypatch.setattr(execute, "perform", perform)
+    return found
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_small_ones_are_fused_and_large_ones_left_alone(world, monkeypatch, async_op):
+    n, limit = world.size, fusing.SMALL // 4
+    found = counted(monkeypatch, world)
+    counts = [1, limit, limit + 1, 100, 70000, 0]
+    arrays = [np.ones(count, np.float32) for count in counts]
+    before = dist.group.WORLD.sequence
+    future = dist.all_reduce_coalesced(arrays, async_op=async_op)
+    if async_op:
+        future.wait(DEADLINE)
+    assert found == [1 + limit + 100, limit + 1, 70000]
+    assert dist.group.WORLD.sequence == before + 4  # and the list, compared
+    assert all((one == n).all() for one in arrays)
+    found.clear()
+    limit //= n  # the larger side counts
+    inputs = [np.full(count, world.me, np.float32) for count in (1, limit, limit + 1, 100)]
+    outputs = [[np.zeros_like(one) for one in inputs] for _ in range(n)]
+    dist.all_gather_coalesced(outputs, inputs)
+    assert found == [n * (1 + limit + 100), n * (limit + 1)]
+    assert all((one == rank).all() for rank in range(n) for one in outputs[rank])
+
+
+def test_a_thousand_calls_become_eight(world, monkeypatch):
+    found = counted(monkeypatch, world)
+    arrays = [np.ones(1024, np.float32) for _ in range(1000)]
+    dist.all_reduce_coalesced(arrays)
+    assert found == [131072] * 7 + [106496]
+    assert all((one == world.size).all() for one in arrays)
+
+
+# ---- Trouble -------------------------------------------------------------------------------------
+
+
+def in_step(world):
+    """The ranks agree on what comes next."""
+    x = np.ones(3)
+    dist.all_reduce(x)
+    assert (x == world.size).all()
+
+
+def test_one_of_the_list_is_refused(world):
+    """Nothing is sent, nothing is written."""
+    frozen = np.ones(3)
+    frozen.flags.writeable = False
+    expanded = np.broadcast_to(np.ones(1), (3,))
+    for wrong, message in (
+        (frozen, "read-only"),
+        (expanded, "read-only"),
+        ([1.0, 2.0], "expected an array"),
+        (np.ones(3, ">f8"), "byte order"),
+        (
+            np.ones(3, np.float32),
+            r"different dtypes in one list: \[0\] is float64, \[40\] is float32",
+        ),
+    ):
+        arrays = [np.ones(3) for _ in range(80)]
+        before = dist.group.WORLD.sequence
+        with pytest.raises(dist.DistError, match=message):
+            dist.all_reduce_coalesced([*arrays[:40], wrong, *arrays[40:]])
+        assert dist.group.WORLD.sequence == before
+        assert all((one == 1).all() for one in arrays)
+    with pytest.raises(ValueError, match="AVG has no meaning"):
+        dist.all_reduce_coalesced([np.ones(2, int)] * 2, ReduceOp.AVG)
+    n = world.size
+    with pytest.raises(ValueError, match=f"expected {n} x 3"):
+        pairs = [(np.ones(n * 3), np.ones(3)), (np.ones(n * 3 + 1), np.ones(3))]
+        execute.run_all("gather", primitives["all_gather_single"], None, False, pairs)
+    in_step(world)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_ranks_whose_lists_differ(world, async_op):
+    """In one count, in the order, in how many there are, in dtype or operation: all ranks are told,
+    however many calls were right before.
+    """
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    group = dist.new_group()
+    last = world.me == world.size - 1
+    for _ in range(70):
+        dist.all_reduce(np.ones(1), group=group)
+    for mine, others, message in (
+        ([5, 1024, 7], [5, 1025, 7], "1 x 5, 1 x 1024, 1 x 7 elements SUM"),
+        ([5, 7, 7], [7, 5, 7], "1 x 5, 2 x 7 elements"),
+        ([9] * 3, [9] * 4, "a list of float64 with 3 x 9 elements"),
+        ([9], [9] * 2, "a list of float64 with 1 x 9 elements"),
+        ([20000], [2] * 3, "20000"),
+    ):
+        arrays = [np.ones(count) for count in (mine if last else others)]
+        with pytest.raises(dist.MismatchError, match=message):
+            found = dist.all_reduce_coalesced(arrays, group=group, async_op=async_op)
+            found.wait(DEADLINE)
+        assert all((one == 1).all() for one in arrays)
+    arrays = [np.ones(3, np.int32 if last else np.float32) for _ in range(3)]
+    with pytest.raises(dist.MismatchError, match="int32"):
+        found = dist.all_reduce_coalesced(arrays, group=group, async_op=async_op)
+        found.wait(DEADLINE)
+    with pytest.raises(dist.MismatchError, match="MAX"):
+        op = ReduceOp.MAX if last else ReduceOp.SUM
+        found = dist.all_reduce_coalesced(arrays, op, group, async_op)
+        found.wait(DEADLINE)
+    x = np.ones(3)
+    dist.all_reduce(x, group=group)
+    assert (x == world.size).all()
+    dist.destroy_process_group(group)
+
+
+# ---- Devices -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["staged", "peer", "auto"])
+def arrays(request):
+    """Arrays of simulated devices, by some of the routes that are chosen for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = simulated.Arrays()
+        patch.setattr(device, "_runtime", made.cuda)
+        patch.setenv("MPICOLL_CUDA_AWARE", "full")
+        patch.setenv("MPICOLL_DEVICE_ROUTE", request.param)
+        if request.param == "auto":
+            patch.delenv("MPICOLL_DEVICE_ROUTE")
+        patch.setattr(capabilities, "_known", None)
+        yield made
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("name_of_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "coalesced"), CASES, ids=lambda one: one)
+def test_on_devices(arrays, world, name, coalesced, name_of_dtype, async_op):
+    """In stream order: inputs that are late, and consumers that do not wait for the host."""
+    group = dist.new_group()
+    dtype = by_name[name_of_dtype]
+    op = ReduceOp.SUM if primitives[name].reduces else None
+    index = world.me % arrays.devices
+    made = []
+
+    def make(shape, dtype):
+        layout = ["C", "third", "C", "F"][(len(made) + world.me) % 4 if 0 not in shape else 0]
+        made.append(arrays.make(np.empty(shape, dtype.numpy), index, layout))
+        return made[-1].given, made[-1].host
+
+    team = type(world)("device", group, world.ranks, world.me)
+    shapes = [(3,), (0,), (100,), (1,), (4, 6), (9000,), (5,)]
+    calls = entries(name, team, dtype, op, shapes, [make])
+    for one in made:
+        one.upload()
+    work = together(name, coalesced, calls, async_op)
+    if async_op:
+        work.wait(DEADLINE)
+    for one in made:
+        one.host.view(np.uint8)[...] = 0x77
+        one.download()
+    for call in calls:
+        call.check()
+    dist.destroy_process_group(group)
+
+
+def test_devices_are_not_mixed(arrays, world):
+    """Nor those of the host and of a device: what ranks fuse does not depend on it."""
+    one, other = (arrays.make(np.ones(3), index) for index in (0, 1))
+    for wrong in ([one.given, other.given], [np.ones(3), one.given], [one.given, np.ones(3)]):
+        with pytest.raises(ValueError, match="different devices"):
+            dist.all_reduce_coalesced(wrong)
+    in_step(world)

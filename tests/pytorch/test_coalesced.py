@@ -1,0 +1,171 @@
+"""Many tensors in one call: by the functions, the group's methods and the coalescing manager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import BACKEND, not_gloo
+from inputs import FLOATS, combined, equal, legal, near, normal, reduce_op, whole
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+
+#: Many that are small, and some that are not.
+SHAPES = [(3,), (2, 5), (), (0,), (1000,), (30000,), *[(i, 40) for i in range(1, 60)]]
+
+
+def lists(world, dtype):
+    """What each rank brings."""
+    return [
+        [whole(dtype, rank, *shape, key=i) for i, shape in enumerate(SHAPES)]
+        for rank in range(world.size)
+    ]
+
+
+def laid_out(tensors):
+    """Copies, some of them views of greater tensors, and parameters."""
+    made = []
+    for i, one in enumerate(tensors):
+        if i % 4 == 1:
+            wide = torch.full((*one.shape, 3), 7).to(one.dtype)[..., 1]
+            made.append(wide.copy_(one))
+        elif i % 4 == 2 and one.is_floating_point():
+            made.append(torch.nn.Parameter(one.clone()))
+        elif i % 4 == 3 and one.dim() > 1:
+            made.append(one.clone().t().contiguous().t())
+        else:
+            made.append(one.clone())
+    return made
+
+
+def calls_made():
+    """The number of collectives that the backend has begun in the default group."""
+    return dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
+
+
+@ASYNC
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (dtype, name)
+        for dtype in (*FLOATS, torch.int32, torch.int8)
+        for name in ("SUM", "AVG", "MAX", "PREMUL_SUM")
+        if legal(name, dtype)
+    ],
+    ids=str,
+)
+def test_all_reduce(world, dtype, name, async_op):
+    not_gloo("AVG and PREMUL_SUM, and tensors that are not contiguous")
+    parts = lists(world, dtype)
+    mine = laid_out(parts[world.me])
+    future = dist.all_reduce_coalesced(mine, reduce_op(name), async_op=async_op)
+    if async_op:
+        future.wait()
+    for i, found in enumerate(mine):
+        near(found.detach(), combined(name, [part[i] for part in parts]))
+
+
+@ASYNC
+def test_all_gather(world, async_op):
+    not_gloo("tensors that are not contiguous")
+    parts = lists(world, torch.bfloat16)
+    mine = laid_out(parts[world.me])
+    outputs = [laid_out([torch.zeros_like(one) for one in parts[0]]) for _ in parts]
+    future = dist.all_gather_coalesced(outputs, mine, async_op=async_op)
+    if async_op:
+        future.wait()
+    for found, wanted in zip(outputs, parts, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            equal(one.detach(), other)
+
+
+@ASYNC
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["", "device"])
+def test_the_manager(world, async_op, device):
+    """All three calls that it collects; the older way, by a device, too."""
+    if device is not None:
+        not_gloo("has no startCoalescing")
+    n, me = world.size, world.me
+    parts = [[normal(rank, n * (i + 1), key=i) for rank in range(n)] for i in range(200)]
+    mine = [part[me].clone() for part in parts]
+    gathered = [torch.zeros(n * len(part[me])) for part in parts]
+    scattered = [torch.zeros(i + 1) for i in range(200)]
+
+    def manager():
+        return _coalescing_manager(device=device, async_ops=async_op)
+
+    begun = calls_made()
+    with manager() as reductions:
+        for one in mine:
+            dist.all_reduce(one)
+    with manager() as gathers:
+        for output, part in zip(gathered, parts, strict=True):
+            dist.all_gather_into_tensor(output, part[me])
+    with manager() as scatters:
+        for output, part in zip(scattered, parts, strict=True):
+            dist.reduce_scatter_tensor(output, part[me])
+    for each in (reductions, gathers, scatters):
+        each.wait()
+    if BACKEND == "mpicoll":
+        assert calls_made() < begun + 30
+    for i, part in enumerate(parts):
+        near(mine[i], sum(part))
+        equal(gathered[i], torch.cat(part))
+        near(scattered[i], sum(part).chunk(n)[me])
+
+
+def test_inputs_within_their_outputs(world):
+    """As FSDP gathers."""
+    n, me = world.size, world.me
+    outputs = [torch.zeros(n, count) for count in (3, 500, 7, 20000)]
+    for output in outputs:
+        output[me] = normal(me, output.shape[1])
+    with _coalescing_manager():
+        for output in outputs:
+            dist.all_gather_into_tensor(output.view(-1), output[me])
+    for output in outputs:
+        equal(output, torch.stack([normal(rank, output.shape[1]) for rank in range(n)]))
+
+
+def test_tensors_that_are_let_go(world, mpi):
+    """Their memory is held until the call is through, whatever becomes of the tensors."""
+    dist.all_reduce(torch.ones(1))
+    mine = [torch.full((1000,), 1.0 + i) for i in range(50)]
+    if world.me:  # waits for rank 0
+        future = dist.all_reduce_coalesced(mine, async_op=True)
+        for one in mine:
+            one.data = torch.empty(0)
+    others = [torch.full((1000,), 77.0) for _ in range(50)]
+    mpi.Barrier()
+    if world.me == 0:
+        future = dist.all_reduce_coalesced(mine, async_op=True)
+    future.wait()
+    for one in others:
+        equal(one, torch.full((1000,), 77.0))
+    if world.me == 0:
+        for i, one in enumerate(mine):
+            equal(one, torch.full((1000,), world.size * (1.0 + i)))
+
+
+def test_refused(world):
+    """Nothing is sent, and the ranks stay in step."""
+    not_gloo("which has words of its own")
+    begun = calls_made()
+    group = dist.distributed_c10d._get_default_group()
+    mine = [torch.ones(3) for _ in range(9)]
+    with pytest.raises(RuntimeError, match=r"share one place in memory"):
+        group.allreduce_coalesced([*mine, torch.ones(1).expand(3)])
+    with pytest.raises(RuntimeError, match="different dtypes in one list"):
+        group.allreduce_coalesced([*mine, torch.ones(3, dtype=torch.float64)])
+    with pytest.raises(RuntimeError, match="layout"):
+        group.allreduce_coalesced([*mine, torch.ones(3).to_sparse()])
+    with pytest.raises(RuntimeError, match="expected one output for each"):
+        group.allgather_into_tensor_coalesced([torch.ones(3)], mine)
+    assert group.allreduce_coalesced([]).is_completed()
+    assert calls_made() == begun
+    for one in mine:
+        equal(one, torch.ones(3))
+    dist.all_reduce_coalesced(mine)
+    for one in mine:
+        equal(one, torch.full((3,), float(world.size)))

@@ -15,15 +15,38 @@ Every rank has the same table: rank 0's, which init_process_group hands out.
 from __future__ import annotations
 
 import json
-import math
 import os
+import platform
 import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpicoll.errors import ArgumentError
+from mpicoll.primitives import Primitive, by_name
 
-__all__ = ["KINDS", "PLACES", "ROUTES", "Steps", "Table", "default_path", "read", "table_of"]
+__all__ = [
+    "KINDS",
+    "PLACES",
+    "ROUTES",
+    "Found",
+    "Rows",
+    "Steps",
+    "Table",
+    "able",
+    "default_path",
+    "joined",
+    "kind_of",
+    "machine",
+    "parse",
+    "primitive_of",
+    "read",
+    "shown",
+    "table_of",
+    "unlike",
+]
 
 #: The routes of host memory that a table chooses among.
 ROUTES = ("mpi", "pieces", "exchange", "shared", "levels")
@@ -51,121 +74,273 @@ _MPI, _EXCHANGE = _everywhere((0, "mpi")), _everywhere((0, "exchange"))
 _MPICH: Rows = {
     "broadcast": {**_MPI, "node": ((0, "mpi"), (32 * _MIB, "shared"))},
     "all_reduce": {
-        "node": ((0, "mpi"), (4 * _KIB, "shared")),
+        "node": ((0, "mpi"), (256, "shared")),
         "nodes": ((0, "mpi"), (256 * _KIB, "levels")),
         "apart": ((0, "mpi"), (32 * _MIB, "pieces")),
     },
     "all_reduce of others": {**_EXCHANGE, "node": ((0, "shared"),)},
-    "reduce": _MPI,
-    "reduce of others": _EXCHANGE,
-    "all_gather": _MPI,
+    "reduce": {**_MPI, "node": ((0, "mpi"), (1 * _KIB, "shared"))},
+    "reduce of others": {**_EXCHANGE, "node": ((0, "shared"),)},
+    "all_gather": {
+        **_MPI,
+        "node": ((0, "mpi"), (8 * _KIB, "shared"), (512 * _KIB, "mpi"), (48 * _MIB, "shared")),
+    },
     "gather": _MPI,
     "scatter": _MPI,
     "reduce_scatter": {
         **_everywhere((0, "mpi"), (16 * _KIB, "exchange")),
-        "node": ((0, "mpi"), (8 * _KIB, "shared")),
+        "node": ((0, "mpi"), (4 * _KIB, "shared")),
     },
     "reduce_scatter of others": {**_EXCHANGE, "node": ((0, "shared"),)},
 }
 _OPEN_MPI: Rows = {
     **_MPICH,
+    "all_reduce": {
+        **_MPICH["all_reduce"],
+        "node": ((0, "mpi"), (2 * _KIB, "shared"), (3 * _MIB, "mpi"), (24 * _MIB, "shared")),
+    },
+    "reduce": {**_MPI, "node": ((0, "mpi"), (2 * _KIB, "shared"))},
+    "all_gather": {**_MPI, "node": ((0, "mpi"), (48 * _MIB, "shared"))},
 }
 
 
 #: The kinds of call.
 KINDS = tuple(_MPICH)
 
+_OTHERS = " of others"
+
+
+def kind_of(primitive: Primitive, others: bool) -> str:
+    """The kind of a call; ``others``: it combines elements, and not such as MPI combines rightly.
+
+    A list of arrays and one array that holds them all are one kind.
+    """
+    return primitive.name.removesuffix("_single") + _OTHERS * others
+
+
+def primitive_of(kind: str) -> tuple[Primitive, bool]:
+    """The primitive of a kind of call, and whether it is that of others."""
+    return by_name[kind.removesuffix(_OTHERS)], kind.endswith(_OTHERS)
+
+
+def able(kind: str, place: str) -> tuple[str, ...]:
+    """The routes that a table may name for a kind of call at a place, in the order of ``ROUTES``.
+
+    Of those for "apart", every one serves all calls of the kind.
+    """
+    primitive, others = primitive_of(kind)
+    unable = {
+        "mpi": others,
+        "pieces": kind not in ("all_reduce", "reduce"),
+        "exchange": not primitive.reduces,
+    }
+    return tuple(
+        route
+        for route in ROUTES
+        if not unable.get(route, False) and _NEEDS.get(route, place) == place
+    )
+
 
 class Table:
-    """The routes of one job. measured: what ``tune`` found, by number of ranks; see ``read``."""
+    """The routes of one job.
 
-    def __init__(self, openmpi: bool, measured: dict[int, Rows] | None = None) -> None:
+    measured: what ``tune`` found, by number of ranks.
+    path:     the file that it comes from, "" for none.
+    """
+
+    def __init__(
+        self, openmpi: bool, measured: Mapping[int, Rows] | None = None, path: str = ""
+    ) -> None:
         self._default = _OPEN_MPI if openmpi else _MPICH
         self._measured = measured or {}
+        self.path = path
 
     def row(self, kind: str, ranks: int) -> dict[str, Steps]:
         """The steps for a group of so many ranks, by place: as measured with the number of ranks
         that comes closest, by ratio, and where nothing was measured the default's.
         """
-        kind = kind.replace("_single", "")
         row = dict(self._default[kind])
-        near = sorted(self._measured, key=lambda n: (abs(math.log(n / ranks)), n), reverse=True)
-        for n in near:
+        farthest_first = sorted(
+            self._measured, key=lambda n: (max(n, ranks) / min(n, ranks), n), reverse=True
+        )
+        for n in farthest_first:
             row.update(self._measured[n].get(kind, {}))
         return row
 
+    def told(self) -> str:
+        """Where it comes from, in words."""
+        if not self.path:
+            return "the defaults"
+        return f"{self.path} (measured on {', '.join(map(str, sorted(self._measured)))} ranks)"
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """The processors of this machine: what was measured on others is not for it."""
+    words: dict[str, str] = {}
+    with suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
+        for line in lines:
+            name, colon, value = line.partition(":")
+            if not colon:  # the end of the first processor
+                break
+            words[name.strip()] = value.strip()
+    parts = [platform.machine(), words.get("CPU implementer"), words.get("CPU part")]
+    return f"{os.cpu_count()} x {words.get('model name') or ' '.join(filter(None, parts))}"
+
 
 def default_path(mpi: str) -> Path:
-    """Where ``tune`` writes the table of an MPI library, and init looks for one.
+    """Where ``tune`` writes what it finds on this machine with an MPI library, and init looks.
 
-    mpi: name and version.
+    mpi: name and version. Machines with other processors have another file: a home directory may
+    be shared by nodes of several kinds. Raises RuntimeError for a user without a home directory.
     """
     base = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
-    return Path(base) / "mpicoll" / (re.sub(r"[^\w.]+", "-", mpi).lower() + ".json")
+    name = re.sub(r"[^\w.]+", "-", f"{mpi} on {machine()}").strip("-").lower()
+    return Path(base) / "mpicoll" / f"{name}.json"
 
 
-def read(mpi: str) -> tuple[str, str]:
-    """The file whose table is meant and its text; both "" for none.
+class Found(NamedTuple):
+    """A file and its text.
 
-    MPICOLL_TABLE names the file, or is "0": none; else it is ``default_path(mpi)``, if it is there.
-    A file that was asked for by name and cannot be read is an error in ``table_of``.
+    path:    "" where there is none.
+    problem: why a file that was asked for by name cannot be read; "" where it can.
+    """
+
+    path: str = ""
+    text: str = ""
+    problem: str = ""
+
+
+def read(mpi: str) -> Found:
+    """The file whose table is meant; raises nothing, for one rank alone calls.
+
+    MPICOLL_TABLE names it, or is "0": none; else it is ``default_path(mpi)``, if that is there.
     """
     named = os.environ.get("MPICOLL_TABLE", "")
     if named == "0":
-        return "", ""
-    path = Path(named) if named else default_path(mpi)
+        return Found()
     try:
-        return str(path), path.read_text()
-    except OSError as error:
-        return (str(path), f"{error}") if named else ("", "")
+        path = Path(named) if named else default_path(mpi)
+        return Found(str(path), path.read_text(errors="replace"))
+    except (OSError, RuntimeError) as error:
+        return Found(named, problem=str(error)) if named else Found()
 
 
-def table_of(openmpi: bool, path: str, text: str) -> Table:
-    """The table of an MPI library and a file: ``{"ranks": {"2": {KIND: {PLACE: [[BYTES, ROUTE],
-    ...]}}}}``.
+def table_of(openmpi: bool, path: str, text: str, problem: str = "") -> Table:
+    """The table of an MPI library and a file as ``read`` found it.
 
-    Raises ArgumentError for a text that is none such; every rank has the same.
+    Raises ArgumentError where the file is no such table; every rank has the same.
     """
+    if problem:
+        raise ArgumentError(
+            f"init_process_group: the file that MPICOLL_TABLE names cannot be read: {problem}; "
+            "name a file that rank 0 can read, or unset MPICOLL_TABLE"
+        )
     if not path:
         return Table(openmpi)
     try:
+        return Table(openmpi, parse(text), path)
+    except ValueError as error:
+        raise ArgumentError(
+            f"init_process_group: {path} is no table of routes: {error}; remove it and write a new "
+            "one with python -m mpicoll tune, or set MPICOLL_TABLE=0"
+        ) from error
+
+
+def parse(text: str) -> dict[int, Rows]:
+    """What a file says was measured, by number of ranks. What it must be:
+
+    {"ranks": {"2": {KIND: {PLACE: [[BYTES, ROUTE], ...]}}}}
+
+    and more beside. Raises ValueError, with the reason, for a text that is not.
+    """
+    try:
         measured = {
-            int(ranks): {
-                kind: {place: _steps(steps) for place, steps in row.items()}
+            _ranks(ranks): {
+                kind: {place: tuple(map(_step, steps)) for place, steps in row.items()}
                 for kind, row in rows.items()
             }
             for ranks, rows in json.loads(text)["ranks"].items()
         }
-        _check(measured)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ArgumentError(
-            f"init_process_group: {path} is no table of routes ({error or type(error).__name__}: "
-            f"{text[:80]!r}); write one with python -m mpicoll tune, or set MPICOLL_TABLE=0"
-        ) from error
-    return Table(openmpi, measured)
-
-
-def _steps(found: list[Any]) -> Steps:
-    return tuple((int(least), str(route)) for least, route in found)
-
-
-def _check(measured: dict[int, Rows]) -> None:
-    """Raises ValueError where something is unknown or out of order."""
-    for ranks, rows in measured.items():
-        if ranks < 1:
-            raise ValueError(f"{ranks} ranks")
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        form = '{"ranks": {RANKS: {KIND: {PLACE: [[BYTES, ROUTE], ...]}}}}'
+        raise ValueError(f"expected {form}, got something else ({error})") from error
+    for rows in measured.values():
         for kind, row in rows.items():
-            if kind not in KINDS:
-                raise ValueError(f"no such kind of call: {kind}")
             for place, steps in row.items():
-                if place not in PLACES:
-                    raise ValueError(f"no such place: {place}")
-                needed = {name for _, name in steps if _NEEDS.get(name, place) != place}
-                if needed:
-                    raise ValueError(f"{kind}: {place}: not there: {', '.join(sorted(needed))}")
-                sizes = [least for least, _ in steps]
-                if sizes[:1] != [0] or sizes != sorted(set(sizes)):
-                    raise ValueError(f"{kind}: sizes do not rise from 0 on: {sizes}")
-                unknown = {route for _, route in steps} - set(ROUTES)
-                if unknown:
-                    raise ValueError(f"{kind}: no such route: {', '.join(sorted(unknown))}")
+                _check(kind, place, steps)
+    return measured
+
+
+def _ranks(text: str) -> int:
+    if not re.fullmatch("[1-9][0-9]*", text, re.ASCII):
+        raise ValueError(f"expected a number of ranks, got {text!r}")
+    return int(text)
+
+
+def _step(pair: Iterable[Any]) -> tuple[int, str]:
+    least, route = pair
+    if type(least) is not int or type(route) is not str:
+        raise ValueError(f"expected [BYTES, ROUTE], got {[least, route]}")
+    return least, route
+
+
+def _check(kind: str, place: str, steps: Steps) -> None:
+    """Raises ValueError where something is unknown, cannot be, or is out of order."""
+    if kind not in KINDS:
+        raise ValueError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
+    if place not in PLACES:
+        raise ValueError(f"{kind}: expected one of {', '.join(PLACES)}, got {place!r}")
+    sizes = [least for least, _ in steps]
+    if sizes[:1] != [0] or sizes != sorted(set(sizes)):
+        raise ValueError(f"{kind}: {place}: expected bytes that rise from 0 on, got {sizes}")
+    for _, route in steps:
+        if route not in able(kind, place):
+            names = ", ".join(able(kind, place))
+            raise ValueError(f"{kind}: {place}: expected one of {names}, got {route!r}")
+
+
+def unlike(text: str, mpi: str) -> str:
+    """What a file says that it was measured with, where that is not this machine with this MPI."""
+    said: Mapping[str, Any] = json.loads(text)
+    told = [str(said.get(name, own)) for name, own in _origin(mpi).items()]
+    return "" if told == list(_origin(mpi).values()) else " on ".join(told)
+
+
+def _origin(mpi: str) -> dict[str, str]:
+    return {"mpi": mpi, "machine": machine()}
+
+
+def joined(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) -> str:
+    """The text of a file with what was measured on this machine with so many ranks.
+
+    text:  of the file so far, which keeps what was measured otherwise; "" where there is none.
+    about: how it was measured, for people.
+    """
+    said: dict[str, Any] = json.loads(text or "{}")
+    every = said.get("ranks", {})
+    own = every.setdefault(str(ranks), {})
+    for kind, places in rows.items():
+        own.setdefault(kind, {}).update(places)
+    notes = said.get("measured")
+    notes = {**(notes if isinstance(notes, dict) else {}), str(ranks): dict(about)}
+    ordered = {"ranks": dict(sorted(every.items(), key=lambda item: int(item[0])))}
+    return _lines({**_origin(mpi), **said, **_origin(mpi), "measured": notes, **ordered}, 3) + "\n"
+
+
+def _lines(value: Any, depth: int) -> str:
+    """JSON, in which a line ends after each entry down to a depth."""
+    if depth == 0 or not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    entries = [f"{json.dumps(name)}: {_lines(one, depth - 1)}" for name, one in value.items()]
+    return "{\n" + textwrap.indent(",\n".join(entries), " ") + "\n}"
+
+
+def shown(size: int) -> str:
+    """Bytes, in words."""
+    for unit, name in ((1024 * _MIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
+        if size >= unit and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"

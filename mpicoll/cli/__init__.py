@@ -10,18 +10,22 @@ import argparse
 import contextlib
 import importlib
 import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from mpicoll.errors import MpicollError
 
-__all__ = ["COMMANDS", "first", "main", "start"]
+__all__ = ["COMMANDS", "first", "main", "progress", "refuse", "size", "start"]
 
 #: What each command does, by its name, which is that of its module.
 COMMANDS: dict[str, str] = {
     "bench": "what collectives take here, and whether they are right",
     "doctor": "what was found here, how calls are carried out, and what to change",
     "hello": "one line from each rank",
+    "tune": "what carries messages of which size best here, measured, for later jobs to go by",
 }
 
 #: Variables with the rank, the innermost launcher's first.
@@ -69,3 +73,29 @@ def start() -> str:
     except MpicollError as error:
         return str(error)
     return ""
+
+
+def refuse(command: str, why: str, speaks: bool, code: int) -> int:
+    """The exit code of a command that cannot do what is asked for, once one rank has said why."""
+    if speaks:
+        print(f"python -m mpicoll {command}: error: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+def size(text: str) -> int:
+    """Bytes given on a command line, with K, M, G or T for 1024 and its powers."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.strip(), re.IGNORECASE)
+    unit = 1024 ** " KMGT".index(found[2].upper() or " ") if found else 1
+    nbytes = int(Fraction(found[1]) * unit) if found else 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: expected a number of bytes, at least 1, or one with K, M, G, T"
+        )
+    return nbytes
+
+
+def progress(text: str) -> None:
+    """Says how far it is, on a terminal, in a line that goes away again; "" takes it away."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

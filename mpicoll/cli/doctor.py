@@ -142,9 +142,11 @@ def _mpi(seen: Seen, me: int) -> Facts:
     """What is known with MPI."""
     from mpi4py import MPI
 
+    from mpicoll.groups import state
+
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     level = next(name for name in levels if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
-    facts = {"threads": f"MPI_THREAD_{level}"}
+    facts = {"threads": f"MPI_THREAD_{level}", "routes": state.table.told()}
     if not seen.all_ranks:
         return facts
     own, nodes = seen.all_ranks[me], len({each.node for each in seen.all_ranks})

@@ -1,0 +1,367 @@
+"""``python -m mpicoll tune``: measures what carries messages of which size best here, and writes it
+where init_process_group finds it.
+
+Here are the command line and the file. ``tune_measure`` measures, ``tune_steps`` makes steps of
+what was measured, and ``mpicoll.tables`` knows the format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import secrets
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpicoll import __version__, cli, tables
+from mpicoll.cli.tune_steps import changes, chosen, unrest
+from mpicoll.errors import ArgumentError
+from mpicoll.groups import default_group, state
+from mpicoll.tables import Rows, Steps, shown
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpicoll.cli.tune_measure import Effort, Kind, Outcome
+
+__all__ = ["add_arguments", "run"]
+
+#: Bytes of a rank that routes and MPI may take beside the arrays.
+_SCRATCH = 64 << 20
+
+#: Half the distance between the quartiles of a time, as a part of it, from which on a machine is
+#: too busy to be measured well.
+_RESTLESS = 0.1
+
+#: Where the ranks are, in words.
+_PLACES = {
+    "node": "the ranks share the memory of one node",
+    "nodes": "the ranks are on several nodes, and those of a node share its memory",
+    "apart": "the ranks share no memory",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what to measure, how long, and where to write it."""
+    add = parser.add_argument
+    add("-o", "--output", type=Path, metavar="FILE",
+        help="the table (default: what MPICOLL_TABLE names, else where jobs look)")  # fmt: skip
+    add("--sizes", type=_sizes, default="8:64M", metavar="FIRST:LAST",
+        help="bytes of the larger array, with K, M, G or T for 1024 and so on, and all powers of "
+        "two between (default: 8:64M)")  # fmt: skip
+    add("--kinds", nargs="+", choices=tables.KINDS, default=list(tables.KINDS), metavar="KIND",
+        help=f"some of {', '.join(map(repr, tables.KINDS))} (default: all)")  # fmt: skip
+    add("--seconds", type=_seconds, metavar="N",
+        help="how long it may take (default: 60; 8 with --quick)")  # fmt: skip
+    add("--quick", action="store_true", help="fewer and shorter repetitions, for a first look")
+    add("--json", type=Path, metavar="FILE", help="all that was measured, as JSON")
+
+
+def _sizes(text: str) -> list[int]:
+    first, colon, last = text.partition(":")
+    least, most = cli.size(first), cli.size(last if colon else first)
+    if least > most:
+        raise argparse.ArgumentTypeError(f"{text!r}: the first size is more than the last")
+    return [least << i for i in range((most // least).bit_length())]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit code 0; 1 where the ranks are no world, or the table cannot be written in the end; 2
+    where there is nothing to tune, or what is asked for cannot be had. Rank 0 prints.
+    """
+    named = os.environ.get("MPICOLL_TABLE", "")
+    os.environ["MPICOLL_TABLE"] = "0"  # the table that is there must not be in the way
+    wrong = cli.start()
+    if wrong:
+        return cli.refuse("tune", wrong, cli.first(), 1)
+    import mpicoll as dist
+
+    code = _with_ranks(options, named)
+    dist.destroy_process_group()
+    return code
+
+
+class _Setting(NamedTuple):
+    """What is tuned.
+
+    mpi:   the MPI library, name and version.
+    ranks: how many.
+    nodes: the names of their nodes.
+    place: where they are, as tables have it.
+    """
+
+    mpi: str
+    ranks: int
+    nodes: list[str]
+    place: str
+
+    @property
+    def where(self) -> str:
+        """The nodes in words."""
+        n = len(self.nodes)
+        return f"{n} node{'s' * (n > 1)} ({self.nodes[0]}{', ...' * (n > 1)})"
+
+    def default(self, kind: str) -> Steps:
+        """The steps without a table that was measured."""
+        return state.table.row(kind, self.ranks)[self.place]
+
+
+def _with_ranks(options: argparse.Namespace, named: str) -> int:
+    from mpi4py import MPI
+
+    from mpicoll.cli.tune_measure import FULL, QUICK, kinds_of, measure
+    from mpicoll.routes.hosts import place
+
+    group = default_group()
+    comm, first = group.comm, group.rank() == 0
+    vendor, version = MPI.get_vendor()
+    mpi = f"{vendor} {'.'.join(map(str, version))}"
+    target, wrong = None, ""
+    if first:
+        try:
+            target = _target(options.output, named, mpi)
+            _check(target.path, mpi, options.json)
+        except ArgumentError as error:
+            wrong = str(error)
+    wrong = comm.bcast(wrong, 0)
+    if not wrong and group.size() == 1:
+        wrong = "one rank has no choice of routes: start as many as your jobs have (mpirun -n ...)"
+    if wrong:
+        return cli.refuse("tune", wrong, first, 2)
+    kinds, here = kinds_of(list(dict.fromkeys(options.kinds)), group), place(group)
+    if not kinds:
+        wrong = f"{_PLACES[here]}: there is but one route for {', '.join(options.kinds)}"
+    wrong = wrong or _too_much(comm, kinds, options.sizes[-1])
+    if wrong:
+        return cli.refuse("tune", wrong, first, 2)
+    effort = QUICK if options.quick else FULL
+    effort = effort._replace(seconds=options.seconds or effort.seconds)
+    nodes = comm.allgather(platform.node())
+    setting = _Setting(mpi, group.size(), list(dict.fromkeys(nodes)), here)
+    if first:
+        print("\n".join(_header(setting, kinds, options.sizes, effort)), flush=True)
+    outcome = measure(group, kinds, options.sizes, effort, cli.progress if first else _nothing)
+    code = 0
+    if target is not None:
+        cli.progress("")
+        code = _end(setting, outcome, options, target)
+    return int(comm.bcast(code, 0))
+
+
+def _nothing(text: str) -> None:
+    """Rank 0 says how far it is."""
+
+
+# --- before -------------------------------------------------------------------------------------
+
+
+class _Target(NamedTuple):
+    """The file that is to be written; ``found``: by jobs that are started like this one."""
+
+    path: Path
+    found: bool
+
+
+def _target(output: Path | None, named: str, mpi: str) -> _Target:
+    """Where the table goes; raises ArgumentError where there is no place for it."""
+    if output is not None:
+        return _Target(output, False)
+    if named not in ("", "0"):
+        return _Target(Path(named), True)
+    try:
+        path = tables.default_path(mpi)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (RuntimeError, OSError) as error:
+        raise ArgumentError(f"{error}; name a file with --output") from error
+    return _Target(path, named != "0")
+
+
+def _check(path: Path, mpi: str, figures: Path | None) -> None:
+    """Raises ArgumentError where a file cannot be written, or is none to be added to."""
+    _so_far(path, mpi)
+    for each in (path, figures):
+        if each is not None:
+            _try(each)
+
+
+def _so_far(path: Path, mpi: str) -> str:
+    """The text of the table that is there, "" where none is; raises ArgumentError for one that
+    cannot be added to.
+    """
+    try:
+        text = path.read_text(errors="replace") if path.exists() else ""
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be read: {error.strerror}") from error
+    if not text:
+        return ""
+    try:
+        tables.parse(text)
+    except ValueError as error:
+        raise ArgumentError(
+            f"{path} is no table of routes: {error}; remove it, or name another file with --output"
+        ) from error
+    other = tables.unlike(text, mpi)
+    if other:
+        raise ArgumentError(
+            f"{path} holds what was measured with {other}, and this is {mpi} on "
+            f"{tables.machine()}; remove it, or name another file with --output"
+        )
+    return text
+
+
+def _try(path: Path) -> None:
+    """Raises ArgumentError where a file could not be written."""
+    folder = path.absolute().parent
+    try:
+        if not folder.is_dir():
+            raise ArgumentError(f"{path}: there is no folder {folder}")
+        if path.exists():
+            path.open("a").close()
+        probe = _beside(path)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _beside(path: Path) -> Path:
+    """A new name in the folder where the file is, whatever links lead there."""
+    path = path.resolve()
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
+def _too_much(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
+    """Why the arrays will not fit, the same on all ranks; "" where they will."""
+    from mpicoll.cli.bench_calls import Host
+    from mpicoll.cli.tune_measure import room
+
+    host, n = Host(), comm.Get_size()
+    most = room(kinds, n, largest)
+    needed: dict[str, int] = {}
+    free: dict[str, int] = {}
+    for memory, available in comm.allgather((host.memory, host.available())):
+        needed[memory] = needed.get(memory, 0) + most + most // n + _SCRATCH
+        free[memory] = min(available, free.get(memory, available))
+    for memory, nbytes in needed.items():
+        if nbytes > free[memory]:
+            return (
+                f"--sizes: {shown(largest)} needs {nbytes / 2**30:.1f} GiB on {memory} for the "
+                f"ranks there, {free[memory] / 2**30:.1f} GiB are available"
+            )
+    return ""
+
+
+def _header(
+    setting: _Setting, kinds: Sequence[Kind], sizes: Sequence[int], effort: Effort
+) -> list[str]:
+    """What is said before it begins."""
+    routes = sum(len(kind.candidates) for kind in kinds)
+    lines = [
+        f"{setting.ranks} ranks on {setting.where}: {tables.machine()}",
+        f"{setting.mpi}, mpicoll {__version__}; {_PLACES[setting.place]}",
+        f"{routes} routes for {len(kinds)} kinds of calls, {shown(sizes[0])} to "
+        f"{shown(sizes[-1])}: this takes {effort.seconds:g} s at the most",
+    ]
+    return [f"# {line}" for line in lines]
+
+
+# --- after --------------------------------------------------------------------------------------
+
+
+def _end(setting: _Setting, outcome: Outcome, options: argparse.Namespace, target: _Target) -> int:
+    """Writes what was found, and says so; the exit code."""
+    path = target.path
+    try:
+        text = _so_far(path, setting.mpi)
+        rows = _rows(setting, outcome, text)
+        print("\n".join(_changes(setting, outcome, rows)), flush=True)
+        if options.json:
+            _write(options.json, json.dumps(_report(setting, outcome, rows), indent=1) + "\n")
+        about = {
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "mpicoll": __version__,
+            "where": setting.where,
+            "sizes": f"{shown(options.sizes[0])} to {shown(outcome.largest)}",
+            "repetitions": outcome.repetitions,
+        }
+        _write(path, tables.joined(text, setting.mpi, setting.ranks, rows, about))
+    except (ArgumentError, OSError) as error:
+        return cli.refuse("tune", str(error), True, 1)
+    if outcome.largest < options.sizes[-1]:
+        print(f"# more than {shown(outcome.largest)} would have taken longer (--seconds)")
+    spread = unrest(outcome.figures.values())
+    if spread > _RESTLESS:
+        print(f"# times vary by {spread:.0%}: something else is going on here; tune when it is not")
+    print(f"# written to {path}")
+    if target.found:
+        print("# jobs that are started like this one go by it; python -m mpicoll doctor tells")
+    else:
+        print(f"# jobs with MPICOLL_TABLE={path.absolute()} go by it")
+    return 0
+
+
+def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
+    """The steps for what was measured."""
+    known = tables.parse(text).get(setting.ranks, {}) if text else {}
+    rows: Rows = {}
+    for kind, figures in outcome.figures.items():
+        before = known.get(kind, {}).get(setting.place)
+        rows[kind] = {setting.place: chosen(figures, setting.default(kind), before)}
+    return rows
+
+
+def _changes(setting: _Setting, outcome: Outcome, rows: Rows) -> list[str]:
+    """What is not as it is without the table."""
+    lines = []
+    for kind, figures in outcome.figures.items():
+        for each in changes(figures, setting.default(kind), rows[kind][setting.place]):
+            end = "" if each.end is None else shown(each.end)
+            lines.append(
+                f"{kind:<26}{shown(each.first):<11}{end:<11}{each.usual:<10}{each.now:<10}"
+                f"{each.gain:.2f} x"
+            )
+    head = f"{'kind of call':<26}{'from':<11}{'to':<11}{'default':<10}{'now':<10}faster"
+    return [head, *lines] if lines else ["# nothing is faster than what is done by default"]
+
+
+def _report(setting: _Setting, outcome: Outcome, rows: Rows) -> dict[str, Any]:
+    """What --json writes."""
+    return {
+        **setting._asdict(),
+        "machine": tables.machine(),
+        "mpicoll": __version__,
+        "repetitions": outcome.repetitions,
+        "figures": {
+            kind: [
+                {"bytes": size, **{name: one._asdict() for name, one in at_size.items()}}
+                for size, at_size in figures.items()
+            ]
+            for kind, figures in outcome.figures.items()
+        },
+        "steps": rows,
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing, for others may be reading."""
+    beside = _beside(path)
+    try:
+        beside.write_text(text)
+        beside.replace(path.resolve())
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,252 @@
+"""Tables on ranks: all go by rank 0's; and whatever it says, results are right."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+from conftest import TIMEOUT
+from conftest import team as group_of
+from driver import NAMES, Call, same_on_all
+
+import mpicoll as dist
+from mpicoll import tables
+from mpicoll.cli import tune_measure
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.errors import ArgumentError
+from mpicoll.groups import default_group, state
+from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.routes import hosts
+from mpicoll.routes.native import reducible
+
+# --- the file: before anything here makes the default group -------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "no table of routes"),
+        ('{"ranks": {"2": {"gather": {"node": [[0, "pieces"]]}}}}', "got 'pieces'"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_refused_on_every_rank(mpi, monkeypatch, tmp_path, text, words):
+    """Rank 0 alone has it."""
+    path = tmp_path / "table.json"
+    if mpi.rank == 0:
+        monkeypatch.setenv("MPICOLL_TABLE", str(path))
+        if text is not None:
+            path.write_text(text)
+    with pytest.raises(ArgumentError, match=words) as caught:
+        dist.init_process_group(timeout=TIMEOUT)
+    assert mpi.bcast(str(path), 0) in str(caught.value)
+    assert not dist.is_initialized()
+
+
+def test_all_ranks_have_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
+    """Whatever the others would find."""
+    path = tmp_path / "table.json"
+    rows = {"gather": {"node": [[0, "mpi"], [77, "shared"]]}}
+    path.write_text(json.dumps({"ranks": {"2": rows}}) if mpi.rank == 0 else "{")
+    monkeypatch.setenv("MPICOLL_TABLE", str(path))
+    for own in (path, tmp_path / "nowhere" / "table.json"):
+        if mpi.rank:
+            monkeypatch.setenv("MPICOLL_TABLE", str(own))
+        dist.init_process_group(timeout=TIMEOUT)
+        assert state.table.row("gather", mpi.size)["node"] == ((0, "mpi"), (77, "shared"))
+        assert state.table.path == mpi.bcast(str(path), 0)
+        dist.destroy_process_group()
+    if mpi.rank == 0:
+        monkeypatch.setenv("MPICOLL_TABLE", "0")
+    dist.init_process_group(timeout=TIMEOUT)
+    assert state.table.path == ""
+    dist.destroy_process_group()
+
+
+# --- which route carries a call -----------------------------------------------------------------
+
+
+def calls_of(kind):
+    """Primitive, group, operation and dtype of a call of a kind."""
+    primitive, others = tables.primitive_of(kind)
+    op = ReduceOp.SUM if primitive.reduces else None
+    return primitive, default_group(), op, by_name["bfloat16" if others else "float32"]
+
+
+def any_row(kind, chance):
+    """Steps at random, such as a file may hold, for every place."""
+    return {
+        place: tuple(
+            (size, chance.choice(tables.able(kind, place)))
+            for size in (0, *sorted(chance.sample(range(1, 3000), chance.randrange(4))))
+        )
+        for place in tables.PLACES
+    }
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The names of the routes that calls took; they do nothing."""
+    taken = []
+
+    def route(name):
+        return lambda *kind: (lambda send, recv, count, root: taken.append(name), None)
+
+    monkeypatch.setattr(hosts, "_CANDIDATES", {name: route(name) for name in tables.ROUTES})
+    return taken
+
+
+def expected(row, place, unable, nbytes):
+    """The route for so many bytes: that of the last step not beyond them that can be had."""
+    had = [step for step in row[place] if step[1] not in unable]
+    if not had:
+        return expected(row, "apart", unable, nbytes)
+    return [route for least, route in had if least <= nbytes or (least, route) == had[0]][-1]
+
+
+@pytest.mark.parametrize("unable", [(), ("shared", "levels")], ids=["all", "some"])
+@pytest.mark.parametrize("place", tables.PLACES)
+def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
+    """At every size around its steps, in whatever order calls come."""
+    monkeypatch.setattr(hosts, "place", lambda group: place)
+    for name in unable:
+        hosts._CANDIDATES[name] = lambda *kind: None
+    chance = random.Random(place)
+    for kind in tables.KINDS * 4:
+        primitive, *_, dtype = calls_of(kind)
+        row = any_row(kind, chance)
+        monkeypatch.setattr(state, "table", tables.Table(False, {2: {kind: row}}))
+        direct = hosts.choose(*calls_of(kind)).direct
+        block = dtype.itemsize * (world.size if primitive.many_in or primitive.many_out else 1)
+        steps = [least for steps in row.values() for least, _ in steps]
+        counts = {max(0, least // block + more) for least in steps for more in (-1, 0, 1, 2)}
+        counts = [*counts, 10**9]
+        chance.shuffle(counts)
+        for count in counts:
+            direct(None, None, count, 0)
+            assert seen.pop() == expected(row, place, unable, count * block), (kind, row, count)
+        assert not seen
+
+
+def test_a_candidate_takes_its_route(world, seen):
+    """At every size."""
+    for kind in tables.KINDS:
+        found = hosts.candidates(*calls_of(kind))
+        assert tuple(found) == tables.able(kind, hosts.place(default_group()))
+        for name, direct in found.items():
+            for count in (0, 1, 3000, 10**9):
+                direct(None, None, count, 0)
+                assert seen.pop() == name
+
+
+def test_what_can_be_named_can_be_had(world):
+    """Of every kind, where ranks share no memory: there is always something to fall back to."""
+    for kind in tables.KINDS:
+        found = hosts.candidates(*calls_of(kind))
+        assert set(tables.able(kind, "apart")) <= set(found)
+
+
+# --- what comes out -----------------------------------------------------------------------------
+
+#: Calls that tables know; where elements are combined, of both kinds, and what not every route has.
+CALLS = [
+    (row.name, by_name[dtype], op)
+    for row in PRIMITIVES
+    if row.layout not in (Layout.EXCHANGED, Layout.EMPTY)
+    for dtype, op in (
+        [("float32", ReduceOp.SUM), ("int64", ReduceOp.MAX), ("bfloat16", ReduceOp.AVG),
+         ("float64", ReduceOp.MIN), ("float8_e8m0fnu", ReduceOp.PRODUCT)]
+        if row.reduces
+        else [("float32", None), ("bool", None)]
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
+    """On either side of its steps, in a group that is new; tables are not for every place."""
+    chance = random.Random(seed)  # the same on every rank
+    rows = {
+        kind: {
+            place: steps for place, steps in any_row(kind, chance).items() if chance.random() < 0.8
+        }
+        for kind in tables.KINDS
+    }
+    assert tables.parse(tables.joined("", "An MPI", 3, rows, {})) == {3: rows}
+    monkeypatch.setattr(state, "table", tables.Table(bool(seed % 2), {3: rows}))
+    team = group_of(f"table {seed}", range(world.size))
+    calls = []
+    for name, dtype, op in CALLS:
+        row = NAMES[name]
+        kind = tables.kind_of(row, op is not None and not reducible(op, dtype))
+        block = dtype.itemsize * (team.size if row.many_in or row.many_out else 1)
+        steps = [least for steps in rows[kind].values() for least, _ in steps]
+        at = chance.choice(steps or [0]) // block
+        for count in {0, 1, at, at + 1, 4000}:
+            root = chance.randrange(team.size)
+            calls.append(Call(name, team, dtype, count, op, root))
+    chance.shuffle(calls)
+    for call in calls:
+        call.run()
+    same_on_all(mpi, [call for call in calls if call.name == "all_reduce"])
+    dist.destroy_process_group(team.group)
+
+
+# --- what tune measures -------------------------------------------------------------------------
+
+#: Few calls at a time, and time enough on any machine.
+EFFORT = tune_measure.Effort(60.0, 1e-5, 1)
+
+
+def test_what_is_called(world):
+    """Of every kind and size: arrays of as many bytes as they must have; the root is rank 0."""
+    n, me, sizes = world.size, world.me, [8 << i for i in range(8)]
+    for name in tables.KINDS:
+        primitive, _, _, dtype = calls_of(name)
+        called = set()
+
+        def direct(send, recv, count, root, called=called):
+            called.add((send is not None and send.nbytes, recv is not None and recv.nbytes, count))
+            assert root == 0
+
+        kind = tune_measure.Kind(name, primitive, dtype, {"mpi": direct})
+        outcome = tune_measure.measure(default_group(), [kind], sizes, EFFORT, str)
+        many = primitive.many_in or primitive.many_out
+        whole = primitive.root != "src" or me == 0, primitive.root != "dst" or me == 0
+        expected, points = set(), []
+        for size in sizes:
+            count = max(1, size // dtype.itemsize // (n if many else 1))
+            block = count * dtype.itemsize
+            if primitive.input == "":
+                expected.add((False, block, count))
+            elif primitive.many_in:
+                expected.add((whole[0] and n * block, block, count))
+            else:
+                expected.add((block, whole[1] and n * block, count))
+            if not points or count > 1:
+                points.append(size if count > 1 and size > 8 else 0)
+        assert called == expected, name
+        assert list(outcome.figures) == [name] and list(outcome.figures[name]) == points
+        assert outcome.largest == sizes[-1]
+        assert outcome.repetitions == tune_measure.REPETITIONS[1]
+
+
+def test_the_slowest_rank_counts(world, mpi):
+    """All ranks have the same figures: those of the one that takes longest."""
+
+    def slow(send, recv, count, root):
+        if world.me == world.size - 1:
+            time.sleep(2e-3)
+
+    def fast(send, recv, count, root):
+        pass
+
+    primitive, _, _, dtype = calls_of("gather")
+    kind = tune_measure.Kind("gather", primitive, dtype, {"mpi": slow, "shared": fast})
+    outcome = tune_measure.measure(default_group(), [kind], [8, 16], EFFORT, str)
+    assert all(one == outcome for one in mpi.allgather(outcome))
+    for at_size in outcome.figures["gather"].values():
+        assert 2e-3 <= at_size["mpi"].low <= at_size["mpi"].median <= at_size["mpi"].high
+        assert at_size["shared"].low < 2e-3

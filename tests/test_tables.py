@@ -1,0 +1,271 @@
+"""The tables that say which route carries which size: their rows, their files, who is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from mpicoll import tables
+from mpicoll.errors import ArgumentError
+from mpicoll.primitives import by_name
+from mpicoll.tables import KINDS, PLACES, Table
+
+KIB, MIB = 1 << 10, 1 << 20
+MPI = "An MPI 1.2"
+#: What a file may hold.
+GOOD = {"ranks": {"2": {"all_reduce": {"node": [[0, "mpi"], [4096, "shared"]]}}}}
+
+
+@pytest.fixture(autouse=True)
+def nothing_named(monkeypatch, tmp_path):
+    """No table of the user's own."""
+    monkeypatch.delenv("MPICOLL_TABLE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def stepping(text):
+    """A file with these steps of all_reduce on a node."""
+    return json.dumps({"ranks": {"2": {"all_reduce": {"node": text}}}})
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("openmpi", [False, True])
+def test_the_defaults_are_tables(openmpi):
+    """Complete, and such as a file may hold."""
+    table = Table(openmpi)
+    rows = {kind: table.row(kind, 4) for kind in KINDS}
+    assert all(set(row) == set(PLACES) for row in rows.values())
+    text = tables.joined("", MPI, 4, rows, {})
+    assert tables.parse(text) == {4: rows}
+    assert table.told() == "the defaults"
+
+
+def test_kinds_are_of_primitives():
+    for kind in KINDS:
+        primitive, others = tables.primitive_of(kind)
+        assert tables.kind_of(primitive, others) == kind
+        assert primitive.reduces or not others
+    assert tables.kind_of(by_name["all_gather_single"], False) == "all_gather"
+    assert tables.kind_of(by_name["reduce_scatter_single"], True) == "reduce_scatter of others"
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "routes"),
+    [
+        ("broadcast", "node", "mpi shared"),
+        ("broadcast", "apart", "mpi"),
+        ("all_reduce", "node", "mpi pieces exchange shared"),
+        ("all_reduce", "nodes", "mpi pieces exchange levels"),
+        ("all_reduce of others", "apart", "exchange"),
+        ("reduce", "apart", "mpi pieces exchange"),
+        ("reduce_scatter", "apart", "mpi exchange"),
+        ("reduce_scatter of others", "node", "exchange shared"),
+        ("gather", "nodes", "mpi levels"),
+    ],
+)
+def test_what_can_be_named(kind, place, routes):
+    assert tables.able(kind, place) == tuple(routes.split())
+
+
+def marked(n):
+    """A row that says with how many ranks it was measured."""
+    return {"broadcast": {"node": ((0, "mpi"), (n, "shared"))}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "measured", "nearest"),
+    [
+        (4, [4], 4), (4, [1, 5, 16], 5), (4, [1, 16], 1), (4, [2, 8], 2), (4, [3, 6], 3),
+        (5, [4, 6], 6), (100, [2, 64, 1000], 64), (3, [1, 9], 1), (7, [1, 49], 1), (1, [2, 3], 2),
+    ],
+)  # fmt: skip
+def test_the_nearest_number_of_ranks_by_ratio(ranks, measured, nearest):
+    for order in itertools.permutations(measured):
+        table = Table(False, {n: marked(n) for n in order})
+        assert table.row("broadcast", ranks)["node"] == ((0, "mpi"), (nearest, "shared"))
+
+
+def test_what_was_not_measured_is_the_defaults():
+    """By kind and place: the nearest that has it."""
+    others = {"broadcast": {"apart": ((0, "mpi"),)}, "gather": {"node": ((0, "shared"),)}}
+    table, default = Table(False, {4: marked(4), 64: others}), Table(False)
+    before = dict(default.row("broadcast", 4))
+    assert table.row("broadcast", 4) == {**before, **marked(4)["broadcast"]}
+    assert default.row("broadcast", 4) == before, "the defaults are as they were"
+    assert table.row("gather", 4)["node"] == ((0, "shared"),)
+    assert table.row("gather", 4)["nodes"] == default.row("gather", 4)["nodes"]
+    assert table.row("scatter", 64) == default.row("scatter", 64)
+
+
+# --- files that are refused ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting"),
+        ("[" * 200000, "got something else"),
+        ("[]", "got something else"),
+        ("{}", "got something else ('ranks')"),
+        ('{"ranks": []}', "got something else"),
+        ('{"ranks": {"2": 3}}', "got something else"),
+        ('{"ranks": {"2": {"gather": [1]}}}', "got something else"),
+        ('{"ranks": {"two": {}}}', "expected a number of ranks, got 'two'"),
+        ('{"ranks": {"0": {}}}', "expected a number of ranks, got '0'"),
+        ('{"ranks": {"02": {}}}', "expected a number of ranks, got '02'"),
+        ('{"ranks": {"-2": {}}}', "expected a number of ranks, got '-2'"),
+        ('{"ranks": {"2": {"gathers": {"node": [[0, "mpi"]]}}}}', "scatter, reduce_scatter, "),
+        ('{"ranks": {"2": {"gather": {"nodde": [[0, "mpi"]]}}}}', "apart, got 'nodde'"),
+        (stepping(3), "got something else"),
+        (stepping([3]), "got something else"),
+        (stepping([[0, "mpi", 3]]), "too many values"),
+        (stepping([]), "expected bytes that rise from 0 on, got []"),
+        (stepping([[8, "mpi"]]), "expected bytes that rise from 0 on, got [8]"),
+        (stepping([[0, "mpi"], [8, "shared"], [8, "mpi"]]), "got [0, 8, 8]"),
+        (stepping([[0, "mpi"], [9, "shared"], [8, "mpi"]]), "got [0, 9, 8]"),
+        (stepping([["0", "mpi"]]), "expected [BYTES, ROUTE], got ['0', 'mpi']"),
+        (stepping([[0, "mpi"], [8.5, "shared"]]), "expected [BYTES, ROUTE], got [8.5, 'shared']"),
+        (stepping([[False, "mpi"]]), "expected [BYTES, ROUTE], got [False, 'mpi']"),
+        ('{"ranks": {"2": {"gather": {"node": [[0, "mpi"], [Infinity, "shared"]]}}}}', "got [inf"),
+        (stepping([[0, ["mpi"]]]), "expected [BYTES, ROUTE], got [0, ['mpi']]"),
+        (stepping([[0, "mpl"]]), "expected one of mpi, pieces, exchange, shared, got 'mpl'"),
+        (stepping([[0, "levels"]]), "got 'levels'"),
+        ('{"ranks": {"2": {"broadcast": {"apart": [[0, "exchange"]]}}}}', "got 'exchange'"),
+        ('{"ranks": {"2": {"all_reduce of others": {"apart": [[0, "mpi"]]}}}}',
+         "all_reduce of others: apart: expected one of exchange, got 'mpi'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_is_refused(text, words):
+    with pytest.raises(ArgumentError) as caught:
+        tables.table_of(False, "/a/file.json", text)
+    message = str(caught.value)
+    assert message.startswith("init_process_group: /a/file.json is no table of routes: ")
+    assert words in message
+    assert "MPICOLL_TABLE=0" in message and "python -m mpicoll tune" in message
+    assert len(message) < 600
+
+
+# --- where the file is --------------------------------------------------------------------------
+
+
+def test_no_file():
+    found = tables.read(MPI)
+    assert found == ("", "", "")
+    assert tables.table_of(True, *found).path == ""
+
+
+def test_the_default_path(monkeypatch, tmp_path):
+    """Of each MPI, and of each kind of machine."""
+    path = tables.default_path(MPI)
+    assert path.parent == tmp_path / "config" / "mpicoll"
+    assert path.name.startswith("an-mpi-1.2-on-") and path.suffix == ".json"
+    assert path.name == path.name.lower() and " " not in path.name
+    assert path != tables.default_path("An MPI 1.3")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(GOOD))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "machine", lambda: "64 x Some (R) CPU @ 2/3 GHz")
+        assert tables.default_path(MPI).name == "an-mpi-1.2-on-64-x-some-r-cpu-2-3-ghz.json"
+        assert tables.read(MPI) == ("", "", ""), "measured on another machine"
+    table = tables.table_of(False, *tables.read(MPI))
+    assert table.path == str(path) and table.told() == f"{path} (measured on 2 ranks)"
+    assert table.row("all_reduce", 2)["node"] == ((0, "mpi"), (4096, "shared"))
+    monkeypatch.setenv("MPICOLL_TABLE", "0")
+    assert tables.read(MPI) == ("", "", "")
+
+
+def test_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tables.default_path(MPI).parent == tmp_path / ".config" / "mpicoll"
+
+    def nobody(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    assert tables.read(MPI) == ("", "", ""), "one rank alone reads: nothing may be raised"
+
+
+def test_a_file_that_is_named(monkeypatch, tmp_path):
+    named = tmp_path / "named.json"
+    monkeypatch.setenv("MPICOLL_TABLE", str(named))
+    for problem in ("No such file", "Is a directory"):
+        with pytest.raises(ArgumentError, match=f"init_process_group: .*{problem}.*{named.name}"):
+            tables.table_of(False, *tables.read(MPI))
+        if not named.exists():
+            named.mkdir()
+    named.rmdir()
+    named.write_bytes(b"\xff\xfe\x00 no text")
+    with pytest.raises(ArgumentError, match="is no table of routes"):
+        tables.table_of(False, *tables.read(MPI))
+    named.write_text(json.dumps({**GOOD, "mpi": "Another", "machine": "1 x other"}))
+    assert tables.table_of(False, *tables.read(MPI)).path == str(named), "the user knows best"
+
+
+def test_a_default_file_that_cannot_be_read_is_none(monkeypatch):
+    path = tables.default_path(MPI)
+    path.mkdir(parents=True)
+    assert tables.read(MPI) == ("", "", "")
+
+
+def test_the_machine(monkeypatch, tmp_path):
+    """Its processors, of which the first is told."""
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(tables, "Path", lambda name: cpuinfo)
+    monkeypatch.setattr(tables.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(tables.platform, "machine", lambda: "an architecture")
+    assert tables.machine() == "8 x an architecture"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: A: B @ 2 GHz\n\nmodel name\t: other\n")
+    assert tables.machine() == "8 x A: B @ 2 GHz"
+    cpuinfo.write_text("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd4f\n\nCPU part : 1\n")
+    assert tables.machine() == "8 x an architecture 0x41 0xd4f"
+
+
+# --- what is written ----------------------------------------------------------------------------
+
+
+def test_what_is_joined_keeps_the_rest(monkeypatch):
+    """Other numbers of ranks, kinds and places, and what people wrote."""
+    monkeypatch.setattr(tables, "machine", lambda: "this")
+    text = tables.joined("", MPI, 16, marked(16), {"date": "then"})
+    text = json.dumps({**json.loads(text), "remark": "slow on Mondays"})
+    text = tables.joined(text, MPI, 2, marked(2), {"date": "now"})
+    apart = {"broadcast": {"apart": ((0, "mpi"),)}, "gather": {"node": ((0, "shared"),)}}
+    text = tables.joined(text, MPI, 16, apart, {"date": "later"})
+    text = tables.joined(text, MPI, 2, marked(7), {"date": "again"})
+    assert tables.parse(text) == {
+        2: marked(7),
+        16: {"broadcast": {**marked(16)["broadcast"], **apart["broadcast"]},
+             "gather": apart["gather"]},
+    }  # fmt: skip
+    said = json.loads(text)
+    assert list(said["ranks"]) == ["2", "16"]
+    assert said["remark"] == "slow on Mondays" and (said["mpi"], said["machine"]) == (MPI, "this")
+    assert said["measured"] == {"16": {"date": "later"}, "2": {"date": "again"}}
+    assert '   "gather": {"node": [[0, "shared"]]}\n' in text, "people read it, too"
+    assert tables.joined('{"ranks": {}, "measured": 3}', MPI, 2, marked(2), {})
+
+
+def test_what_was_measured_elsewhere_is_told(monkeypatch):
+    monkeypatch.setattr(tables, "machine", lambda: "this")
+    text = tables.joined("", MPI, 2, {}, {})
+    assert tables.unlike(text, MPI) == ""
+    assert tables.unlike(text, "An MPI 2") == "An MPI 1.2 on this"
+    monkeypatch.setattr(tables, "machine", lambda: "another")
+    assert tables.unlike(text, MPI) == "An MPI 1.2 on this"
+    assert tables.unlike(json.dumps(GOOD), MPI) == "", "made by hand"
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0 B"), (1000, "1000 B"), (1024, "1 KiB"), (1536, "1536 B"), (3 * MIB, "3 MiB"),
+     (MIB + KIB, "1025 KiB"), (1 << 40, "1024 GiB")],
+)  # fmt: skip
+def test_bytes_in_words(size, words):
+    assert tables.shown(size) == words

@@ -1,0 +1,402 @@
+"""python -m mpicoll tune: steps from figures, whole jobs and the jobs that go by them, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import log
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_cli
+from test_cli import LIMIT, needs_mpiexec
+from whole_jobs import made_by
+
+from mpicoll import tables
+from mpicoll.cli import tune
+from mpicoll.cli.tune_steps import CLEAR, MOST, WORTH, Change, Figure, changes, chosen, unrest
+
+pytest_plugins = ["whole_jobs"]
+
+# --- steps from figures -------------------------------------------------------------------------
+
+SIZES = [0, *(16 << i for i in range(10))]
+
+
+def figures(spread=0.0, sizes=SIZES, **times):
+    """By size and route, from the times of each route in microseconds, one for each size."""
+    return {
+        size: {
+            route: Figure(*(1e-6 * took[i] * part for part in (1 - spread, 1, 1 + spread)))
+            for route, took in times.items()
+        }
+        for i, size in enumerate(sizes)
+    }
+
+
+FLAT = [10.0] * 11
+
+
+def test_the_fastest_from_where_it_is():
+    """One step, at the crossing."""
+    found = figures(mpi=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], shared=[20.0] * 11)
+    assert chosen(found, ((0, "mpi"),)) == ((0, "mpi"), (256, "shared"))
+    assert chosen(found, ((0, "shared"),)) == ((0, "mpi"), (256, "shared"))
+    assert chosen(found, ((0, "mpi"), (32, "shared"), (64, "mpi"))) == ((0, "mpi"), (256, "shared"))
+
+
+def test_what_makes_no_difference_stays():
+    """Ties, noise below what is clear, times whose middle halves overlap."""
+    usual = ((0, "mpi"), (64, "shared"), (1024, "exchange"))
+    noise = random.Random(1)
+    for spread, by in ((0.0, 1.0), (0.0, CLEAR), (0.2, 1.3)):
+        for _ in range(50):
+            times = {
+                name: [took * noise.uniform(1, by) for took in FLAT]
+                for name in ("mpi", "shared", "exchange")
+            }
+            assert chosen(figures(spread, **times), usual) == usual
+
+
+def test_what_is_clear_goes():
+    usual = ((0, "mpi"),)
+    slow = [took * CLEAR * 1.01 for took in FLAT]
+    assert chosen(figures(mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
+    assert chosen(figures(0.02, mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
+    assert chosen(figures(0.04, mpi=slow, shared=FLAT), usual) == usual
+
+
+@pytest.mark.parametrize("at", range(11))
+@pytest.mark.parametrize("gain", [1.08, 1.12, 100])
+def test_a_size_that_stands_alone(at, gain):
+    """It is never worth the steps there and back; at the end it may be worth the one there."""
+    usual = ((0, "mpi"),)
+    here = [gain * took if i == at else took for i, took in enumerate(FLAT)]
+    slow = [took if i == at else 2 * took for i, took in enumerate(FLAT)]
+    expected = (*usual, (SIZES[at], "shared")) if at == 10 and gain > WORTH else usual
+    assert chosen(figures(mpi=here, shared=slow), usual) == expected
+
+
+@pytest.mark.parametrize("at", range(10))
+def test_two_sizes_side_by_side(at):
+    """They are worth the steps there and back where both together are."""
+    usual = ((0, "mpi"),)
+    for gain, taken in ((WORTH * 1.02, True), (WORTH * 0.98, False)):
+        here = [gain * took if i in (at, at + 1) else took for i, took in enumerate(FLAT)]
+        slow = [took if i in (at, at + 1) else 2 * took for i, took in enumerate(FLAT)]
+        found = chosen(figures(mpi=here, shared=slow), usual)
+        routes = [[route for least, route in found if least <= size][-1] for size in SIZES]
+        expected = ["shared" if i in (at, at + 1) and (taken or at == 9) else "mpi"
+                    for i in range(11)]  # fmt: skip
+        assert routes == expected
+
+
+def test_a_route_that_is_better_once_and_never_worse():
+    """It has to be worth one step."""
+    usual = ((0, "mpi"),)
+    for gain, expected in ((WORTH * 1.02, (*usual, (SIZES[5], "shared"))), (WORTH * 0.98, usual)):
+        here = [gain * took if i == 5 else took for i, took in enumerate(FLAT)]
+        assert chosen(figures(mpi=here, shared=FLAT), usual) == expected
+
+
+def test_noise_makes_no_islands():
+    """Figures that cross once, each off by up to a tenth: two steps at the most."""
+    noise = random.Random(2)
+    ahead = 0
+    for _ in range(200):
+        times = {
+            "mpi": [2.0**i * noise.uniform(0.95, 1.05) for i in range(11)],
+            "shared": [2.0 ** (0.5 * i + 2.5) * noise.uniform(0.95, 1.05) for i in range(11)],
+        }
+        found = chosen(figures(0.02, **times), ((0, "mpi"),))
+        assert [route for _, route in found] == ["mpi", "shared"]
+        assert found[1][0] in SIZES[4:8]
+        ahead += found[1][0] == SIZES[5] or found[1][0] == SIZES[6]
+    assert ahead > 150
+
+
+def cost(found, way, usual):
+    """By the words of the rule, of one way through all sizes; and how many are not as usual."""
+    total = 0.0
+    for size, route in zip(found, way, strict=True):
+        best = min(found[size].values(), key=lambda one: one.median)
+        own = found[size][route]
+        if own.median > CLEAR * best.median and own.low > best.high:
+            total += min(log(own.median / best.median), MOST * log(WORTH))
+    ways, usuals = (pairwise([usual[0], *each]) for each in (way, usual))
+    steps = sum(a != b and (a, b) != old for (a, b), old in zip(ways, usuals, strict=True))
+    return round(total + steps * log(WORTH), 9), sum(
+        a != b for a, b in zip(way, usual, strict=True)
+    )
+
+
+def test_no_other_way_costs_less():
+    """All ways through five sizes are tried."""
+    noise = random.Random(3)
+    sizes = SIZES[:5]
+    for _ in range(100):
+        times = {name: [noise.choice([10, 10.3, 11, 13, 20]) for _ in sizes] for name in "abc"}
+        found = figures(noise.choice([0, 0.02]), sizes, **times)
+        usual = [noise.choice("abc") for _ in sizes]
+        before = tuple(
+            step for i, step in enumerate(zip(sizes, usual, strict=True))
+            if i == 0 or usual[i - 1] != usual[i]
+        )  # fmt: skip
+        steps = chosen(found, before)
+        way = [[route for least, route in steps if least <= size][-1] for size in sizes]
+        least = min(cost(found, each, usual) for each in product("abc", repeat=5))
+        assert cost(found, way, usual) == least
+
+
+def test_beyond_what_was_measured_all_stays():
+    before = ((0, "exchange"), (64, "mpi"), (512, "shared"), (1 << 20, "mpi"), (1 << 30, "shared"))
+    found = figures(sizes=[128, 256, 512, 1024], mpi=[10, 10, 5, 5], shared=[5, 5, 10, 10])
+    expected = (
+        (0, "exchange"), (64, "mpi"), (128, "shared"), (512, "mpi"), (1 << 30, "shared"),
+    )  # fmt: skip
+    assert chosen(found, before) == expected
+    assert chosen(found, ((0, "mpi"),), before) == expected
+    assert chosen(found, before, ((0, "mpi"),)) == ((0, "mpi"), (128, "shared"), (512, "mpi"))
+    tied = figures(sizes=[128, 256], mpi=[10, 10], shared=[10, 9.2])
+    assert chosen(tied, ((0, "mpi"),), ((0, "shared"),)) == ((0, "shared"), (128, "mpi"))
+    assert chosen(tied, ((0, "mpi"),)) == ((0, "mpi"),), "a step away from what is below it"
+
+
+def test_routes_that_cannot_be_had_do_not_count():
+    """Where a table names one, the step before it goes on."""
+    before = ((0, "mpi"), (64, "shared"), (256, "exchange"))
+    assert chosen(figures(mpi=FLAT, exchange=FLAT), before) == ((0, "mpi"), (256, "exchange"))
+    assert chosen(figures(pieces=FLAT, levels=[9.0] * 11), before) == ((0, "levels"),)
+
+
+def test_what_changed():
+    found = figures(mpi=[4, 4, 4, *FLAT[3:]], shared=[2, 8, 2, *FLAT[3:]])
+    default = ((0, "mpi"), (1024, "shared"))
+    told = changes(found, default, ((0, "shared"), (64, "mpi"), (256, "shared"), (4096, "mpi")))
+    assert told == [
+        Change(0, 64, "mpi", "shared", pytest.approx(1.26, abs=0.01)),
+        Change(256, 1024, "mpi", "shared", pytest.approx(1)),
+        Change(4096, None, "shared", "mpi", pytest.approx(1)),
+    ]
+    assert changes(found, default, default) == []
+    had = figures(mpi=FLAT, exchange=FLAT)
+    told = changes(had, ((0, "shared"), (64, "mpi")), ((0, "exchange"),))
+    assert told == [Change(0, None, "mpi", "exchange", pytest.approx(1))]
+
+
+def test_how_far_times_spread():
+    calm, wild = figures(0.02, mpi=FLAT, shared=FLAT), figures(0.3, mpi=FLAT)
+    assert unrest([calm, wild]) == pytest.approx(0.02)
+    assert unrest([wild]) == pytest.approx(0.3)
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("8:64", [8, 16, 32, 64]), ("1K:4k", [1024, 2048, 4096]), ("3:20", [3, 6, 12]), ("7", [7]),
+     ("0.5K:1K", [512, 1024]), ("8:64M", [8 << i for i in range(24)])],
+)  # fmt: skip
+def test_sizes(text, sizes):
+    assert tune._sizes(text) == sizes
+
+
+@dataclass(frozen=True)
+class Job(test_cli.Job):
+    """then: the words of a job after it, on as many ranks; file: $FOLDER/table.json before it."""
+
+    then: str = ""
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class Ended(test_cli.Ended):
+    """after: how the job after it ended; folder: what $FOLDER was."""
+
+    after: test_cli.Ended | None
+    folder: Path
+
+    @property
+    def table(self) -> Path:
+        return self.folder / "table.json"
+
+    def refused(self, *words: str, code: int = 2) -> None:
+        """One rank said why, and all ended at once."""
+        assert self.code == code, self
+        assert self.err.count("error: ") == 1 and "Traceback" not in self.err, self
+        assert self.out == "", self
+        assert all(word in self.err for word in words), self
+        assert self.seconds < LIMIT / 3
+
+
+job = made_by(Job)
+
+
+def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
+    own = {"XDG_CONFIG_HOME": str(folder / "config"), "MPICOLL_TABLE": "", **task.environment}
+    if task.file is not None:
+        (folder / "table.json").write_text(task.file)
+
+    def job_of(words: str) -> test_cli.Ended:
+        words = words.replace("$words", parameters.get("words", ""))
+        words = words.replace("$FOLDER", str(folder))
+        return test_cli.run(dataclasses.replace(task, words=words, environment=own), {}, folder)
+
+    ended = job_of(task.words)
+    after = job_of(task.then) if task.then else None
+    return Ended(**vars(ended), after=after, folder=folder)
+
+
+FEW = "--quick --seconds 3 --sizes 8:16K"
+
+
+@needs_mpiexec
+@job(f"tune {FEW} --kinds all_reduce 'all_reduce of others' gather --json $FOLDER/all.json",
+     ranks=2, then="doctor --json")  # fmt: skip
+def test_later_jobs_go_by_it(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    (path,) = (ended.folder / "config" / "mpicoll").iterdir()
+    assert f"# written to {path}\n" in ended.out and "at the most" in ended.out
+    said = json.loads(path.read_text())
+    report = json.loads((ended.folder / "all.json").read_text())
+    assert said["machine"] == tables.machine() == report["machine"]
+    assert said["mpi"] == report["mpi"] and said["measured"]["2"]["mpicoll"] in ended.out
+    kinds = ["all_reduce", "all_reduce of others", "gather"]
+    rows = tables.parse(path.read_text())
+    assert list(rows) == [2] and list(rows[2]) == kinds
+    assert report["steps"] == said["ranks"]["2"]
+    for kind in kinds:
+        (place,) = rows[2][kind]
+        assert place == report["place"] in ("node", "apart")
+        for one in report["figures"][kind]:
+            routes = set(one) - {"bytes"}
+            assert routes <= set(tables.able(kind, place)) and len(routes) > 1
+            assert all(0 < one[r]["low"] <= one[r]["median"] <= one[r]["high"] for r in routes)
+        assert [one["bytes"] for one in report["figures"][kind]][:2] == [0, 16]
+    assert ended.after is not None and ended.after.code == 0, ended
+    found = json.loads(ended.after.out)
+    assert {each["routes"] for each in found["ranks"]} == {f"{path} (measured on 2 ranks)"}
+    words = {"mpi": "MPI", "shared": "shared memory", "pieces": "MPI in pieces",
+             "exchange": "exchange over MPI, combined here"}  # fmt: skip
+    for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),
+                          strict=True):  # fmt: skip
+        (_, first), *others = rows[2][kind][report["place"]]
+        steps = [f"from {tables.shown(least)} on {words[route]}" for least, route in others]
+        assert found["routes"]["host"][name] == "; ".join([words[first], *steps])
+
+
+#: Made by hand: it does not say for what.
+OLD = {
+    "16": {"scatter": {"node": [[0, "shared"]]}},
+    "2": {
+        "scatter": {"node": [[0, "shared"]]},
+        "gather": {"node": [[0, "mpi"], [1 << 20, "shared"]], "apart": [[0, "mpi"], [9, "mpi"]]},
+    },
+}
+
+
+@needs_mpiexec
+@job(f"tune {FEW} --kinds gather gather reduce", ranks=2, file=json.dumps({"ranks": OLD}),
+     environment={"MPICOLL_TABLE": "$FOLDER/table.json"}, then="doctor")  # fmt: skip
+def test_it_adds_to_what_is_there(ended: Ended) -> None:
+    """To the file that is named, of which what was not measured now stays."""
+    assert (ended.code, ended.err) == (0, ""), ended
+    rows = tables.parse(ended.table.read_text())
+    assert rows[16] == {"scatter": {"node": ((0, "shared"),)}}
+    assert rows[2]["scatter"] == rows[16]["scatter"]
+    assert rows[2]["gather"]["apart"] == ((0, "mpi"), (9, "mpi"))
+    assert rows[2]["gather"]["node"][-1][1] == "shared", "beyond what was measured"
+    assert "reduce" in rows[2] and "reduce" not in rows[16]
+    assert sorted(each.name for each in ended.folder.iterdir()) == ["table.json"]
+    assert ended.after is not None
+    assert f"{ended.table} (measured on 2, 16 ranks)" in ended.after.out, ended.after
+
+
+@needs_mpiexec
+@job("tune --sizes 8:1G --seconds 0.001 --kinds all_reduce -o $FOLDER/table.json", ranks=3)
+def test_it_takes_no_longer_than_it_may(ended: Ended) -> None:
+    """What would is left out; the least is one size."""
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert "8 B to 1 GiB: this takes 0.001 s at the most" in ended.out
+    assert "more than 8 B would have taken longer" in ended.out
+    assert f"MPICOLL_TABLE={ended.table} go by it" in ended.out
+    assert list(tables.parse(ended.table.read_text())) == [3]
+    assert ended.seconds < LIMIT / 3
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@job("tune")
+def test_one_rank_has_nothing_to_tune(ended: Ended) -> None:
+    ended.refused("one rank has no choice")
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--sizes 9:8", "'9:8': the first size is more than the last"),
+        ("--sizes :8", "'' is no size"),
+        ("--kinds all_to_all", "invalid choice: 'all_to_all'"),
+        ("--seconds 0", "'0' is no number of seconds"),
+        ("--seconds inf", "'inf' is no number of seconds"),
+        ("--sizes 8:16T", "GiB are available"),
+        ("-o /nowhere/table.json", "/nowhere/table.json: there is no folder /nowhere"),
+        ("-o /", "/: cannot be read: Is a directory"),
+        ("--json /nowhere/table.json", "there is no folder /nowhere"),
+    ],
+)
+@job("tune $words", ranks=3)
+def test_what_cannot_be_had(words: str, why: str, ended: Ended) -> None:
+    ended.refused(why)
+
+
+@needs_mpiexec
+@job("tune --kinds gather scatter", ranks=2, environment={"MPICOLL_SHARED_MEMORY": "0"})
+def test_no_choice(ended: Ended) -> None:
+    ended.refused("the ranks share no memory: there is but one route for gather, scatter")
+
+
+BROKEN = '{"ranks": {"2": {"gather": {"node": [[8, "mpi"]]}}}}'
+OTHERS = '{"ranks": {}, "mpi": "Our MPI 7", "machine": "9 x A"}'
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("words", ["", "-o $FOLDER/other.json"])
+@job("tune --sizes 8 --kinds all_reduce $words", ranks=2, file=BROKEN,
+     environment={"MPICOLL_TABLE": "$FOLDER/table.json"})  # fmt: skip
+def test_a_broken_table(words: str, ended: Ended) -> None:
+    """It is not written to, and not in the way of another."""
+    assert ended.table.read_text() == BROKEN
+    if words:
+        assert (ended.code, ended.err) == (0, ""), ended
+        return
+    ended.refused(f"{ended.table} is no table of routes: gather: node: expected bytes", "remove it")
+
+
+@needs_mpiexec
+@job("tune -o $FOLDER/table.json", ranks=2, file=OTHERS)
+def test_a_table_of_another_machine(ended: Ended) -> None:
+    ended.refused("what was measured with Our MPI 7 on 9 x A, and this is ", "--output")
+    assert ended.table.read_text() == OTHERS
+
+
+@needs_mpiexec
+@job("doctor --json", ranks=3, file=BROKEN, environment={"MPICOLL_TABLE": "$FOLDER/table.json"})
+def test_a_job_with_a_broken_table(ended: Ended) -> None:
+    """All ranks refuse to begin, and one says why."""
+    assert (ended.code, ended.err) == (1, ""), ended
+    (advice,) = json.loads(ended.out)["advice"]
+    assert advice["wrong"] and f"{ended.table} is no table of routes: " in advice["text"], ended
+
+
+@job("tune", environment=test_cli.SRUN)
+def test_where_mpi_does_not_see_the_ranks(ended: Ended) -> None:
+    ended.refused("srun announces 2 ranks", code=1)

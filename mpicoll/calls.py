@@ -90,7 +90,8 @@ Route = Callable[["View | None", "View | None", int, "Blocks | None"], None]
 #: the output, as mpi4py takes them, the elements of a block, and the root.
 Direct = Callable[[Any, Any, int, int], None]
 
-Prompt = Callable[[int], bool]
+#: Whether an asynchronous call is best carried out at once.
+Prompt = Callable[[], bool]
 
 
 class Way(NamedTuple):
@@ -98,8 +99,8 @@ class Way(NamedTuple):
 
     route:  carries a call out.
     direct: the same for the calls of which no more is to be known; None where there are none.
-    prompt: told of an asynchronous call of so many elements a block that nothing is pending before,
-            whether to carry it out at once instead of on the group's thread; None for never.
+    prompt: asked of an asynchronous call that nothing is pending before whether to carry it out at
+            once instead of on the group's thread; None for never.
     """
 
     route: Route

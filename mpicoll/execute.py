@@ -57,13 +57,7 @@ def run(
         perform(plan, send, recv, root, blocks, crossing)
         return None
     written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
-    at_once = (
-        plan.prompt is not None
-        and recv is not None
-        and async_op
-        and not member.busy()
-        and plan.prompt(recv.count if send is None else min(send.count, recv.count))
-    )
+    at_once = async_op and plan.prompt is not None and not member.busy() and plan.prompt()
     task = partial(perform, plan, send, recv, root, blocks, crossing)
     if crossing is not None:
         crossing.asynchronous = True  # the group's thread has no part in the caller's streams
@@ -168,8 +162,7 @@ def run_all(
     for *_, crossing in ready:
         if crossing is not None:
             crossing.asynchronous = True
-    largest = max(recv.count for _, recv, _ in found.calls if recv is not None)
-    at_once = async_op and plan.prompt is not None and not member.busy() and plan.prompt(largest)
+    at_once = async_op and plan.prompt is not None and not member.busy() and plan.prompt()
     work = submit(member, perform_all, name, [output for output, _ in pairs], at_once)
     if async_op:
         return work

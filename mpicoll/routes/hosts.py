@@ -29,32 +29,34 @@ def choose(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType | None
 ) -> Way:
     """What carries out calls of this kind in this group."""
+
+    def prompt() -> bool:  # who shares memory tells each other who is there
+        return bool(group.shared) and group.shared.prompt()
+
     if op is not None and op.op is ReduceOp.PREMUL_SUM:
         assert dtype is not None
         everywhere = not primitive.root
-        return Way(
-            composed.premultiplied(
-                group,
-                HOST,
-                dtype,
-                op.factor,
-                everywhere,
-                lambda wide: choose(primitive, group, ReduceOp.SUM, wide).route,
-            )
+        route = composed.premultiplied(
+            group,
+            HOST,
+            dtype,
+            op.factor,
+            everywhere,
+            lambda wide: choose(primitive, group, ReduceOp.SUM, wide).route,
         )
+        return Way(route, None, prompt)
     if primitive.layout is Layout.EXCHANGED:
         # No rank knows the others' sizes, and MPI_Alltoall and MPI_Alltoallv must not meet.
         assert dtype is not None
         even = None if primitive.listed else direct.all_to_all_even(group, dtype)
-        return Way(direct.all_to_all(group, HOST, None), even)
+        return Way(direct.all_to_all(group, HOST, None), even, prompt)
     if primitive.layout is Layout.EMPTY:
         return Way(native.barrier(group))
     assert dtype is not None
     kind = primitive, group, op, dtype
-    by_size = _BySize(kind, _row(kind))
     uneven = native.all_gather_uneven(group, dtype) if primitive.name == "all_gather" else None
-    by_the_buffer = by_size.directed()
-    return Way(on_views(by_the_buffer, uneven), by_the_buffer, by_size.prompt)
+    by_size = _BySize(kind, _row(kind)).directed()
+    return Way(on_views(by_size, uneven), by_size, prompt)
 
 
 def on_views(direct: Direct, uneven: Route | None = None) -> Route:
@@ -81,7 +83,6 @@ class _Step(NamedTuple):
 
     fewest: int
     direct: Direct
-    prompt: Callable[[], bool] | None
 
 
 class _BySize:
@@ -131,17 +132,10 @@ class _BySize:
                 return step
         raise AssertionError(count)
 
-    def prompt(self, count: int) -> bool:
-        """See Way."""
-        if self._steps is None:
-            return False
-        prompt = self._step(count).prompt
-        return prompt is not None and prompt()
-
     def _made(self, place: str) -> list[_Step]:
         """The steps where the ranks are at ``place``, the last one first."""
         served = _served(self._kind, self._row, place)
-        return [_Step(-(-least // self._block), *made) for least, _, made in reversed(served)]
+        return [_Step(-(-least // self._block), made) for least, _, made in reversed(served)]
 
 
 def _smallest(steps: list[_Step], end: int) -> tuple[int, Direct]:
@@ -163,9 +157,9 @@ def _row(kind: _Kind) -> dict[str, Steps]:
     return state.table.row(_named(kind), kind[1].size())
 
 
-def _served(kind: _Kind, row: dict[str, Steps], place: str) -> list[tuple[int, str, Candidate]]:
+def _served(kind: _Kind, row: dict[str, Steps], place: str) -> list[tuple[int, str, Direct]]:
     """The steps that can be had, from 0 on, each with what carries calls out. All ranks call."""
-    found: list[tuple[int, str, Candidate]] = []
+    found: list[tuple[int, str, Direct]] = []
     for least, name in row[place]:
         made = _CANDIDATES[name](*kind)
         if made is not None:
@@ -194,54 +188,38 @@ def place(group: ProcessGroup) -> str:
 
 # --- what carries calls out ---------------------------------------------------------------------
 
-#: What carries calls out, and tells of an asynchronous one whether to do so at once.
-Candidate = tuple[Direct, "Callable[[], bool] | None"]
-
 
 def _mpi(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> Candidate | None:
+) -> Direct | None:
     if op is None:
-        return native.MOVES[primitive.name](group, dtype), None
+        return native.MOVES[primitive.name](group, dtype)
     if not native.reducible(op, dtype):
         return None
-    return native.REDUCTIONS[primitive.name](group, dtype, op), None
+    return native.REDUCTIONS[primitive.name](group, dtype, op)
 
 
 def _pieces(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> Candidate | None:
+) -> Direct | None:
     makers = {"all_reduce": native.all_reduce, "reduce": native.reduce}
     if op is None or primitive.name not in makers or not native.reducible(op, dtype):
         return None
-    return makers[primitive.name](group, dtype, op, native.PIECE), None
+    return makers[primitive.name](group, dtype, op, native.PIECE)
 
 
 def _exchange(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> Candidate | None:
-    return None if op is None else (composed.REDUCTIONS[primitive.name](group, dtype, op), None)
+) -> Direct | None:
+    return None if op is None else composed.REDUCTIONS[primitive.name](group, dtype, op)
 
 
-def _shared(
-    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> Candidate | None:
-    return shared.made(primitive, group, op, dtype)
-
-
-def _levels(
-    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> Candidate | None:
-    made = levels.made(primitive, group, op, dtype)
-    return None if made is None else (made, None)
-
-
-_CANDIDATES: dict[str, Callable[..., Candidate | None]] = {
+_CANDIDATES: dict[str, Callable[..., Direct | None]] = {
     "mpi": _mpi,
     "pieces": _pieces,
     "exchange": _exchange,
-    "shared": _shared,
-    "levels": _levels,
+    "shared": shared.made,
+    "levels": levels.made,
 }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -218,15 +217,15 @@ def of(group: ProcessGroup) -> Shared | None:
 
 def made(
     primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> tuple[Direct, Callable[[], bool]] | None:
-    """What carries such calls out, and whether to do so at once where they are asynchronous.
+) -> Direct | None:
+    """What carries such calls out.
 
     None where no memory is shared, and where the C library does not combine ``dtype`` by ``op``.
     """
-    shared: Shared | None = of(group)
+    shared = of(group)
     if shared is None or not shared.serves(primitive, dtype, op):
         return None
-    return shared.call(primitive, dtype, op), shared.prompt
+    return shared.call(primitive, dtype, op)
 
 
 def _look(group: ProcessGroup) -> Shared | None:

@@ -227,9 +227,9 @@ def all_to_all_single(
 ) -> Work | None:
     """Sends a block of the input to each rank and gets one from each.
 
-    Split sizes: rows of dimension 0 for and from each rank; where None, all alike.
+    Split sizes: rows of dimension 0 for and from each rank; where None or empty, all alike.
     """
-    if output_split_sizes is None and input_split_sizes is None:
+    if not output_split_sizes and not input_split_sizes:
         return run_plain(_ALL_TO_ALL_SINGLE, group, async_op, output, input)
     splits = (output_split_sizes, input_split_sizes)
     return run(_ALL_TO_ALL_SINGLE, group, async_op, output, input, splits=splits)

@@ -38,7 +38,7 @@ Tensors = Sequence[Tensor]
 ) = PRIMITIVES  # fmt: skip
 
 #: Those for which there is a short way.
-_PLAIN = {_BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER_SINGLE, _REDUCE_SCATTER_SINGLE}
+_PLAIN = {row for row in PRIMITIVES if row.output and not row.listed}
 #: The core's operation of each of torch's. A ReduceOp and its RedOpType hash to their number, and
 #: looking a number up takes a tenth of the time that comparing two of torch's enums takes.
 _OPERATIONS = {hash(getattr(c10d.ReduceOp.RedOpType, row.name)): row for row in OPERATIONS}
@@ -459,7 +459,8 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         **short: Any,
     ) -> c10d.Work:
         """all_to_all of one tensor; split sizes count rows of dimension 0, none means evenly."""
-        splits = (output_split_sizes, input_split_sizes)
+        given = len(output_split_sizes) or len(input_split_sizes)
+        splits = (output_split_sizes, input_split_sizes) if given else None
         return self._call(_ALL_TO_ALL_SINGLE, _timed(opts, **short), output, input, splits=splits)
 
     all_to_all_single = alltoall_base

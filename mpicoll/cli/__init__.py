@@ -12,6 +12,7 @@ import importlib
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -30,6 +31,8 @@ COMMANDS: dict[str, str] = {
 
 #: Variables with the rank, the innermost launcher's first.
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+#: Seconds that the others give the rank that speaks: mpirun ends all ranks once one has failed.
+A_MOMENT = 2.0
 #: Seconds after which a rank that did not come is missing.
 LIMIT = 120.0
 
@@ -41,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             nowhere = quiet.enter_context(open(os.devnull, "w"))  # noqa: PTH123
             quiet.enter_context(contextlib.redirect_stdout(nowhere))
             quiet.enter_context(contextlib.redirect_stderr(nowhere))
-        options = _parser().parse_args(arguments)
+        try:
+            options = _parser().parse_args(arguments)
+        except SystemExit as end:
+            if end.code and not first():
+                time.sleep(A_MOMENT)
+            raise
     return int(_module(options.command).run(options))
 
 

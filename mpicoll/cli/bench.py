@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -78,15 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("primitives", nargs="+", type=_primitives, metavar="PRIMITIVE",
         help=f"all, or some of {', '.join(by_name)}")  # fmt: skip
-    add("-b", "--minbytes", type=_bytes, default="8", metavar="SIZE",
+    add("-b", "--minbytes", type=cli.size, default="8", metavar="SIZE",
         help="the first size: bytes of the larger array, with K, M, G or T for 1024 and so on "
         "(default: 8)")  # fmt: skip
-    add("-e", "--maxbytes", type=_bytes, default="64M", metavar="SIZE",
+    add("-e", "--maxbytes", type=cli.size, default="64M", metavar="SIZE",
         help="the last size (default: 64M)")  # fmt: skip
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("-f", "--stepfactor", type=_from(2), default="2", metavar="FACTOR",
                        help="of a size over the one before (default: 2)")  # fmt: skip
-    steps.add_argument("-i", "--stepbytes", type=_bytes, metavar="SIZE",
+    steps.add_argument("-i", "--stepbytes", type=cli.size, metavar="SIZE",
                        help="of a size more than the one before, instead")  # fmt: skip
     add("-d", "--datatype", type=_dtypes, default="float", metavar="DTYPE",
         help="all, a dtype of mpicoll, or nccl-tests' name of one (default: float)")  # fmt: skip
@@ -127,17 +124,6 @@ def _primitives(text: str) -> list[Primitive]:
     if text not in by_name:
         raise argparse.ArgumentTypeError(f"{text!r} is none of all, {', '.join(by_name)}")
     return [by_name[text]]
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.strip(), re.IGNORECASE)
-    unit = 1024 ** " KMGT".index(found[2].upper() or " ") if found else 1
-    size = int(Fraction(found[1]) * unit) if found else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: expected a number of bytes, at least 1, or one with K, M, G, T"
-        )
-    return size
 
 
 def _from(least: int) -> Callable[[str], int]:
@@ -201,20 +187,14 @@ def run(options: argparse.Namespace) -> int:
     """
     wrong = _contradiction(options)
     if wrong:
-        return _refuse(wrong, cli.first(), 2)
+        return cli.refuse("bench", wrong, cli.first(), 2)
     wrong = cli.start()
     if wrong:
-        return _refuse(wrong, cli.first(), 1)
+        return cli.refuse("bench", wrong, cli.first(), 1)
     import mpicoll as dist
 
     code = _with_ranks(options)
     dist.destroy_process_group()
-    return code
-
-
-def _refuse(why: str, speaks: bool, code: int) -> int:
-    if speaks:
-        print(f"python -m mpicoll bench: error: {why}", file=sys.stderr, flush=True)
     return code
 
 
@@ -232,11 +212,11 @@ def _with_ranks(options: argparse.Namespace) -> int:
     first = comm.Get_rank() == 0
     wrong = next(filter(None, comm.allgather(_obstacle(options, comm))), "")
     if wrong:
-        return _refuse(wrong, first, 2)
+        return cli.refuse("bench", wrong, first, 2)
     place = PLACES[options.device]()
     wrong = _too_much(options, comm, place)
     if wrong:
-        return _refuse(wrong, first, 2)
+        return cli.refuse("bench", wrong, first, 2)
     for _ in range(FIRST):  # the first calls of a group are compared between the ranks
         dist.barrier()
     others = {name: OTHERS[name](comm) for name in dict.fromkeys(options.compare)}

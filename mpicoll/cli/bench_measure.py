@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import kernels, tables
+from mpicoll import cli, kernels, tables
 from mpicoll.cli import bench_table
 from mpicoll.cli.bench_calls import Buffers, Call, Case, Other, Place, op_name, own_call, variants
 from mpicoll.cli.bench_check import contents, expected, fill, wrong
@@ -82,10 +82,8 @@ class Bench:
             print("\n".join(lines), flush=True)
 
     def _progress(self, text: str) -> None:
-        """On a terminal, in a line that goes away again."""
-        if self._first and sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
+        if self._first:
+            cli.progress(text)
 
     # --- one line -------------------------------------------------------------------------------
 

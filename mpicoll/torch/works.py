@@ -59,7 +59,7 @@ class Pending(TorchWork):  # type: ignore[misc]
         """
         self._waited_for = True
         for work in self._works:
-            work.wait(timeout)
+            work.wait(timeout or None)
         return True
 
     def synchronize(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 from driver import NAMES, Call, legal, meet
 
 import mpicoll as dist
+from mpicoll import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import Layout
 
@@ -352,12 +353,12 @@ def test_mistakes_are_raised_at_once(world):
 
 def test_a_callback_waits_for_a_later_work(world):
     """The group's thread, on which callbacks run, then carries the later work out first."""
-    first = dist.all_reduce(np.ones(2), async_op=True)
     started = threading.Event()
+    execute.submit(world.group, lambda: started.wait(DEADLINE) and None, "held up", ())
+    first = dist.all_reduce(np.ones(2), async_op=True)
     later = []
 
     def wait(done):
-        started.wait(DEADLINE)
         return later[0].wait()
 
     future = first.get_future().then(wait)

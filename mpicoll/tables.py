@@ -75,7 +75,7 @@ _MPICH: Rows = {
     "broadcast": {**_MPI, "node": ((0, "mpi"), (32 * _MIB, "shared"))},
     "all_reduce": {
         "node": ((0, "mpi"), (256, "shared")),
-        "nodes": ((0, "mpi"), (256 * _KIB, "levels")),
+        "nodes": ((0, "mpi"), (32 * _MIB, "pieces")),
         "apart": ((0, "mpi"), (32 * _MIB, "pieces")),
     },
     "all_reduce of others": {**_EXCHANGE, "node": ((0, "shared"),)},

@@ -331,8 +331,7 @@ def all_reduce_coalesced(
     """
     name = "all_reduce_coalesced"
     _tensors(name, "tensors", tensors)
-    pairs = [(tensor, None) for tensor in tensors]
-    return _future(run_all(name, _ALL_REDUCE, group, async_op, pairs, op))
+    return _future(run_all(name, _ALL_REDUCE, group, async_op, tensors, None, op))
 
 
 def all_gather_coalesced(
@@ -351,13 +350,13 @@ def all_gather_coalesced(
     if member is None:
         outside(name)
         return None
-    pairs = coalesced_pairs(name, output_tensor_lists, input_tensor_list, member)
-    return _future(run_all(name, _ALL_GATHER, member, async_op, pairs))
+    outputs = coalesced_outputs(name, output_tensor_lists, input_tensor_list, member)
+    return _future(run_all(name, _ALL_GATHER, member, async_op, outputs, input_tensor_list))
 
 
-def coalesced_pairs(
+def coalesced_outputs(
     name: str, output_lists: Any, inputs: Any, group: ProcessGroup
-) -> list[tuple[list[Any], Any]]:
+) -> list[list[Any]]:
     """The outputs of each input: of ``output_lists[rank][i]`` the [i] of all ranks."""
     _tensors(name, "input_tensor_list", inputs)
     _tensors(name, "output_tensor_lists", output_lists)
@@ -372,7 +371,7 @@ def coalesced_pairs(
                 f"{name}: output_tensor_lists[{rank}]: expected one array for each of the "
                 f"{len(inputs)} inputs, got {len(outputs)}"
             )
-    return [([outputs[i] for outputs in output_lists], one) for i, one in enumerate(inputs)]
+    return [[outputs[i] for outputs in output_lists] for i in range(len(inputs))]
 
 
 def _future(work: Work | None) -> Future | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpicoll import calls, device, fusing, views
 from mpicoll.arrays import glances
-from mpicoll.calls import Blocks, Plan
+from mpicoll.calls import Blocks, Direct, Plan
 from mpicoll.device import Crossing
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import ArgumentError, MpicollError, UnsupportedError
@@ -33,10 +33,12 @@ def run(
     op: ReduceOp | None = None,
     root: int = 0,
     splits: calls.Splits | None = None,
+    at_once: bool = True,
 ) -> Work | None:
     """Checks a collective call and carries it out.
 
-    output, input: the caller's arrays; root: a rank in the group.
+    output, input: the caller's arrays; root: a rank in the group; at_once: if ``async_op``, on this
+    thread where that is best.
     Returns a Work if ``async_op``, else None once the result is there: on a device, for what the
     current stream gets from then on. A Work is done when the result is there for everybody.
     """
@@ -57,7 +59,7 @@ def run(
         perform(plan, send, recv, root, blocks, crossing)
         return None
     written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
-    at_once = async_op and plan.prompt is not None and not member.busy() and plan.prompt()
+    at_once = at_once and async_op and _is_prompt(plan)
     task = partial(perform, plan, send, recv, root, blocks, crossing)
     if crossing is not None:
         crossing.asynchronous = True  # the group's thread has no part in the caller's streams
@@ -66,6 +68,11 @@ def run(
         return work
     work.wait()
     return None
+
+
+def _is_prompt(plan: Plan) -> bool:
+    """An asynchronous call is best carried out at once."""
+    return plan.prompt is not None and not plan.group.busy() and plan.prompt()
 
 
 def run_plain(
@@ -108,22 +115,33 @@ def run_plain(
             count = block
     except (KeyError, TypeError, AttributeError):
         direct = None
-    if async_op or direct is None or (member.worker is not None and member.busy()):
+    if direct is None or (member.worker is not None and member.busy()):
         return run(primitive, group, async_op, output, input, op, root)
-    member.lock.acquire()  # a with statement would take three times as long
+    if not async_op:
+        _perform_plain(plan, direct, send, recv, count, root)
+        return None
+    if plan.prompt is None or not plan.prompt():
+        return run(primitive, group, async_op, output, input, op, root, at_once=False)
+    task = partial(_perform_plain, plan, direct, send, recv, count, root)
+    return submit(member, task, primitive.name, (output,), True)
+
+
+def _perform_plain(plan: Plan, direct: Direct, send: Any, recv: Any, count: int, root: int) -> None:
+    """Carries out a call of ``run_plain`` as ``perform`` does others."""
+    group = plan.group
+    group.lock.acquire()  # a with statement would take three times as long
     try:
-        member.sequence = sequence = member.sequence + 1
-        if sequence >= member.next_check:
-            counts = (count,) if primitive.even else ()
-            consistency.check(member, *consistency.of_call(plan, root, counts))
+        group.sequence = sequence = group.sequence + 1
+        if sequence >= group.next_check:
+            counts = (count,) if plan.primitive.even else ()
+            consistency.check(group, *consistency.of_call(plan, root, counts))
         direct(send, recv, count, root)
     except MpicollError:
         raise
     except Exception as error:
-        raise _explained(error, primitive.name, member) from error
+        raise _explained(error, plan.primitive.name, group) from error
     finally:
-        member.lock.release()
-    return None
+        group.lock.release()
 
 
 def run_all(
@@ -131,52 +149,53 @@ def run_all(
     primitive: Primitive,
     group: Any,
     async_op: bool,
-    pairs: Sequence[tuple[Any, Any]],
+    outputs: Sequence[Any],
+    inputs: Sequence[Any] | None = None,
     op: ReduceOp | None = None,
 ) -> Work | None:
-    """Checks a collective call on each (output, input), then carries all out as one Work.
+    """Checks a collective call on each output and its input, then carries all out as one Work.
 
-    Small ones are made together, see ``fusing``; the list is compared with the other ranks'. The
-    rest is as ``run`` has it. Raises UnsupportedError where dtypes or devices differ in the list.
+    inputs: as many as outputs; None for calls in place. Small ones are made together, see
+    ``fusing``; the list is compared with the other ranks'. The rest is as ``run`` has it. Raises
+    UnsupportedError where dtypes or devices differ in the list.
     """
     member = resolve(group)
     if member is None:
         outside(name)
         return None
     waits = not async_op and not member.busy()
-    found = fusing.fused(name, primitive, member, pairs, held=waits)
+    found = fusing.fused(name, primitive, member, outputs, inputs, held=waits)
     plan = _plan(primitive, member, op, found.dtype, found.on_device)
     ready = [
-        (plan, send, recv, 0, blocks, _crossing(plan, send, recv))
-        for send, recv, blocks in found.calls
+        (send, recv, 0, blocks, _crossing(plan, send, recv)) for send, recv, blocks in found.calls
     ]
-
-    def perform_all() -> None:
-        _compare(plan, found.counts)
-        for call in ready:
-            perform(*call)
-
     if waits:
-        perform_all()
+        _perform_all(plan, found.counts, ready)
         return None
     for *_, crossing in ready:
         if crossing is not None:
             crossing.asynchronous = True
-    at_once = async_op and plan.prompt is not None and not member.busy() and plan.prompt()
-    work = submit(member, perform_all, name, [output for output, _ in pairs], at_once)
+    at_once = async_op and _is_prompt(plan)
+    task = partial(_perform_all, plan, found.counts, ready)
+    work = submit(member, task, name, list(outputs), at_once)
     if async_op:
         return work
     work.wait()
     return None
 
 
-def _compare(plan: Plan, counts: Sequence[Any]) -> None:
-    """Compares a list of calls with the other ranks': what is fused must be the same on all."""
+def _perform_all(plan: Plan, counts: Sequence[Any], ready: Sequence[tuple[Any, ...]]) -> None:
+    """Carries a list of calls out, after comparing the whole list with the other ranks': what is
+    fused must be the same on all.
+    """
     group = plan.group
     try:
         with group.lock:
             group.sequence += 1
             consistency.check(group, *fusing.of_list(plan, counts))
+            for call in ready:
+                group.sequence += 1
+                _carry_out(plan, *call)
     except MpicollError:
         raise
     except Exception as error:
@@ -239,19 +258,31 @@ def perform(
             if group.sequence >= group.next_check:
                 counts = calls.counts(plan.primitive, send, recv, blocks)
                 consistency.check(group, *consistency.of_call(plan, root, counts))
-            if crossing is not None:
-                with _ordered(group, crossing, send, recv):
-                    _perform_packed(plan, send, recv, root, blocks)
-            elif plan.piece is not None and blocks is None:
-                _perform_in_pieces(plan, send, recv, root, plan.piece)
-            elif send is None and (recv is None or recv.buffer is not None):
-                plan.route(None, recv, root, blocks)
-            else:
-                _perform_packed(plan, send, recv, root, blocks)
+            _carry_out(plan, send, recv, root, blocks, crossing)
     except MpicollError:
         raise
     except Exception as error:
         raise _explained(error, plan.primitive.name, group) from error
+
+
+def _carry_out(
+    plan: Plan,
+    send: View | None,
+    recv: View | None,
+    root: int,
+    blocks: Blocks | None,
+    crossing: Crossing | None,
+) -> None:
+    """The same of a call that is counted and compared, with the group's lock held."""
+    if crossing is not None:
+        with _ordered(plan.group, crossing, send, recv):
+            _perform_packed(plan, send, recv, root, blocks)
+    elif plan.piece is not None and blocks is None:
+        _perform_in_pieces(plan, send, recv, root, plan.piece)
+    elif send is None and (recv is None or recv.buffer is not None):
+        plan.route(None, recv, root, blocks)
+    else:
+        _perform_packed(plan, send, recv, root, blocks)
 
 
 @contextmanager

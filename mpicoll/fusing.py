@@ -7,9 +7,14 @@ all ranks have alike; how its own arrays lie in memory is each rank's affair.
 
 from __future__ import annotations
 
+import sys
 import threading
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, groupby, pairwise
+from ctypes import memmove
+from itertools import accumulate, groupby
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +24,7 @@ from mpicoll.arrays import glances, same_device
 from mpicoll.calls import Plan, Views
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import UnsupportedError
+from mpicoll.kernels import kernels
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.views import CARRIERS, Alias, DeviceView, Parts, View
 from mpicoll.watch import consistency
@@ -55,46 +61,44 @@ def fused(
     name: str,
     primitive: Primitive,
     group: ProcessGroup,
-    pairs: Sequence[tuple[Any, Any]],
+    outputs: Sequence[Any],
+    inputs: Sequence[Any] | None,
     held: bool,
 ) -> Fused:
-    """Checks a call without a root on each (output, input), and fuses small ones.
+    """Checks a call without a root on each output and its input, and fuses small ones.
 
+    inputs: as many as outputs; None for calls in place.
     held: the caller leaves the arrays where they are until all calls are over.
     Raises what the calls raise, and UnsupportedError where dtypes or devices of the list differ.
     """
-    entries = _Entries(name, primitive, group, pairs, held)
-    unit = entries.ranks * entries.dtype.itemsize
-    alone = SMALL + 1
-    sizes = [unit * count if count.__class__ is int else alone for count in entries.counts]
-    made = [entries.views_of(batch) for batch in batches(sizes)]
+    entries = _Entries(name, primitive, group, outputs, inputs, held)
+    made = [entries.views_of(batch) for batch in batches(entries.sizes())]
     return Fused(made, entries.dtype, entries.on_device, entries.counts)
 
 
-def batches(sizes: Sequence[int]) -> list[list[int]]:
+def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
     """Which calls of a list are made together, by the bytes of each: the places of each batch.
 
     A function of the sizes alone. Each place is in one batch, a large one in a batch of its own.
     """
-    made: list[list[int]] = []
-    batch: list[int] = []
-    room = -1
-    for place, size in enumerate(sizes):
-        if size > SMALL:
-            made.append([place])
-            continue
-        if size > room:
-            room, batch = CHUNK, []
-            made.append(batch)
-        batch.append(place)
-        room -= size
-    return made
+    large = [place for place, size in enumerate(sizes) if size > SMALL]
+    made: list[Sequence[int]] = [[place] for place in large]
+    small: Sequence[int] = range(len(sizes))
+    if large:
+        small = [place for place in small if sizes[place] <= SMALL]
+        sizes = [sizes[place] for place in small]
+    ends = [0, *accumulate(sizes)]
+    start = 0
+    while start < len(small):
+        end = bisect_right(ends, ends[start] + CHUNK) - 1
+        made.append(small[start:end])
+        start = end
+    return sorted(made, key=itemgetter(0))
 
 
 class _Entries:
     """The calls of a list, checked.
 
-    ranks:  those that have a block in the larger side of a call.
     dtype, on_device, counts: see Fused.
     """
 
@@ -103,24 +107,27 @@ class _Entries:
         name: str,
         primitive: Primitive,
         group: ProcessGroup,
-        pairs: Sequence[tuple[Any, Any]],
+        outputs: Sequence[Any],
+        inputs: Sequence[Any] | None,
         held: bool,
     ) -> None:
         self._layout = primitive.layout
         in_place = self._layout is Layout.IN_PLACE
-        self.ranks = 1 if in_place else group.size()
+        #: Those that have a block in the larger side of a call.
+        self._ranks = 1 if in_place else group.size()
         #: The views of entries that took more than a glance; of the others the output is a buffer.
         self._views: dict[int, Views] = {}
-        self._outputs: Sequence[Any] = [output for output, _ in pairs]
+        self._outputs = outputs
         if in_place and _all_plain(self._outputs):
             self.dtype = by_numpy[self._outputs[0].dtype]
-            self.counts: Sequence[Any] = [array.size for array in self._outputs]
+            self.counts: Sequence[Any] = list(map(_size, self._outputs))
             self.on_device = False
             return
         looks = {} if not in_place else glances if held else _HOLDING
-        seen: list[Any] = [looks.get(one.__class__, _nothing)(one) for one in self._outputs]
-        for place, (output, input) in enumerate(pairs):
+        seen: list[Any] = [looks.get(one.__class__, _nothing)(one) for one in outputs]
+        for place, output in enumerate(outputs):
             if seen[place] is None:
+                input = None if inputs is None else inputs[place]
                 found = calls.views(primitive, group, output, input, 0, None)
                 send, recv, blocks = self._views[place] = found
                 assert recv is not None
@@ -135,25 +142,31 @@ class _Entries:
                     f"{dtype}"
                 )
         devices = {recv.device for _, recv, _ in self._views.values() if recv is not None}
-        if len(self._views) < len(pairs):
+        if len(self._views) < len(outputs):
             devices.add(None)
         if len(devices) > 1:
-            first, *others = (self._output(place) for place in range(len(pairs)))
+            first, *others = (self._output(place) for place in range(len(outputs)))
             for place, other in enumerate(others, 1):
                 same_device(name, f"[{place}]", other, "[0]", first)
         self.on_device = None not in devices
 
-    def views_of(self, batch: list[int]) -> Views:
+    def sizes(self) -> list[int]:
+        """The bytes of the larger side of each call; too many where blocks differ."""
+        unit = self._ranks * self.dtype.itemsize
+        if not self._views:
+            return [unit * count for count in self.counts]
+        return [unit * n if n.__class__ is int else SMALL + 1 for n in self.counts]
+
+    def views_of(self, batch: Sequence[int]) -> Views:
         """The views of the calls at these places, made as one."""
         first = batch[0]
         if len(batch) == 1:
             return self._views.get(first) or (None, self._output(first), None)
-        widths = [self.counts[place] for place in batch]
-        outputs = [self._outputs[place] for place in batch]
+        widths, outputs = _at(batch, self.counts), _at(batch, self._outputs)
         if self._layout is Layout.IN_PLACE:
             return None, _side(outputs, widths, 1, self.dtype), None
-        inputs = [self._views[place][0] for place in batch]
-        outward, inward = 1, self.ranks
+        inputs: Any = [self._views[place][0] for place in batch]
+        outward, inward = 1, self._ranks
         if self._layout is Layout.SCATTERED:
             outward, inward = inward, outward
         send = _side(inputs, widths, outward, self.dtype)
@@ -167,17 +180,24 @@ class _Entries:
         return Alias(output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy))
 
 
+def _at(places: Sequence[int], items: Sequence[Any]) -> Sequence[Any]:
+    if isinstance(places, range):
+        return items[places.start : places.stop]
+    return [items[place] for place in places]
+
+
 def _all_plain(arrays: Sequence[Any]) -> bool:
     """The usual list: NumPy's arrays of one dtype that buffers know, contiguous and writable."""
-    if arrays[0].__class__ is not np.ndarray:
+    if set(map(type, arrays)) != {np.ndarray}:
         return False
-    dtype = arrays[0].dtype
-    known = by_numpy.get(dtype)
+    known = by_numpy.get(arrays[0].dtype)
     if known is None or not known.buffers:
         return False
-    return all(
-        one.__class__ is np.ndarray and one.dtype is dtype and one.flags.carray for one in arrays
-    )
+    return len(set(map(_dtype, arrays))) == 1 and all(map(_plain, arrays))
+
+
+#: C-contiguous, aligned and writeable, in one look.
+_dtype, _plain, _size = attrgetter("dtype"), attrgetter("flags.carray"), attrgetter("size")
 
 
 #: Glances whose buffers hold the memory, whatever the caller does with the array.
@@ -238,7 +258,7 @@ class _Side(View):
     widths: elements of a block, column by column.
     """
 
-    __slots__ = ("_ends", "_lines", "_rows", "device")
+    __slots__ = ("_lines", "_rows", "_widths", "device")
 
     def __init__(
         self,
@@ -249,47 +269,37 @@ class _Side(View):
         device: int | None = None,
     ) -> None:
         self._lines = lines
-        self._ends = [0, *accumulate(widths)]
+        self._widths = widths
         self._rows = rows
-        super().__init__(lines, dtype, len(lines) * rows * self._ends[-1], None)
+        super().__init__(lines, dtype, len(lines) * rows * sum(widths), None)
         self.device = device
 
 
 class _OnHost(_Side):
-    """NumPy's arrays stand for the views: on their memory, or, where that is not contiguous, on
-    memory beside it.
+    """The blocks are copied from and to addresses: those of the views, or, where a view is not
+    contiguous, of memory beside it.
     """
 
-    __slots__ = ("_scattered", "_shape")
+    __slots__ = ("_addresses", "_counts", "_scattered")
 
     def __init__(self, *table: Any) -> None:
         super().__init__(*table)
-        flat = self._rows == 1
-        self._shape = (-1,) if flat else (self._rows, -1)
         self._scattered: list[tuple[View, View]] = []
-        self._lines = [
-            [
-                one if flat and one.__class__ is np.ndarray and one.ndim == 1 else self._array(one)
-                for one in line
-            ]
+        buffers = [
+            self._buffer(one) if isinstance(one, View) else one
             for line in self._lines
+            for one in line
         ]
+        # The MPI library is loaded, for there is a group.
+        self._addresses = array("L", map(sys.modules["mpi4py.MPI"].Get_address, buffers))
+        self._counts = array("L", self._widths)
 
-    def _array(self, one: Any) -> Array:
-        if not isinstance(one, View):
-            buffer = one
-        elif one.buffer is not None:
-            buffer = one.buffer
-        else:
+    def _buffer(self, one: View) -> Any:
+        if one.buffer is None:
             beside = views.scratch(self.dtype, one.count)
             self._scattered.append((one, beside))
-            buffer = beside.buffer
-        array: Array = _carried(buffer, self.dtype).reshape(self._shape)
-        return array
-
-    def _table(self, packed: View) -> Array:
-        table: Array = packed.buffer.reshape(len(self._lines), *self._shape)
-        return table
+            one = beside
+        return one.buffer
 
     def blank(self) -> View:
         """As many elements, uninitialised; there until the next call of this thread."""
@@ -305,16 +315,29 @@ class _OnHost(_Side):
         """Copies the elements into a contiguous view of as many."""
         for one, beside in self._scattered:
             one.put(beside)
-        for line, row in zip(self._lines, self._table(packed), strict=True):
-            np.concatenate(line, axis=-1, out=row)
+        self._move(packed, inward=False)
 
     def fill(self, packed: View) -> None:
         """Takes the elements over from a contiguous view of as many."""
-        for line, row in zip(self._lines, self._table(packed), strict=True):
-            for array, (start, end) in zip(line, pairwise(self._ends), strict=True):
-                array[...] = row[..., start:end]
+        self._move(packed, inward=True)
         for one, beside in self._scattered:
             one.fill(beside)
+
+    def _move(self, packed: View, inward: bool) -> None:
+        at = sys.modules["mpi4py.MPI"].Get_address(packed.buffer)
+        addresses, counts, n = self._addresses, self._counts, len(self._counts)
+        rows, size = self._rows, self.dtype.itemsize
+        if kernels is not None:
+            move = kernels.unpack if inward else kernels.pack
+            starts = addresses.buffer_info()[0], counts.buffer_info()[0]
+            move(*starts, n, len(self._lines), rows, size, at)
+            return
+        for start in range(0, len(addresses), n):
+            for row in range(rows):
+                for begin, count in zip(addresses[start : start + n], counts, strict=True):
+                    place = begin + row * count * size
+                    memmove(*((place, at) if inward else (at, place)), count * size)
+                    at += count * size
 
 
 class _OnDevice(_Side):
@@ -353,14 +376,13 @@ class _OnDevice(_Side):
 
     def _blocks(self, wholes: Sequence[View], packed: View) -> Iterator[tuple[View, View]]:
         """Each block, and its place among the packed ones."""
-        columns, rows, width = len(self._ends) - 1, self._rows, self._ends[-1]
+        starts, rows, width = [0, *accumulate(self._widths)], self._rows, sum(self._widths)
         for i, whole in enumerate(wholes):
-            line, column = divmod(i, columns)
-            start, end = self._ends[column : column + 2]
+            line, column = divmod(i, len(self._widths))
+            size = self._widths[column]
             for row in range(rows):
-                size = end - start
                 block = whole if rows == 1 else whole.part(row * size, size)
-                yield block, packed.part((line * rows + row) * width + start, size)
+                yield block, packed.part((line * rows + row) * width + starts[column], size)
 
 
 class _Rooms(threading.local):

@@ -13,8 +13,8 @@ __all__ = ["Kernels", "how", "kernels"]
 class Kernels:
     """The functions of the C library at ``path``; OSError or AttributeError if it is none.
 
-    See ``_reduction.c`` and ``_shared.c`` for what they do. ``short_combine`` is combine with the
-    GIL held.
+    See ``_reduction.c``, ``_packing.c`` and ``_shared.c`` for what they do. ``short_combine`` is
+    combine with the GIL held.
     """
 
     def __init__(self, path: str) -> None:
@@ -26,6 +26,9 @@ class Kernels:
         self.narrow = _function(library, "narrow", integer, pointer, pointer, size)
         self.combine = _function(library, "combine", integer, integer, *sources)
         self.short_combine = _function(library_with_gil, "combine", integer, integer, *sources)
+        blocks = pointer, pointer, size, size, size, size, pointer
+        self.pack = _function(library, "pack", *blocks)
+        self.unpack = _function(library, "unpack", *blocks)
         self.shared_region = _function(library, "shared_region", size, size, result=size)
         self.shared_ask = _function(
             library, "shared_ask", pointer, ctypes.c_uint32, ctypes.c_uint64, result=integer

@@ -209,25 +209,31 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         name: str,
         primitive: Primitive,
         options: Any,
-        pairs: Sequence[tuple[Any, Any]],
+        outputs: Sequence[Any],
+        inputs: Tensors | None = None,
         op: ReduceOp | None = None,
     ) -> c10d.Work:
-        """A primitive on each (output, input), carried out together."""
-        if not pairs:
+        """A primitive on each output and its input, carried out together."""
+        if inputs is not None and len(outputs) != len(inputs):
+            raise ArgumentError(
+                f"{name}: expected one output for each of the {len(inputs)} inputs, got "
+                f"{len(outputs)}"
+            )
+        if not outputs:
             return _done(())
         asynchronous, limit = options.asyncOp, options.timeout
-        inputs = [output if input is None else input for output, input in pairs]
+        read = outputs if inputs is None else inputs
         if asynchronous or limit > _NOW:
             return self._begin(
                 name,
-                lambda: execute.run_all(name, primitive, self.core, True, pairs, op),
+                lambda: execute.run_all(name, primitive, self.core, True, outputs, inputs, op),
                 asynchronous,
                 limit,
-                inputs,
+                read,
             )
-        with self._event(name, inputs):
-            execute.run_all(name, primitive, self.core, False, pairs, op)
-        return _done([output for output, _ in pairs])
+        with self._event(name, read):
+            execute.run_all(name, primitive, self.core, False, outputs, inputs, op)
+        return _done(list(outputs))
 
     def _begin(
         self,
@@ -325,9 +331,8 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> c10d.Work:
         """all_reduce of each tensor of a list."""
         opts = opts or _Options()
-        pairs = [(tensor, None) for tensor in tensors]
         return self._call_all(
-            "all_reduce_coalesced", _ALL_REDUCE, opts, pairs, _operation(opts.reduceOp)
+            "all_reduce_coalesced", _ALL_REDUCE, opts, tensors, op=_operation(opts.reduceOp)
         )
 
     def reduce(
@@ -366,19 +371,16 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> c10d.Work:
         """all_gather of each tensor of a list: ``output_lists[rank][i]`` for ``input_list[i]``."""
-        pairs = collectives.coalesced_pairs(
-            "allgather_coalesced", output_lists, input_list, self.core
-        )
-        return self._call_all("all_gather_coalesced", _ALL_GATHER, opts or _Options(), pairs)
+        name = "all_gather_coalesced"
+        outputs = collectives.coalesced_outputs(name, output_lists, input_list, self.core)
+        return self._call_all(name, _ALL_GATHER, opts or _Options(), outputs, input_list)
 
     def allgather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> c10d.Work:
         """all_gather into one tensor, for each pair of tensors."""
-        pairs = _pairs("allgather_into_tensor_coalesced", outputs, inputs)
-        return self._call_all(
-            "all_gather_single_coalesced", _ALL_GATHER_SINGLE, opts or _Options(), pairs
-        )
+        name = "all_gather_single_coalesced"
+        return self._call_all(name, _ALL_GATHER_SINGLE, opts or _Options(), outputs, inputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -443,7 +445,8 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
             "reduce_scatter_single_coalesced",
             _REDUCE_SCATTER_SINGLE,
             opts,
-            _pairs("reduce_scatter_tensor_coalesced", outputs, inputs),
+            outputs,
+            inputs,
             _operation(opts.reduceOp),
         )
 
@@ -548,11 +551,3 @@ def _nested(name: str, lists: Any) -> Any:
     if lists and isinstance(lists[0], (list, tuple)):
         return _one(name, lists)
     return lists
-
-
-def _pairs(name: str, outputs: Tensors, inputs: Tensors) -> list[tuple[Tensor, Tensor]]:
-    if len(outputs) != len(inputs):
-        raise ArgumentError(
-            f"{name}: expected one output for each of the {len(inputs)} inputs, got {len(outputs)}"
-        )
-    return list(zip(outputs, inputs, strict=True))

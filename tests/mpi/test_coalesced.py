@@ -98,8 +98,8 @@ def together(name, coalesced, calls, async_op=False):
         inputs = [one["tensor"] for one in made]
         return dist.all_gather_coalesced(outputs, inputs, team.group, async_op)
     row = primitives[name]
-    pairs = [(one[row.output], one[row.input]) for one in made]
-    return execute.run_all(coalesced, row, team.group, async_op, pairs, op)
+    outputs, inputs = ([one[side] for one in made] for side in (row.output, row.input))
+    return execute.run_all(coalesced, row, team.group, async_op, outputs, inputs, op)
 
 
 # ---- What comes out ------------------------------------------------------------------------------
@@ -146,7 +146,9 @@ def test_inputs_within_their_outputs(world):
         mine = output[me * count : (me + 1) * count]
         mine[...] = np.arange(count) + 10 * me
         pairs.append((output, mine))
-    execute.run_all("gather", primitives["all_gather_single"], None, False, pairs)
+    execute.run_all(
+        "gather", primitives["all_gather_single"], None, False, *zip(*pairs, strict=True)
+    )
     for output, mine in pairs:
         expected = [np.arange(mine.size) + 10 * rank for rank in range(n)]
         assert (output == np.concatenate(expected)).all()
@@ -155,7 +157,7 @@ def test_inputs_within_their_outputs(world):
         whole = np.arange(n * count) * (me + 1.0)
         pairs.append((whole[me * count : (me + 1) * count], whole))
     row = primitives["reduce_scatter_single"]
-    execute.run_all("scatter", row, None, False, pairs, ReduceOp.SUM)
+    execute.run_all("scatter", row, None, False, *zip(*pairs, strict=True), ReduceOp.SUM)
     for mine, _ in pairs:
         first = me * mine.size
         assert (mine == (first + np.arange(mine.size)) * n * (n + 1) / 2).all()
@@ -220,7 +222,7 @@ def test_batches():
         packed = [batch for batch in found if sizes[batch[0]] <= small]
         assert all(len(batch) == 1 for batch in found if batch not in packed)
         for batch, after in zip(packed, [*packed[1:], []], strict=True):
-            assert batch == sorted(batch) and max(sizes[place] for place in batch) <= small
+            assert list(batch) == sorted(batch) and max(sizes[place] for place in batch) <= small
             assert sum(sizes[place] for place in batch) <= chunk
             if after:
                 assert sum(sizes[place] for place in batch) + sizes[after[0]] > chunk
@@ -231,11 +233,11 @@ def counted(monkeypatch, world):
     """What calls are made: elements of the output of each."""
     found = []
 
-    def perform(plan, send, recv, *rest, inner=execute.perform):
+    def carry_out(plan, send, recv, *rest, inner=execute._carry_out):
         found.append(recv.count)
         inner(plan, send, recv, *rest)
 
-    monkeypatch.setattr(execute, "perform", perform)
+    monkeypatch.setattr(execute, "_carry_out", carry_out)
     return found
 
 
@@ -304,8 +306,8 @@ def test_one_of_the_list_is_refused(world):
         dist.all_reduce_coalesced([np.ones(2, int)] * 2, ReduceOp.AVG)
     n = world.size
     with pytest.raises(ValueError, match=f"expected {n} x 3"):
-        pairs = [(np.ones(n * 3), np.ones(3)), (np.ones(n * 3 + 1), np.ones(3))]
-        execute.run_all("gather", primitives["all_gather_single"], None, False, pairs)
+        outputs, inputs = [np.ones(n * 3), np.ones(n * 3 + 1)], [np.ones(3)] * 2
+        execute.run_all("gather", primitives["all_gather_single"], None, False, outputs, inputs)
     in_step(world)
 
 

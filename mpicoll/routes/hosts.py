@@ -181,9 +181,9 @@ _NEVER = 1 << 62
 
 def place(group: ProcessGroup) -> str:
     """Where the ranks of the group are, as far as it matters. All ranks call."""
-    if shared.of(group):
-        return "node"
-    return "nodes" if levels.of(group) else "apart"
+    if levels.of(group):
+        return "nodes"
+    return "node" if shared.of(group) else "apart"
 
 
 # --- what carries calls out ---------------------------------------------------------------------

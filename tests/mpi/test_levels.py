@@ -1,0 +1,376 @@
+"""Groups on several nodes, which are made up here: a node is what `levels.node_of` says."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+from conftest import team as group_of
+from driver import DTYPES, NAMES, Call, legal, same_on_all
+from mpi4py import MPI
+
+import mpicoll as dist
+from mpicoll import kernels, tables
+from mpicoll.dtypes import Kind, ReduceOp, by_name
+from mpicoll.errors import MismatchError
+from mpicoll.groups import state
+from mpicoll.launch.serialized import serialize
+from mpicoll.reduction import loop
+from mpicoll.routes import hosts, levels, shared
+
+#: Two nodes, one of two ranks, have three.
+LEAST = 3
+
+needs = pytest.mark.skipif(
+    kernels.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
+)
+
+#: The node of each of n ranks.
+PLACES = {
+    "one after another": lambda n: [2 * rank // n for rank in range(n)],
+    "in turn": lambda n: [rank % 2 for rank in range(n)],
+    "the first alone": lambda n: [min(rank, 1) for rank in range(n)],
+    "three nodes": lambda n: [(rank * 2) % 3 if n > LEAST else rank // 2 for rank in range(n)],
+}
+
+ROUTED = [name for name in NAMES if name in levels._MAKERS]
+
+
+@pytest.fixture(scope="module")
+def patch(world):
+    """Everything goes through levels where there are such."""
+    if world.size < LEAST:
+        pytest.skip(f"takes {LEAST} ranks")
+    rows = {kind: {"nodes": ((0, "levels"),)} for kind in tables.KINDS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "table", tables.Table(openmpi=False, measured={1: rows}))
+        yield patch
+
+
+node_of = levels.node_of
+
+
+def put(patch, name):
+    """Ranks are where PLACES says from now on."""
+    nodes = PLACES[name](dist.get_world_size())
+    patch.setattr(levels, "node_of", lambda: f"node {nodes[dist.get_rank()]}")
+
+
+@pytest.fixture(scope="module", params=list(PLACES))
+def kept(patch, world, request):
+    """A group for many tests."""
+    return group_of(request.param, range(world.size))
+
+
+@pytest.fixture
+def cut(kept, patch, monkeypatch):
+    """Such a group whose messages go in pieces of few bytes."""
+    put(patch, kept.name)
+    monkeypatch.setattr(shared, "SLOT", 512)
+    monkeypatch.setattr(levels, "PIECE", 1024)
+    monkeypatch.setattr(levels, "TOGETHER", 1536)
+    monkeypatch.setattr(levels, "SHARE", 64)
+    return kept
+
+
+@pytest.fixture(params=list(PLACES))
+def placed(patch, world, request):
+    """Such a group."""
+    put(patch, request.param)
+    team = group_of(request.param, range(world.size))
+    yield team
+    dist.destroy_process_group(team.group)
+
+
+class Exact(Call):
+    """On numbers whose sums and products are exact, whatever their order, before they are rounded
+    to a narrow float: more digits than it has.
+    """
+
+    def given(self, rank):
+        if self.dtype.kind is not Kind.NARROW_FLOAT or self.op is None:
+            return super().given(rank)
+        many = self.row.layout.name == "SCATTERED"
+        count = self.count * (self.team.size if many else 1)
+        rank = self.team.ranks[rank]
+        rng = np.random.default_rng([self.dtype.code, self.op.code, count, rank])
+        if self.op is ReduceOp.PRODUCT:
+            made = rng.choice([-1.0, -0.5, 1, 1.25, 1.5], count)
+        else:
+            digits = {"float16": 11, "bfloat16": 8}.get(self.dtype.name, 3)
+            made = rng.integers(1 - 2**digits, 2**digits, count) / 8
+        places = np.arange(count) % 29
+        made[places == 3 + 5 * rank] = np.nan
+        if np.isinf(np.float32(np.inf).astype(self.dtype.numpy)):
+            made[places == 4 + rank] = np.inf
+        return made.astype(np.float32).astype(self.dtype.numpy)
+
+    def result(self):
+        if self.dtype.kind is not Kind.NARROW_FLOAT:
+            return super().result()
+        given = [self.given(rank) for rank in range(self.team.size)]
+        return oracle.reduced(self.op, self.dtype, given, None)
+
+
+def served(dtype):
+    """The operations of a dtype that have levels."""
+    return [op for op in legal(dtype) if op is not ReduceOp.PREMUL_SUM and loop(op, dtype)]
+
+
+def has_levels(team):
+    return hosts.place(team.group) == "nodes"
+
+
+@needs
+@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+def test_seams(cut, mpi, dtype):
+    """Sizes around the borders of lines, slots, shares and pieces, and many pieces."""
+    line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
+    calls = []
+    for turn, count in enumerate((0, 1, line + 1, slot - 1, piece, piece + 1, 5 * piece + 7)):
+        for op in served(dtype)[turn % 2 :: 2]:
+            calls.append(Exact("all_reduce", cut, dtype, count, op))
+            calls[-1].run()
+    same_on_all(mpi, calls)
+    assert has_levels(cut)
+
+
+@needs
+@pytest.mark.parametrize("name", [name for name in ROUTED if name != "all_reduce"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+def test_seams_of_others(cut, name, dtype):
+    line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
+    for turn, count in enumerate((0, line + 1, slot - 1, slot + 1, 2 * piece + 7)):
+        ops = served(dtype)[turn % 3 :: 3] if NAMES[name].reduces else [None]
+        for op in ops:
+            Exact(name, cut, dtype, count, op, turn % cut.size).run()
+    assert has_levels(cut)
+
+
+@needs
+def test_every_root(cut):
+    for root, count in itertools.product(range(cut.size), (1, 40, 5000)):
+        for name in ("broadcast", "reduce"):
+            op = ReduceOp.AVG if name == "reduce" else None
+            Exact(name, cut, by_name["float32"], count, op, root).run()
+            Exact(name, cut, by_name["bfloat16"], count, op, root).run()
+
+
+@needs
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_large(placed, name):
+    """Pieces of the sizes that users meet."""
+    dtype, n, me, group = by_name[name].numpy, placed.size, placed.me, placed.group
+    block = 5 * levels.PIECE // dtype.itemsize // n + 123
+    given = [(np.arange(n * block) % 11 + rank).astype(dtype) for rank in range(n)]
+    total = np.sum(given, axis=0, dtype=np.float32).astype(dtype)
+    for root in (0, n - 1):
+        array = given[me].copy()
+        dist.reduce(array, group=group, group_dst=root)
+        assert (array == (total if me == root else given[me])).all()
+        dist.broadcast(array, group=group, group_src=root)
+        assert (array == total).all()
+    array = given[me].copy()
+    dist.all_reduce(array, group=group)
+    assert (array == total).all()
+    part = np.empty(block, dtype)
+    dist.reduce_scatter_single(part, given[me], group=group)
+    assert (part == total[me * block :][:block]).all()
+    array[:] = 0
+    dist.all_gather_single(array, part, group=group)
+    assert (array == total).all()
+    assert has_levels(placed)
+
+
+@needs
+def test_the_roots_array_may_be_read_only(cut):
+    for root in range(cut.size):
+        array = np.full(3000, cut.me)
+        array.flags.writeable = cut.me != root
+        dist.broadcast(array, group=cut.group, group_src=root)
+        assert (array == root).all()
+
+
+@needs
+def test_parts_of_the_ranks(patch, world):
+    """Groups of some ranks, in another order; those on one node, or on nodes of their own."""
+    put(patch, "in turn")
+    n = world.size
+    for ranks in itertools.permutations(range(n), LEAST):
+        team = group_of(f"some, {ranks}", ranks)
+        if team.me is None:
+            continue
+        for name in ROUTED:
+            op = ReduceOp.SUM if NAMES[name].reduces else None
+            Exact(name, team, by_name["bfloat16"], 3000, op, 1).run()
+        dist.destroy_process_group(team.group)
+    for ranks in ([0, 2], [0, 1], [0, 2, 4][: 1 + (n + 1) // 2 - 1]):
+        team = group_of(f"without, {ranks}", ranks)
+        if team.me is not None:
+            Call("all_reduce", team, by_name["float32"], 3000, ReduceOp.SUM).run()
+            assert not has_levels(team)
+            dist.destroy_process_group(team.group)
+
+
+@needs
+def test_no_rank_overtakes_another(patch, world):
+    """Calls of many kinds in close order in two groups, of ranks that are late at random."""
+    teams = []
+    for name in ("one after another", "the first alone"):
+        put(patch, name)
+        team = group_of(f"racing {name}", range(world.size))
+        assert has_levels(team)
+        teams.append(team)
+    rng = np.random.default_rng(7)  # the same calls everywhere
+    mine = np.random.default_rng(world.me)
+    pending = []
+    for number in range(300):
+        name = str(rng.choice(ROUTED))
+        count = int(rng.choice([1, 7, 500, 5000, 70000]))
+        dtype = by_name[str(rng.choice(["float32", "bfloat16", "int16"]))]
+        op = ReduceOp.SUM if NAMES[name].reduces else None
+        team = teams[int(rng.integers(2))]
+        call = Exact(name, team, dtype, count, op, int(rng.integers(world.size)))
+        if mine.random() < 0.05:
+            time.sleep(mine.random() / 500)
+        pending.append((call, call.start(async_op=number % 3 == 0)))
+    for call, work in pending:
+        assert work is None or work.wait()
+        call.check()
+    for team in teams:
+        dist.destroy_process_group(team.group)
+
+
+@needs
+def test_ranks_that_disagree(placed):
+    """On a node or between nodes: an error on every rank, with what they said; then all goes on."""
+    team, world = placed, by_name["float32"]
+    assert has_levels(team)
+    for _ in range(130):  # the first calls, and one in a stride, are compared in another way
+        dist.barrier(team.group)
+    f32, SUM = np.float32, ReduceOp.SUM
+    nodes = levels.of(team.group).nodes
+    for odd in ({0}, {team.size - 1}, set(nodes[-1]), set(nodes[0])):
+        mine = team.me in odd
+        for count, dtype, op, words in (
+            (5001 if mine else 10**6, f32, SUM, "all_reduce of 5001 elements of float32, SUM"),
+            (10**6 if mine else 5001, f32, SUM, "all_reduce of 5001 elements of float32, SUM"),
+            (0 if mine else 1, f32, SUM, "all_reduce of 0 elements of float32, SUM"),
+            (700, np.int32 if mine else f32, SUM, "all_reduce of 700 elements of int32, SUM"),
+            (700, f32, ReduceOp.AVG if mine else SUM, "700 elements of float32, AVG"),
+        ):
+            for async_op in (False, True):
+                array = np.ones(count, dtype)
+                with pytest.raises(MismatchError, match=f"rank {team.me} of .*{words}"):
+                    work = dist.all_reduce(array, op, team.group, async_op=async_op)
+                    if work is not None:
+                        work.wait()
+                again = np.ones(300000, f32)
+                dist.all_reduce(again, group=team.group)
+                assert (again == team.size).all()
+        root = int(mine)
+        with pytest.raises(MismatchError, match=f"broadcast on rank {team.me} of .*, src 1"):
+            dist.broadcast(np.ones(900, f32), group=team.group, group_src=root)
+        with pytest.raises(MismatchError, match="reduce of 900 elements of float32, SUM, dst 1"):
+            dist.reduce(np.ones(900, f32), group=team.group, group_dst=root)
+        with pytest.raises(MismatchError, match=f"ranks? .*{team.me}.*: all_reduce of 900 ele"):
+            if mine:
+                dist.broadcast(np.ones(900, f32), group=team.group, group_src=0)
+            dist.all_reduce(np.ones(900, f32), group=team.group)
+        if not levels.of(team.group).even:
+            continue
+        count = 900 + mine
+        with pytest.raises(MismatchError, match="reduce_scatter_single of 901 elements of int32"):
+            dist.reduce_scatter_single(
+                np.empty(count, np.int32), np.ones(count * team.size, np.int32), group=team.group
+            )
+        with pytest.raises(MismatchError, match="all_gather_single of"):
+            dist.all_gather_single(
+                np.empty(count * team.size, np.int32), np.ones(count, np.int32), group=team.group
+            )
+    for name in ROUTED:
+        op = SUM if NAMES[name].reduces else None
+        Exact(name, team, world, 3000, op, 1).run()
+
+
+@needs
+def test_one_rank_that_cannot_share_is_enough(patch, world, mpi):
+    """All take to messages then."""
+    for unable in range(world.size):
+        with pytest.MonkeyPatch.context() as failure:
+            put(patch, "one after another")
+            if unable == world.me:
+                failure.setenv("MPICOLL_SHARED_MEMORY", "0")
+            team = group_of(f"without {unable}", range(world.size))
+            calls = [
+                Exact(name, team, by_name["float32"], 20000, ReduceOp.SUM)
+                for name in ("all_reduce", "reduce_scatter_single")
+            ]
+            for call in calls:
+                call.run()
+            same_on_all(mpi, calls[:1])
+            nodes = PLACES["one after another"](world.size)
+            assert has_levels(team) == (nodes.count(nodes[unable]) == 1)
+        dist.destroy_process_group(team.group)
+
+
+@needs
+def test_what_groups_leave_behind(patch, world, monkeypatch):
+    """Nothing: neither communicators nor memory, group after group."""
+    made, part = [], levels._part
+
+    def noted(*arguments):
+        made.append(part(*arguments))
+        return made[-1]
+
+    def mapped():
+        return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
+
+    monkeypatch.setattr(levels, "_part", noted)
+    gc.collect()  # what errors in other tests hold
+    before, array = mapped(), np.ones(500, np.float32)
+    put(patch, "one after another")
+    for number in range(40):
+        group = dist.new_group(list(range(world.size)), group_desc=f"one of many, {number}")
+        array[:] = 1
+        dist.all_reduce(array, group=group)
+        assert (array == world.size).all()
+        assert group.plans["levels"]
+        dist.destroy_process_group(group)
+        del group
+        assert all(one.comm == MPI.COMM_NULL for one in made), number
+        assert mapped() == before
+    assert 40 <= len(made) <= 80
+
+
+@needs
+def test_an_mpi_that_lets_one_thread_in(patch, world):
+    """Its communicators are wrapped; so are those made of them."""
+    put(patch, "in turn")
+    team = group_of("serialized", range(world.size))
+    team.group.comm = serialize(team.group.comm)
+    for name in ROUTED:
+        op = ReduceOp.MAX if NAMES[name].reduces else None
+        Exact(name, team, by_name["float32"], 3000, op, 1).run()
+    rail = levels.of(team.group).rail
+    assert rail is None or type(rail.comm) is type(team.group.comm)
+    dist.destroy_process_group(team.group)
+
+
+def test_without_nodes(world, monkeypatch):
+    """Here all ranks are on one node, and say so."""
+    monkeypatch.setattr(levels, "node_of", node_of)
+    world = group_of("on one node", range(world.size))
+    said = MPI.COMM_WORLD.allgather(levels.node_of())
+    assert len(set(said)) == 1 and said[0]
+    assert levels.of(world.group) is None
+
+    for name in ROUTED:
+        op = ReduceOp.SUM if NAMES[name].reduces else None
+        assert levels.made(NAMES[name], world.group, op, by_name["int8"]) is None

@@ -302,7 +302,7 @@ def shared_all_reduce(narrow: bool) -> Calls:
         n = place.each
         if not _sharing(place):
             return None
-        if m <= WHOLE:
+        if m <= WHOLE // max(1, n - 1):
             return Cost(m, shared=m).then(_combining((n - 1) * m, narrow)).then(_waiting(1, n))
         share = Cost(m, shared=m * (2 - 1 / n)).then(_combining((n - 1) * m / n, narrow))
         return share.then(_waiting(2 * ceil(m / _slot(n)), n))

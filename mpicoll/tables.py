@@ -63,51 +63,88 @@ Rows = dict[str, dict[str, Steps]]
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
-def _everywhere(*steps: tuple[int, str]) -> dict[str, Steps]:
-    return dict.fromkeys(PLACES, steps)
+def _row(node: Steps, nodes: Steps, apart: Steps) -> dict[str, Steps]:
+    return dict(zip(PLACES, (node, nodes, apart), strict=True))
 
 
-_MPI, _EXCHANGE = _everywhere((0, "mpi")), _everywhere((0, "exchange"))
+_MPI: Steps = ((0, "mpi"),)
+_EXCHANGE: Steps = ((0, "exchange"),)
+_SHARED: Steps = ((0, "shared"),)
 
-#: Measured on two ranks of one node with the libraries from PyPI; docs/performance.md says how.
-#: Between nodes nothing was measured: see there, too.
+#: On one node as measured by ``tune`` on two ranks, with the libraries from PyPI; elsewhere as the
+#: cost model has it, see docs/model.md.
 _MPICH: Rows = {
-    "broadcast": {**_MPI, "node": ((0, "mpi"), (32 * _MIB, "shared"))},
-    "all_reduce": {
-        "node": ((0, "mpi"), (256, "shared")),
-        "nodes": ((0, "mpi"), (32 * _MIB, "pieces")),
-        "apart": ((0, "mpi"), (32 * _MIB, "pieces")),
-    },
-    "all_reduce of others": {**_EXCHANGE, "node": ((0, "shared"),)},
-    "reduce": {**_MPI, "node": ((0, "mpi"), (1 * _KIB, "shared"))},
-    "reduce of others": {**_EXCHANGE, "node": ((0, "shared"),)},
-    "all_gather": {
-        **_MPI,
-        "node": ((0, "mpi"), (8 * _KIB, "shared"), (512 * _KIB, "mpi"), (48 * _MIB, "shared")),
-    },
-    "gather": _MPI,
-    "scatter": _MPI,
-    "reduce_scatter": {
-        **_everywhere((0, "mpi"), (16 * _KIB, "exchange")),
-        "node": ((0, "mpi"), (4 * _KIB, "shared")),
-    },
-    "reduce_scatter of others": {**_EXCHANGE, "node": ((0, "shared"),)},
+    "broadcast": _row(
+        ((0, "mpi"), (8 * _KIB, "shared"), (32 * _KIB, "mpi"), (16 * _MIB, "shared")), _MPI, _MPI
+    ),
+    "all_reduce": _row(
+        _SHARED, ((0, "mpi"), (1 * _MIB, "levels")), ((0, "mpi"), (8 * _MIB, "pieces"))
+    ),
+    "all_reduce of others": _row(_SHARED, ((0, "exchange"), (512, "levels")), _EXCHANGE),
+    "reduce": _row(_SHARED, _MPI, _MPI),
+    "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
+    "all_gather": _row(((0, "shared"), (512 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI),
+    "gather": _row(((0, "shared"), (64 * _KIB, "mpi"), (64 * _MIB, "shared")), _MPI, _MPI),
+    "scatter": _row(
+        ((0, "mpi"), (16 * _KIB, "shared"), (64 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI
+    ),
+    "reduce_scatter": _row(
+        _SHARED, ((0, "mpi"), (4 * _MIB, "levels")), ((0, "mpi"), (4 * _MIB, "exchange"))
+    ),
+    "reduce_scatter of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
 }
 _OPEN_MPI: Rows = {
     **_MPICH,
-    "all_reduce": {
-        **_MPICH["all_reduce"],
-        "node": ((0, "mpi"), (2 * _KIB, "shared"), (3 * _MIB, "mpi"), (24 * _MIB, "shared")),
+    **{
+        kind: {**_MPICH[kind], "node": steps}
+        for kind, steps in {
+            "broadcast": ((0, "mpi"), (512, "shared"), (16 * _KIB, "mpi"), (32 * _MIB, "shared")),
+            "all_reduce": (
+                (0, "mpi"), (512, "shared"), (2 * _MIB, "pieces"), (32 * _MIB, "shared"),
+            ),
+            "reduce": ((0, "mpi"), (512, "shared")),
+            "all_gather": (
+                (0, "mpi"), (1 * _KIB, "shared"), (16 * _KIB, "mpi"), (32 * _MIB, "shared"),
+            ),
+            "gather": (
+                (0, "mpi"), (1 * _KIB, "shared"), (32 * _KIB, "mpi"), (32 * _MIB, "shared"),
+            ),
+            "scatter": (
+                (0, "mpi"), (1 * _KIB, "shared"), (32 * _KIB, "mpi"), (32 * _MIB, "shared"),
+            ),
+            "reduce_scatter": ((0, "mpi"), (1 * _KIB, "shared")),
+        }.items()
     },
-    "reduce": {**_MPI, "node": ((0, "mpi"), (2 * _KIB, "shared"))},
-    "all_gather": {**_MPI, "node": ((0, "mpi"), (48 * _MIB, "shared"))},
+}  # fmt: skip
+
+
+def _for_many(rows: Rows) -> Rows:
+    """The same for many ranks of a node: where each looks at each other, a short message takes
+    longer than by MPI's trees.
+    """
+    least = 16 * _KIB
+    many = {}
+    for kind, row in rows.items():
+        steps = row["node"]
+        if not kind.endswith(_OTHERS):
+            before = [route for size, route in steps if size <= least]
+            after = steps[len(before) :]
+            steps = *_MPI, *([] if before[-1] == "mpi" else [(least, before[-1])]), *after
+        many[kind] = {**row, "node": steps}
+    return many
+
+
+_OTHERS = " of others"
+
+#: What is not measured, by number of ranks.
+_DEFAULTS = {
+    openmpi: {2: rows, 32: _for_many(rows)}
+    for openmpi, rows in ((False, _MPICH), (True, _OPEN_MPI))
 }
 
 
 #: The kinds of call.
 KINDS = tuple(_MPICH)
-
-_OTHERS = " of others"
 
 
 def kind_of(primitive: Primitive, others: bool) -> str:
@@ -151,7 +188,7 @@ class Table:
     def __init__(
         self, openmpi: bool, measured: Mapping[int, Rows] | None = None, path: str = ""
     ) -> None:
-        self._default = _OPEN_MPI if openmpi else _MPICH
+        self._default = _DEFAULTS[openmpi]
         self._measured = measured or {}
         self.path = path
 
@@ -159,12 +196,13 @@ class Table:
         """The steps for a group of so many ranks, by place: as measured with the number of ranks
         that comes closest, by ratio, and where nothing was measured the default's.
         """
-        row = dict(self._default[kind])
-        farthest_first = sorted(
-            self._measured, key=lambda n: (max(n, ranks) / min(n, ranks), n), reverse=True
-        )
-        for n in farthest_first:
-            row.update(self._measured[n].get(kind, {}))
+        row: dict[str, Steps] = {}
+        for known in (self._default, self._measured):
+            farthest_first = sorted(
+                known, key=lambda n: (max(n, ranks) / min(n, ranks), n), reverse=True
+            )
+            for n in farthest_first:
+                row.update(known[n].get(kind, {}))
         return row
 
     def told(self) -> str:

@@ -32,7 +32,8 @@ __all__ = ["Shared", "made", "of"]
 SLOT, TOGETHER = 256 * 1024, 48 * 1024 * 1024
 #: Ranks that share memory at most: each looks at what each other does.
 MOST = 128
-#: Bytes of a message up to which every rank combines everything: one wait instead of two.
+#: Bytes of the others' messages, together, up to which every rank combines everything: one wait
+#: instead of two.
 WHOLE = 16 * 1024
 
 #: How often a rank looks whether another has come as far before it sleeps; each look takes some 40
@@ -161,7 +162,7 @@ class Shared:
             divisor=self._hold.n if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
             parts=parts,
-            whole=WHOLE * parts // dtype.itemsize,
+            whole=WHOLE // max(1, self._hold.n - 1) * parts // dtype.itemsize,
             format=-1 if by is None else self._kernels.format(by.format.encode()),
             operation=0 if by is None else by.operation,
             blocks=primitive.many_in,

@@ -116,7 +116,8 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
 
     def direct(send: Any, buffer: Any, count: int, root: int) -> None:
         recv = reducer.view(buffer, count)
-        if recv.nbytes * n <= SMALL or count < n:
+        whole = recv.nbytes * n
+        if whole <= SMALL or (count < n and whole <= STACK):
             stack = reducer.stack(count)
             comm.Allgather([buffer, count, element], [stack.buffer, count, element])
             flat = stack.flat

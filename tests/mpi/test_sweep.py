@@ -171,6 +171,26 @@ def test_real_blocks(world, mpi, monkeypatch):
         Call("reduce_scatter_single", world, dtype, count // world.size, op).run()
 
 
+def test_fewer_elements_than_ranks(world, mpi, monkeypatch):
+    """Everybody gets everything, as long as there is room for it; then one element each."""
+    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
+    monkeypatch.setattr(composed, "SMALL", 0)
+    dtype, scratch = by_name["bfloat16"], []
+    for room in (composed.STACK, 1):
+        monkeypatch.setattr(composed, "STACK", room)
+        team = group_of(f"room for {room}", range(world.size))
+        calls = [
+            Call("all_reduce", team, dtype, count, ReduceOp.SUM) for count in range(world.size)
+        ]
+        for call in calls:
+            call.run()
+        same_on_all(mpi, calls)
+        scratch.append(team.group.scratch.nbytes)
+        dist.destroy_process_group(team.group)
+    n = world.size
+    assert scratch[0] == 2 * n * (n - 1) and scratch[1] <= 2 * n
+
+
 # ---- What has no table ---------------------------------------------------------------------------
 
 

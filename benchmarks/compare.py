@@ -134,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=_absolute, default=RESULTS, metavar="FOLDER",
                         help="where the files go (default: %(default)s)")  # fmt: skip
     parser.add_argument("--publish", action="store_true",
-                        help="copy the figures to docs/figures")  # fmt: skip
+                        help="write figures and tables into docs/")  # fmt: skip
     options = parser.parse_args()
     for each in options.environments:
         mpi, _, venv = each.partition("=")
@@ -155,11 +155,17 @@ def main() -> int:
         failures += measure(mpi, ROOT / venv, options)
     figures = options.out / "figures"
     report = [pythons[0], HERE / "report.py", options.out, "--figures", figures]
+    if options.publish:
+        report[-1] = PUBLISHED
+        report.append("--pages")
     code = subprocess.run([*map(str, report)], cwd=ROOT, check=False).returncode
-    if options.publish and figures.is_dir():
-        PUBLISHED.mkdir(exist_ok=True)
-        for figure in figures.glob("*.svg"):
-            shutil.copy(figure, PUBLISHED)
+    if options.publish:
+        folders = [options.out / each.partition("=")[0] for each in options.environments]
+        model = [pythons[0], HERE / "model.py", *folders, "--markdown"]
+        model += ["--figure", PUBLISHED / "model.svg"]
+        print("\ndocs/model.md")
+        quiet = subprocess.run([*map(str, model)], cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+        code = code or quiet.returncode
     for failure in failures:
         print(f"FAILED {failure}")
     return 1 if failures or code else 0

@@ -39,12 +39,13 @@ from model_predictions import (
     worse,
 )
 from model_steps import Place
+from pages import DOCS, filled
 from report import about, table
 
 from mpicoll.tables import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, FIGURE = ROOT / "docs" / "model.md", ROOT / ".cache" / "bench" / "figures" / "model.svg"
+PAGE, FIGURE = DOCS / "model.md", ROOT / ".cache" / "bench" / "figures" / "model.svg"
 
 GIB = 1 << 30
 RANKS = [64, 1024, 16384]
@@ -285,19 +286,6 @@ def parts(found: Sequence[Library], cluster: Cluster, ranks: Sequence[int]) -> d
     }  # fmt: skip
 
 
-def page(text: str, parts: dict[str, list[str]]) -> str:
-    """The page with what is between its marks written anew; raises ValueError without a mark."""
-    for name, lines in parts.items():
-        begin, end = f"<!-- model: {name} -->\n", f"<!-- model: end of {name} -->\n"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"expected the marks {begin.strip()} and {end.strip()}")
-        body = "\n".join(lines)
-        text = f"{before}{begin}\n{body}\n\n{end}{after}"
-    return text
-
-
 #: Colours besides those of figures.py.
 _MORE = ["#56b4e9", "#e69f00", "#000000", "#999933", "#882255", "#aaaaaa"]
 #: Algorithms that are part of something else, by what comes first in their names.
@@ -443,7 +431,8 @@ def main() -> int:
             raise ValueError("there are no measurements in these files")
         print("\n".join(report(found, cluster, options.ranks, options.every)))
         if options.markdown:
-            text = page(options.markdown.read_text(), parts(found, cluster, options.ranks))
+            made = parts(found, cluster, options.ranks)
+            text = filled(options.markdown.read_text(), "model", made)
             options.markdown.write_text(text)
     except (OSError, ValueError) as error:
         print(f"model.py: {error}", file=sys.stderr)

@@ -13,7 +13,8 @@ from typing import Any
 
 import aims
 from aims import Results
-from measure import FACADE, GLOO, MIB, MPI4PY, Aim, bytes_shown, shown
+from measure import FACADE, GLOO, KIB, MIB, MPI4PY, TORCH, Aim, Times, bytes_shown, shown
+from pages import DOCS, filled
 
 #: The tables: section, title, and what makes a row of it. Of times: median and spread.
 TABLES = (
@@ -112,6 +113,102 @@ def overlap_table(found: Sequence[Results]) -> list[str]:
     return table(heads, rows)
 
 
+# --- the pages ----------------------------------------------------------------------------------
+
+#: The sizes that the page shows; the figures show all.
+SHOWN = (16, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+
+
+def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) -> list[str]:
+    """MPI's own call, mpicoll's, and how many times faster that is; a row for each value of keys.
+
+    chosen: what the measurements must have.
+    """
+    every = [results.find(**chosen) for results in found]
+    rows = dict.fromkeys(tuple(one[key] for key in keys) for each in every for one in each)
+    heads = list(keys)
+    for results in found:
+        heads += [f"{results.name}, its own", "mpicoll", "faster"]
+    lines = []
+    for row in rows:
+        if dict(zip(keys, row, strict=True)).get("bytes", MIB) not in SHOWN:
+            continue
+        cells = [key_cell(*pair) for pair in zip(keys, row, strict=True)]
+        for results in found:
+            wanted = chosen | dict(zip(keys, row, strict=True))
+            cells += beside(results, wanted, MPI4PY, FACADE)
+        lines.append(cells)
+    return table(heads, lines)
+
+
+def beside(results: Results, wanted: dict[str, Any], other: str, who: str) -> list[str]:
+    """Three cells: another's time, the own, and how many times faster that is, with its spread."""
+    above, below = (
+        next((Times(one["seconds"]) for one in results.find(**wanted, case=case)), None)
+        for case in (other, who)
+    )
+    cells = ["-" if each is None else shown(each.median) for each in (above, below)]
+    if above is None or below is None:
+        return [*cells, "-"]
+    ratio = above.per(below)
+    return [*cells, f"{ratio.median:.2f} ±{ratio.spread:.2f}"]
+
+
+def torch_table(found: Sequence[Results]) -> list[str]:
+    """The backend of torch.distributed beside Gloo."""
+    rows: list[tuple[str, dict[str, Any]]] = [
+        (
+            f"all_reduce {bytes_shown(size)}" + f" of {dtype}" * (section == "dtypes"),
+            {"section": section, "primitive": "all_reduce", "bytes": size, "dtype": dtype},
+        )
+        for section, dtype, sizes in (
+            ("sizes", "float32", (4, 64 * KIB, MIB, 16 * MIB, 64 * MIB)),
+            ("dtypes", "bfloat16", (MIB, 16 * MIB)),
+        )
+        for size in sizes
+    ]
+    rows += [
+        (f"DDP step, buckets of {bucket:g} MB", {"section": "ddp", "bucket": bucket, "how": "DDP"})
+        for bucket in (25.0, 4.0)
+    ]
+    heads, lines = [""], []
+    for results in found:
+        heads += ["Gloo", results.mpi, "faster"]
+    for name, wanted in rows:
+        cells = [name]
+        for results in found:
+            cells += beside(results, wanted, GLOO, TORCH)
+        lines.append(cells)
+    return table(heads, lines)
+
+
+def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
+    """What the pages of docs/ have from here, by the names of the pages and of their marks."""
+    ran = [f"- {line.strip()}" for results in found for line in about(results)]
+    return {
+        "performance.md": {
+            "ran": ran,
+            "aims": aims_table(found),
+            "sizes": times_table(found, ("primitive", "bytes"), section="sizes"),
+            "dtypes": times_table(found, ("dtype", "bytes"), section="dtypes"),
+            "many": section_table(found, "many", ("count", "bytes", "how")),
+            "overlap": overlap_table(found),
+            "growth": times_table(found, ("primitive", "bytes", "ranks"), section="growth"),
+        },
+        "pytorch.md": {"speed": torch_table(found)},
+    }
+
+
+def publish(found: Sequence[Results], folder: Path) -> None:
+    """Writes these parts; raises ValueError where a page has no place for one."""
+    for name, made in parts(found).items():
+        page = folder / name
+        page.write_text(filled(page.read_text(), "bench", made))
+
+
+# --- the report ---------------------------------------------------------------------------------
+
+
 def about(results: Results) -> list[str]:
     """What ran."""
     first = results.records[0]
@@ -151,6 +248,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("folder", type=Path, help="with a folder of files for each MPI")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw SVG images there")
+    parser.add_argument("--pages", nargs="?", type=Path, const=DOCS, metavar="FOLDER",
+                        help="write the parts of its pages (default: %(const)s)")  # fmt: skip
     options = parser.parse_args()
     found = aims.read(options.folder) if options.folder.is_dir() else []
     if not found:
@@ -158,6 +257,8 @@ def main() -> int:
     text = "\n".join(report(found))
     print(text)
     (options.folder / "report.md").write_text(f"{text}\n")
+    if options.pages:
+        publish(found, options.pages)
     if options.figures:
         try:
             import figures

@@ -167,6 +167,34 @@ def test_mpis_side_by_side() -> None:
     assert "left out" not in "\n".join(report.report([one, other]))
 
 
+def test_the_pages_have_the_marks(tmp_path: Path) -> None:
+    """What is measured stands between them, once, however often it is written."""
+    one = results(
+        measured("mpi4py", "all_reduce", MIB, 6e-3), measured("mpicoll", "all_reduce", MIB, 2e-3),
+        measured("Gloo", "all_reduce", MIB, 8e-3),
+        measured("mpicoll torch", "all_reduce", MIB, 2e-3),
+        measured("mpicoll", "all_reduce", MIB, 3e-3, section="dtypes", dtype="bfloat16"),
+        measured("mpi4py", "all_reduce", MIB // 2, 1e-3),
+    )  # fmt: skip
+    for name in ("performance.md", "pytorch.md"):
+        (tmp_path / name).write_text((report.DOCS / name).read_text())
+    report.publish([one], tmp_path)
+    performance, torch = (
+        (tmp_path / name).read_text() for name in ("performance.md", "pytorch.md")
+    )
+    rows = [cells(line) for line in performance.splitlines()]
+    assert ["all_reduce", "1 MiB", "6 ms", "2 ms", "3.00 ±0.00"] in rows
+    assert ["bfloat16", "1 MiB", "-", "3 ms", "-"] in rows
+    assert not any("512 KiB" in row for row in rows)  # not of the sizes that are shown
+    (row,) = (row for row in map(cells, torch.splitlines()) if row[0] == "all_reduce 1 MiB")
+    assert row[1:4] == ["8 ms", "2 ms", "4.00 ±0.00"]
+    report.publish([one], tmp_path)
+    assert (tmp_path / "performance.md").read_text() == performance
+    (tmp_path / "pytorch.md").write_text("nothing")
+    with pytest.raises(ValueError, match="bench: speed"):
+        report.publish([one], tmp_path)
+
+
 # --- a run --------------------------------------------------------------------------------------
 
 

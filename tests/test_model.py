@@ -34,6 +34,7 @@ import model_steps as steps  # noqa: E402
 from aims import Results  # noqa: E402
 from model_costs import WAYS, Cost, Machine, Rates, seconds  # noqa: E402
 from model_steps import Place, Step  # noqa: E402
+from pages import filled  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -787,14 +788,14 @@ def test_the_page_has_the_marks(two_ranks: model.Library) -> None:
     cluster = predictions.Cluster(4, False, NETWORK)
     text = model.PAGE.read_text()
     made = model.parts([two_ranks], cluster, [4, 16])
-    page = model.page(text, made)
-    assert model.page(page, made) == page
+    page = filled(text, "model", made)
+    assert filled(page, "model", made) == page
     for lines in made.values():
         assert "\n".join(lines) in page
     outside = [line for line in text.splitlines() if line.startswith("#")]
     assert [line for line in page.splitlines() if line.startswith("#")] == outside
     with pytest.raises(ValueError, match="model: fitted"):
-        model.page("nothing", made)
+        filled("nothing", "model", made)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

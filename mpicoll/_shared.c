@@ -60,13 +60,16 @@ struct counter {
     atomic_uint sleepers; /* somebody asked to be woken since the last change */
 };
 
+/* What a call is about. */
+struct call {
+    _Alignas(LINE) uint64_t what, count;
+};
+
 struct header {
     struct counter given, combined;
     struct counter asked; /* the number of the last call asked for, begun or not */
-    /* What the rank's call is about, for two calls in turn. */
-    struct {
-        _Alignas(LINE) uint64_t what, count;
-    } calls[2];
+    /* The calls that were begun, and those that were asked for: of either the last two, in turn. */
+    struct call calls[2], asked_for[2];
 };
 
 /* A rank's hold on a segment; mpicoll/routes/shared.py has the same. */
@@ -235,18 +238,33 @@ static void wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
 
 /* ---- Calls ------------------------------------------------------------------------------------- */
 
+static void ask(struct header *mine, uint32_t number, uint64_t what, uint64_t count)
+{
+    mine->asked_for[number % 2] = (struct call){what, count};
+    count_up(&mine->asked, number);
+}
+
+static int same(const struct call *one, const struct call *other)
+{
+    return one->what == other->what && one->count == other->count;
+}
+
 /* Call `number` of the group's collectives has been asked for. Returns 1 if the other ranks have got
- * that far, too, or get there in so many nanoseconds. Whoever then begins the call will not have to
- * wait for them. (It is the group's number, and not one of the calls here, so that an error between
- * this and the call, after which the ranks go on with the next number, leaves nothing behind.) */
-EXPORT int mpicoll_shared_ask(const struct mpicoll_shared *shared, uint32_t number,
-                              uint64_t nanoseconds)
+ * that far, too, or get there in so many nanoseconds, and with the same call. Whoever then begins it
+ * will not have to wait for them. (It is the group's number, and not one of the calls here, so that
+ * an error between this and the call, after which the ranks go on with the next number, leaves
+ * nothing behind. Whoever is two numbers ahead has written over what is compared here: then the
+ * answer is no, which is never wrong.) */
+EXPORT int mpicoll_shared_ask(const struct mpicoll_shared *shared, uint32_t number, uint64_t what,
+                              uint64_t count, uint64_t nanoseconds)
 {
     const uint64_t end = now() + nanoseconds;
-    count_up(&header(shared, shared->me)->asked, number);
+    struct header *mine = header(shared, shared->me);
+    ask(mine, number, what, count);
     for (uint32_t i = 1; i < shared->n; i++) {
-        struct counter *asked = &header(shared, (shared->me + i) % shared->n)->asked;
-        if (!wait_until(shared, asked, number, end))
+        struct header *other = header(shared, (shared->me + i) % shared->n);
+        if (!wait_until(shared, &other->asked, number, end) ||
+            !same(&other->asked_for[number % 2], &mine->asked_for[number % 2]))
             return 0;
     }
     return 1;
@@ -258,9 +276,8 @@ static void announce(struct mpicoll_shared *shared, uint32_t number, uint64_t wh
     struct header *mine = header(shared, shared->me);
     const uint32_t parity = ++shared->calls % 2;
     if (!reached(atomic_load(&mine->asked.value), number))
-        count_up(&mine->asked, number);
-    mine->calls[parity].what = what;
-    mine->calls[parity].count = count;
+        ask(mine, number, what, count);
+    mine->calls[parity] = (struct call){what, count};
 }
 
 /* All ranks, which have given something, are in the same call. If not, all of them find that out:
@@ -269,12 +286,37 @@ static int agreed(const struct mpicoll_shared *shared)
 {
     const uint32_t parity = shared->calls % 2;
     const struct header *mine = header(shared, shared->me);
-    for (uint32_t rank = 0; rank < shared->n; rank++) {
-        const struct header *other = header(shared, rank);
-        if (other->calls[parity].what != mine->calls[parity].what ||
-            other->calls[parity].count != mine->calls[parity].count)
+    for (uint32_t rank = 0; rank < shared->n; rank++)
+        if (!same(&header(shared, rank)->calls[parity], &mine->calls[parity]))
             return 0;
-    }
+    return 1;
+}
+
+/* The end of a call, which began in round `base`, that the ranks did not agree on. Some are in its
+ * first round and some in its second: they end alike. */
+static int differed(struct mpicoll_shared *shared, uint32_t base)
+{
+    struct header *mine = header(shared, shared->me);
+    count_up(&mine->given, base + 2);
+    count_up(&mine->combined, base + 2);
+    shared->round = base + 2;
+    return 0;
+}
+
+/* A call that only compares what it is about: 1 where all ranks have it alike. */
+EXPORT int mpicoll_shared_agree(struct mpicoll_shared *shared, uint32_t number, uint64_t what,
+                                uint64_t count)
+{
+    struct header *mine = header(shared, shared->me);
+    const uint32_t base = shared->round;
+
+    announce(shared, number, what, count);
+    count_up(&mine->given, base + 1);
+    wait_for_given(shared, base + 1);
+    if (!agreed(shared))
+        return differed(shared, base);
+    count_up(&mine->combined, base + 1);
+    shared->round = base + 1;
     return 1;
 }
 
@@ -352,13 +394,8 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
             const size_t start = split ? share_start(piece, size, n, me) : 0;
             const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
             wait_for_given(shared, base + i);
-            if (i == 1 && !agreed(shared)) {
-                /* Some are in their first round, some in their second: end alike. */
-                count_up(&mine->given, base + 2);
-                count_up(&mine->combined, base + 2);
-                shared->round = base + 2;
-                return 0;
-            }
+            if (i == 1 && !agreed(shared))
+                return differed(shared, base);
             for (size_t at = start; at < end; at += BLOCK / size) {
                 const size_t length = end - at < BLOCK / size ? end - at : BLOCK / size;
                 char *out = piece.data + at * size;
@@ -468,12 +505,8 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
         const uint32_t round = base + (uint32_t)i - 1;
         const size_t start = (i - 1) * step;
         wait_for_given(shared, round + 1);
-        if (i == 1 && !agreed(shared)) {
-            count_up(&mine->given, base + 2);
-            count_up(&mine->combined, base + 2);
-            shared->round = base + 2;
-            return 0;
-        }
+        if (i == 1 && !agreed(shared))
+            return differed(shared, base);
         for (size_t k = 0; k < taken; k++)
             sources[k] = source_of(shared, &takes[k], gives, round, room, start * size);
         if (kind->format >= 0 && taken) {

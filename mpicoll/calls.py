@@ -90,8 +90,9 @@ Route = Callable[["View | None", "View | None", int, "Blocks | None"], None]
 #: the output, as mpi4py takes them, the elements of a block, and the root.
 Direct = Callable[[Any, Any, int, int], None]
 
-#: Whether an asynchronous call is best carried out at once.
-Prompt = Callable[[], bool]
+#: Whether an asynchronous call is best carried out at once: asked with the root, or -1 for a list
+#: of calls, and a number that stands for what all ranks must have alike of the sizes.
+Prompt = Callable[[int, int], bool]
 
 
 class Way(NamedTuple):

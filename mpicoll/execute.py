@@ -59,7 +59,9 @@ def run(
         perform(plan, send, recv, root, blocks, crossing)
         return None
     written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
-    at_once = at_once and async_op and _is_prompt(plan)
+    at_once = (
+        at_once and async_op and _is_prompt(plan, root, calls.counts(primitive, send, recv, blocks))
+    )
     task = partial(perform, plan, send, recv, root, blocks, crossing)
     if crossing is not None:
         crossing.asynchronous = True  # the group's thread has no part in the caller's streams
@@ -70,9 +72,13 @@ def run(
     return None
 
 
-def _is_prompt(plan: Plan) -> bool:
-    """An asynchronous call is best carried out at once."""
-    return plan.prompt is not None and not plan.group.busy() and plan.prompt()
+def _is_prompt(plan: Plan, root: int, counts: Sequence[Any]) -> bool:
+    """An asynchronous call, or a list of them, is best carried out at once."""
+    if plan.prompt is None or plan.group.busy():
+        return False
+    return plan.prompt(
+        root, counts[0] if len(counts) == 1 and root >= 0 else fusing.number_of(counts)
+    )
 
 
 def run_plain(
@@ -120,7 +126,8 @@ def run_plain(
     if not async_op:
         _perform_plain(plan, direct, send, recv, count, root)
         return None
-    if plan.prompt is None or not plan.prompt():
+    alike = count if primitive.even else fusing.number_of(())
+    if plan.prompt is None or not plan.prompt(root, alike):
         return run(primitive, group, async_op, output, input, op, root, at_once=False)
     task = partial(_perform_plain, plan, direct, send, recv, count, root)
     return submit(member, task, primitive.name, (output,), True)
@@ -163,6 +170,7 @@ def run_all(
     if member is None:
         outside(name)
         return None
+    outputs = list(outputs)  # a caller may change his
     waits = not async_op and not member.busy()
     found = fusing.fused(name, primitive, member, outputs, inputs, held=waits)
     plan = _plan(primitive, member, op, found.dtype, found.on_device)
@@ -175,9 +183,9 @@ def run_all(
     for *_, crossing in ready:
         if crossing is not None:
             crossing.asynchronous = True
-    at_once = async_op and _is_prompt(plan)
+    at_once = async_op and _is_prompt(plan, -1, found.counts)
     task = partial(_perform_all, plan, found.counts, ready)
-    work = submit(member, task, name, list(outputs), at_once)
+    work = submit(member, task, name, outputs, at_once)
     if async_op:
         return work
     work.wait()
@@ -192,7 +200,11 @@ def _perform_all(plan: Plan, counts: Sequence[Any], ready: Sequence[tuple[Any, .
     try:
         with group.lock:
             group.sequence += 1
-            consistency.check(group, *fusing.of_list(plan, counts))
+            record, tell = fusing.of_list(plan, counts)
+            if group.shared and group.sequence < group.next_check:
+                group.shared.compare(plan, fusing.number_of(counts), tell)
+            else:
+                consistency.check(group, record, tell)
             for call in ready:
                 group.sequence += 1
                 _carry_out(plan, *call)

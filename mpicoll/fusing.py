@@ -23,7 +23,7 @@ from mpicoll import calls, views
 from mpicoll.arrays import glances, same_device
 from mpicoll.calls import Plan, Views
 from mpicoll.dtypes import DType, by_numpy
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.kernels import kernels
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.views import CARRIERS, Alias, DeviceView, Parts, View
@@ -32,7 +32,7 @@ from mpicoll.watch import consistency
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused", "of_list"]
+__all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused", "number_of", "of_list"]
 
 Array = np.ndarray[Any, Any]
 
@@ -128,7 +128,10 @@ class _Entries:
         for place, output in enumerate(outputs):
             if seen[place] is None:
                 input = None if inputs is None else inputs[place]
-                found = calls.views(primitive, group, output, input, 0, None)
+                try:
+                    found = calls.views(primitive, group, output, input, 0, None)
+                except MpicollError as error:
+                    raise type(error)(f"{name}: [{place}]: {error}") from error
                 send, recv, blocks = self._views[place] = found
                 assert recv is not None
                 agreed = calls.counts(primitive, send, recv, blocks)
@@ -215,12 +218,17 @@ def _carried(buffer: Any, dtype: DType) -> Array:
     return np.frombuffer(buffer, dtype.numpy if dtype.buffers else CARRIERS[dtype.itemsize])
 
 
+def number_of(counts: Sequence[Any]) -> int:
+    """A number of 64 bits that stands for sizes, or lists of them, and is the same on all ranks."""
+    return hash(tuple(counts)) & 0xFFFFFFFFFFFFFFFF
+
+
 def of_list(plan: Plan, counts: Sequence[Any]) -> tuple[consistency.Record, Callable[[], str]]:
     """The record of a list of calls, as ``consistency.of_call`` makes that of one.
 
     counts: see Fused.
     """
-    record, _ = consistency.of_call(plan, -1, [hash(tuple(counts))])  # -1: not a call alone
+    record, _ = consistency.of_call(plan, -1, [number_of(counts)])  # -1: not a call alone
 
     def in_words() -> str:
         runs = [f"{len(list(run))} x {count}" for count, run in groupby(counts)]

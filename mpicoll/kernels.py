@@ -31,8 +31,13 @@ class Kernels:
         self.unpack = _function(library, "unpack", *blocks)
         self.shared_region = _function(library, "shared_region", size, size, result=size)
         self.shared_ask = _function(
-            library, "shared_ask", pointer, ctypes.c_uint32, ctypes.c_uint64, result=integer
-        )
+            library, "shared_ask", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
+            ctypes.c_uint64, result=integer,
+        )  # fmt: skip
+        self.shared_agree = _function(
+            library, "shared_agree", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
+            result=integer,
+        )  # fmt: skip
         self.shared_call = _function(
             library, "shared_call", pointer, ctypes.c_uint32, pointer, pointer
         )

@@ -16,7 +16,9 @@ from mpicoll.groups import state
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.routes import composed, direct, levels, native, shared
 from mpicoll.routes.algorithms import HOST
-from mpicoll.tables import Steps, able, kind_of, shown
+from mpicoll.routes.parcels import kind_of
+from mpicoll.tables import Steps, able, shown
+from mpicoll.tables import kind_of as kind_of_table
 from mpicoll.views import View
 
 if TYPE_CHECKING:
@@ -30,8 +32,11 @@ def choose(
 ) -> Way:
     """What carries out calls of this kind in this group."""
 
-    def prompt() -> bool:  # who shares memory tells each other who is there
-        return bool(group.shared) and group.shared.prompt()
+    def prompt(root: int, alike: int) -> bool:  # who shares memory tells each other who is there
+        if not group.shared:
+            return False
+        assert dtype is not None
+        return bool(group.shared.prompt(kind_of(primitive, dtype, op, root), alike))
 
     if op is not None and op.op is ReduceOp.PREMUL_SUM:
         assert dtype is not None
@@ -150,7 +155,7 @@ _Kind = tuple[Primitive, "ProcessGroup", "ReduceOp | None", DType]
 def _named(kind: _Kind) -> str:
     """What tables call such calls."""
     primitive, _, op, dtype = kind
-    return kind_of(primitive, op is not None and not native.reducible(op, dtype))
+    return kind_of_table(primitive, op is not None and not native.reducible(op, dtype))
 
 
 def _row(kind: _Kind) -> dict[str, Steps]:

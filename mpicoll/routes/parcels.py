@@ -20,7 +20,7 @@ from mpicoll.views import View, address
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Given", "Parcel", "Taken", "kind_of", "parcel_of", "parts_of", "told"]
+__all__ = ["Given", "Parcel", "Taken", "is_list", "kind_of", "parcel_of", "parts_of", "told"]
 
 
 class Given(NamedTuple):
@@ -61,14 +61,21 @@ _NONE = 0xFF
 
 
 def kind_of(primitive: Primitive, dtype: DType, op: ReduceOp | None, root: int) -> int:
-    """A number that is the same for calls that belong together."""
-    return root << 24 | primitive.code << 16 | dtype.code << 8 | (_NONE if op is None else op.code)
+    """A number that is the same for calls that belong together; root -1: for a list of calls."""
+    op_code = _NONE if op is None else op.code
+    return (root & 0xFFFFFFFF) << 24 | primitive.code << 16 | dtype.code << 8 | op_code
+
+
+def is_list(kind: int) -> bool:
+    """It is that of a list of calls."""
+    return kind >> 24 & 0xFFFFFFFF == 0xFFFFFFFF
 
 
 def told(kind: int, count: int) -> str:
     """Such a call of so many elements, in words."""
     primitive, dtype = PRIMITIVES[kind >> 16 & 0xFF], DTYPES[kind >> 8 & 0xFF]
-    words = [f"{primitive} of {count} elements of {dtype}"]
+    size = "a list" if is_list(kind) else f"{count} elements"
+    words = [f"{primitive} of {size} of {dtype}"]
     if kind & 0xFF != _NONE:
         words.append(OPERATIONS[kind & 0xFF].name)
     if primitive.root:

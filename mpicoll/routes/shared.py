@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.calls import Direct
+from mpicoll.calls import Direct, Plan
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import kernels
 from mpicoll.primitives import Primitive, by_name
 from mpicoll.reduction import loop
-from mpicoll.routes.parcels import Parcel, kind_of, parts_of, told
+from mpicoll.routes.parcels import Parcel, is_list, kind_of, parts_of, told
 from mpicoll.routes.segment import Segment, share
 from mpicoll.watch.consistency import listed
 
@@ -177,25 +178,51 @@ class Shared:
         crowded = self._crowded_beside if beside else self._crowded
         self._hold.looks = LOOKS_IN_A_CROWD if crowded else LOOKS
 
-    def prompt(self) -> bool:
-        """An asynchronous call is best carried out at once: all ranks are there, and no processor
-        is free for a thread that would do it.
+    def prompt(self, kind: int, count: int) -> bool:
+        """An asynchronous call is best carried out at once: all ranks are there, with the same, and
+        no processor is free for a thread that would do it.
+
+        kind: as ``kind_of`` has it; count: of elements, or whatever else the ranks have alike.
         """
         if not self._crowded_beside:
             return False
         self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
         number = (self._group.sequence + 1) & 0xFFFFFFFF
-        return bool(self._kernels.shared_ask(self._pointer, number, round(1e9 * PATIENCE)))
+        count *= parts_of(kind)
+        patience = round(1e9 * PATIENCE)
+        return bool(self._kernels.shared_ask(self._pointer, number, kind, count, patience))
 
-    def _differences(self, primitive: Primitive) -> str:
+    def compare(self, plan: Plan, number: int, tell: Callable[[], str]) -> None:
+        """Compares a list of calls with the other ranks': the kind, and a number that tells lists
+        apart. Raises MismatchError on all ranks where they differ, or some make a single call.
+
+        tell: puts this rank's list in words.
+        """
+        assert plan.dtype is not None
+        kind = kind_of(plan.primitive, plan.dtype, plan.op, -1) | plan.on_device << 62
+        self._look_as_often_as_is_good()
+        if self._kernels.shared_agree(self._pointer, self._group.sequence, kind, number):
+            return
+        if not all(is_list(each) for each, _ in self._calls()):
+            raise MismatchError(self._differences(plan.primitive))
+        raise MismatchError(
+            f"rank {self._hold.me} of group {self._group.group_name}: the ranks' lists do not "
+            f"belong together: {listed(self._group.comm.allgather(tell()))}"
+        )
+
+    def _calls(self) -> list[tuple[int, int]]:
+        """Kind and numbers of each rank's call, after one that was not agreed on."""
         what, count = ctypes.c_uint64(), ctypes.c_uint64()
-        texts = []
+        found = []
         for rank in range(self._hold.n):
             self._kernels.shared_call(
                 self._pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
             )
-            parts = parts_of(what.value)
-            texts.append(told(what.value, count.value // parts))
+            found.append((what.value, count.value))
+        return found
+
+    def _differences(self, primitive: Primitive) -> str:
+        texts = [told(kind, count // parts_of(kind)) for kind, count in self._calls()]
         return (
             f"{primitive} on rank {self._hold.me} of group {self._group.group_name}: the ranks' "
             f"calls do not belong together: {listed(texts)}"

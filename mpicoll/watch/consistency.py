@@ -35,11 +35,13 @@ Record = tuple[int, int, int, int, int]
 def check(group: ProcessGroup, record: Record, tell: Callable[[], str]) -> None:
     """Compares this call with the other ranks'; raises MismatchError on all of them alike.
 
-    Called by all ranks for the same number of call. ``tell()`` puts this rank's call in words.
+    Called by all ranks for the same number of call, when it is due, or besides. ``tell()`` puts
+    this rank's call in words.
     """
     number = group.sequence
-    every = number < FIRST or get_debug_level() is DebugLevel.DETAIL
-    group.next_check = number + (1 if every else STRIDE)
+    if number >= group.next_check:
+        every = number < FIRST or get_debug_level() is DebugLevel.DETAIL
+        group.next_check = number + (1 if every else STRIDE)
     if group.size() == 1 or _agreed(group, record):
         return
     raise MismatchError(

@@ -12,12 +12,15 @@ import numpy as np
 import oracle
 import pytest
 import simulated
+from conftest import team as group_of
 from driver import DTYPES, Call, guarded, legal, meet, same_on_all
 
 import mpicoll as dist
 from mpicoll import capabilities, device, execute, fusing
 from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.errors import MismatchError
 from mpicoll.primitives import by_name as primitives
+from mpicoll.watch import consistency
 
 DEADLINE = 60
 CASES = [
@@ -281,13 +284,55 @@ def in_step(world):
     assert (x == world.size).all()
 
 
+def test_lists_leave_the_schedule_alone(world, monkeypatch):
+    """Of other calls one in a stride is compared, however many lists come between them."""
+    if world.size == 1:
+        return
+    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")  # there lists are compared in another way
+    team = group_of("lists and others", range(world.size))
+    for _ in range(70):
+        dist.barrier(team.group)
+    mine = np.full(4, 1.5, np.float32) if world.me == 0 else np.zeros(4, np.int32)
+    with pytest.raises(MismatchError, match="broadcast"):
+        for _ in range(2 * consistency.STRIDE):
+            dist.all_reduce_coalesced([np.ones(4, np.float32)], group=team.group)
+            dist.broadcast(mine, group=team.group, group_src=0)
+    dist.destroy_process_group(team.group)
+
+
+@pytest.mark.parametrize("size", [100, 5000])
+def test_a_list_is_not_a_single_call(world, size):
+    """Where memory is shared they find that out at once, and go on in step."""
+    team = group_of(f"lists against others, {size}", range(world.size))
+    for _ in range(70):
+        dist.barrier(team.group)
+    array, whole = np.ones(size, np.float32), np.ones(5000, np.float32)
+    dist.all_reduce(whole, group=team.group)
+    if not team.group.shared:  # MPI would wait
+        return
+    for odd in range(team.size):
+        lists = [array] if team.me == odd else [array, array]
+        with pytest.raises(MismatchError, match=f"1 x {size} elements.*2 x {size} elements|"
+                           f"2 x {size} elements.*1 x {size} elements"):  # fmt: skip
+            dist.all_reduce_coalesced(lists, group=team.group)
+        with pytest.raises(MismatchError, match="all_reduce of a list of float32, SUM"):
+            if team.me == odd:
+                dist.all_reduce_coalesced([whole], group=team.group)
+            else:
+                dist.all_reduce(whole, group=team.group)
+        whole[:] = 1
+        dist.all_reduce_coalesced([array, whole], group=team.group)
+        assert (whole == team.size).all()
+    dist.destroy_process_group(team.group)
+
+
 def test_one_of_the_list_is_refused(world):
     """Nothing is sent, nothing is written."""
     frozen = np.ones(3)
     frozen.flags.writeable = False
     expanded = np.broadcast_to(np.ones(1), (3,))
     for wrong, message in (
-        (frozen, "read-only"),
+        (frozen, r"all_reduce_coalesced: \[40\]: .*read-only"),
         (expanded, "read-only"),
         ([1.0, 2.0], "expected an array"),
         (np.ones(3, ">f8"), "byte order"),

@@ -22,6 +22,7 @@ from mpicoll.errors import MismatchError
 from mpicoll.groups import state
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import segment, shared
+from mpicoll.routes.parcels import kind_of
 
 needs = pytest.mark.skipif(
     kernels.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
@@ -173,7 +174,9 @@ def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
     monkeypatch.setattr(shared, "PATIENCE", 20.0)
     team = group_of(f"{per_rank} processors a rank", range(world.size))
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
-    assert team.group.shared.prompt() == (per_rank < 2)
+    kind = kind_of(NAMES["all_reduce"], by_name["float32"], ReduceOp.SUM, 0)
+    asks = team.group.shared.prompt
+    assert asks(kind, 5000) == (per_rank < 2)
     array = np.ones(5000, np.float32)
     work = dist.all_reduce(array, group=team.group, async_op=True)
     assert (team.group.worker is None) == (per_rank < 2)
@@ -184,9 +187,11 @@ def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
         # The others begin without having asked.
         work = dist.all_reduce(array, group=team.group, async_op=team.me == 0)
         assert team.group.worker is None and (work is None or work.wait())
+        dist.barrier(team.group)
+        assert not asks(kind, 5000 + team.me)  # not the same call
         monkeypatch.setattr(shared, "PATIENCE", 0.05)
         dist.barrier(team.group)
-        assert team.me != 0 or not team.group.shared.prompt()  # the others do not ask
+        assert team.me != 0 or not asks(kind, 5000)  # the others do not ask
         dist.barrier(team.group)
 
 

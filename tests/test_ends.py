@@ -781,6 +781,33 @@ def test_a_forked_child_that_ends_as_python_does(ended: Ended, code: int) -> Non
     assert ended.lines == ["done 4.0", "done 4.0"]
 
 
+@job("""
+    import gc
+    dist.init_process_group()
+    for _ in range(70):
+        dist.all_reduce(np.ones(5000))
+    try:
+        dist.all_reduce(np.ones(5000 + dist.get_rank()))
+    except dist.MismatchError as error:
+        kept = error  # and with it, in its frames, what the ranks share
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        mine = [np.full(1 << 20, i, np.uint8) for i in range(200)]
+        kept = None
+        gc.collect()
+        assert [int(one.min()) for one in mine] == [int(one.max()) for one in mine]
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    say("done")
+    dist.destroy_process_group()
+""")
+def test_a_forked_child_keeps_its_own_memory(ended: Ended) -> None:
+    """Whatever it drops of its parent's."""
+    assert ended.code == 0, ended
+    assert ended.lines == ["done", "done"]
+
+
 # --- shrinking the default group ----------------------------------------------------------------
 
 

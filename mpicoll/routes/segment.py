@@ -39,7 +39,9 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     Rank 0 makes a file that is nothing but memory and has no name in any file system (memfd_create,
     Linux); the others open it through /proc. So there is nothing that a rank that is killed could
     leave behind, no limit but memory itself, and nothing to free together: the memory goes when
-    the last rank lets go of it, whatever became of the others. (A window of MPI is freed by all
+    the last rank lets go of it, whatever became of the others, and their forked children, who have
+    it mapped and no use for it. (Were it not in the child, others would get its addresses there,
+    and lose them to whoever drops what is left of the mapping.) (A window of MPI is freed by all
     together, and MPI does not say which ranks can share one.)
     """
     me, n = comm.Get_rank(), comm.Get_size()
@@ -61,7 +63,6 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
         os.close(file)
     if memory is None or not all(has for has, _ in everybody):
         return None
-    memory.madvise(mmap.MADV_DONTFORK)  # a forked child has no part in the group
     return Segment(memory, len(set().union(*(each for _, each in everybody))))
 
 

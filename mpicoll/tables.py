@@ -313,7 +313,7 @@ def parse(text: str) -> dict[int, Rows]:
 
 
 def _ranks(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]*", text, re.ASCII):
+    if not re.fullmatch("[1-9][0-9]{0,8}", text, re.ASCII):
         raise ValueError(f"expected a number of ranks, got {text!r}")
     return int(text)
 

@@ -169,6 +169,12 @@ def _contradiction(options: argparse.Namespace) -> str:
         return f"--minbytes {options.minbytes} is more than --maxbytes {options.maxbytes}"
     if options.compare and options.device != "cpu":
         return "--compare is for --device cpu: MPI that is given device memory may crash"
+    if (
+        options.json
+        and options.plot
+        and Path(options.json).resolve() == Path(options.plot).resolve()
+    ):
+        return "--json and --plot name the same file"
     fit = any(dtype.kind in op.kinds for dtype in options.datatype for op in options.op)
     if any(row.reduces for row in itertools.chain(*options.primitives)) and not fit:
         from mpicoll.cli.bench_calls import op_name

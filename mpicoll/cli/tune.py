@@ -194,6 +194,8 @@ def _target(output: Path | None, named: str, mpi: str) -> _Target:
 def _check(path: Path, mpi: str, figures: Path | None) -> None:
     """Raises ArgumentError where a file cannot be written, or is none to be added to."""
     _so_far(path, mpi)
+    if figures is not None and figures.resolve() == path.resolve():
+        raise ArgumentError(f"{path}: --output and --json name the same file")
     for each in (path, figures):
         if each is not None:
             _try(each)

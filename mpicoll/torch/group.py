@@ -184,6 +184,11 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         root: int = 0,
         splits: Any = None,
     ) -> c10d.Work:
+        if not 0 <= root < self.core.size():
+            raise ArgumentError(
+                f"{primitive.name}: {primitive.root}: rank {root} is not in the group of "
+                f"{self.core.size()} ranks"
+            )
         asynchronous, limit = options.asyncOp, options.timeout
         if (
             asynchronous

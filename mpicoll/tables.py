@@ -84,7 +84,7 @@ _MPICH: Rows = {
     "reduce": _row(_SHARED, _MPI, _MPI),
     "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
     "all_gather": _row(((0, "shared"), (512 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI),
-    "gather": _row(((0, "shared"), (64 * _KIB, "mpi"), (64 * _MIB, "shared")), _MPI, _MPI),
+    "gather": _row(((0, "shared"), (64 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI),
     "scatter": _row(
         ((0, "mpi"), (16 * _KIB, "shared"), (64 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI
     ),
@@ -98,7 +98,7 @@ _OPEN_MPI: Rows = {
     **{
         kind: {**_MPICH[kind], "node": steps}
         for kind, steps in {
-            "broadcast": ((0, "mpi"), (512, "shared"), (16 * _KIB, "mpi"), (32 * _MIB, "shared")),
+            "broadcast": ((0, "mpi"), (512, "shared"), (16 * _KIB, "mpi"), (16 * _MIB, "shared")),
             "all_reduce": (
                 (0, "mpi"), (512, "shared"), (2 * _MIB, "pieces"), (32 * _MIB, "shared"),
             ),

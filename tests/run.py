@@ -10,7 +10,8 @@ Each MPI comes with the virtual environment that holds it. In each of them run
 - the tests of ``tests/mpi/``, under mpiexec, on 1, 2, 3 and 4 ranks;
 - those of ``tests/pytorch/``, where there is torch, likewise on 2 and 4 ranks.
 
-With Intel MPI, those on 2 ranks alone.
+With Intel MPI, those on 2 ranks alone. With --brief, as in continuous integration, those on 2 and 4
+with each MPI but the first.
 
 A test that fails on one rank ends the launch on all of them, for the others could wait for it for
 ever. The run stops at the first launch that fails and shows the logs of the ranks that failed.
@@ -46,12 +47,16 @@ RANKS = [0, 1, 2, 3, 4]
 #: which take as long, on ranks, on some numbers of ranks.
 PLAIN, JOBS, MPI, TORCH = FOLDERS = "tests", "tests/test_jobs.py", "tests/mpi", "tests/pytorch"
 TORCH_RANKS = [2, 4]
-#: Tests of ``tests/`` in which no MPI has a part, or any MPI the same: with the first one alone.
+#: Tests in which no MPI has a part, or any MPI the same: with the first one alone.
 ONCE = [
+    "tests/mpi/test_device_trouble.py",
+    "tests/mpi/test_devices.py",
+    "tests/mpi/test_nccl.py",
     "tests/test_bench.py",
     "tests/test_benchmarks.py",
     "tests/test_binding.py",
     "tests/test_device_kernels.py",
+    "tests/test_jobs.py",
     "tests/test_reduction.py",
     "tests/test_shared_memory.py",
     "tests/test_tables.py",
@@ -59,6 +64,8 @@ ONCE = [
 ]
 #: Where others than those are enough: Intel MPI is of MPICH's family, and its jobs end like those.
 RANKS_OF = {"impi": [2]}
+#: What is enough of the MPIs but the first, if it has to be brief.
+BRIEF = [0, 2, 4]
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -127,21 +134,20 @@ class Launch:
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         arguments = [each for each in arguments if folder_of(each) in ("", self.folder)]
+        elsewhere = FOLDERS if self.first else (*FOLDERS, *ONCE)
+        inside = [each for each in elsewhere if each.startswith(f"{self.folder}/")]
+        all_of_it = [self.folder, *(f"--ignore={each}" for each in inside)]
         options = ["-q", f"--override-ini=faulthandler_timeout={timeout / 3}"]
         if self.ranks == 0:
             report = f"--junitxml={self.logs / 'rank-0.xml'}"
             command = [str(python), "-m", "pytest", *options, report, *arguments]
             command += [] if self.folder == PLAIN else ["-p", "no:cacheprovider"]
-            elsewhere = FOLDERS if self.first else (*FOLDERS, *ONCE)
-            inside = [each for each in elsewhere if each.startswith(f"{self.folder}/")]
-            all_of_it = [self.folder, *(f"--ignore={each}" for each in inside)]
-            command += [] if any(map(folder_of, arguments)) else all_of_it
         else:
             command = [*mpiexec, "-n", str(self.ranks), str(python), "-m", "mpi4py"]
             command += ["tests/rank.py", str(self.logs), *options]
             # Ranks that write to one cache would trip over each other.
             command += ["--exitfirst", "-p", "no:cacheprovider", *arguments]
-            command += [] if any(map(folder_of, arguments)) else [self.folder]
+        command += [] if any(map(folder_of, arguments)) else all_of_it
         environment = os.environ | ENVIRONMENT | {"MPICOLL_TEST_MPIEXEC": shlex.join(mpiexec)}
         start = time.perf_counter()
         code = self._wait(command, environment, timeout)
@@ -232,6 +238,8 @@ def launches_of(
         folders = {PLAIN, JOBS} if number == 0 else {MPI}
         folders |= {TORCH} if number in TORCH_RANKS else set()
         folders &= named if torch else named - {TORCH}
+        if not (first or named == {JOBS}):
+            folders -= set(ONCE)
         launches += [Launch(mpi, number, folder, first) for folder in FOLDERS if folder in folders]
     return launches
 
@@ -254,6 +262,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("environments", nargs="+", metavar="MPI=VENV")
     parser.add_argument("--ranks", type=int, nargs="+", help="these, and not the plain tests")
     parser.add_argument("--plain", action="store_true", help="the plain tests alone")
+    parser.add_argument("--brief", action="store_true",
+                        help="of the MPIs but the first, fewer numbers of ranks")  # fmt: skip
     parser.add_argument("--mpiexec", default="", help="instead of the one of the environment")
     parser.add_argument("--keep-going", action="store_true", help="past a launch that fails")
     parser.add_argument("--timeout", type=float, default=600, help="seconds a launch (%(default)s)")
@@ -289,7 +299,8 @@ def run_environment(
     print(f"{mpi}: {', '.join(reversed(versions))}", flush=True)
     if "torch missing" in versions:
         left_out.append(f"{mpi}: there is NO TORCH, so its tests were skipped")
-    ranks = [0] if arguments.plain else arguments.ranks or RANKS_OF.get(mpi, RANKS)
+    usual = BRIEF if arguments.brief and not first else RANKS
+    ranks = [0] if arguments.plain else arguments.ranks or RANKS_OF.get(mpi, usual)
     torch = "torch missing" not in versions
     launches = launches_of(mpi, first, ranks, torch, arguments.pytest)
     plain = [launch for launch in launches if launch.ranks == 0]

@@ -503,7 +503,8 @@ def _floats(itemsize: int, narrow: bool) -> dict[str, tuple[Way, ...]]:
     alone: tuple[Way, ...]
     if narrow:
         alone = tuple(
-            Way(f"widened, {name}", "", widened(one, factor)) for name, one in reduce_all.items()
+            Way(f"widened, {name}", "widened", widened(one, factor))
+            for name, one in reduce_all.items()
         )
         alone_scattered: tuple[Way, ...] = ()
     else:

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 #: The routes of host memory that a table chooses among.
-ROUTES = ("mpi", "pieces", "exchange", "shared", "levels")
+ROUTES = ("mpi", "pieces", "exchange", "widened", "shared", "levels")
 #: Where the ranks of a group can be.
 PLACES = ("node", "nodes", "apart")
 #: The one place where a route is to be had.
@@ -119,8 +119,8 @@ _OPEN_MPI: Rows = {
 
 
 def _for_many(rows: Rows) -> Rows:
-    """The same for many ranks of a node: where each looks at each other, a short message takes
-    longer than by MPI's trees.
+    """The same for many ranks: where each looks at each other, or sends to each, a short message
+    takes longer than by MPI's trees.
     """
     least = 16 * _KIB
     many = {}
@@ -131,6 +131,8 @@ def _for_many(rows: Rows) -> Rows:
             after = steps[len(before) :]
             steps = *_MPI, *([] if before[-1] == "mpi" else [(least, before[-1])]), *after
         many[kind] = {**row, "node": steps}
+    nodes, apart = ((0, "widened"), (512 * _KIB, "levels")), ((0, "widened"),)
+    many["all_reduce of others"] |= {"nodes": nodes, "apart": apart}
     return many
 
 
@@ -170,6 +172,7 @@ def able(kind: str, place: str) -> tuple[str, ...]:
         "mpi": others,
         "pieces": kind not in ("all_reduce", "reduce"),
         "exchange": not primitive.reduces,
+        "widened": kind != "all_reduce of others",
     }
     return tuple(
         route

@@ -61,7 +61,7 @@ def test_kinds_are_of_primitives():
         ("broadcast", "apart", "mpi"),
         ("all_reduce", "node", "mpi pieces exchange shared"),
         ("all_reduce", "nodes", "mpi pieces exchange levels"),
-        ("all_reduce of others", "apart", "exchange"),
+        ("all_reduce of others", "apart", "exchange widened"),
         ("reduce", "apart", "mpi pieces exchange"),
         ("reduce_scatter", "apart", "mpi exchange"),
         ("reduce_scatter of others", "node", "exchange shared"),
@@ -138,7 +138,7 @@ def test_what_was_not_measured_is_the_defaults():
         (stepping([[0, "levels"]]), "got 'levels'"),
         ('{"ranks": {"2": {"broadcast": {"apart": [[0, "exchange"]]}}}}', "got 'exchange'"),
         ('{"ranks": {"2": {"all_reduce of others": {"apart": [[0, "mpi"]]}}}}',
-         "all_reduce of others: apart: expected one of exchange, got 'mpi'"),
+         "all_reduce of others: apart: expected one of exchange, widened, got 'mpi'"),
     ],
 )  # fmt: skip
 def test_what_is_no_table_is_refused(text, words):

@@ -14,7 +14,7 @@ from mpicoll.calls import Blocks, Direct, Route, Way
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.groups import state
 from mpicoll.primitives import Layout, Primitive
-from mpicoll.routes import composed, direct, levels, native, shared
+from mpicoll.routes import composed, direct, levels, native, shared, widened
 from mpicoll.routes.algorithms import HOST
 from mpicoll.routes.parcels import kind_of
 from mpicoll.tables import Steps, able, shown
@@ -219,10 +219,19 @@ def _exchange(
     return None if op is None else composed.REDUCTIONS[primitive.name](group, dtype, op)
 
 
+def _widened(
+    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Direct | None:
+    if op is None or primitive.name != "all_reduce":
+        return None
+    return widened.all_reduce(group, dtype, op)
+
+
 _CANDIDATES: dict[str, Callable[..., Direct | None]] = {
     "mpi": _mpi,
     "pieces": _pieces,
     "exchange": _exchange,
+    "widened": _widened,
     "shared": shared.made,
     "levels": levels.made,
 }
@@ -248,6 +257,7 @@ _WORDS = {
     "mpi": "MPI",
     "pieces": "MPI in pieces",
     "exchange": "exchange over MPI, combined here",
+    "widened": "MPI in float32",
     "shared": "shared memory",
     "levels": "node by node, then between them",
 }

@@ -217,6 +217,36 @@ class Call:
         self.check()
 
 
+class Exact(Call):
+    """On numbers whose sums and products are exact, whatever their order, before they are rounded
+    to a narrow float: more digits than it has.
+    """
+
+    def given(self, rank):
+        if self.dtype.kind is not Kind.NARROW_FLOAT or self.op is None:
+            return super().given(rank)
+        many = self.row.layout.name == "SCATTERED"
+        count = self.count * (self.team.size if many else 1)
+        rank = self.team.ranks[rank]
+        rng = np.random.default_rng([self.dtype.code, self.op.code, count, rank])
+        if self.op is ReduceOp.PRODUCT:
+            made = rng.choice([-1.0, -0.5, 1, 1.25, 1.5], count)
+        else:
+            digits = {"float16": 11, "bfloat16": 8}.get(self.dtype.name, 3)
+            made = rng.integers(1 - 2**digits, 2**digits, count) / 8
+        places = np.arange(count) % 29
+        made[places == 3 + 5 * rank] = np.nan
+        if np.isinf(np.float32(np.inf).astype(self.dtype.numpy)):
+            made[places == 4 + rank] = np.inf
+        return made.astype(np.float32).astype(self.dtype.numpy)
+
+    def result(self):
+        if self.dtype.kind is not Kind.NARROW_FLOAT:
+            return super().result()
+        given = [self.given(rank) for rank in range(self.team.size)]
+        return oracle.reduced(self.op, self.dtype, given, None)
+
+
 def meet(mpi: Any) -> None:
     """A barrier that leaves the cores to those who still compute, where ranks outnumber them.
 

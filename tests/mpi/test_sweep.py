@@ -8,16 +8,19 @@ import numpy as np
 import oracle
 import pytest
 from conftest import team as group_of
-from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, legal, meet, same_on_all
+from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Exact, legal, meet, same_on_all
 
 import mpicoll as dist
+from mpicoll import tables
 from mpicoll.dtypes import OPERATIONS, Kind, ReduceOp, by_name
+from mpicoll.groups import state
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import composed, native, wire
 
 SMALL = [0, 1, 7, 1000]
 LARGE = 30011
 
+FLOAT32 = by_name["float32"]
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
@@ -189,6 +192,34 @@ def test_fewer_elements_than_ranks(world, mpi, monkeypatch):
         dist.destroy_process_group(team.group)
     n = world.size
     assert scratch[0] == 2 * n * (n - 1) and scratch[1] <= 2 * n
+
+
+@by_dtype
+def test_as_float32_by_mpi(world, mpi, monkeypatch, dtype):
+    """Narrow floats; what else there is goes by exchange. In pieces of a few elements."""
+    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
+    monkeypatch.setattr(native, "PIECE", 52)
+    rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
+    monkeypatch.setattr(state, "table", tables.Table(openmpi=False, measured={1: rows}))
+    taken, by_mpi = [], native.all_reduce
+
+    def noted(group, wide, *rest):
+        taken.append(wide)
+        return by_mpi(group, wide, *rest)
+
+    monkeypatch.setattr(native, "all_reduce", noted)
+    team = group_of("widened", range(world.size))
+    calls = [
+        Exact("all_reduce", team, dtype, count, op)
+        for count in (0, 1, 12, 13, 14, 400)
+        for op in legal(dtype)
+        if op is not ReduceOp.PREMUL_SUM
+    ]
+    for call in calls:
+        call.run()
+    same_on_all(mpi, calls)
+    assert (FLOAT32 in taken) == (dtype.kind is Kind.NARROW_FLOAT or dtype == FLOAT32)
+    dist.destroy_process_group(team.group)
 
 
 # ---- What has no table ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import TIMEOUT
 from conftest import team as group_of
-from driver import NAMES, Call, same_on_all
+from driver import NAMES, Exact, same_on_all
 
 import mpicoll as dist
 from mpicoll import tables
@@ -186,7 +186,7 @@ def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
         at = chance.choice(steps or [0]) // block
         for count in {0, 1, at, at + 1, 4000}:
             root = chance.randrange(team.size)
-            calls.append(Call(name, team, dtype, count, op, root))
+            calls.append(Exact(name, team, dtype, count, op, root))
     chance.shuffle(calls)
     for call in calls:
         call.run()

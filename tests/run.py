@@ -4,9 +4,9 @@
 
 Each MPI comes with the virtual environment that holds it. In each of them run
 
-- the tests of ``tests/`` itself, once, by a plain pytest, those of the jobs by one beside. A test
-  that needs ranks starts them by the command in MPICOLL_TEST_MPIEXEC (split it with shlex, append
-  ``-n N program``);
+- the tests of ``tests/`` itself, once, by a plain pytest, and some that mostly wait for processes
+  by one beside. A test that needs ranks starts them by the command in MPICOLL_TEST_MPIEXEC (split
+  it with shlex, append ``-n N program``);
 - the tests of ``tests/mpi/``, under mpiexec, on 1, 2, 3 and 4 ranks;
 - those of ``tests/pytorch/``, where there is torch, likewise on 2 and 4 ranks.
 
@@ -43,9 +43,16 @@ LOGS = ROOT / ".cache" / "tests"
 
 #: Numbers of ranks, 0 for the plain tests.
 RANKS = [0, 1, 2, 3, 4]
-#: The folders of tests, in the order in which they run: plain, beside them the tests of the jobs,
-#: which take as long, on ranks, on some numbers of ranks.
-PLAIN, JOBS, MPI, TORCH = FOLDERS = "tests", "tests/test_jobs.py", "tests/mpi", "tests/pytorch"
+#: The tests, in the order in which they run: plain, beside these some that take as long, on ranks,
+#: on some numbers of ranks.
+PLAIN, BESIDE, MPI, TORCH = PARTS = "plain", "beside", "mpi", "torch"
+#: Where they are. What lies in a folder of another part belongs to that.
+PLACES = {
+    PLAIN: ["tests"],
+    BESIDE: ["tests/test_jobs.py", "tests/test_launch.py", "tests/test_torch_front.py"],
+    MPI: ["tests/mpi"],
+    TORCH: ["tests/pytorch"],
+}
 TORCH_RANKS = [2, 4]
 #: Tests in which no MPI has a part, or any MPI the same: with the first one alone.
 ONCE = [
@@ -56,6 +63,7 @@ ONCE = [
     "tests/test_benchmarks.py",
     "tests/test_binding.py",
     "tests/test_device_kernels.py",
+    "tests/test_model.py",
     "tests/test_jobs.py",
     "tests/test_reduction.py",
     "tests/test_shared_memory.py",
@@ -103,7 +111,7 @@ class Launch:
 
     mpi: str
     ranks: int  # 0: plain pytest
-    folder: str = PLAIN
+    part: str = PLAIN
     first: bool = True  # of the MPIs
     seconds: float = 0.0
     problem: str = ""
@@ -117,13 +125,13 @@ class Launch:
     @property
     def name(self) -> str:
         ranks = "plain" if self.ranks == 0 else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        what = {TORCH: "torch", JOBS: "jobs"}.get(self.folder, "")
-        return f"{self.mpi:<8}{ranks:<8}{what:<6}"
+        what = self.part if self.part in (TORCH, BESIDE) else ""
+        return f"{self.mpi:<8}{ranks:<8}{what:<7}"
 
     @property
     def logs(self) -> Path:
         where = "plain" if self.ranks == 0 else str(self.ranks)
-        return LOGS / self.mpi / (where + {TORCH: "-torch", JOBS: "-jobs"}.get(self.folder, ""))
+        return LOGS / self.mpi / (where + (f"-{self.part}" if self.part in (TORCH, BESIDE) else ""))
 
     def __str__(self) -> str:
         counts = f"{self.passed:6} passed {self.failed:4} failed {self.skipped:5} skipped"
@@ -133,21 +141,22 @@ class Launch:
         """Start the ranks, wait for them and read their results."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
-        arguments = [each for each in arguments if folder_of(each) in ("", self.folder)]
-        elsewhere = FOLDERS if self.first else (*FOLDERS, *ONCE)
-        inside = [each for each in elsewhere if each.startswith(f"{self.folder}/")]
-        all_of_it = [self.folder, *(f"--ignore={each}" for each in inside)]
+        arguments = [each for each in arguments if part_of(each) in ("", self.part)]
+        places = [each for part in PARTS if part != self.part for each in PLACES[part]]
+        elsewhere = {*places, *([] if self.first else ONCE)} - {"tests"}
+        here = [each for each in PLACES[self.part] if each not in elsewhere]
+        all_of_it = [*here, *(f"--ignore={each}" for each in sorted(elsewhere))]
         options = ["-q", f"--override-ini=faulthandler_timeout={timeout / 3}"]
         if self.ranks == 0:
             report = f"--junitxml={self.logs / 'rank-0.xml'}"
             command = [str(python), "-m", "pytest", *options, report, *arguments]
-            command += [] if self.folder == PLAIN else ["-p", "no:cacheprovider"]
+            command += [] if self.part == PLAIN else ["-p", "no:cacheprovider"]
         else:
             command = [*mpiexec, "-n", str(self.ranks), str(python), "-m", "mpi4py"]
             command += ["tests/rank.py", str(self.logs), *options]
             # Ranks that write to one cache would trip over each other.
             command += ["--exitfirst", "-p", "no:cacheprovider", *arguments]
-        command += [] if any(map(folder_of, arguments)) else all_of_it
+        command += [] if any(map(part_of, arguments)) else all_of_it
         environment = os.environ | ENVIRONMENT | {"MPICOLL_TEST_MPIEXEC": shlex.join(mpiexec)}
         start = time.perf_counter()
         code = self._wait(command, environment, timeout)
@@ -220,27 +229,28 @@ class Launch:
                 print("\n".join(lines[-limit:]))
 
 
-def folder_of(argument: str) -> str:
-    """The folder of the tests that a pytest argument chooses by FILE or FILE::TEST; "" if none."""
+def part_of(argument: str) -> str:
+    """The part of the tests that a pytest argument chooses by FILE or FILE::TEST; "" if none."""
     path = argument.partition("::")[0]
     if not (ROOT / path).exists():
         return ""
-    return next((each for each in (JOBS, MPI, TORCH) if f"{path}/".startswith(f"{each}/")), PLAIN)
+    for part in (BESIDE, MPI, TORCH):
+        if f"{path}/".startswith(tuple(f"{place}/" for place in PLACES[part])):
+            return part
+    return PLAIN
 
 
 def launches_of(
     mpi: str, first: bool, numbers: list[int], torch: bool, arguments: list[str]
 ) -> list[Launch]:
-    """What to launch on those numbers of ranks: of the folders that pytest's arguments name."""
-    named = set(filter(None, map(folder_of, arguments))) or set(FOLDERS)
+    """What to launch on those numbers of ranks: of the parts that pytest's arguments name."""
+    named = set(filter(None, map(part_of, arguments))) or set(PARTS)
     launches = []
     for number in numbers:
-        folders = {PLAIN, JOBS} if number == 0 else {MPI}
-        folders |= {TORCH} if number in TORCH_RANKS else set()
-        folders &= named if torch else named - {TORCH}
-        if not (first or named == {JOBS}):
-            folders -= set(ONCE)
-        launches += [Launch(mpi, number, folder, first) for folder in FOLDERS if folder in folders]
+        parts = {PLAIN, BESIDE} if number == 0 else {MPI}
+        parts |= {TORCH} if number in TORCH_RANKS else set()
+        parts &= named if torch else named - {TORCH}
+        launches += [Launch(mpi, number, part, first) for part in PARTS if part in parts]
     return launches
 
 

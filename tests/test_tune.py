@@ -283,7 +283,8 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     found = json.loads(ended.after.out)
     assert {each["routes"] for each in found["ranks"]} == {f"{path} (measured on 2 ranks)"}
     words = {"mpi": "MPI", "shared": "shared memory", "pieces": "MPI in pieces",
-             "exchange": "exchange over MPI, combined here", "widened": "MPI in float32"}  # fmt: skip
+             "exchange": "exchange over MPI, combined here",
+             "widened": "MPI in float32"}  # fmt: skip
     for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),
                           strict=True):  # fmt: skip
         (_, first), *others = rows[2][kind][report["place"]]

@@ -1,0 +1,108 @@
+"""Two nodes of two ranks, made of namespaces: processes of different ones share no memory, as in
+different containers, and MPI speaks TCP. Needs the right to make namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
+LIMIT = 60
+NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
+
+
+def _can() -> bool:
+    if not MPIEXEC or not all(map(shutil.which, ("unshare", "nsenter"))):
+        return False
+    return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+
+
+pytestmark = pytest.mark.skipif(not _can(), reason="needs mpiexec and the right to make namespaces")
+
+#: For MPI, too, the ranks are on nodes of their own.
+APART = {
+    "MPIR_CVAR_NOLOCAL": "1",
+    "UCX_TLS": "tcp,self",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "tcp,self",
+}
+
+#: What each rank runs: it enters its namespace, of which the first two ranks share one.
+ENTER = """
+import os, sys
+rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+inside = sys.argv[1 + rank // 2]
+os.execvp("nsenter", ["nsenter", "-t", inside, "--pid", "--mount", sys.executable, *sys.argv[3:]])
+"""
+
+JOB = """
+import json, sys
+import numpy as np
+import ml_dtypes
+import mpicoll as dist
+from mpicoll.routes import hosts, levels
+
+dist.init_process_group(timeout=30)
+rank, n = dist.get_rank(), dist.get_world_size()
+for count in (3, 10**4, 3 * 10**6):
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        mine = (np.arange(count) % 7 + rank).astype(dtype)
+        total = (n * (np.arange(count) % 7) + n * (n - 1) // 2).astype(dtype)
+        array = mine.copy()
+        dist.all_reduce(array)
+        assert (array == total).all(), (count, dtype)
+        part, whole = np.empty(count, dtype), np.concatenate([mine] * n)
+        dist.reduce_scatter_single(part, whole)
+        assert (part == total).all(), (count, dtype)
+        dist.all_gather_single(whole, mine)
+        assert (whole.reshape(n, count)[1] == np.arange(count) % 7 + 1).all()
+        dist.broadcast(mine, 3)
+        assert (mine == whole[3 * count :]).all()
+group = dist.group.WORLD
+nodes = levels.of(group)
+with open(f"{sys.argv[1]}/{rank}", "w") as file:
+    json.dump([hosts.place(group), nodes and nodes.nodes, bool(nodes._memory)], file)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """The first processes of two namespaces."""
+    holders = [
+        subprocess.Popen([*NAMESPACE, "sh", "-c", "echo; read line"],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]  # fmt: skip
+    inside = []
+    for holder in holders:
+        assert holder.stdout is not None and holder.stdout.readline()  # it has begun
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+        inside += children
+    yield inside
+    for holder in holders:
+        holder.communicate(b"\n", timeout=LIMIT)
+
+
+def test_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
+    """The ranks find out who is where, and go through levels or not, with the same results."""
+    (tmp_path / "job.py").write_text(JOB)
+    done: Any = subprocess.run(
+        [*MPIEXEC, "-n", "4", sys.executable, "-c", ENTER, *namespaces, tmp_path / "job.py",
+         tmp_path],
+        env=os.environ | APART, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    assert found == [["nodes", [[0, 1], [2, 3]], True]] * 4

@@ -136,6 +136,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--publish", action="store_true",
                         help="write figures and tables into docs/")  # fmt: skip
     options = parser.parse_args()
+    if options.publish and options.quick:
+        parser.error("--publish: what --quick measures is not to be relied on")
     for each in options.environments:
         mpi, _, venv = each.partition("=")
         if not mpi or not (ROOT / venv / "bin" / "python").exists():
@@ -155,12 +157,13 @@ def main() -> int:
         failures += measure(mpi, ROOT / venv, options)
     figures = options.out / "figures"
     report = [pythons[0], HERE / "report.py", options.out, "--figures", figures]
+    options.publish = options.publish and not failures
     if options.publish:
         report[-1] = PUBLISHED
         report.append("--pages")
     code = subprocess.run([*map(str, report)], cwd=ROOT, check=False).returncode
-    if options.publish:
-        folders = [options.out / each.partition("=")[0] for each in options.environments]
+    if options.publish and code == 0:
+        folders = sorted({file.parent for file in options.out.glob("*/*.json")})
         model = [pythons[0], HERE / "model.py", *folders, "--markdown"]
         model += ["--figure", PUBLISHED / "model.svg"]
         print("\ndocs/model.md")

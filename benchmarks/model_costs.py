@@ -236,10 +236,12 @@ def exchanged_all_reduce(itemsize: int, narrow: bool) -> Calls:
 
     def cost(place: Place, m: float) -> Cost:
         n = place.ranks
-        if n * m <= EXCHANGE_SMALL or m < n * itemsize:  # everybody gets everything
-            steps = tuple(gathered(place, n * m))
-            whole = Cost(n * m, calls=1, copied=m, steps=steps)
-            return whole.then(_combining((n - 1) * m, narrow))
+        whole = n * m
+        if whole <= EXCHANGE_SMALL or (m < n * itemsize and whole <= EXCHANGE_STACK):
+            # Everybody gets everything.
+            steps = tuple(gathered(place, whole))
+            moved = Cost(whole, calls=1, copied=m, steps=steps)
+            return moved.then(_combining((n - 1) * m, narrow))
         pieces = ceil(m / (n * _block(n)))
         share = m / pieces / n
         steps = tuple(2 * pairwise(place, share, False))

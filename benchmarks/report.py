@@ -200,8 +200,19 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
 
 
 def publish(found: Sequence[Results], folder: Path) -> None:
-    """Writes these parts; raises ValueError where a page has no place for one."""
-    for name, made in parts(found).items():
+    """Writes these parts; raises ValueError where a page has no place for one, or nothing was
+    measured for it.
+    """
+    every = parts(found)
+    empty = [
+        name
+        for made in every.values()
+        for name, lines in made.items()
+        if lines[0].startswith("|") and not lines[2:]
+    ]
+    if empty:
+        raise ValueError(f"nothing was measured for {', '.join(empty)}: the pages stay as they are")
+    for name, made in every.items():
         page = folder / name
         page.write_text(filled(page.read_text(), "bench", made))
 
@@ -258,7 +269,11 @@ def main() -> int:
     print(text)
     (options.folder / "report.md").write_text(f"{text}\n")
     if options.pages:
-        publish(found, options.pages)
+        try:
+            publish(found, options.pages)
+        except (OSError, ValueError) as error:
+            print(f"report.py: {error}", file=sys.stderr)
+            return 2
     if options.figures:
         try:
             import figures

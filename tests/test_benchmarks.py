@@ -175,6 +175,10 @@ def test_the_pages_have_the_marks(tmp_path: Path) -> None:
         measured("mpicoll torch", "all_reduce", MIB, 2e-3),
         measured("mpicoll", "all_reduce", MIB, 3e-3, section="dtypes", dtype="bfloat16"),
         measured("mpi4py", "all_reduce", MIB // 2, 1e-3),
+        measured("mpicoll", "all_reduce", KIB, 1e-3, section="many", count=9, how="pending"),
+        measured("mpicoll", "all_reduce", KIB, 1e-5, section="growth"),
+        *(measured("mpicoll", "all_reduce", KIB, 1e-5, section="overlap", part=part)
+          for part in ("pure", "compute", "beside", "in turn")),
     )  # fmt: skip
     for name in ("performance.md", "pytorch.md"):
         (tmp_path / name).write_text((report.DOCS / name).read_text())
@@ -189,6 +193,10 @@ def test_the_pages_have_the_marks(tmp_path: Path) -> None:
     (row,) = (row for row in map(cells, torch.splitlines()) if row[0] == "all_reduce 1 MiB")
     assert row[1:4] == ["8 ms", "2 ms", "4.00 ±0.00"]
     report.publish([one], tmp_path)
+    assert (tmp_path / "performance.md").read_text() == performance
+    few = results(measured("mpicoll", "all_reduce", MIB, 2e-3))
+    with pytest.raises(ValueError, match="nothing was measured for dtypes, many, overlap, growth"):
+        report.publish([few], tmp_path)
     assert (tmp_path / "performance.md").read_text() == performance
     (tmp_path / "pytorch.md").write_text("nothing")
     with pytest.raises(ValueError, match="bench: speed"):

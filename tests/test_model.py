@@ -483,6 +483,20 @@ def test_exchange(n: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("n", "count"), [(600, 3), (600, 4), (600, 599), (600, 600), (3000, 2795), (3000, 2797)]
+)
+def test_when_everybody_gets_everything(
+    n: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composed, "exchange", lambda *_: None)
+    monkeypatch.setattr(composed, "combine", lambda *_: None)
+    group = group_of(n)
+    composed.all_reduce(group, FLOAT32, ReduceOp.SUM)(None, np.empty(count, np.float32), count, 0)
+    cost = costs.exchanged_all_reduce(4, False)(Place(n, 1), 4 * count)
+    assert cost is not None and cost.calls == group.comm.calls
+
+
 class Memory:
     """What a node's ranks share, which counts what is given and taken, and moves nothing.
 

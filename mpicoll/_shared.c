@@ -253,8 +253,8 @@ static int same(const struct call *one, const struct call *other)
  * that far, too, or get there in so many nanoseconds, and with the same call. Whoever then begins it
  * will not have to wait for them. (It is the group's number, and not one of the calls here, so that
  * an error between this and the call, after which the ranks go on with the next number, leaves
- * nothing behind. Whoever is two numbers ahead has written over what is compared here: then the
- * answer is no, which is never wrong.) */
+ * nothing behind. Whoever is two numbers ahead has written over what is compared here, and may be
+ * writing; but he has call `number` behind him, so that either answer will do.) */
 EXPORT int mpicoll_shared_ask(const struct mpicoll_shared *shared, uint32_t number, uint64_t what,
                               uint64_t count, uint64_t nanoseconds)
 {

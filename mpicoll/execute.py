@@ -74,8 +74,9 @@ def run(
 
 def _is_prompt(plan: Plan, root: int, counts: Sequence[Any]) -> bool:
     """An asynchronous call, or a list of them, is best carried out at once."""
-    if plan.prompt is None or plan.group.busy():
-        return False
+    group = plan.group
+    if plan.prompt is None or group.busy() or (group.worker is not None and group.worker.current):
+        return False  # the last is a callback, whose calls are carried out at once anyhow
     return plan.prompt(
         root, counts[0] if len(counts) == 1 and root >= 0 else fusing.number_of(counts)
     )
@@ -126,8 +127,7 @@ def run_plain(
     if not async_op:
         _perform_plain(plan, direct, send, recv, count, root)
         return None
-    alike = count if primitive.even else fusing.number_of(())
-    if plan.prompt is None or not plan.prompt(root, alike):
+    if not _is_prompt(plan, root, (count,) if primitive.even else ()):
         return run(primitive, group, async_op, output, input, op, root, at_once=False)
     task = partial(_perform_plain, plan, direct, send, recv, count, root)
     return submit(member, task, primitive.name, (output,), True)

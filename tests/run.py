@@ -56,8 +56,6 @@ PLACES = {
 TORCH_RANKS = [2, 4]
 #: Tests in which no MPI has a part, or any MPI the same: with the first one alone.
 ONCE = [
-    "tests/mpi/test_device_trouble.py",
-    "tests/mpi/test_devices.py",
     "tests/mpi/test_nccl.py",
     "tests/test_bench.py",
     "tests/test_benchmarks.py",

@@ -188,13 +188,14 @@ class Shared:
             return False
         self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
         number = (self._group.sequence + 1) & 0xFFFFFFFF
-        count *= parts_of(kind)
+        count *= 1 if is_list(kind) else parts_of(kind)
         patience = round(1e9 * PATIENCE)
         return bool(self._kernels.shared_ask(self._pointer, number, kind, count, patience))
 
     def compare(self, plan: Plan, number: int, tell: Callable[[], str]) -> None:
         """Compares a list of calls with the other ranks': the kind, and a number that tells lists
-        apart. Raises MismatchError on all ranks where they differ, or some make a single call.
+        apart. Raises MismatchError on all ranks where they differ, or some make a single call that
+        goes by this memory, too.
 
         tell: puts this rank's list in words.
         """

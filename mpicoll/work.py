@@ -284,7 +284,8 @@ class Work:
 
     def __del__(self) -> None:
         if getattr(self, "_error", None) is not None and not self._seen:
-            print(f"mpicoll: nobody waited for {self!r}: {self._error}", file=sys.stderr)
+            # In one piece: other ranks may write, too.
+            sys.stderr.write(f"mpicoll: nobody waited for {self!r}: {self._error}\n")
 
 
 def deadline(limit: float | None) -> float:

@@ -200,11 +200,11 @@ def _perform_all(plan: Plan, counts: Sequence[Any], ready: Sequence[tuple[Any, .
     try:
         with group.lock:
             group.sequence += 1
-            record, tell = fusing.of_list(plan, counts)
             if group.shared and group.sequence < group.next_check:
+                tell = partial(fusing.told, plan, counts)
                 group.shared.compare(plan, fusing.number_of(counts), tell)
             else:
-                consistency.check(group, record, tell)
+                consistency.check(group, *fusing.of_list(plan, counts))
             for call in ready:
                 group.sequence += 1
                 _carry_out(plan, *call)

@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import memmove
+from functools import partial
 from itertools import accumulate, groupby
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +33,7 @@ from mpicoll.watch import consistency
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused", "number_of", "of_list"]
+__all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused", "number_of", "of_list", "told"]
 
 Array = np.ndarray[Any, Any]
 
@@ -229,15 +230,16 @@ def of_list(plan: Plan, counts: Sequence[Any]) -> tuple[consistency.Record, Call
     counts: see Fused.
     """
     record, _ = consistency.of_call(plan, -1, [number_of(counts)])  # -1: not a call alone
+    return record, partial(told, plan, counts)
 
-    def in_words() -> str:
-        runs = [f"{len(list(run))} x {count}" for count, run in groupby(counts)]
-        where = " on a device" if plan.on_device else ""
-        op = "" if plan.op is None else f" {plan.op.name}"
-        sizes = ", ".join(runs)
-        return f"{plan.primitive} of a list of {plan.dtype}{where} with {sizes} elements{op}"
 
-    return record, in_words
+def told(plan: Plan, counts: Sequence[Any]) -> str:
+    """A list of calls, in words."""
+    runs = [f"{len(list(run))} x {count}" for count, run in groupby(counts)]
+    where = " on a device" if plan.on_device else ""
+    op = "" if plan.op is None else f" {plan.op.name}"
+    sizes = ", ".join(runs)
+    return f"{plan.primitive} of a list of {plan.dtype}{where} with {sizes} elements{op}"
 
 
 # --- packing ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from mpicoll.calls import Blocks, Direct, Route
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.reduction import combine
 from mpicoll.routes.algorithms import Space
-from mpicoll.routes.wire import datatype, exchange, message
+from mpicoll.routes.wire import datatype, exchange, message, scratch
 from mpicoll.views import View
 
 if TYPE_CHECKING:
@@ -53,10 +53,8 @@ class _Reducer:
 
     def stack(self, count: int) -> View:
         """Room for ``count`` elements of every rank: the group's scratch, which grows as needed."""
-        nbytes = self.n * count * self.dtype.itemsize
-        if self.group.scratch.nbytes < nbytes:
-            self.group.scratch = np.empty(nbytes, np.uint8)
-        return views.of_numpy(self.group.scratch[:nbytes].view(self.dtype.numpy), self.dtype)
+        memory = scratch(self.group, self.n * count * self.dtype.itemsize)
+        return views.of_numpy(memory.view(self.dtype.numpy), self.dtype)
 
     def view(self, buffer: Any, count: int) -> View:
         """The view of ``count`` elements of a buffer."""

@@ -46,7 +46,7 @@ from mpicoll.primitives import Primitive
 from mpicoll.reduction import combine, loop, narrow, scale
 from mpicoll.routes import composed, native, shared
 from mpicoll.routes.parcels import Given, Parcel, Taken, kind_of, told
-from mpicoll.routes.wire import INT_MAX, datatype
+from mpicoll.routes.wire import INT_MAX, datatype, scratch
 from mpicoll.views import at_address
 from mpicoll.watch.consistency import listed
 
@@ -115,10 +115,8 @@ class Levels:
         return self._memory
 
     def scratch(self, nbytes: int) -> int:
-        """The address of so much of the group's scratch memory, which grows as needed."""
-        if self.group.scratch.nbytes < nbytes:
-            self.group.scratch = np.empty(nbytes, np.uint8)
-        return self.group.scratch.ctypes.data
+        """The address of so much of the group's scratch memory."""
+        return scratch(self.group, nbytes).ctypes.data
 
     def shares(self, count: int, itemsize: int) -> list[tuple[int, int]]:
         """What each rail carries of ``count`` elements: the first, and how many."""

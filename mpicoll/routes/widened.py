@@ -14,6 +14,7 @@ from mpicoll.calls import Direct
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.reduction import narrow, scale
 from mpicoll.routes import composed, native
+from mpicoll.routes.wire import scratch
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -32,10 +33,7 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
 
     def direct(send: Any, recv: Any, count: int, root: int) -> None:
         elements = np.frombuffer(recv, dtype.numpy, count)
-        size = min(step, count) * _FLOAT32.itemsize
-        if group.scratch.nbytes < size:
-            group.scratch = np.empty(size, np.uint8)
-        wide = group.scratch[:size].view(np.float32)
+        wide = scratch(group, min(step, count) * _FLOAT32.itemsize).view(np.float32)
         for start in range(0, count, step):
             piece = elements[start : start + step]
             sums = wide[: piece.size]

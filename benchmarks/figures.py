@@ -14,16 +14,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from measure import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Times, bytes_shown
 
-#: Who has which colour (after Okabe and Ito, for every kind of sight), line and mark.
+from mpicoll.cli.bench_plot import COLOURS
+
+#: Who has which colour, line and mark.
 STYLES: dict[str, dict[str, Any]] = {
-    MPI4PY: {"color": "#555555", "marker": "s"},
-    FACADE: {"color": "#0072b2", "marker": "o"},
+    MPI4PY: {"color": COLOURS["mpi4py"], "marker": "s"},
+    FACADE: {"color": COLOURS["mpicoll"], "marker": "o"},
     TORCH: {"color": "#56b4e9", "marker": "^"},
-    GLOO: {"color": "#d55e00", "marker": "v"},
+    GLOO: {"color": COLOURS["gloo"], "marker": "v"},
     COPY: {"color": "#999999", "linestyle": ":"},
 }
 DTYPES = {"float32": "-", "bfloat16": "--", "float16": "-.", "int8": ":"}
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]
+#: The lines of sizes, the smallest first.
+LINES = ["-", "--", "-.", ":"]
 
 
 def draw(found: Sequence[Results], folder: Path) -> None:
@@ -172,11 +175,11 @@ def _growth(found: Sequence[Results]) -> Figure:
     )  # fmt: skip
     for primitive, row in zip(primitives, axes, strict=True):
         for axis, results in zip(row, found, strict=True):
-            for who, line in ((MPI4PY, ":"), (FACADE, "-")):
-                for colour, (name, times) in zip(
-                    COLOURS, _by_ranks(results, who, primitive).items(), strict=False
+            for who in (MPI4PY, FACADE):
+                for line, (name, times) in zip(
+                    LINES, _by_ranks(results, who, primitive).items(), strict=False
                 ):
-                    style = {**STYLES[who], "color": colour, "linestyle": line}
+                    style = {**STYLES[who], "linestyle": line}
                     _curve(axis, times, _microseconds, label=f"{who} {name}", **style)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")

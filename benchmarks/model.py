@@ -286,8 +286,11 @@ def parts(found: Sequence[Library], cluster: Cluster, ranks: Sequence[int]) -> d
     }  # fmt: skip
 
 
-#: Colours besides those of figures.py.
-_MORE = ["#56b4e9", "#e69f00", "#000000", "#999933", "#882255", "#aaaaaa"]
+#: Colours of algorithms.
+_COLOURS = [
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999933",
+    "#882255", "#aaaaaa",
+]  # fmt: skip
 #: Algorithms that are part of something else, by what comes first in their names.
 _LINES = {"levels": "--", "widened": ":", "pieces": "-."}
 
@@ -306,7 +309,7 @@ def draw(library: Library, cluster: Cluster, ranks: Sequence[int], path: Path) -
         "font.size": 8,
         "axes.grid": True,
     }
-    colours = iter([*figures.COLOURS, *_MORE])
+    colours = iter(_COLOURS)
     colour: dict[str, str] = {}
     rates, machine = library.fit.rates, library.on(cluster)
     with matplotlib.rc_context(settings | {"grid.alpha": 0.3}):

@@ -1,19 +1,22 @@
-"""Writes the support tables of api.md from the project's own tables.
+"""Writes the tables of api.md from the project's own tables.
 
-python docs/support.py          rewrite the part between the two marks
+python docs/support.py          rewrite what is between the marks
 python docs/support.py --check  exit code 1 if that would change anything
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import partial
 from pathlib import Path
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind
 from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.settings import SETTINGS
 
 PAGE = Path(__file__).with_name("api.md")
-BEGIN, END = "<!-- tables: begin (docs/support.py) -->\n", "<!-- tables: end -->\n"
+BEGIN, END = "<!-- {}: begin (docs/support.py) -->\n", "<!-- {}: end -->\n"
 
 _IN_WORDS = {
     Layout.IN_PLACE: "one array, in place",
@@ -56,11 +59,21 @@ def tables() -> str:
     )
 
 
+def environment() -> str:
+    """The table of environment variables."""
+    link = partial(re.sub, r"\b(\w+\.md)\b", r"[\1](\1)")
+    rows = [[f"`{each.name}`", each.takes, link(each.what)] for each in SETTINGS]
+    return table(["variable", "value", "what it does"], rows)
+
+
 def page(text: str) -> str:
     """The page with its tables written anew."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+    for name, made in (("tables", tables), ("environment", environment)):
+        begin, end = BEGIN.format(name), END.format(name)
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}\n{made()}\n{end}{after}"
+    return text
 
 
 def main() -> int:

@@ -74,7 +74,12 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
-        raise AttributeError(f"module 'mpicoll' has no attribute {name!r}")
+        import difflib
+
+        close = difflib.get_close_matches(name, __all__, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        # With a name and no object, tracebacks do not suggest the same once more.
+        raise AttributeError(f"module 'mpicoll' has no attribute {name!r}{hint}", name=name)
     found = getattr(importlib.import_module(f"mpicoll.{home}"), name)
     globals()[name] = found
     return found

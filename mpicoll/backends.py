@@ -51,7 +51,12 @@ class Backend(str):
     }
 
     def __new__(cls, name: str) -> Backend:
-        """The backend of that name; raises ArgumentError (a ValueError) for what is no string."""
+        """Make the name of a backend.
+
+        name: in whatever case.
+
+        Returns it in lower case. Raises ArgumentError (a ValueError) for what is no string.
+        """
         if not isinstance(name, str):
             raise ArgumentError(f"Backend: expected a name, got {type(name).__name__}")
         return super().__new__(cls, name.lower())
@@ -64,7 +69,12 @@ class Backend(str):
         extended_api: bool = False,
         devices: str | list[str] | None = None,
     ) -> None:
-        """Refused: mpicoll carries everything over MPI and takes no plug-ins."""
+        """Refuse: everything goes over MPI, and there are no plug-ins.
+
+        name, func, extended_api, devices: as in torch, for the message.
+
+        Raises UnsupportedError (a ValueError).
+        """
         raise UnsupportedError(
             f"Backend.register_backend: {name!r}: mpicoll takes no other backends; register it "
             "with torch.distributed"
@@ -108,22 +118,34 @@ def check_device(device_id: Any, where: str) -> None:
 
 
 def is_available() -> bool:
-    """True: mpicoll is here."""
+    """Tell whether mpicoll is here.
+
+    Returns True.
+    """
     return True
 
 
 def is_mpi_available() -> bool:
-    """True where mpi4py is installed; what MPI library it loads shows at init_process_group."""
+    """Tell whether mpi4py is installed.
+
+    Returns True or False; which MPI library it loads, if any, shows at init_process_group.
+    """
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def is_gloo_available() -> bool:
-    """True where MPI is: "gloo" is a name under which host buffers go over MPI."""
+    """Tell whether "gloo" is a backend: a name under which host arrays go over MPI.
+
+    Returns True where mpi4py is installed.
+    """
     return is_mpi_available()
 
 
 def is_nccl_available() -> bool:
-    """True where there are a GPU and NCCL, which CuPy finds; backend="nccl" is taken anyway."""
+    """Tell whether there are a GPU and NCCL, which CuPy finds.
+
+    Returns True or False; backend="nccl" is taken anyway, and goes over MPI.
+    """
     try:
         return device.runtime().has_nccl()
     except UnsupportedError:
@@ -131,29 +153,47 @@ def is_nccl_available() -> bool:
 
 
 def is_ucc_available() -> bool:
-    """False: there is no UCC backend."""
+    """Tell whether "ucc" is a backend.
+
+    Returns False: there is none.
+    """
     return False
 
 
 def is_xccl_available() -> bool:
-    """False: there is no XCCL backend."""
+    """Tell whether "xccl" is a backend.
+
+    Returns False: there is none.
+    """
     return False
 
 
 def is_backend_available(backend: str) -> bool:
-    """True for the names that init_process_group takes: "mpi", "gloo", "nccl"."""
+    """Tell whether init_process_group takes a backend.
+
+    backend: its name, in whatever case.
+
+    Returns True for "mpi", "gloo" and "nccl" where mpi4py is installed, else False.
+    """
     return backend.lower() in (Backend.MPI, Backend.GLOO, Backend.NCCL) and is_mpi_available()
 
 
 def is_torchelastic_launched() -> bool:
-    """True where torchrun (torchelastic) started this process."""
+    """Tell whether torchrun (torchelastic) started this process.
+
+    Returns True or False.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def get_default_backend_for_device(device: Any) -> str:
-    """The backend of a device ("cpu", "cuda:1" or a torch.device).
+    """Tell the backend of a device.
 
-    Raises ArgumentError (a ValueError) for a device that has none.
+    device: "cpu", "cuda", "cuda:1" or a torch.device.
+
+    Returns its name, "mpi".
+
+    Raises ArgumentError (a ValueError) for a device that no backend serves.
     """
     kind = str(getattr(device, "type", device)).partition(":")[0]
     try:

@@ -13,6 +13,7 @@ from mpicoll import arrays
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.primitives import Layout, Primitive
+from mpicoll.signature import kind_of
 from mpicoll.views import Parts, View
 
 if TYPE_CHECKING:
@@ -47,10 +48,13 @@ class Plan:
     on_device: they are on a CUDA device, on every rank on one of its own.
     route, direct, prompt: how it is carried out; see Way.
     piece:     elements of a block that go at a time where an array is a list; None for all.
+    kind:      the signature of such calls, without the root; see mpicoll.signature.
+    even:      the count of a block is the same on all ranks, and part of the signature.
     """
 
     __slots__ = (
-        "direct", "dtype", "group", "on_device", "op", "piece", "primitive", "prompt", "route",
+        "direct", "dtype", "even", "group", "kind", "on_device", "op", "piece", "primitive",
+        "prompt", "route",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +72,8 @@ class Plan:
         self.dtype = dtype
         self.on_device = on_device
         self.route, self.direct, self.prompt = way
+        self.kind = kind_of(primitive, dtype, op, 0, on_device)
+        self.even = primitive.even
         self.piece: int | None = None
         if primitive.listed and primitive.even and not on_device:
             assert dtype is not None

@@ -19,7 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll import device, trial
+from mpicoll import device, settings, trial
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.launch import session
 from mpicoll.trial import LAUNCHED, OK, Trial
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["ROUTES", "Capabilities", "Cuda", "exchange", "forced_route", "probe", "routes"]
 
 #: What MPI does with device memory, for sites that know: none, transfer or full.
-OVERRIDE = "MPICOLL_CUDA_AWARE"
+OVERRIDE = settings.CUDA_AWARE.name
 #: A device route that is to be taken whether or not there is a better one.
-FORCED = "MPICOLL_DEVICE_ROUTE"
+FORCED = settings.DEVICE_ROUTE.name
 
 
 class Cuda(IntEnum):
@@ -274,11 +274,9 @@ def _probe(tries: bool, again: bool) -> Capabilities:
         count = range(cuda.count())
         names, gpus = tuple(map(cuda.name, count)), tuple(map(cuda.identity, count))
         found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl())
-    override = os.environ.get(OVERRIDE, "")
+    override = settings.CUDA_AWARE.value()
     if override:
-        if override.upper() not in Cuda.__members__:
-            raise ArgumentError(f"{OVERRIDE}: expected none, transfer or full, got {override!r}")
-        return replace(found, cuda=Cuda[override.upper()], why=f"{OVERRIDE}={override}")
+        return replace(found, cuda=Cuda[override.upper()], why=f"{OVERRIDE}={os.environ[OVERRIDE]}")
     if not found.gpus:
         return found
     switch = _switched_off(version, os.environ)

@@ -4,13 +4,8 @@ Every array is a NumPy array, a torch CPU tensor, or an object with the buffer p
 contiguous or not, of any dtype in ``mpicoll.dtypes``. Outputs are written in place. Ranks named
 ``src`` and ``dst`` are global, ``group_src`` and ``group_dst`` ranks in the group. With
 ``async_op=True`` a Work is returned at once, and the arrays belong to the operation until it is
-done. A rank outside ``group`` does nothing, is warned, and gets None.
-
-Every function raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no
-array, list or ReduceOp; ArgumentError (a ValueError) for sizes and ranks that do not fit and for
-read-only outputs; UnsupportedError (a ValueError) for dtypes, operations, devices and layouts that
-are refused. MismatchError, MPIError and CollectiveTimeoutError report what went wrong between the
-ranks.
+done. A rank outside ``group`` does nothing, is warned, and gets None. Every function raises
+NotInitializedError (a ValueError) before init_process_group.
 """
 
 from __future__ import annotations
@@ -68,10 +63,21 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Copies the root's array to all ranks.
+    """Copy the root's array to all ranks.
 
-    tensor: read on the root, written on the others; the same dtype and number of elements
-    everywhere. src: the root, global rank 0 where neither src nor group_src is given.
+    tensor: an array of any shape, read on the root and written on the others; the same dtype and
+        number of elements on all ranks.
+    src: the root as a global rank; rank 0 of all where neither src nor group_src is given.
+    group_src: the root as a rank in the group; one of the two is given at most.
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array;
+    ArgumentError (a ValueError) for a root that is not in the group and read-only outputs;
+    UnsupportedError (a ValueError) for a dtype, layout or device that is refused. MismatchError,
+    MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     root = rooted("broadcast", group, "src", src, group_src, default=0)
     return run_plain(_BROADCAST, group, async_op, tensor, root=root)
@@ -83,10 +89,21 @@ def all_reduce(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combines the arrays of all ranks, element by element; all ranks get the same bits.
+    """Reduce the arrays of all ranks, element by element; every rank gets the same bits.
 
-    tensor: read and written; the same dtype and number of elements everywhere. float16, bfloat16
-    and the float8 types are accumulated in float32 and rounded once.
+    tensor: an array of any shape, read and written in place; the same dtype and number of elements
+        on all ranks. float16, bfloat16 and float8 types are accumulated in float32 and rounded
+        once.
+    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
+    ReduceOp; ArgumentError (a ValueError) for read-only arrays; UnsupportedError (a ValueError) for
+    a dtype, layout or device that is refused, and an operation that has no meaning for the dtype.
+    MismatchError, MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     return run_plain(_ALL_REDUCE, group, async_op, tensor, None, op)
 
@@ -99,9 +116,23 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Combines the arrays of all ranks, element by element, on the root.
+    """Reduce the arrays of all ranks, element by element, into the root's.
 
-    tensor: read, and on the root written; on the others its content does not change.
+    tensor: an array of any shape, read, and on the root written in place; the same dtype and number
+        of elements on all ranks. The other ranks' arrays do not change, and may be read-only.
+    dst: the root as a global rank.
+    group_dst: the root as a rank in the group; one of the two is given.
+    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
+    ReduceOp; ArgumentError (a ValueError) for a root that is not in the group, or not given, and a
+    read-only output; UnsupportedError (a ValueError) for a dtype, layout or device that is refused,
+    and an operation that has no meaning for the dtype. MismatchError, MPIError and
+    CollectiveTimeoutError report what goes wrong between the ranks.
     """
     root = rooted("reduce", group, "dst", dst, group_dst)
     return run_plain(_REDUCE, group, async_op, tensor, None, op, root)
@@ -113,10 +144,20 @@ def all_gather(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Gives every rank the arrays of all ranks.
+    """Gather the arrays of all ranks in a list, on every rank.
 
-    tensor_list: one output for each rank, in rank order. tensor: this rank's input, of the shape
-    of its output; ranks may have different sizes, if all know them all.
+    tensor_list: one output array for each rank, in rank order, of the shape that this rank sends.
+        Ranks may send different sizes, if all of them know them all.
+    tensor: this rank's input; all arrays have one dtype.
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
+    ArgumentError (a ValueError) for a list of another length, sizes that do not fit and read-only
+    outputs; UnsupportedError (a ValueError) for a dtype, layout or device that is refused.
+    MismatchError, MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     return run(_ALL_GATHER, group, async_op, tensor_list, tensor)
 
@@ -127,9 +168,20 @@ def all_gather_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Gives every rank the arrays of all n ranks, one after another in one array.
+    """Gather the arrays of all n ranks in one array, in rank order, on every rank.
 
-    output_tensor: n times as many elements as input_tensor, concatenated or stacked.
+    output_tensor: n times as many elements as input_tensor: the inputs concatenated along the first
+        dimension, or stacked along a new one.
+    input_tensor: this rank's input; the same dtype and shape on all ranks.
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array;
+    ArgumentError (a ValueError) for sizes that do not fit and a read-only output; UnsupportedError
+    (a ValueError) for a dtype, layout or device that is refused. MismatchError, MPIError and
+    CollectiveTimeoutError report what goes wrong between the ranks.
     """
     return run_plain(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor)
 
@@ -140,7 +192,14 @@ def all_gather_into_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """The older name of all_gather_single."""
+    """Do all_gather_single, of which this is the older name.
+
+    output_tensor, input_tensor, group, async_op: as there.
+
+    Returns what all_gather_single returns.
+
+    Raises what it raises, such as ArgumentError (a ValueError) for sizes that do not fit.
+    """
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
@@ -152,10 +211,23 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Gives the root the arrays of all ranks.
+    """Gather the arrays of all ranks in a list on the root.
 
-    gather_list: on the root one output for each rank, all of the shape of tensor; elsewhere None.
-    dst: the root, global rank 0 where neither dst nor group_dst is given.
+    tensor: this rank's input; the same dtype and shape on all ranks.
+    gather_list: on the root one output for each rank, in rank order, of the shape of tensor;
+        elsewhere None.
+    dst: the root as a global rank; rank 0 of all where neither dst nor group_dst is given.
+    group_dst: the root as a rank in the group; one of the two is given at most.
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
+    ArgumentError (a ValueError) for a list that is missing, or given on another rank, sizes that do
+    not fit and read-only outputs; UnsupportedError (a ValueError) for a dtype, layout or device
+    that is refused. MismatchError, MPIError and CollectiveTimeoutError report what goes wrong
+    between the ranks.
     """
     root = rooted("gather", group, "dst", dst, group_dst, default=0)
     return run(_GATHER, group, async_op, gather_list, tensor, root=root)
@@ -169,10 +241,23 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Gives each rank its array of the root's list.
+    """Send each rank its array of the root's list.
 
-    tensor: the output. scatter_list: on the root one input for each rank, all of the shape of
-    tensor; elsewhere None. src: the root, global rank 0 where neither is given.
+    tensor: this rank's output; the same dtype and shape on all ranks.
+    scatter_list: on the root one input for each rank, in rank order, of the shape of tensor;
+        elsewhere None.
+    src: the root as a global rank; rank 0 of all where neither src nor group_src is given.
+    group_src: the root as a rank in the group; one of the two is given at most.
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
+    ArgumentError (a ValueError) for a list that is missing, or given on another rank, sizes that do
+    not fit and a read-only output; UnsupportedError (a ValueError) for a dtype, layout or device
+    that is refused. MismatchError, MPIError and CollectiveTimeoutError report what goes wrong
+    between the ranks.
     """
     root = rooted("scatter", group, "src", src, group_src, default=0)
     return run(_SCATTER, group, async_op, tensor, scatter_list, root=root)
@@ -185,9 +270,21 @@ def reduce_scatter(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combines the ranks' lists element by element and gives each rank its entry.
+    """Reduce the ranks' lists, element by element, and give each rank its entry.
 
-    input_list: one input for each rank, all of the shape of output.
+    output: this rank's entry of the result; the same dtype and shape on all ranks.
+    input_list: one input for each rank, in rank order, of the shape of output.
+    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, list or
+    ReduceOp; ArgumentError (a ValueError) for a list of another length, sizes that do not fit and a
+    read-only output; UnsupportedError (a ValueError) for a dtype, layout or device that is refused,
+    and an operation that has no meaning for the dtype. MismatchError, MPIError and
+    CollectiveTimeoutError report what goes wrong between the ranks.
     """
     return run(_REDUCE_SCATTER, group, async_op, output, input_list, op)
 
@@ -199,9 +296,22 @@ def reduce_scatter_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combines the ranks' arrays element by element and gives each of the n ranks its block.
+    """Reduce the arrays of all n ranks, element by element, and give each rank its block.
 
-    input: n times as many elements as output, one block for each rank, in rank order.
+    output: this rank's block of the result; the same dtype and shape on all ranks.
+    input: n times as many elements as output: one block for each rank, in rank order, concatenated
+        or stacked.
+    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
+    ReduceOp; ArgumentError (a ValueError) for sizes that do not fit and a read-only output;
+    UnsupportedError (a ValueError) for a dtype, layout or device that is refused, and an operation
+    that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
+    what goes wrong between the ranks.
     """
     return run_plain(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op)
 
@@ -213,7 +323,14 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """The older name of reduce_scatter_single."""
+    """Do reduce_scatter_single, of which this is the older name.
+
+    output, input, op, group, async_op: as there.
+
+    Returns what reduce_scatter_single returns.
+
+    Raises what it raises, such as ArgumentError (a ValueError) for sizes that do not fit.
+    """
     return reduce_scatter_single(output, input, op, group, async_op)
 
 
@@ -225,9 +342,22 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Sends a block of the input to each rank and gets one from each.
+    """Send a block of the input to each of the n ranks, and receive a block from each.
 
-    Split sizes: rows of dimension 0 for and from each rank; where None or empty, all alike.
+    output: the blocks received, in rank order, one after another along dimension 0.
+    input: the blocks to send, in rank order; of the dtype of output.
+    output_split_sizes: how many rows of dimension 0 come from each rank; None or empty: all alike,
+        and n divides the rows.
+    input_split_sizes: how many rows go to each rank; None or empty: the same.
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
+    ArgumentError (a ValueError) for splits that do not add up and a read-only output;
+    UnsupportedError (a ValueError) for a dtype, layout or device that is refused. MismatchError,
+    MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     if output_split_sizes is None and input_split_sizes is None:
         return run_plain(_ALL_TO_ALL_SINGLE, group, async_op, output, input)
@@ -241,10 +371,20 @@ def all_to_all(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Sends an array to each rank and gets one from each.
+    """Send an array to each rank, and receive an array from each.
 
-    Lists of one array for each rank; sizes may differ, as long as what a rank expects from
-    another is what that one sends.
+    output_tensor_list: one output for each rank, in rank order, of the size that this one sends.
+    input_tensor_list: one input for each rank, in rank order. Sizes may differ; all arrays have one
+        dtype.
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
+    ArgumentError (a ValueError) for lists of another length and read-only outputs; UnsupportedError
+    (a ValueError) for a dtype, layout or device that is refused. MismatchError, MPIError and
+    CollectiveTimeoutError report what goes wrong between the ranks.
     """
     return run(_ALL_TO_ALL, group, async_op, output_tensor_list, input_tensor_list)
 
@@ -255,9 +395,18 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: timedelta | float | None = None,
 ) -> Work | None:
-    """Returns when all ranks of the group have called.
+    """Wait until all ranks of the group have called.
 
-    timeout: seconds or a timedelta, the group's where None. device_ids has no effect.
+    group: the process group, None for the default group.
+    async_op: return a Work at once.
+    device_ids: has no effect.
+    timeout: seconds or a timedelta, None for the group's.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises CollectiveTimeoutError where a rank does not come in time, MismatchError where the ranks'
+    calls differ, ArgumentTypeError (a TypeError) and ArgumentError (a ValueError) for a timeout
+    that is none.
     """
     limit = seconds(timeout, None, "barrier")
     if limit is None:
@@ -277,11 +426,15 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """A barrier that names who is missing.
+    """Wait until all ranks of the group have called, or name those that have not.
 
-    timeout: seconds or a timedelta, the group's where None. Rank 0 of the group raises
-    CollectiveTimeoutError with the global ranks that did not arrive in time, the first of them or
-    with ``wait_all_ranks`` all; the others raise too.
+    group: the process group, None for the default group.
+    timeout: seconds or a timedelta, None for the group's.
+    wait_all_ranks: name all ranks that are missing, not the first one alone.
+
+    Raises CollectiveTimeoutError where ranks are missing: on rank 0 of the group with their global
+    ranks, on the others as well. Raises ArgumentTypeError (a TypeError) and ArgumentError (a
+    ValueError) for a timeout that is none.
     """
     from mpicoll.watch.arrivals import monitored_barrier as arrive
 
@@ -300,7 +453,12 @@ def monitored_barrier(
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """True where the operation has a meaning for complex numbers."""
+    """Tell whether a reduce operation has a meaning for complex numbers.
+
+    reduceOp: a ReduceOp.
+
+    Returns True or False.
+    """
     from mpicoll.dtypes import Kind
 
     return Kind.COMPLEX in reduceOp.kinds
@@ -324,10 +482,19 @@ def all_reduce_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future | None:
-    """all_reduce of each array of a list, of one dtype. With ``async_op`` a Future is returned.
+    """Reduce each array of a list as all_reduce does; small ones together.
 
-    tensors: arrays that do not share memory; the same sizes in the same order on all ranks. Small
-    ones are reduced together.
+    tensors: arrays of one dtype, read and written, on the host or on one device, that do not share
+        memory; the same sizes in the same order on all ranks.
+    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
+    group: the process group, None for the default group.
+    async_op: return a Future of the arrays at once.
+
+    Returns None, with async_op a Future, and None on a rank outside the group.
+
+    Raises EmptyListError (a ValueError and an IndexError) for an empty list, what all_reduce
+    raises, and MismatchError where the ranks' lists differ; where one array is refused, nothing is
+    sent.
     """
     name = "all_reduce_coalesced"
     _tensors(name, "tensors", tensors)
@@ -340,10 +507,20 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future | None:
-    """all_gather of each array of a list, of one dtype. With ``async_op`` a Future is returned.
+    """Gather each array of a list as all_gather does; small ones together.
 
-    output_tensor_lists[rank][i] is what rank ``rank`` has as input_tensor_list[i]. The same sizes
-    in the same order on all ranks; small arrays are gathered together.
+    output_tensor_lists: one list for each rank, in rank order; output_tensor_lists[rank][i] gets
+        what that rank has as input_tensor_list[i].
+    input_tensor_list: arrays of one dtype, on the host or on one device; the same sizes in the same
+        order on all ranks.
+    group: the process group, None for the default group.
+    async_op: return a Future of the outputs at once.
+
+    Returns None, with async_op a Future, and None on a rank outside the group.
+
+    Raises EmptyListError (a ValueError and an IndexError) for an empty list, ArgumentError (a
+    ValueError) for lists of other lengths, what all_gather raises, and MismatchError where the
+    ranks' lists differ.
     """
     name = "all_gather_coalesced"
     member = resolve(group)

@@ -167,9 +167,13 @@ class ReduceOp:
         self.op = self if op is None else op
 
     def __call__(self, factor: Any) -> ReduceOp:
-        """PREMUL_SUM with its factor: a number, or an array of one element.
+        """Make PREMUL_SUM with its factor.
 
-        Raises ArgumentTypeError for any other operation, and for what is no number.
+        factor: a number, or an array of one element; an integer for integers. Ranks may have
+            different ones.
+
+        Returns the ReduceOp. Raises ArgumentTypeError (a TypeError) for any other operation, and
+        for what is no number.
         """
         if self is not ReduceOp.PREMUL_SUM:
             raise ArgumentTypeError(f"ReduceOp.{self.name} takes no factor; only PREMUL_SUM does")

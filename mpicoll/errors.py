@@ -15,7 +15,7 @@
     │   ├── MPIError                         the MPI library returned an error
     │   ├── MismatchError                    the ranks made calls that do not belong together
     │   └── CollectiveTimeoutError (TimeoutError)  somebody did not come in time
-    └── RefusedPickleError (pickle.UnpicklingError)  an object of a type that was not allowed
+    └── RefusedPickleError (pickle.UnpicklingError)  a received object that is not allowed, or none
 
 Every one is a ``RuntimeError``, as errors of ``torch.distributed`` backends are, and carries the
 standard type that ``torch.distributed`` raises in the same place, so that ``except`` clauses
@@ -108,4 +108,4 @@ class CollectiveTimeoutError(DistBackendError, TimeoutError):
 
 
 class RefusedPickleError(MpicollError, pickle.UnpicklingError):
-    """A received object needs a type that restricted_pickle does not allow."""
+    """A received object needs what restricted_pickle does not allow, or its bytes are no object."""

@@ -14,9 +14,16 @@ from mpicoll.arrays import glances
 from mpicoll.calls import Blocks, Direct, Plan
 from mpicoll.device import Crossing
 from mpicoll.dtypes import DType, ReduceOp
-from mpicoll.errors import ArgumentError, MpicollError, UnsupportedError
+from mpicoll.errors import (
+    ArgumentError,
+    MismatchError,
+    MpicollError,
+    MPIError,
+    UnsupportedError,
+)
 from mpicoll.groups import ProcessGroup, default_group, resolve, state
 from mpicoll.primitives import Layout, Primitive
+from mpicoll.signature import LIST, list_of, number_of, task_of
 from mpicoll.views import DeviceView, Parts, View
 from mpicoll.watch import consistency
 from mpicoll.work import Work
@@ -77,9 +84,7 @@ def _is_prompt(plan: Plan, root: int, counts: Sequence[Any]) -> bool:
     group = plan.group
     if plan.prompt is None or group.busy() or (group.worker is not None and group.worker.current):
         return False  # the last is a callback, whose calls are carried out at once anyhow
-    return plan.prompt(
-        root, counts[0] if len(counts) == 1 and root >= 0 else fusing.number_of(counts)
-    )
+    return plan.prompt(root, list_of(counts) if root == LIST else number_of(counts))
 
 
 def run_plain(
@@ -139,13 +144,14 @@ def _perform_plain(plan: Plan, direct: Direct, send: Any, recv: Any, count: int,
     group.lock.acquire()  # a with statement would take three times as long
     try:
         group.sequence = sequence = group.sequence + 1
+        group.recent.append((sequence, plan.kind, count if plan.even else 0, root))
         if sequence >= group.next_check:
-            counts = (count,) if plan.primitive.even else ()
-            consistency.check(group, *consistency.of_call(plan, root, counts))
+            consistency.check(group)
         direct(send, recv, count, root)
-    except MpicollError:
-        raise
     except Exception as error:
+        _look_at(error, plan)
+        if isinstance(error, MpicollError):
+            raise
         raise _explained(error, plan.primitive.name, group) from error
     finally:
         group.lock.release()
@@ -183,7 +189,7 @@ def run_all(
     for *_, crossing in ready:
         if crossing is not None:
             crossing.asynchronous = True
-    at_once = async_op and _is_prompt(plan, -1, found.counts)
+    at_once = async_op and _is_prompt(plan, LIST, found.counts)
     task = partial(_perform_all, plan, found.counts, ready)
     work = submit(member, task, name, outputs, at_once)
     if async_op:
@@ -199,19 +205,34 @@ def _perform_all(plan: Plan, counts: Sequence[Any], ready: Sequence[tuple[Any, .
     group = plan.group
     try:
         with group.lock:
-            group.sequence += 1
-            if group.shared and group.sequence < group.next_check:
-                tell = partial(fusing.told, plan, counts)
-                group.shared.compare(plan, fusing.number_of(counts), tell)
-            else:
-                consistency.check(group, *fusing.of_list(plan, counts))
-            for call in ready:
-                group.sequence += 1
-                _carry_out(plan, *call)
+            _count(group, plan.kind, list_of(counts), LIST)
+            try:
+                consistency.check(group)
+                for call in ready:
+                    group.sequence += 1
+                    _carry_out(plan, *call)
+            except Exception as error:
+                _look_at(error, plan)
+                raise
     except MpicollError:
         raise
     except Exception as error:
         raise _explained(error, plan.primitive.name, group) from error
+
+
+def _count(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
+    """Puts a call on the group's record, with the lock held."""
+    group.sequence = sequence = group.sequence + 1
+    group.recent.append((sequence, kind, sizes, root))
+
+
+def _look_at(error: Exception, plan: Plan) -> None:
+    """A call that failed because the ranks' records of it differ has been reported: it is taken off
+    them. One that failed for a reason of this rank's stays, for the others have made the same.
+    """
+    differs = MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception
+    if plan.even and isinstance(error, differs):
+        consistency.drop(plan.group)
 
 
 def _plan(
@@ -266,11 +287,15 @@ def perform(
     group = plan.group
     try:
         with group.lock:
-            group.sequence += 1
-            if group.sequence >= group.next_check:
-                counts = calls.counts(plan.primitive, send, recv, blocks)
-                consistency.check(group, *consistency.of_call(plan, root, counts))
-            _carry_out(plan, send, recv, root, blocks, crossing)
+            sizes = number_of(calls.counts(plan.primitive, send, recv, blocks))
+            _count(group, plan.kind, sizes, root)
+            try:
+                if group.sequence >= group.next_check:
+                    consistency.check(group)
+                _carry_out(plan, send, recv, root, blocks, crossing)
+            except Exception as error:
+                _look_at(error, plan)
+                raise
     except MpicollError:
         raise
     except Exception as error:
@@ -442,10 +467,11 @@ def in_order(
 
     root: given where all members call: the call is compared with the other ranks', like those of
     primitives (-1 where there is no root). everybody: all members call, if not with the same
-    arguments. keeps_time: the task sees to its own timeout. Returns what the task returns.
+    arguments. keeps_time: the task sees to its own timeout, and may fail on some ranks alone.
+    Returns what the task returns.
     """
     group.check_open()
-    if root is None and everybody:
+    if root is None and everybody and not keeps_time:
         group.formed += 1
     result: list[Any] = []
 
@@ -453,11 +479,11 @@ def in_order(
         try:
             with group.lock:
                 if root is not None:
-                    group.sequence += 1
-                    if group.sequence >= group.next_check:
-                        consistency.check(group, *consistency.of_task(name, root))
+                    _count(group, *task_of(name), root)
                 group.keeps_time = keeps_time
                 try:
+                    if root is not None and group.sequence >= group.next_check:
+                        consistency.check(group)
                     result.append(task())
                 finally:
                     group.keeps_time = False

@@ -11,10 +11,9 @@ import sys
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import memmove
-from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,18 +21,17 @@ import numpy as np
 
 from mpicoll import calls, views
 from mpicoll.arrays import glances, same_device
-from mpicoll.calls import Plan, Views
+from mpicoll.calls import Views
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.kernels import kernels
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.views import CARRIERS, Alias, DeviceView, Parts, View
-from mpicoll.watch import consistency
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused", "number_of", "of_list", "told"]
+__all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused"]
 
 Array = np.ndarray[Any, Any]
 
@@ -217,29 +215,6 @@ def _carried(buffer: Any, dtype: DType) -> Array:
     if isinstance(buffer, np.ndarray):
         return buffer
     return np.frombuffer(buffer, dtype.numpy if dtype.buffers else CARRIERS[dtype.itemsize])
-
-
-def number_of(counts: Sequence[Any]) -> int:
-    """A number of 64 bits that stands for sizes, or lists of them, and is the same on all ranks."""
-    return hash(tuple(counts)) & 0xFFFFFFFFFFFFFFFF
-
-
-def of_list(plan: Plan, counts: Sequence[Any]) -> tuple[consistency.Record, Callable[[], str]]:
-    """The record of a list of calls, as ``consistency.of_call`` makes that of one.
-
-    counts: see Fused.
-    """
-    record, _ = consistency.of_call(plan, -1, [number_of(counts)])  # -1: not a call alone
-    return record, partial(told, plan, counts)
-
-
-def told(plan: Plan, counts: Sequence[Any]) -> str:
-    """A list of calls, in words."""
-    runs = [f"{len(list(run))} x {count}" for count, run in groupby(counts)]
-    where = " on a device" if plan.on_device else ""
-    op = "" if plan.op is None else f" {plan.op.name}"
-    sizes = ", ".join(runs)
-    return f"{plan.primitive} of a list of {plan.dtype}{where} with {sizes} elements{op}"
 
 
 # --- packing ------------------------------------------------------------------------------------

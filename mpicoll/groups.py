@@ -45,7 +45,7 @@ class ProcessGroup:
     timeout:  seconds after which an operation has failed; None never.
     in_flight: the user's messages that are not through.
     pending:  the asynchronous collectives that are not done.
-    departed: the ranks that ended, and how many collectives they had begun.
+    positions: where other ranks are, as they have told; see watch/positions.py.
     object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
               are below them.
     lock:     held while a collective runs.
@@ -57,9 +57,11 @@ class ProcessGroup:
     ferries:  what takes messages to and from each CUDA device.
     devices:  how device memory goes; None before the ranks have agreed on it.
     sequence: number of collectives begun that are compared between the ranks.
-    formed:   number of the others: groups made of this one, monitored barriers.
+    formed:   number of the others: groups made of this one.
     keeps_time: the collective inside MPI watches its own timeout.
-    next_check: the sequence number at which the ranks' calls are compared next.
+    recent:   the calls since the ranks' calls were last compared; see watch/consistency.py.
+    next_check: the number of the call before which they are next.
+    broken:   why the group cannot be used any more; "" where it can.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
     """
 
@@ -94,13 +96,15 @@ class ProcessGroup:
         self.sequence = 0
         self.formed = 0
         self.keeps_time = False
+        self.recent = [(0, 0, 0, 0)]
         self.next_check = 0
+        self.broken = ""
         self.monitored = 0
         self.splits = 0
         self.closed: type[Exception] | None = None
         self.in_flight: set[Any] = set()
         self.pending: set[Any] = set()
-        self.departed: dict[int, int] = {}
+        self.positions: dict[int, Any] = {}
         self.object_tag = greatest_tag(messages)
         self.leave_tag = self.object_tag - 1
         self._rank = comm.Get_rank()
@@ -108,19 +112,22 @@ class ProcessGroup:
         self._group_ranks = {rank: i for i, rank in enumerate(self.ranks)}
 
     def rank(self) -> int:
-        """This process's rank in the group."""
+        """Return this process's rank in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Number of ranks in the group."""
+        """Return the number of ranks in the group."""
         return self._size
 
     def name(self) -> str:
-        """The name of the backend that was asked for."""
+        """Return the name of the backend that was asked for."""
         return self.backend
 
     def group_rank(self, global_rank: int) -> int | None:
-        """The rank in the group of a global rank; None for one that is not a member."""
+        """Return the rank in the group of a global rank, None for one that is not a member.
+
+        global_rank: the rank in the default group.
+        """
         return self._group_ranks.get(global_rank)
 
     @property
@@ -314,25 +321,40 @@ def _registered(candidate: Any, where: str) -> ProcessGroup:
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank in ``group``, -1 if it is not a member.
+    """Tell this process's rank in a group.
 
-    Raises NotInitializedError (a ValueError) before init_process_group.
+    group: the process group, None for the default group.
+
+    Returns the rank, 0 to the size less one, and -1 on a rank outside the group.
+
+    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentTypeError (a
+    TypeError) for what is no group.
     """
     found = default_group() and resolve(group)
     return -1 if found is None else found.rank()
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Number of ranks in ``group``, -1 on a rank that is not a member.
+    """Tell the number of ranks in a group.
 
-    Raises NotInitializedError (a ValueError) before init_process_group.
+    group: the process group, None for the default group.
+
+    Returns the number, and -1 on a rank outside the group.
+
+    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentTypeError (a
+    TypeError) for what is no group.
     """
     found = default_group() and resolve(group)
     return -1 if found is None else found.size()
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """The rank in ``group`` of a global rank.
+    """Tell the rank in a group of a global rank.
+
+    group: a process group that this rank is in.
+    global_rank: the rank in the default group.
+
+    Returns the rank in the group.
 
     Raises ArgumentError (a ValueError) where the group is not alive or the rank not in it.
     """
@@ -347,7 +369,12 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """The global rank of a rank in ``group``.
+    """Tell the global rank of a rank in a group.
+
+    group: a process group that this rank is in.
+    group_rank: the rank in the group.
+
+    Returns the rank in the default group.
 
     Raises ArgumentError (a ValueError) where the group is not alive or the rank not in it.
     """
@@ -361,5 +388,12 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """The global ranks of a group, in the order of their ranks in the group."""
+    """List the global ranks of a group.
+
+    group: the process group, None for the default group.
+
+    Returns them in the order of the ranks in the group.
+
+    Raises ArgumentError (a ValueError) for a group that is not alive or that this rank is not in.
+    """
     return list(_registered(group, "get_process_group_ranks").ranks)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 from typing import Any
+
+from mpicoll import settings
 
 __all__ = ["Kernels", "how", "kernels"]
 
@@ -13,8 +14,8 @@ __all__ = ["Kernels", "how", "kernels"]
 class Kernels:
     """The functions of the C library at ``path``; OSError or AttributeError if it is none.
 
-    See ``_reduction.c``, ``_packing.c`` and ``_shared.c`` for what they do. ``short_combine`` is
-    combine with the GIL held.
+    See ``_reduction.c``, ``_packing.c``, ``_shared.c`` and ``_limit.c`` for what they do.
+    ``short_combine`` is combine with the GIL held.
     """
 
     def __init__(self, path: str) -> None:
@@ -52,6 +53,10 @@ class Kernels:
             library, "shared_exchange", pointer, size, size, pointer, size, pointer, size,
             ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, result=integer,
         )  # fmt: skip
+        text = ctypes.c_char_p
+        self.limit = _function(
+            library, "limit", integer, integer, ctypes.c_longlong, text, text, text, integer
+        )
 
 
 def _function(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Any:
@@ -61,7 +66,7 @@ def _function(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = No
 
 
 def _load() -> tuple[Kernels | None, str]:
-    if os.environ.get("MPICOLL_KERNELS") == "numpy":
+    if settings.KERNELS.says("numpy"):
         return None, "numpy (MPICOLL_KERNELS=numpy)"
     # Found as the extension module that it was built as, but it is none, and is not imported.
     spec = importlib.util.find_spec("mpicoll._kernels")

@@ -2,7 +2,9 @@
 
 Objects travel as pickles. Unpickling can run any code: receive only from ranks that you trust, or
 name what may arrive with ``restricted_pickle``. NumPy arrays inside objects travel as buffers of
-their own, without a copy into the pickle; sizes are not padded and not limited to 2 GiB.
+their own, without a copy into the pickle; sizes are not padded and not limited to 2 GiB. Every
+function raises NotInitializedError (a ValueError) before init_process_group; a rank outside the
+group is warned and does nothing.
 """
 
 from __future__ import annotations
@@ -50,10 +52,15 @@ def _empty(size: int) -> Bytes:
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
-    """Gives every rank the objects of all ranks.
+    """Gather the objects of all ranks in a list, on every rank.
 
-    object_list: a list with one entry for each rank, which is replaced. obj: any object that can
-    be pickled.
+    object_list: a list with one entry for each rank, which are replaced, in rank order.
+    obj: this rank's object, of whatever can be pickled.
+    group: the process group, None for the default group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no list and ArgumentError (a ValueError) for
+    one that is too short, what pickle raises for an object that cannot be pickled, and
+    RefusedPickleError for what restricted_pickle does not allow.
     """
     name = "all_gather_object"
     member = resolve(group)
@@ -79,10 +86,19 @@ def gather_object(
     group: ProcessGroup | None = None,
     group_dst: int | None = None,
 ) -> None:
-    """Gives the root the objects of all ranks.
+    """Gather the objects of all ranks in a list on the root.
 
-    object_gather_list: on the root a list with one entry for each rank; elsewhere None. dst: the
-    root, global rank 0 where neither dst nor group_dst is given.
+    obj: this rank's object, of whatever can be pickled.
+    object_gather_list: on the root a list with one entry for each rank, which are replaced, in rank
+        order; elsewhere None.
+    dst: the root as a global rank; rank 0 of all where neither dst nor group_dst is given.
+    group: the process group, None for the default group.
+    group_dst: the root as a rank in the group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no list and ArgumentError (a ValueError) for
+    one that is too short, missing on the root or given elsewhere, and for a root that is not in the
+    group, what pickle raises for an object that cannot be pickled, and RefusedPickleError for what
+    restricted_pickle does not allow.
     """
     name = "gather_object"
     root = execute.rooted(name, group, "dst", dst, group_dst, default=0)
@@ -117,9 +133,19 @@ def broadcast_object_list(
     device: Any = None,
     group_src: int | None = None,
 ) -> None:
-    """Copies the root's list of objects into the lists of all ranks, which are as long.
+    """Copy the root's list of objects into the lists of all ranks.
 
-    src: the root, global rank 0 where neither src nor group_src is given.
+    object_list: a list, as long on all ranks as on the root, whose entries are replaced but on the
+        root.
+    src: the root as a global rank; rank 0 of all where neither src nor group_src is given.
+    group: the process group, None for the default group.
+    device: None or the host, where objects travel.
+    group_src: the root as a rank in the group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no list, ArgumentError (a ValueError) for a
+    root that is not in the group, UnsupportedError (a ValueError) for another device, MismatchError
+    for a list of another length, what pickle raises for an object that cannot be pickled, and
+    RefusedPickleError for what restricted_pickle does not allow.
     """
     name = "broadcast_object_list"
     root = execute.rooted(name, group, "src", src, group_src, default=0)
@@ -156,11 +182,18 @@ def scatter_object_list(
     group: ProcessGroup | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Gives each rank its object of the root's list, as first entry of its output list.
+    """Send each rank its object of the root's list.
 
-    scatter_object_output_list: a list with at least one entry. scatter_object_input_list: on the
-    root one object for each rank; ignored elsewhere. src: the root, global rank 0 where neither
-    is given.
+    scatter_object_output_list: a list with at least one entry; the first is replaced.
+    scatter_object_input_list: on the root one object for each rank, in rank order; ignored
+        elsewhere.
+    src: the root as a global rank; rank 0 of all where neither src nor group_src is given.
+    group: the process group, None for the default group.
+    group_src: the root as a rank in the group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no list and ArgumentError (a ValueError) for
+    one of another length and for a root that is not in the group, what pickle raises for an object
+    that cannot be pickled, and RefusedPickleError for what restricted_pickle does not allow.
     """
     name = "scatter_object_list"
     root = execute.rooted(name, group, "src", src, group_src, default=0)
@@ -203,9 +236,19 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Sends a list of objects to a rank, which calls recv_object_list with a list as long.
+    """Send a list of objects to another rank; return when it is on its way.
 
-    use_batch has no effect: messages never wait for their order.
+    object_list: objects of whatever can be pickled; the receiver gives a list as long.
+    dst: the receiver as a global rank.
+    group: the process group, None for the default group.
+    device: None or the host, where objects travel.
+    group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
+    use_batch: has no effect; messages never wait for their order.
+
+    Raises ArgumentTypeError (a TypeError) for what is no list, ArgumentError (a ValueError) for a
+    receiver that is this rank or not in the group, UnsupportedError (a ValueError) for another
+    device, CollectiveTimeoutError where nobody receives, and what pickle raises for an object that
+    cannot be pickled.
     """
     name = "send_object_list"
     peer = execute.rooted(name, group, "dst", dst, group_dst)
@@ -228,10 +271,21 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receives a list of objects into ``object_list``; returns the sender's global rank, -1 on a
-    rank outside the group.
+    """Receive a list of objects from another rank.
 
-    src: any rank where neither src nor group_src is given. use_batch has no effect.
+    object_list: a list as long as the sender's, whose entries are replaced.
+    src: the sender as a global rank.
+    group: the process group, None for the default group.
+    device: None or the host, where objects travel.
+    group_src: the sender as a rank in the group; any rank where neither src nor group_src is given.
+    use_batch: has no effect.
+
+    Returns the sender's global rank, and -1 on a rank outside the group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no list, ArgumentError (a ValueError) for a
+    sender that is not in the group, UnsupportedError (a ValueError) for another device,
+    MismatchError for a list of another length, CollectiveTimeoutError where nothing comes, and
+    RefusedPickleError for what restricted_pickle does not allow.
     """
     name = "recv_object_list"
     member = resolve(group)

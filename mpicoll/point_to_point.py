@@ -25,7 +25,7 @@ from mpicoll.groups import ProcessGroup, default_group, resolve
 from mpicoll.pickles import Bytes
 from mpicoll.progress import Poller
 from mpicoll.views import DeviceView, View
-from mpicoll.watch import departures
+from mpicoll.watch import positions
 from mpicoll.work import Work, deadline
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class MessageWork(Work):
 
     def _check_peer(self) -> None:
         """Ends the wait for a rank that has ended, and had its last message looked for."""
-        gone = set(self._group.departed)
+        gone = positions.left(self._group)
         everybody = len(gone) == self._group.size() - 1
         if (self._peer in gone or (self._peer < 0 and everybody)) and not self.poll():
             self._give_up(
@@ -201,7 +201,7 @@ class MessageWork(Work):
                     "through"
                 )
             )
-        departures.look(self._group)
+        positions.look(self._group)
 
     def _give_up(self, error: BaseException) -> None:
         """Ends with an error, unless the message is through after all.
@@ -377,13 +377,18 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Sends an array and returns when it may be changed again.
+    """Send an array to another rank; return when it may be changed again.
 
-    tensor: any array. dst: a global rank, or group_dst: a rank in the group. tag: 0 to MPI's
-    greatest tag; the receiver names the same one.
+    tensor: an array of any shape; the receiver gives one of as many bytes.
+    dst: the receiver as a global rank.
+    group: the process group, None for the default group.
+    tag: 0 to MPI's greatest tag less two; the receiver names the same.
+    group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
 
-    Raises ArgumentError (a ValueError) for this rank itself or one outside the group, MPIError
-    for errors of MPI, CollectiveTimeoutError when nobody receives within the group's timeout.
+    Raises ArgumentTypeError (a TypeError) for what is no array, ArgumentError (a ValueError) for a
+    tag out of range, and for a receiver that is this rank or not in the group, MPIError for errors
+    of MPI, DistBackendError where the receiver has ended, and CollectiveTimeoutError where nobody
+    receives within the group's timeout.
     """
     peer = execute.rooted("send", group, "dst", dst, group_dst)
     member = resolve(group)
@@ -402,13 +407,20 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receives into an array and returns the sender's global rank; -1 on a rank outside.
+    """Receive an array from another rank; return when it is here.
 
-    tensor: a writable array of as many bytes as the message. src: a global rank, or group_src: a
-    rank in the group; any rank where neither is given.
+    tensor: a writable array of as many bytes as the message.
+    src: the sender as a global rank.
+    group: the process group, None for the default group.
+    tag: the sender's, 0 to MPI's greatest tag less two.
+    group_src: the sender as a rank in the group; any rank where neither src nor group_src is given.
 
-    Raises MPIError where the message has another size, CollectiveTimeoutError when none comes
-    within the group's timeout.
+    Returns the sender's global rank, and -1 on a rank outside the group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no array, ArgumentError (a ValueError) for a
+    read-only array, a tag out of range or a sender that is not in the group, MPIError where the
+    message has another size, DistBackendError where the sender has ended, and
+    CollectiveTimeoutError where nothing comes within the group's timeout.
     """
     member = resolve(group)
     if member is None:
@@ -427,9 +439,19 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Begins to send an array and returns its Work; the array must not change until that is done.
+    """Begin to send an array to a rank, which may be this one.
 
-    Arguments and errors as in ``send``; a rank may send to itself.
+    tensor: an array of any shape, which must not change until the Work is done.
+    dst: the receiver as a global rank.
+    group: the process group, None for the default group.
+    tag: 0 to MPI's greatest tag less two; the receiver names the same.
+    group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
+
+    Returns a Work, None on a rank outside the group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no array and ArgumentError (a ValueError) for
+    a tag out of range or a receiver that is not in the group; the Work's ``wait()`` raises what
+    send raises later.
     """
     peer = execute.rooted("isend", group, "dst", dst, group_dst)
     member = resolve(group)
@@ -446,9 +468,19 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
-    """Begins to receive into an array and returns its Work; None on a rank outside the group.
+    """Begin to receive an array from a rank.
 
-    Arguments and errors as in ``recv``; the Work's ``source_rank()`` names the sender.
+    tensor: a writable array of as many bytes as the message, filled when the Work is done.
+    src: the sender as a global rank.
+    group: the process group, None for the default group.
+    tag: the sender's, 0 to MPI's greatest tag less two.
+    group_src: the sender as a rank in the group; any rank where neither src nor group_src is given.
+
+    Returns a Work, whose ``source_rank()`` tells the sender; None on a rank outside the group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no array and ArgumentError (a ValueError) for
+    a read-only array, a tag out of range or a sender that is not in the group; the Work's
+    ``wait()`` raises what recv raises later.
     """
     member = resolve(group)
     if member is None:
@@ -464,9 +496,16 @@ recv_async = irecv
 class P2POp:
     """One message of batch_isend_irecv.
 
-    op:   mpicoll.isend or mpicoll.irecv.
-    peer: a global rank, or group_peer: a rank in the group.
-    Raises ArgumentError (a ValueError) for another op and for a missing peer.
+    op: mpicoll.isend or mpicoll.irecv.
+    tensor: the array to send, or a writable one to receive into.
+    peer: the other rank as a global rank.
+    group: the process group, None for the default group.
+    tag: 0 to MPI's greatest tag less two, the same on both ranks.
+    group_peer: the other rank as a rank in the group; one of peer and group_peer is given.
+
+    Raises ArgumentError (a ValueError) for another op, a peer that is missing or not in the group,
+    a tag out of range and a read-only array to receive into, and ArgumentTypeError (a TypeError)
+    for what is no array.
     """
 
     def __init__(
@@ -496,11 +535,16 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Begins all messages of a list, in whatever order, and returns their Works in that order.
+    """Begin all messages of a list, in whatever order.
 
-    Nothing waits until all are begun, so no order of sends and receives deadlocks. Raises
-    EmptyListError (an IndexError) for an empty list, ArgumentError (a ValueError) where the
-    groups differ and ArgumentTypeError (a TypeError) for what is no P2POp.
+    p2p_op_list: one P2POp for each message, all of one group. No order of sends and receives
+        deadlocks, for nothing waits until all are begun.
+
+    Returns their Works, in the order of the list.
+
+    Raises EmptyListError (a ValueError and an IndexError) for an empty list, ArgumentError (a
+    ValueError) where the groups differ and ArgumentTypeError (a TypeError) for what is no list of
+    P2POp.
     """
     where = "batch_isend_irecv"
     if not isinstance(p2p_op_list, (list, tuple)):

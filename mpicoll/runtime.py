@@ -7,10 +7,12 @@ import operator
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import backends, groups, launch, point_to_point, tables
+from mpicoll import backends, groups, launch, point_to_point, settings, tables
+from mpicoll.agreement import agree
 from mpicoll.backends import Backend
 from mpicoll.errors import (
     ArgumentError,
@@ -18,13 +20,14 @@ from mpicoll.errors import (
     CollectiveTimeoutError,
     DistBackendError,
     LaunchError,
+    MismatchError,
     MpicollError,
     UnsupportedError,
 )
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
-from mpicoll.watch import departures
-from mpicoll.watch.ends import Guard, exit_code, keep_exit_code
-from mpicoll.watch.levels import get_debug_level
+from mpicoll.output import write_lines
+from mpicoll.watch import positions
+from mpicoll.watch.ends import Guard, end_job, exit_code, keep_exit_code
 from mpicoll.work import seconds
 
 if TYPE_CHECKING:
@@ -59,15 +62,22 @@ _node: tuple[int, int] | None = None
 
 
 def is_initialized() -> bool:
-    """True between init_process_group and destroy_process_group."""
+    """Tell whether there is a default process group.
+
+    Returns True between init_process_group and destroy_process_group.
+    """
     return state.default is not None
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This process's rank among those on its node.
+    """Tell this process's rank among those on its node.
 
-    From LOCAL_RANK, else from the launcher's own variable, else ``fallback_rank``, else, once
-    there is a process group, from MPI. Raises MpicollError (a RuntimeError) if nobody knows.
+    fallback_rank: returned where neither LOCAL_RANK nor a launcher's variable tells.
+
+    Returns the rank: of LOCAL_RANK, else of the launcher's own variable, else fallback_rank, else,
+    once there is a process group, of MPI.
+
+    Raises MpicollError (a RuntimeError) where nobody knows.
     """
     known = launch.local_rank()
     if known is not None:
@@ -83,21 +93,37 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def get_backend(group: ProcessGroup | None = None) -> Backend:
-    """The backend that was asked for, in lower case.
+    """Tell the backend that was asked for.
 
-    Raises ArgumentError (a ValueError) on a rank outside of the group.
+    group: the process group, None for the default group.
+
+    Returns its name as a Backend, in lower case.
+
+    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
+    ValueError) on a rank outside the group.
     """
     return Backend(member(group, "get_backend").backend)
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
-    """The backend of each device, "cpu:mpi,cuda:mpi"."""
+    """Tell the backend of each kind of device.
+
+    group: the process group, None for the default group.
+
+    Returns text such as "cpu:mpi,cuda:mpi".
+
+    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
+    ValueError) on a rank outside the group.
+    """
     backend = member(group, "get_backend_config").backend
     return backend if ":" in backend else f"cpu:{backend},cuda:{backend}"
 
 
 def get_pg_count() -> int:
-    """Number of groups alive on this rank."""
+    """Count the process groups that are alive on this rank.
+
+    Returns the number, 0 before init_process_group.
+    """
     return len(state.groups)
 
 
@@ -131,26 +157,30 @@ def init_process_group(
     device_id: Any = None,
     _ranks: list[int] | None = None,
 ) -> None:
-    """Starts MPI and makes the default group of all ranks.
+    """Start MPI and make the default group of all ranks. Every rank calls.
 
-    backend:     "mpi" (default); "gloo" and "nccl" are names under which existing scripts run over
-                 MPI.
-    init_method: "mpi://": rank and size are MPI's own, for jobs that mpirun or srun starts.
-                 "env://", "tcp://HOST:PORT", "file:///PATH": each process is told its rank and the
-                 world size, by argument, by the URL (?rank=0&world_size=2) or by RANK and
-                 WORLD_SIZE, and they become one MPI world by meeting there: rank 0 listens at
-                 MASTER_ADDR:MASTER_PORT or HOST:PORT, or writes the file. Where MPI's own launcher
-                 started as many ranks, MPI's rank and size have to agree instead.
-                 Nothing: "mpi://" under a launcher of MPI, else "env://" where RANK and WORLD_SIZE
-                 are set (torchrun sets them).
-    timeout:     seconds or a timedelta after which an operation has failed, this one included; half
-                 an hour.
-    world_size, rank: see init_method; with "mpi://" compared with MPI's own.
-    group_name:  a name for the default group.
+    backend: "mpi", where None; "gloo" and "nccl" are names under which existing scripts run over
+        MPI.
+    init_method: how the ranks find each other.
+        "mpi://": rank and size are MPI's own, for jobs that mpirun or srun starts.
+        "env://", "tcp://HOST:PORT", "file:///PATH": each process is told its rank and the world
+        size, by
+        None: "mpi://" under a launcher of MPI, else "env://" where RANK and WORLD_SIZE are set
+        (torchrun
+    timeout: seconds or a timedelta after which an operation has failed, this one included; half an
+        hour where None.
+    world_size: number of ranks, -1 where it is not given; with "mpi://" compared with MPI's own.
+    rank: this process's rank, -1 where it is not given; with "mpi://" compared with MPI's own.
+    store: None; MPI is the rendezvous.
+    group_name: a name for the default group.
+    pg_options: None.
+    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
+    _ranks: None.
 
-    Raises ArgumentError (a ValueError) when called twice or for an argument that cannot be served,
-    ArgumentTypeError (a TypeError) for a timeout that is none, LaunchError (a ValueError) where
-    launcher, arguments and MPI disagree, and CollectiveTimeoutError where ranks do not come.
+    Raises ArgumentError (a ValueError) when called twice and for a value that cannot be,
+    ArgumentTypeError (a TypeError) for a timeout, rank or size that is none, UnsupportedError (a
+    ValueError) for store, pg_options, _ranks and another init_method, LaunchError (a ValueError)
+    where launcher, arguments and MPI disagree, and CollectiveTimeoutError where ranks do not come.
     """
     where = "init_process_group"
     if state.forked:
@@ -164,7 +194,6 @@ def init_process_group(
     if pg_options is not None:
         raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
     backends.check_device(device_id, where)
-    get_debug_level()  # what is wrong with the environment is wrong now
     told = launch.told(init_method, _given("rank", rank), _given("world_size", world_size))
     meeting = launch.meeting(init_method, told, DEFAULT_TIMEOUT if limit is None else limit)
     values = {"rank": told.rank, "world_size": told.world_size}
@@ -187,27 +216,30 @@ def begin(
     expected: without a meeting, what was said of rank and size, with the name of who said it.
     """
     global _guard
-    world = launch.start(meeting, DEFAULT_TIMEOUT if limit is None else limit)
-    if meeting is None:
-        _check(expected or {}, world.Get_rank(), world.Get_size())
-    session = launch.current()
-    if session is not None:
-        session.check()
-        session.say("busy")
-    if _guard is not None:  # of a group that was destroyed on the way of an exception
-        _guard.remove()
-    _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
-    try:
-        comm, messages = world.Dup(), world.Dup()
-        _look_around(comm)
-        state.made = 0
-        state.default = groups.register(
-            ProcessGroup(comm, messages, range(comm.Get_size()), backend, limit, name, "default_pg")
-        )
-    except BaseException:
-        _guard.remove()
-        _guard = None
-        raise
+    settings.check()
+    with launch.start(meeting, limit) as world:
+        if meeting is None:
+            _check(expected or {}, world.Get_rank(), world.Get_size())
+        session = launch.current()
+        if session is not None:
+            session.check()
+            session.say("busy")
+        if _guard is not None:  # of a group that was destroyed on the way of an exception
+            _guard.remove()
+        _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
+        try:
+            agree(world)
+            comm, messages = world.Dup(), world.Dup()
+            _look_around(comm)
+            ranks = range(comm.Get_size())
+            state.made = 0
+            state.default = groups.register(
+                ProcessGroup(comm, messages, ranks, backend, limit, name, "default_pg")
+            )
+        except BaseException:
+            _guard.remove()
+            _guard = None
+            raise
     return state.default
 
 
@@ -261,11 +293,16 @@ def _check(expected: dict[str, tuple[str, int]], rank: int, size: int) -> None:
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Ends a group, and with the default group everything.
+    """End a group, and with the default group all of them. Every member calls.
 
-    Every member calls. Pending work is waited for: CollectiveTimeoutError is raised where other
-    ranks have not joined it within seconds. Raises ArgumentError (a ValueError) for a group that
-    is not alive.
+    group: the process group, None for the default group.
+
+    Pending work is waited for, and messages that nobody has sent are taken back.
+
+    Raises NotInitializedError (a ValueError) where there is no default group, ArgumentError (a
+    ValueError) for a group that is not alive, and CollectiveTimeoutError where other ranks have not
+    joined pending work within seconds. Once all groups have ended, raises MismatchError where
+    another rank has made different calls after the last that were compared, or more of them.
     """
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return
@@ -276,11 +313,12 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if chosen is not default:
         end(chosen)
         return
-    for one in reversed(list(state.groups)):
-        if one is not default:
-            end(one)
-    end(default)
+    until = time.monotonic() + positions.PATIENCE
+    wrong = [end(one, until=until) for one in reversed(list(state.groups)) if one is not default]
+    wrong.append(end(default, until=until))
     _over()
+    if any(wrong):
+        raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
 
 
 def _over() -> None:
@@ -306,8 +344,11 @@ def _part() -> None:
         session.say("free")
 
 
-def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
+def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = None) -> str:
     """Waits for what is pending in a group, frees its communicators, strikes it off.
+
+    until: given where all groups end: the ranks' calls are compared once more, and the others are
+           waited for until then, by time.monotonic. Returns how they differ, "" where they do not.
 
     Work that somebody has waited for in vain is not waited for again: the group is left with it.
     """
@@ -316,7 +357,7 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
     if not group.finish(limit):
         if all(work.overdue for work in group.pending):
             _give_up(group, "ended while it was pending, beyond its timeout")
-            return
+            return ""
         raise CollectiveTimeoutError(
             f"destroy_process_group: {group.group_name}: asynchronous work is still pending after "
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
@@ -327,11 +368,23 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE) -> None:
             group.devices.close(limit)
         group.leave_devices()
     finally:
-        with departures.lock:  # the guard may be looking at the group
+        clean, wrong = (not group.broken, "")
+        if until is not None and clean and sys.exc_info()[1] is None:
+            clean, wrong = positions.end_together(group, until)
+        positions.look(group)
+        with positions.lock:  # the guard may be looking at the group
             group.close()
             state.groups.remove(group)
-            group.messages.Free()
-            group.comm.Free()
+            if clean:
+                group.messages.Free()
+                group.comm.Free()
+            else:  # a message that is still under way must not meet a new group's communicator
+                _not_freed.append(group)
+    return wrong
+
+
+#: Groups whose communicators messages may still come to.
+_not_freed: list[ProcessGroup] = []
 
 
 def abandon(group: ProcessGroup) -> None:
@@ -368,8 +421,8 @@ def leave(group: ProcessGroup) -> None:
 
 
 def _end_without_mpi() -> None:
-    print("mpicoll: work that was given up is still inside MPI; MPI is not finalised", flush=True)
-    sys.stderr.flush()
+    write_lines("mpicoll: work that was given up is still inside MPI; MPI is not finalised")
+    sys.stdout.flush()
     _part()
     os._exit(exit_code() or 0)
 
@@ -389,15 +442,13 @@ def _close_quietly() -> None:
         except MpicollError:
             done = False
         if not done:
-            print(
+            write_lines(
                 f"mpicoll: rank {group.rank()} of group {group.group_name} ends with work pending "
-                "that other ranks have not joined; ending the job",
-                flush=True,
+                "that other ranks have not joined; ending the job"
             )
-            if guard is not None:
-                guard.abort(1)
+            end_job(1)
     for group in living:
-        departures.announce(group)
+        positions.tell(group, positions.ENDS)
     point_to_point.stop_polling()
     _part()
     if guard is not None:

@@ -37,15 +37,27 @@ def new_group(
     device_id: Any = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup | int | None:
-    """Makes the group of some global ranks.
+    """Make the group of some global ranks.
 
-    ranks:      global ranks, None for all; sorted unless ``sort_ranks`` is False.
-    timeout:    seconds or a timedelta; the default group's where None.
-    use_local_synchronization: ranks that are not members need not call, and get None.
+    Every rank of the default group calls, in the same order, in one thread; only members
+    communicate. Threads that call collectives at once take a group each: calls of one group are
+    paired by the order in which they come.
 
-    Every rank of the default group calls, in the same order; only members communicate. Returns the
-    group, on others GroupMember.NON_GROUP_MEMBER. Raises ArgumentError (a ValueError) for ranks
-    that are given twice or do not exist.
+    ranks: global ranks, None for all.
+    timeout: seconds or a timedelta, None for the default group's.
+    backend: a name as in init_process_group, None for the default group's.
+    pg_options: None.
+    use_local_synchronization: only the members call; other ranks need not, and get None.
+    group_desc: a description, for people.
+    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
+    sort_ranks: order the ranks in the group by their global ranks; False: as ranks has them.
+
+    Returns the group, on a rank that is not a member GroupMember.NON_GROUP_MEMBER.
+
+    Raises NotInitializedError (a ValueError) before init_process_group, ArgumentError (a
+    ValueError) for ranks that are given twice or do not exist and for another backend,
+    ArgumentTypeError (a TypeError) for ranks that are no ints, and UnsupportedError (a ValueError)
+    for pg_options.
     """
     where = "new_group"
     world = default_group()
@@ -113,10 +125,20 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[Any]]:
-    """Divides a group into subgroups of ``group_size`` neighbouring ranks.
+    """Divide a group into subgroups of neighbouring ranks. Every rank of it calls.
 
-    group_size: ranks a subgroup; where None, the ranks of a node. Returns this rank's subgroup and
-    the list of all. Raises ArgumentError (a ValueError) for a size that does not divide the group.
+    group_size: ranks in a subgroup, None for the ranks of a node.
+    group: the process group, None for the default group.
+    timeout: seconds or a timedelta, None for the default group's.
+    backend: a name as in init_process_group, None for the default group's.
+    pg_options: None.
+    group_desc: a description of each subgroup, for people.
+
+    Returns this rank's subgroup and the list of all; in the list those that this rank is not in are
+    GroupMember.NON_GROUP_MEMBER.
+
+    Raises ArgumentError (a ValueError) for a size that does not divide the group, and what
+    new_group raises.
     """
     where = "new_subgroups"
     ranks = groups.get_process_group_ranks(group)
@@ -148,11 +170,19 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[Any]]:
-    """Makes one group for each list of global ranks; the lists must not overlap.
+    """Make one group of each list of global ranks. Every rank of the default group calls.
 
-    Every rank of the default group calls. Returns this rank's group (None if it is in no list) and
-    the list of all groups. Raises ArgumentError (a ValueError) for an empty or overlapping
-    enumeration, before any is made.
+    ranks_per_subgroup_list: lists of global ranks that do not overlap.
+    timeout: seconds or a timedelta, None for the default group's.
+    backend: a name as in init_process_group, None for the default group's.
+    pg_options: None.
+    group_desc: a description of each group, for people.
+
+    Returns this rank's group, None where it is in no list, and the list of all; in the list those
+    that this rank is not in are GroupMember.NON_GROUP_MEMBER.
+
+    Raises ArgumentError (a ValueError) for no lists and for lists that overlap, before any group is
+    made, and what new_group raises.
     """
     where = "new_subgroups_by_enumeration"
     if not ranks_per_subgroup_list:
@@ -196,11 +226,20 @@ def split_group(
     group_desc: str | None = None,
     backend: str | Backend | None = None,
 ) -> ProcessGroup | None:
-    """Splits a group; every rank of it calls.
+    """Split a group into new ones. Every rank of it calls.
 
-    split_ranks: a list of lists of ranks of the parent group. Returns this rank's new group, None
-    where it is in no list. Raises ArgumentError (a ValueError) for lists that are empty, overlap
-    or name ranks that the parent does not have.
+    parent_pg: the group to split, None for the default group.
+    split_ranks: lists of ranks in the parent group that do not overlap; each is sorted.
+    timeout: seconds or a timedelta, None for the parent's.
+    pg_options: None.
+    group_desc: a description of each group, for people.
+    backend: a name as in init_process_group, None for the parent's.
+
+    Returns this rank's new group, None where it is in no list.
+
+    Raises ArgumentError (a ValueError) for lists that are empty, overlap or name ranks that the
+    parent does not have, ArgumentTypeError (a TypeError) for ranks that are no ints, and
+    UnsupportedError (a ValueError) for pg_options.
     """
     where = "split_group"
     parent = member(parent_pg, where)
@@ -243,15 +282,21 @@ def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any = None,
 ) -> ProcessGroup:
-    """Makes the group without some of its ranks; only the ranks that stay call.
+    """Make the group without some of its ranks. Only the ranks that stay call.
 
-    ranks_to_exclude: ranks of the group. The old group is gone afterwards; shrinking the default
-    group ends all others, and the result, whose global ranks count anew from 0, becomes the
-    default group. With SHRINK_ABORT pending work of the old group is not waited for.
+    The old group is gone afterwards. Shrinking the default group ends all others, and the result,
+    whose global ranks count anew from 0, becomes the default group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no list of ints, ArgumentError (a
-    ValueError) for ranks that are not in the group, given twice, or all of them, and MpicollError
-    (a RuntimeError) on a rank that is excluded.
+    ranks_to_exclude: a list of ranks in the group.
+    group: the process group, None for the default group.
+    shrink_flags: SHRINK_DEFAULT, or SHRINK_ABORT: pending work of the old group is not waited for.
+    pg_options: None.
+
+    Returns the new group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no list of ints, ArgumentError (a ValueError)
+    for ranks that are not in the group, given twice, or all of them, UnsupportedError (a
+    ValueError) for pg_options, and MpicollError (a RuntimeError) on a rank that is excluded.
     """
     where = "shrink_group"
     old = member(group, where)

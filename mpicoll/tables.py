@@ -9,6 +9,8 @@ there is one. Routes depend on where the ranks of a group are:
     nodes  on several nodes, several of them on some
     apart  anywhere; what is used where the former two cannot be
 
+A table that was measured leaves to the defaults, by the route "default", what was not.
+
 Every rank has the same table: rank 0's, which init_process_group hands out.
 """
 
@@ -21,13 +23,17 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpicoll import settings
 from mpicoll.errors import ArgumentError
 from mpicoll.primitives import Primitive, by_name
 
 __all__ = [
+    "DEFAULT",
     "KINDS",
     "PLACES",
     "ROUTES",
@@ -40,16 +46,21 @@ __all__ = [
     "joined",
     "kind_of",
     "machine",
+    "merged",
     "parse",
     "primitive_of",
     "read",
     "shown",
     "table_of",
+    "taken",
     "unlike",
 ]
 
 #: The routes of host memory that a table chooses among.
 ROUTES = ("mpi", "pieces", "exchange", "widened", "shared", "levels")
+#: What a file has in place of a route where nothing was measured: what the defaults of the version
+#: that reads it have there.
+DEFAULT = "default"
 #: Where the ranks of a group can be.
 PLACES = ("node", "nodes", "apart")
 #: The one place where a route is to be had.
@@ -191,7 +202,7 @@ class Table:
     def __init__(
         self, openmpi: bool, measured: Mapping[int, Rows] | None = None, path: str = ""
     ) -> None:
-        self._default = _DEFAULTS[openmpi]
+        self._openmpi = openmpi
         self._measured = measured or {}
         self.path = path
 
@@ -199,20 +210,46 @@ class Table:
         """The steps for a group of so many ranks, by place: as measured with the number of ranks
         that comes closest, by ratio, and where nothing was measured the default's.
         """
-        row: dict[str, Steps] = {}
-        for known in (self._default, self._measured):
-            farthest_first = sorted(
-                known, key=lambda n: (max(n, ranks) / min(n, ranks), n), reverse=True
-            )
-            for n in farthest_first:
-                row.update(known[n].get(kind, {}))
-        return row
+        usual = _nearest(_DEFAULTS[self._openmpi], kind, ranks)
+        measured = _nearest(self._measured, kind, ranks)
+        return usual | {place: _filled(steps, usual[place]) for place, steps in measured.items()}
+
+    def holding(self, measured: Mapping[int, Rows]) -> Table:
+        """The table of the same MPI library with something else measured."""
+        return Table(self._openmpi, measured)
 
     def told(self) -> str:
         """Where it comes from, in words."""
         if not self.path:
             return "the defaults"
         return f"{self.path} (measured on {', '.join(map(str, sorted(self._measured)))} ranks)"
+
+
+def _nearest(known: Mapping[int, Rows], kind: str, ranks: int) -> dict[str, Steps]:
+    """The steps for the number of ranks that comes closest, of those that have the place."""
+    row: dict[str, Steps] = {}
+    for n in sorted(known, key=lambda n: (max(n, ranks) / min(n, ranks), n), reverse=True):
+        row.update(known[n].get(kind, {}))
+    return row
+
+
+def _filled(steps: Steps, default: Steps) -> Steps:
+    """The steps, with the default's own where they leave a size to it."""
+    sizes = sorted({least for least, _ in (*steps, *default)})
+    routes = ((size, taken(steps, size)) for size in sizes)
+    return merged(
+        (size, taken(default, size) if route == DEFAULT else route) for size, route in routes
+    )
+
+
+def taken(steps: Steps, size: int) -> str:
+    """The route that steps give a size."""
+    return [route for least, route in steps if least <= size][-1]
+
+
+def merged(steps: Iterable[tuple[int, str]]) -> Steps:
+    """The steps without those to the route that is taken already."""
+    return tuple(next(same) for _, same in groupby(steps, key=itemgetter(1)))
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -259,7 +296,7 @@ def read(mpi: str) -> Found:
 
     MPICOLL_TABLE names it, or is "0": none; else it is ``default_path(mpi)``, if that is there.
     """
-    named = os.environ.get("MPICOLL_TABLE", "")
+    named = settings.TABLE.value()
     if named == "0":
         return Found()
     try:
@@ -295,7 +332,8 @@ def parse(text: str) -> dict[int, Rows]:
 
     {"ranks": {"2": {KIND: {PLACE: [[BYTES, ROUTE], ...]}}}}
 
-    and more beside. Raises ValueError, with the reason, for a text that is not.
+    and more beside. A route may be "default", too. Raises ValueError, with the reason, for a text
+    that is not.
     """
     try:
         measured = {
@@ -337,10 +375,11 @@ def _check(kind: str, place: str, steps: Steps) -> None:
     sizes = [least for least, _ in steps]
     if sizes[:1] != [0] or sizes != sorted(set(sizes)):
         raise ValueError(f"{kind}: {place}: expected bytes that rise from 0 on, got {sizes}")
+    names = *able(kind, place), DEFAULT
     for _, route in steps:
-        if route not in able(kind, place):
-            names = ", ".join(able(kind, place))
-            raise ValueError(f"{kind}: {place}: expected one of {names}, got {route!r}")
+        if route not in names:
+            expected = ", ".join(names)
+            raise ValueError(f"{kind}: {place}: expected one of {expected}, got {route!r}")
 
 
 def unlike(text: str, mpi: str) -> str:

@@ -304,13 +304,13 @@ def _try(folder: Path, limit: float, rank: int | None, size: int | None) -> None
         if rank is not None:
             method = f"file://{folder}/meeting"
             meeting = launch.meeting(method, launch.told(method, rank, size), limit)
-        world = launch.start(meeting, limit)
-        me = world.Get_rank()
-        cuda = device.runtime()
-        index = me % cuda.count()
-        cuda.use(index)
-        place = _Place(world, cuda, index, cuda.stream(index))
-        world.Barrier()
+        with launch.start(meeting, limit) as world:
+            me = world.Get_rank()
+            cuda = device.runtime()
+            index = me % cuda.count()
+            cuda.use(index)
+            place = _Place(world, cuda, index, cuda.stream(index))
+            world.Barrier()
         note(OK)
         for stage, test in STAGES:  # noqa: B007 (note reads it)
             right = test(place)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-import sys
 import threading
 import time
 import traceback
@@ -12,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpicoll.errors import ArgumentError, ArgumentTypeError, CollectiveTimeoutError
+from mpicoll.output import write_lines
 from mpicoll.progress import Worker
 
 __all__ = ["Future", "Work", "seconds"]
@@ -53,11 +53,20 @@ class Future:
         self._callbacks: list[Callable[[Future], Any]] = []
 
     def done(self) -> bool:
-        """True once there is a value or an error."""
+        """Tell whether there is a value or an error.
+
+        Returns True or False.
+        """
         return self._done
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
-        """The value; raises the error there is, or CollectiveTimeoutError after ``timeout``."""
+        """Wait for the value.
+
+        timeout: seconds or a timedelta, None for ever.
+
+        Returns the value. Raises the error that there is instead, and CollectiveTimeoutError when
+        the time is over.
+        """
         limit = seconds(timeout, None, "Future.wait")
         with self._condition:
             if not self._condition.wait_for(self.done, limit):
@@ -65,7 +74,11 @@ class Future:
         return self.value()
 
     def value(self) -> Any:
-        """The value of a Future that is done; raises the error if it has one instead."""
+        """Return the value of a Future that is done.
+
+        Raises the error that there is instead, and ArgumentError (a ValueError) where it is not
+        done.
+        """
         if not self._done:
             raise ArgumentError("Future.value: there is no value yet; wait() for it")
         if self._error is not None:
@@ -73,7 +86,12 @@ class Future:
         return self._value
 
     def then(self, callback: Callable[[Future], Any]) -> Future:
-        """A Future of what ``callback(self)`` returns, called once this one is done."""
+        """Have a function called once this Future is done.
+
+        callback: gets this Future.
+
+        Returns a Future of what the callback returns or raises.
+        """
         after = Future()
 
         def run(done: Future) -> None:
@@ -88,7 +106,10 @@ class Future:
         return after
 
     def add_done_callback(self, callback: Callable[[Future], Any]) -> None:
-        """Calls ``callback(self)`` once done, at once if that is now."""
+        """Have a function called once this Future is done, at once if that is now.
+
+        callback: gets this Future; what it raises is printed.
+        """
         with self._condition:
             if not self._done:
                 self._callbacks.append(callback)
@@ -96,11 +117,21 @@ class Future:
         callback(self)
 
     def set_result(self, value: Any) -> None:
-        """Ends the Future with a value."""
+        """End the Future with a value.
+
+        value: what ``wait()`` returns.
+
+        Raises ArgumentError (a ValueError) where it has ended.
+        """
         self._end(value, None)
 
     def set_exception(self, error: BaseException) -> None:
-        """Ends the Future with an error."""
+        """End the Future with an error.
+
+        error: what ``wait()`` raises.
+
+        Raises ArgumentError (a ValueError) where it has ended.
+        """
         self._end(None, error)
 
     def _end(self, value: Any, error: BaseException | None) -> None:
@@ -156,8 +187,9 @@ class Work:
         self._future: Future | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Called by whoever carries the work out, when it has ended, or gives it up; the first
-        call counts.
+        """End the work; whoever carries it out calls, and the first call counts.
+
+        error: what ``wait()`` raises, None where all went well.
         """
         with _futures:
             if self._finished:
@@ -175,16 +207,20 @@ class Work:
         return self._future is not None
 
     def give_up(self, error: BaseException) -> None:
-        """Ends the work for whoever waits for it, though what it began may go on inside MPI."""
+        """End the work for whoever waits for it, though what it began may go on inside MPI.
+
+        error: what ``wait()`` raises.
+        """
         self._seen = True
         self.finish(error)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Waits until the outputs hold the result and returns True.
+        """Wait until the outputs hold the result.
 
         timeout: seconds or a timedelta; zero or None is the group's timeout.
-        Raises what went wrong, and CollectiveTimeoutError when the time is over; the operation
-        itself goes on then, and can be waited for again.
+
+        Returns True. Raises what went wrong, and CollectiveTimeoutError when the time is over; the
+        operation goes on then, and can be waited for again.
         """
         if timeout is None and self._finished:
             return self._outcome()
@@ -210,7 +246,10 @@ class Work:
         )
 
     def time_out(self, limit: float) -> None:
-        """Ends the work with the error that ``wait()`` raises when the time is over."""
+        """End the work with the error that ``wait()`` raises when the time is over.
+
+        limit: the seconds that it took.
+        """
         self.overdue = True
         self.give_up(self._late(limit))
 
@@ -228,33 +267,48 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """True once the operation has ended, well or not."""
+        """Tell whether the operation has ended, well or not.
+
+        Returns True or False.
+        """
         return self._finished
 
     def is_success(self) -> bool:
-        """True once the operation has ended well."""
+        """Tell whether the operation has ended well.
+
+        Returns True or False.
+        """
         return self._finished and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, None if nothing has."""
+        """Return what went wrong, None if nothing has."""
         self._seen = self._seen or self._finished
         return self._error
 
     def result(self) -> list[Any]:
-        """The output arrays, once they are filled."""
+        """Wait, and return the output arrays as a list.
+
+        Raises what ``wait()`` raises.
+        """
         self.wait()
         return list(self.outputs)
 
     def synchronize(self) -> None:
-        """The same as ``wait()``: what has ended can be seen by every stream."""
+        """Wait as ``wait()`` does: what has ended can be seen by every stream.
+
+        Raises what ``wait()`` raises.
+        """
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as ``wait()``: what has ended can be seen by every stream."""
+        """Wait as ``wait()`` does: what has ended can be seen by every stream.
+
+        Raises what ``wait()`` raises.
+        """
         self.wait()
 
     def get_future(self) -> Future:
-        """A Future of the list of output arrays."""
+        """Return a Future of the list of output arrays, the same at every call."""
         with _futures:
             if self._future is not None:
                 return self._future
@@ -272,7 +326,10 @@ class Work:
             future.set_result(list(self.outputs))
 
     def source_rank(self) -> int:
-        """The global rank that a receive got its message from."""
+        """Return the global rank that a receive got its message from, once it is here.
+
+        Raises ArgumentError (a ValueError) for what is no receive.
+        """
         raise ArgumentError(f"{self.description}: only a receive has a source rank")
 
     def _source_rank(self) -> int:
@@ -284,8 +341,7 @@ class Work:
 
     def __del__(self) -> None:
         if getattr(self, "_error", None) is not None and not self._seen:
-            # In one piece: other ranks may write, too.
-            sys.stderr.write(f"mpicoll: nobody waited for {self!r}: {self._error}\n")
+            write_lines(f"mpicoll: nobody waited for {self!r}: {self._error}")
 
 
 def deadline(limit: float | None) -> float:

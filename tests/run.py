@@ -5,7 +5,7 @@
 Each MPI comes with the virtual environment that holds it. In each of them run
 
 - the tests of ``tests/`` itself, once, by a plain pytest, and some that mostly wait for processes
-  by one beside. A test that needs ranks starts them by the command in MPICOLL_TEST_MPIEXEC (split
+  by one beside. A test that needs ranks starts them by the command in TEST_MPICOLL_MPIEXEC (split
   it with shlex, append ``-n N program``);
 - the tests of ``tests/mpi/``, under mpiexec, on 1, 2, 3 and 4 ranks;
 - those of ``tests/pytorch/``, where there is torch, likewise on 2 and 4 ranks.
@@ -63,8 +63,12 @@ ONCE = [
     "tests/test_device_kernels.py",
     "tests/test_model.py",
     "tests/test_jobs.py",
+    "tests/test_pickles.py",
+    "tests/test_project.py",
     "tests/test_reduction.py",
+    "tests/test_settings.py",
     "tests/test_shared_memory.py",
+    "tests/test_signature.py",
     "tests/test_tables.py",
     "tests/test_tune.py",
 ]
@@ -155,7 +159,7 @@ class Launch:
             # Ranks that write to one cache would trip over each other.
             command += ["--exitfirst", "-p", "no:cacheprovider", *arguments]
         command += [] if any(map(part_of, arguments)) else all_of_it
-        environment = os.environ | ENVIRONMENT | {"MPICOLL_TEST_MPIEXEC": shlex.join(mpiexec)}
+        environment = os.environ | ENVIRONMENT | {"TEST_MPICOLL_MPIEXEC": shlex.join(mpiexec)}
         start = time.perf_counter()
         code = self._wait(command, environment, timeout)
         self.seconds = time.perf_counter() - start

@@ -7,7 +7,6 @@ mpicoll.reduction, which computes in another way.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import os
@@ -25,7 +24,7 @@ from test_cli import LIMIT, needs_mpiexec
 from whole_jobs import made_by
 
 from mpicoll import cli, reduction
-from mpicoll.cli import bench, bench_calls, bench_check, bench_measure
+from mpicoll.cli import bench, bench_calls, bench_check, bench_measure, bench_plot
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtype_of
 from mpicoll.primitives import PRIMITIVES, by_name
@@ -36,13 +35,6 @@ needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="
 needs_matplotlib = pytest.mark.skipif(
     not importlib.util.find_spec("matplotlib"), reason="needs matplotlib"
 )
-
-
-@dataclass(frozen=True)
-class Job(test_cli.Job):
-    """site: what each process runs before the command. $FOLDER is replaced in the words, too."""
-
-    site: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,19 +61,11 @@ class Ended(test_cli.Ended):
         assert self.seconds < LIMIT / 3
 
 
-job = made_by(Job)
+job = made_by(test_cli.Job)
 
 
-def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
-    paths = [str(folder), task.environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
-    own = {**task.environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    if task.site:
-        (folder / "sitecustomize.py").write_text(task.site)
-    words = task.words.replace("$FOLDER", str(folder))
-    ended = test_cli.run(
-        dataclasses.replace(task, words=words, environment=own), parameters, folder
-    )
-    return Ended(**vars(ended), folder=folder)
+def run(task: test_cli.Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
+    return Ended(**vars(test_cli.run(task, parameters, folder)), folder=folder)
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -199,6 +183,38 @@ def test_others_in_the_same_run(ended: Ended) -> None:
     gloo, raw = reduced["compare"]["gloo"], scattered["compare"]["mpi4py"]
     assert ended.lines[0][13:] == ["-", "-", f"{gloo['time']:.2f}", f"{gloo['ratio']:.2f}"]
     assert ended.lines[1][13:15] == [f"{raw['time']:.2f}", f"{raw['ratio']:.2f}"]
+
+
+@needs_mpiexec
+@job("bench all_reduce scatter -b 64 -e 4K -f 64 -d float,bfloat16 --compare mpi4py --short -n 2 "
+     "-c --json $FOLDER/report.json", ranks=3)  # fmt: skip
+def test_a_short_table(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    for line, result in zip(ended.lines, ended.report["results"], strict=True):
+        reduces = result["primitive"] == "all_reduce"
+        own = result["in_place" if reduces else "out_of_place"]["time"]
+        size = "4 KiB" if result["size"] == 4096 else f"{result['size']} B"
+        assert line[:4] == [*size.split(), result["type"], f"{own:.2f}"]
+        other = result["compare"]["mpi4py"]
+        if reduces and result["type"] == "bfloat16":
+            assert other is None and line[4:] == ["refused", "-"]
+        else:
+            assert line[4:] == [f"{other['time']:.2f}", f"{other['ratio']:.2f}"]
+    assert ended.out.count("# refused: MPI alone has no all_reduce of bfloat16\n") == 1
+    assert "refused: MPI alone has no scatter" not in ended.out
+    assert ended.out.count("0 OK") == 2 and "Avg" not in ended.out
+    crowded = len(os.sched_getaffinity(0)) < 3
+    assert ("they take turns" in ended.out) == crowded
+
+
+@job("bench barrier --compare all -n 1 --json $FOLDER/report.json", site="""
+import importlib.util as found
+real = found.find_spec
+found.find_spec = lambda name, *more: None if name == "torch" else real(name, *more)
+""")  # fmt: skip
+def test_all_others_are_those_that_are_installed(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert list(ended.report["results"][0]["compare"]) == ["mpi4py"]
 
 
 #: The calls of $WHO take the place of mpicoll's, and are checked.
@@ -342,6 +358,75 @@ def test_a_plot(ended: Ended) -> None:
     assert image.startswith(b"\x89PNG") and len(image) > 10000
 
 
+def measured(primitive: str, size: int, **told: Any) -> dict[str, Any]:
+    line = {"primitive": primitive, "size": size, "type": "float32", "redop": "none",
+            "out_of_place": None, "in_place": None, "compare": {}}  # fmt: skip
+    return line | told
+
+
+def plotted(**more: Any) -> dict[str, Any]:
+    """A report: all_reduce and scatter of 1 KiB and 1 MiB, by three."""
+    one = {"busbw": 0.25, "algbw": 0.5, "p50": 100.0, "p99": 2000.0}
+    others = {"mpi4py": one, "gloo": None}
+    results = []
+    for size in (1 << 10, 1 << 20):
+        results.append(measured("scatter", size, out_of_place=one, in_place=one, compare=others))
+        reduced = measured("all_reduce", size, in_place=one, compare={"mpi4py": None, "gloo": one})
+        results.append(reduced | {"redop": "sum"})
+    report = {"ranks": 2, "MPI": "M", "machine": "m", "latency": False, "results": results}
+    return report | more
+
+
+def test_lines_of_a_plot() -> None:
+    report = plotted()
+    found = bench_plot._lines(report, bench_plot._measure(report))
+    assert {name: [line.label for line in lines] for name, lines in found.items()} == {
+        "scatter": [
+            "mpicoll out of place, float32", "mpicoll in place, float32", "mpi4py, float32",
+        ],
+        "all_reduce": ["mpicoll in place, float32", "gloo, float32"],
+    }  # fmt: skip
+    points = [(1 << 10, 0.25e9, 0.25e9), (1 << 20, 0.25e9, 0.25e9)]
+    assert all(one == points for lines in found.values() for one in lines.values())
+
+
+@pytest.mark.parametrize(
+    ("more", "ends", "title"),
+    [
+        ({"latency": True}, (100e-6, 2000e-6), "time of a call, p50 to p99 (s)"),
+        ({"ranks": 1}, (0.5e9, 0.5e9), "size / time (B/s)"),  # a bus has nothing to carry
+    ],
+)
+def test_what_is_plotted(more: dict[str, Any], ends: tuple[float, float], title: str) -> None:
+    report = plotted(**more)
+    measure = bench_plot._measure(report)
+    assert measure.title == title
+    for lines in bench_plot._lines(report, measure).values():
+        for points in lines.values():
+            assert [point[1:] for point in points] == [pytest.approx(ends)] * 2
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("latency", [False, True])
+def test_axes_and_colours_of_a_plot(latency: bool) -> None:
+    figure = bench_plot.figure_of(plotted(latency=latency))
+    figure.canvas.draw()
+    assert [axes.get_title() for axes in figure.axes] == ["scatter", "all_reduce"]
+    for axes in figure.axes:
+        assert axes.get_xscale() == axes.get_yscale() == "log"
+        ticks = [label.get_text() for label in axes.get_xticklabels()]
+        assert ticks[0] == "1 KiB" and ticks[-1] in ("256 KiB", "1 MiB")
+        unit = "s" if latency else "B/s"
+        assert axes.get_ylabel().endswith(f"({unit})")
+        assert all(label.get_text().endswith(unit) for label in axes.get_yticklabels())
+        for line in axes.get_lines():
+            who = line.get_label().partition(",")[0].split()[0]
+            assert line.get_color() == bench_plot.COLOURS[who]
+    (legend,) = figure.legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert len(texts) == len(set(texts)) == 4
+
+
 # --- arrays on a GPU ----------------------------------------------------------------------------
 
 #: NumPy under CuPy's name.
@@ -391,6 +476,7 @@ def parsed(words: str) -> argparse.Namespace:
         ("barrier -f 1", "no number from 2 on"),
         ("barrier -f 2 -i 8", "not allowed with"),
         ("barrier -d floot", "'floot' is none of all, bool"),
+        ("barrier -d float,floot", "'floot' is none of all, bool"),
         ("barrier -o mul", "'mul' is none of all, sum"),
         ("barrier -n 0", "no number from 1 on"),
         ("barrier --check 2", "invalid choice: 2"),
@@ -412,6 +498,8 @@ def test_good_words() -> None:
     assert (options.minbytes, options.maxbytes) == (1536, 2 << 30)
     assert options.datatype == [dtype_of["float16"]]
     assert options.op == list(OPERATIONS[:-1])
+    options = parsed("bench all_reduce -d bfloat16,float,float32")
+    assert options.datatype == [dtype_of["bfloat16"], dtype_of["float32"]]
     assert bench._contradiction(options) == ""
 
 
@@ -420,6 +508,7 @@ def test_good_words() -> None:
     [
         ("barrier -b 2M -e 1M", "--minbytes 2097152 is more than --maxbytes 1048576"),
         ("reduce -d int8 -o avg", "--op avg has no meaning for int8"),
+        ("reduce --short --latency", "--short is without percentiles"),
         ("reduce --device cuda --compare mpi4py", "--compare is for --device cpu"),
     ],
 )

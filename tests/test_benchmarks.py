@@ -21,8 +21,8 @@ import aims  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
 
-MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
-needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
 KIB, MIB = 1 << 10, 1 << 20
 
 # --- aims, from measurements that are made up ---------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shlex
 import socket
@@ -18,27 +19,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 from whole_jobs import made_by
 
+import mpicoll
 from mpicoll import cli
 from mpicoll.cli import doctor
+from mpicoll.cli.doctor_machine import Place, ranges
 from mpicoll.primitives import PRIMITIVES
 
 pytest_plugins = ["whole_jobs"]
 
-MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
-needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
 FAKE = str(Path(__file__).with_name("fake_gpu"))
 #: Seconds after which a job counts as hanging. Most take two, with torch four.
 LIMIT = 60
 
-#: The command, with what ends a rank that hangs.
+#: The command, with what ends a rank that hangs. However slow the machine is, it does not say how
+#: far it is unless it is told to.
 PROGRAM = f"""
-import faulthandler, signal, sys
+import faulthandler, os, signal, sys
 faulthandler.register(signal.SIGALRM, chain=True)  # print where all threads are, then die
 signal.alarm({LIMIT})
 import runpy
+import mpicoll.cli
+mpicoll.cli.PACE = float(os.environ.get("TEST_MPICOLL_PACE", "inf"))
 runpy.run_module("mpicoll", run_name="__main__")
 """
 
@@ -48,12 +56,14 @@ class Job:
     """A command line and how it is started.
 
     ranks: by mpiexec; 0: as a plain process.
-    environment: $FOLDER is replaced.
+    environment: $FOLDER is replaced, as in the words.
+    site:  what each process runs before the command.
     """
 
     words: str
     ranks: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    site: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,9 +80,14 @@ job = made_by(Job)
 
 
 def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
+    paths = [str(folder), task.environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
     own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder), **task.environment}
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if task.site:
+        (folder / "sitecustomize.py").write_text(task.site)
     own = {name: value.replace("$FOLDER", str(folder)) for name, value in own.items()}
     words = task.words.replace("$words", str(parameters.get("words", "")))
+    words = words.replace("$FOLDER", str(folder))
     start = [*MPIEXEC, "-n", str(task.ranks)] if task.ranks else []
     begin = time.monotonic()
     done = subprocess.run(
@@ -88,7 +103,7 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("words", ["hello --bad", "doctor --js", "doctor more", "hullo", ""])
+@pytest.mark.parametrize("words", ["hello --bad", "doctor --js", "doctor more", "hullo"])
 @job("$words", ranks=3)
 def test_a_bad_command_line_ends_all_ranks_at_once(words: str, ended: Ended) -> None:
     assert ended.code == 2, ended
@@ -98,13 +113,91 @@ def test_a_bad_command_line_ends_all_ranks_at_once(words: str, ended: Ended) -> 
     assert ended.seconds < LIMIT / 3
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("docter", "docter: there is no such command; did you mean doctor?"),
+        ("xyz", "xyz: there is no such command; known are bench, doctor, hello, tune"),
+    ],
+)
+def test_a_misspelt_command(words: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli._parser().parse_args([words])
+    assert caught.value.code == 2 and hint in capsys.readouterr().err
+
+
 @needs_mpiexec
-@job("--help", ranks=3)
-def test_help_is_printed_once(ended: Ended) -> None:
-    assert ended.code == 0, ended
+@pytest.mark.parametrize("words", ["--help", ""])
+@job("$words", ranks=3)
+def test_help_is_printed_once(words: str, ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
     assert ended.out.count("usage: ") == 1
     for name, what in cli.COMMANDS.items():
         assert name in ended.out and what[:30] in ended.out
+
+
+@needs_mpiexec
+@job("--version", ranks=3)
+def test_the_version_is_printed_once(ended: Ended) -> None:
+    assert (ended.code, ended.out) == (0, f"mpicoll {mpicoll.__version__}\n"), ended
+
+
+#: Ctrl-C comes to the ranks named, once the command makes collective calls. Ranks named after
+#: the bar are stuck inside MPI by then: the others never call this barrier.
+INTERRUPT = """
+import os, signal, sys, threading, time
+rank = next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOME")
+            if name in os.environ)
+who, _, stuck = "$WHO".partition("|")
+def interrupt():
+    while "mpicoll.execute" not in sys.modules:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGINT)
+if rank in who or not rank.isdigit():
+    threading.Thread(target=interrupt, daemon=True).start()
+if rank in stuck:
+    def block(*rest):
+        from mpi4py import MPI
+        MPI.COMM_WORLD.Barrier()
+    from mpicoll.cli import bench_measure
+    bench_measure.count_wrong = block
+"""
+
+
+def interrupted(who: str) -> str:
+    return INTERRUPT.replace("$WHO", who)
+
+
+def check_interrupted(ended: Ended) -> None:
+    assert ended.code == cli.INTERRUPTED, ended
+    assert ended.err.count("interrupted") == 1 and "Traceback" not in ended.err, ended
+    assert ended.seconds < LIMIT / 3, ended
+
+
+@job("bench all_reduce -e 1 -b 1 -n 100000000", site=interrupted("0"))
+def test_ctrl_c_alone(ended: Ended) -> None:
+    check_interrupted(ended)
+    assert ended.err == "interrupted\n"
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("words", ["bench all_reduce -e 8 -n 100000000", "tune -o $FOLDER/x"])
+@job("$words", ranks=3, site=interrupted("0 1 2"))
+def test_ctrl_c(words: str, ended: Ended) -> None:
+    check_interrupted(ended)
+
+
+@needs_mpiexec
+@job("bench all_reduce -e 8 -n 100000000", ranks=3, site=interrupted("1"))
+def test_ctrl_c_on_one_rank_ends_all(ended: Ended) -> None:
+    check_interrupted(ended)
+
+
+@needs_mpiexec
+@job("bench all_reduce -b 8 -e 8 -c", ranks=3, site=interrupted("0|0"))
+def test_ctrl_c_inside_mpi(ended: Ended) -> None:
+    check_interrupted(ended)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +254,9 @@ def test_doctor_alone(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
     for words in "Python", "MPI_THREAD_", "1 on 1 node", "C library", "none: arrays on a GPU":
         assert words in ended.out, ended
-    assert "WRONG" not in ended.out
+    for words in "system  ", "processors  ", "may run on  ", "/dev/shm  ", "NumPy  ", "ml_dtypes  ":
+        assert f"\n  {words}" in ended.out, ended
+    assert "WRONG" not in ended.out and "this process is alone" in ended.out
 
 
 @needs_mpiexec
@@ -173,6 +268,15 @@ def test_doctor_on_ranks(ended: Ended) -> None:
     assert {each["ranks"] for each in found["ranks"]} == {"3 on 1 node"}
     served = {name.partition(" ")[0] for name in found["routes"]["host"]}
     assert served == {row.name for row in PRIMITIVES}
+    each = found["ranks"][0]
+    assert each["host"] == socket.gethostname() and platform.release() in each["system"]
+    allowed = len(os.sched_getaffinity(0))
+    assert each["may run on"].startswith(f"{allowed} of them: 0") == (0 in os.sched_getaffinity(0))
+    assert " free" in each["/dev/shm"] or each["/dev/shm"] == "none"
+    assert each["NumPy"] == np.__version__ and each["ml_dtypes"] == ml_dtypes.__version__
+    crowded = any("they take turns" in each["text"] for each in found["advice"])
+    assert crowded == (allowed < 3)
+    assert not any("alone" in each["text"] for each in found["advice"])
     assert found["routes"]["device"] == {}
     routes = found["routes"]["host"]
     assert routes["all_to_all"] == "messages over MPI"
@@ -231,9 +335,23 @@ def test_doctor_with_a_route_that_cannot_be_had(ended: Ended) -> None:
     assert advice.startswith("MPICOLL_DEVICE_ROUTE=native: rank 0 lacks an MPI that")
 
 
-@job("doctor", environment={"MPICOLL_CUDA_AWARE": "perhaps"})
-def test_doctor_with_nonsense(ended: Ended) -> None:
-    assert ended.code == 1 and "WRONG: rank 0: MPICOLL_CUDA_AWARE" in ended.out, ended
+MISSPELT = {"MPICOLL_CUDA_AWARE": "perhaps", "MPICOLL_SHARED_MEM": "0", "MPICOLL_DEBUG": "INFO",
+            "MPICOLL_SECRET": "hush", "MPICOLL_TABLE": "0"}  # fmt: skip
+
+
+@needs_mpiexec
+@job("doctor --json", ranks=2, environment=MISSPELT)
+def test_doctor_with_misspelt_settings(ended: Ended) -> None:
+    found = json.loads(ended.out)
+    assert ended.code == 1 and not found["ok"], ended
+    assert [each["text"] for each in found["advice"] if each["wrong"]] == [
+        "ranks 0-1: MPICOLL_SHARED_MEM: there is no such setting; did you mean "
+        "MPICOLL_SHARED_MEMORY?",
+        "ranks 0-1: MPICOLL_CUDA_AWARE: expected none, transfer or full, got 'perhaps'",
+    ]
+    assert found["routes"]["host"], "the report ends early"
+    told = "MPICOLL_DEBUG=INFO; MPICOLL_TABLE=0; MPICOLL_CUDA_AWARE=perhaps; MPICOLL_SECRET=(set)"
+    assert [each["settings"] for each in found["ranks"]] == [told] * 2
 
 
 @job("doctor", environment=SRUN)
@@ -273,7 +391,7 @@ def facts(**others: str) -> dict[str, str]:
         ),
         (
             doctor.Seen([facts(**{"C library": "numpy (the C library was not built)"})] * 2),
-            False, "ranks 0, 1: NumPy does the work",
+            False, "ranks 0-1: NumPy does the work",
         ),
         (doctor.Seen([facts(threads="MPI_THREAD_SERIALIZED")]), False, "rank 0: MPI lets one"),
         (doctor.Seen([facts(torch="3; the backend mpicoll is not registered")]), False, "torch"),
@@ -289,6 +407,52 @@ def test_advice(seen: doctor.Seen, wrong: bool | None, words: str) -> None:
 
 
 def test_facts_that_differ_are_told_by_rank() -> None:
-    assert doctor._fact("MPI", ["a", "b", "a"]) == [
-        "  MPI           ranks 0, 2: a", "  MPI           rank 1: b",
+    assert doctor._fact("host", ["a", "b; c", "a"]) == [
+        "  host          ranks 0,2: a", "  host          rank 1: b; c",
     ]  # fmt: skip
+
+
+def test_ranges() -> None:
+    assert ranges([8, 0, 1, 2, 5, 4]) == "0-2,4-5,8" and ranges([]) == "" and ranges([7]) == "7"
+
+
+def place(*allowed: int, host: str = "a", free: int | None = 1 << 30) -> Place:
+    return Place(host, 4, allowed, 1 << 30, free)
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([place(0, 1, 2, 3)] * 4, ""),
+        ([place(0, 1, 2, 3)] * 5, "5 ranks on a, which has 4 processors: they take turns"),
+        ([place(0), place(1), place(2)], ""),
+        ([place(0, 1)] * 2, ""),
+        ([place(0, 1)] * 3, "3 ranks on a may only run on 2 of its 4 processors (0-1): "),
+        ([place(2), place(2), place(0)], "2 ranks on a may only run on 1 of its 4 processors (2)"),
+        ([place(0, 1), place(1, 2), place(0, 2), place(2)], "4 ranks on a may only run on 3 of"),
+        ([place(0), place(0, host="b")], ""),
+        ([place(0, host=host) for host in "aabbcc"], "2 ranks on a (so on 2 more) may only run"),
+        ([place(0, free=64 << 20)], "/dev/shm on a has 64 MiB left"),
+        ([place(0, free=65 << 20), place(1, free=None)], ""),
+    ],
+)  # fmt: skip
+def test_advice_on_the_machine(places: list[Place], words: str) -> None:
+    seen = doctor.Seen([facts()] * len(places), places=places)
+    given = [(each.wrong, text) for each in doctor.ADVICE for text in each.texts(seen) if text]
+    assert [bad for bad, _ in given] == ([False] if words else []), given
+    assert all(text.startswith(words) for _, text in given), given
+
+
+def test_advice_to_a_process_that_is_alone() -> None:
+    def given(seen: doctor.Seen) -> list[str]:
+        return [text for each in doctor.ADVICE for text in each.texts(seen) if "alone" in text]
+
+    alone = facts(launcher="none")
+    assert given(doctor.Seen([alone])) and not given(doctor.Seen([facts(launcher="srun")]))
+    assert not given(doctor.Seen([alone] * 2)) and not given(doctor.Seen([alone], wrong="x"))
+
+
+def test_settings_that_differ_are_told_by_rank() -> None:
+    seen = doctor.Seen([facts()] * 3, misspelt=[{"A": "A: x"}, {}, {"A": "A: x", "B": "B: y"}])
+    given = [(each.wrong, text) for each in doctor.ADVICE for text in each.texts(seen) if text]
+    assert given == [(True, "ranks 0,2: A: x"), (True, "rank 2: B: y")]

@@ -6,6 +6,7 @@ still there after LIMIT seconds prints where it is and goes.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -22,11 +23,14 @@ from typing import Any
 import pytest
 from whole_jobs import made_by
 
+import mpicoll
+from mpicoll.kernels import kernels
+
 pytest_plugins = ["whole_jobs"]
 
-MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 
-pytestmark = pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+pytestmark = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
 
 #: Seconds after which a job counts as hanging. Most take two.
 LIMIT = 25
@@ -430,7 +434,7 @@ def test_a_ctrl_c_that_is_caught_does_not_end_the_job(ended: Ended) -> None:
 
 @pytest.mark.parametrize("waiting", [WAITING[w] for w in ("all_reduce", "barrier", "objects")])
 @job("""
-    dist.init_process_group(timeout=2)
+    dist.init_process_group(timeout=5)
     x = np.ones(4)
     if dist.get_rank() == 1:
         time.sleep(1000)
@@ -438,8 +442,73 @@ def test_a_ctrl_c_that_is_caught_does_not_end_the_job(ended: Ended) -> None:
     say("not reached")
 """)
 def test_a_group_timeout_ends_a_blocking_collective(waiting: str, ended: Ended) -> None:
-    ended.badly("timeout of 2 s", waiting, "rank 0")
-    assert ended.seconds > 2
+    ended.badly("timeout of 5 s", waiting, "rank 0")
+    assert ended.seconds > 5
+    assert "not reached" not in ended.out
+
+
+#: A rank that does not come to init, or too late.
+LATE = """
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+        $end
+    $begin
+    say("not reached")
+"""
+LATE_ENDS = pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "time.sleep(1000)"])
+LATE_BEGINS = pytest.mark.parametrize("begin", ["dist.init_process_group(timeout=3)"])
+MISSING = "init_process_group: the other ranks did not all come within 3 s (missing: 1)"
+compiled = pytest.mark.skipif(kernels is None, reason="the limit is the C library's")
+
+
+@compiled
+@LATE_ENDS
+@LATE_BEGINS
+@job(LATE, ranks=3)
+def test_a_rank_that_does_not_come_to_init(end: str, begin: str, ended: Ended) -> None:
+    ended.badly(MISSING)
+    assert "not reached" not in ended.out
+
+
+@compiled
+@LATE_ENDS
+@LATE_BEGINS
+@job(LATE, ranks=3, options=("-m", "mpi4py"))
+def test_a_rank_that_does_not_come_to_init_with_mpi_begun(
+    end: str, begin: str, ended: Ended
+) -> None:
+    ended.badly(MISSING)
+    assert "not reached" not in ended.out
+
+
+@compiled
+@pytest.mark.parametrize(
+    "end",
+    [
+        "time.sleep(1.5); import no_such_module",
+        "time.sleep(1.5); os.environ['MPICOLL_DEBUG'] = 'a lot'",
+    ],
+)
+@LATE_BEGINS
+@job(LATE)
+def test_a_rank_that_fails_before_init(end: str, begin: str, ended: Ended) -> None:
+    """Its launcher may end the job at once. Open MPI's may hang when others are still starting."""
+    ended.badly("Traceback")
+    assert "not reached" not in ended.out
+
+
+TORCH_BEGINS = (
+    "import torch; from datetime import timedelta; torch.distributed.init_process_group('mpicoll', "
+    "{}timeout=timedelta(seconds=3))"
+)
+
+
+@compiled
+@pytest.mark.parametrize("end", ["time.sleep(1000)"])
+@pytest.mark.parametrize("begin", [TORCH_BEGINS.format(how) for how in ("", "'mpi://', ")])
+@job(LATE, ranks=3)
+def test_a_rank_that_does_not_come_to_init_of_torch(end: str, begin: str, ended: Ended) -> None:
+    pytest.importorskip("torch")
+    ended.badly(MISSING)
     assert "not reached" not in ended.out
 
 
@@ -535,6 +604,58 @@ def test_monitored_barrier_names_who_never_came(wait_all: str, ended: Ended) -> 
     named += " failed to pass monitoredBarrier: did not arrive within 0.5 s"
     assert lead.startswith("0 ") and named in lead
     assert follow.startswith("2 ") and "2 rank(s) did not arrive in time" in follow
+
+
+# --- last words ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("raise ValueError('lost my way')", ["Traceback", "script.py", "ValueError: lost my way"]),
+        ("dist.barrier()", ["Traceback", "dist.barrier()", "rank 0: the other ranks of group"]),
+        (
+            "kept.append(dist.all_reduce(np.ones(3), async_op=True))",
+            ["rank 0 of group 0 ends with work pending"],
+        ),
+    ],
+)
+@job("""
+    class Stream:  # one line for each time that something is written
+        def write(self, text):
+            os.write(1, (repr(text) + "\\n").encode())
+        def flush(self):
+            pass
+    dist.init_process_group(timeout=5)
+    kept = []
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    sys.stderr = Stream()
+    $end
+""")
+def test_last_words_are_written_at_once(end: str, words: list[str], ended: Ended) -> None:
+    assert ended.code != 0 and len(ended.lines) == 1, ended
+    text = ast.literal_eval(ended.lines[0])
+    assert text.endswith("\n") and all(word in text for word in words), text
+
+
+def test_nobody_else_writes_last_words() -> None:
+    """Who prints by other means writes a line and its newline apart, in some streams."""
+    root = Path(mpicoll.__file__).parent
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        name = str(path.relative_to(root))
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            text = ast.unparse(call)
+            # The commands print their results on rank 0, and the server is no rank.
+            to_itself = name.startswith("cli/") or name == "launch/server.py"
+            prints = text.startswith("print(") and ("stderr" in text or not to_itself)
+            if prints or "stderr.write" in text:
+                found.append(f"{name}: {text}")
+    # How far a command is, on a terminal, is no line.
+    assert [one.partition(":")[0] for one in found] == ["cli/__init__.py", "output.py"], found
 
 
 # --- work left over -----------------------------------------------------------------------------
@@ -865,7 +986,7 @@ def test_shrinking_the_default_group(flags: str, ended: Ended) -> None:
 
 
 @job("""
-    dist.init_process_group(timeout=3)
+    dist.init_process_group(timeout=15)
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
     if rank != 1:

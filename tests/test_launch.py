@@ -27,14 +27,15 @@ import pytest
 from whole_jobs import made_by
 
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
-from mpicoll.launch import server
+from mpicoll.kernels import kernels
+from mpicoll.launch import server, session
 from mpicoll.launch.environment import Way, by_mpi, choose, fill_environment
-from mpicoll.launch.meeting import NotThere
+from mpicoll.launch.meeting import NotThere, Place
 from mpicoll.launch.methods import Agent, File, Port, meeting, told
 
 pytest_plugins = ["whole_jobs"]
 
-MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 #: Seconds after which a job counts as hanging. Most take two.
 LIMIT = 40
@@ -45,6 +46,7 @@ VENDOR = subprocess.run(
     stdout=subprocess.PIPE, text=True, check=False,
 ).stdout.strip()  # fmt: skip
 
+compiled = pytest.mark.skipif(kernels is None, reason="the limit is the C library's")
 mpich = pytest.mark.skipif(VENDOR == "Open MPI", reason="Open MPI does not speak PMI-1")
 
 PREAMBLE = f"""
@@ -135,7 +137,7 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     common: dict[str, str | None] = {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
-        "MPICOLL_TEST_FOLDER": str(folder),
+        "TEST_MPICOLL_FOLDER": str(folder),
     }
     commands = [([sys.executable, str(script)], common)]
     if task.by == "hand":
@@ -245,7 +247,7 @@ def test_torchrun_that_starts_the_ranks_twice(ended: Ended) -> None:
     ended.in_good_order("0 2.0 0 2 0 2 True", "1 2.0 1 2 1 2 True", "again 2.0", "again 2.0")
 
 
-@pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+@pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
 @job("""
     before = dict(os.environ)
     dist.init_process_group()
@@ -321,7 +323,7 @@ def test_an_exception_in_a_child_of_multiprocessing(start: str, work: str, ended
 
 
 @mpich
-@pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+@pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
 @pytest.mark.parametrize("start", ["spawn"])
 @pytest.mark.parametrize("work", [f"{BEGIN}; say(total(1)); dist.destroy_process_group()"])
 @job(SPAWN, size=1, by="mpiexec")
@@ -342,7 +344,7 @@ def test_alone(how: str, ended: Ended) -> None:
     ended.in_good_order("0 1 5.0 0 1")
 
 
-@pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+@pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
 @job("""
     dist.init_process_group(init_method="tcp://127.0.0.1:1", rank=0, world_size=1)
     say(dist.get_rank(), dist.get_world_size(), total(5))
@@ -517,7 +519,7 @@ def test_no_server_is_left_of_a_rank_0_that_never_came(ended: Ended) -> None:
             with contextlib.suppress(OSError):
                 if f"{ended.folder}".encode() in path.with_name("cmdline").read_bytes():
                     found.append(path)
-                if f"MPICOLL_TEST_FOLDER={ended.folder}\0".encode() in path.read_bytes():
+                if f"TEST_MPICOLL_FOLDER={ended.folder}\0".encode() in path.read_bytes():
                     found.append(path)
         if not found:
             return
@@ -604,6 +606,66 @@ def test_a_second_cycle_without_a_rank_that_left(ended: Ended) -> None:
 def test_a_hook_that_collects_what_is_printed(destroy: bool, ended: Ended) -> None:
     ended.badly(1)
     assert ended.err.count("ValueError: lost my way") == 1, ended
+
+
+#: The process of this job's server.
+SERVER = """
+    def server():
+        for _ in range(200):
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                try:
+                    said = [open(f"/proc/{pid}/{what}").read() for what in ("environ", "cmdline")]
+                except OSError:
+                    continue
+                if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in said[0] and "server.py" in said[1]:
+                    return int(pid)
+            time.sleep(0.05)
+"""
+
+
+@mpich
+@pytest.mark.parametrize("end", ["pass", "dist.destroy_process_group()"])
+@job(
+    SERVER
+    + """
+    dist.init_process_group()
+    total(1)
+    if dist.get_rank() == 0:
+        with open("$FOLDER/server", "w") as file:
+            file.write(str(server()))
+        os.kill(server(), signal.SIGSTOP)
+    dist.barrier()
+    $end
+"""
+)
+def test_a_server_that_has_stopped_keeps_nobody(end: str, ended: Ended) -> None:
+    os.kill(int((ended.folder / "server").read_text()), signal.SIGKILL)
+    ended.in_good_order()
+    for rank in range(2):
+        assert f"rank {rank} of 2: the server that rank 0 started has not answered" in ended.err
+
+
+@mpich
+@job(
+    SERVER
+    + """
+    from mpicoll import launch
+    dist.init_process_group()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    stopped = server()
+    os.kill(stopped, signal.SIGSTOP)
+    for _ in range(1000):  # more than the connection holds
+        launch.current().say("free" * 1000)
+    say("not blocked")
+    os.kill(stopped, signal.SIGKILL)
+    sys.exit(5)
+"""
+)
+def test_a_server_that_has_stopped_blocks_nobody_who_speaks(ended: Ended) -> None:
+    assert ended.lines == ["not blocked"] and ended.codes[0] != 0, ended
+    assert "(most recent call first)" not in ended.err, ended
 
 
 # --- ranks that do not come, or do not agree ----------------------------------------------------
@@ -724,7 +786,185 @@ def test_a_file_of_an_earlier_job(ended: Ended) -> None:
     ended.in_good_order("2.0", "2.0")
 
 
+#: What is no place of rank 0's, and was once found where one was expected.
+LEFTOVERS = {
+    "text": b"hello",
+    "binary": b"\x80\x04\x95\xff\x00",
+    "a FileStore of torch's": b"\x03\x00\x00\x00\x00\x00\x00\x00/0/init/\x01",
+    "deep": b"[" * 60000,
+    "a list": b"[1, 2]",
+    "a number": b"7",
+    "nothing": b"{}",
+    "other keys": b'{"hosts": [], "port": 1, "secret": "", "machine": "", "version": 2}',
+    "a host": b'{"hosts": "here", "port": 1, "secret": "", "machine": ""}',
+    "hosts by number": b'{"hosts": [1], "port": 1, "secret": "", "machine": ""}',
+    "a port in words": b'{"hosts": [], "port": "1", "secret": "", "machine": ""}',
+    "no port": b'{"hosts": [], "port": 70000, "secret": "", "machine": ""}',
+    "no secret": b'{"hosts": [], "port": 1, "secret": null, "machine": ""}',
+}
+
+
+@pytest.mark.parametrize("value", LEFTOVERS.values(), ids=list(LEFTOVERS))
+def test_what_is_no_place_is_not_there_yet(value: bytes) -> None:
+    with pytest.raises(NotThere, match="rank 0 has not written") as caught:
+        Place.read(value)
+    assert caught.value.wrong
+
+
+def test_a_place_is_read_as_it_was_written() -> None:
+    place = Place(["h", "::1"], 7, "s", "m")
+    assert Place.read(place.text().encode()) == place
+
+
+@mpich
+@pytest.mark.parametrize(
+    "left", [LEFTOVERS["binary"], LEFTOVERS["nothing"],
+             b'{"hosts": ["..."], "port": 1, "secret": "", "machine": ""}'],
+    ids=["binary", "nothing", "no host"],
+)  # fmt: skip
+@job("""
+    if os.environ["RANK"] == "1":
+        with open("$FOLDER/meet", "wb") as file:
+            file.write($left)
+    else:
+        time.sleep(2)
+    dist.init_process_group(init_method="file://$FOLDER/meet", timeout=20)
+    say(total(1))
+""")
+def test_a_file_with_something_else_in_it(left: bytes, ended: Ended) -> None:
+    ended.in_good_order("2.0", "2.0")
+
+
+@mpich
+@pytest.mark.parametrize(("method", "limit"), [("file://$FOLDER/meet", 2)])
+@job("""
+    with open("$FOLDER/meet", "w") as file:
+        file.write("a letter")
+""" + TELL, ranks=(1,), size=2)  # fmt: skip
+def test_a_file_with_something_else_in_it_for_good(method: str, limit: int, ended: Ended) -> None:
+    line = ended.lines[0]
+    assert "1 CollectiveTimeoutError" in line and "did not reach rank 0's server" in line, ended
+    assert "rank 0 has not written what is there: b'a letter'" in line, ended
+
+
+# --- the limit of a beginning -------------------------------------------------------------------
+
+
+def limited(during: str, limit: float = 0.5, **environment: str) -> Any:
+    """A process that is inside the limit while it does something."""
+    script = f"""
+import ctypes, time
+from mpicoll.launch.limit import limited
+print("begins")
+with limited({limit}, None):
+    {during}
+time.sleep(1)
+print("goes on")
+"""
+    return subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | environment, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+#: As MPI_Init does it: PyDLL keeps the interpreter's lock.
+BLOCKS = "ctypes.PyDLL(None).sleep(30)"
+
+
+@compiled
+def test_the_limit_needs_no_interpreter() -> None:
+    done = limited(BLOCKS)
+    assert (done.returncode, done.stdout) == (1, "begins\n"), done
+    assert done.stderr == (
+        "mpicoll: rank ? of ?: init_process_group: the other ranks did not all come within 0.5 s: "
+        "see what became of them, or give a longer timeout; ending the job\n"
+    )
+
+
+@compiled
+@pytest.mark.parametrize("limit", [0.5, 1e9])
+def test_a_limit_that_is_kept(limit: float) -> None:
+    done = limited("pass", limit)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "begins\ngoes on\n", ""), done
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("size", "here", "there", "words"),
+    [
+        (4, 4, [0], "within 0.5 s (missing: 1, 3): see"),
+        (4, 2, [0], "within 0.5 s: see"),  # on several nodes nobody knows
+        (3000, 3000, [0], ", and others): see what became of them"),
+    ],
+)
+def test_who_is_missing_on_a_node(size: int, here: int, there: list[int], words: str) -> None:
+    job = f"mpicoll-test-{os.getpid()}"
+    with contextlib.ExitStack() as held:
+        for rank in there:
+            name = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            name.bind(f"\0mpicoll/{session.node()}/{job}/{rank}")
+        done = limited(
+            BLOCKS, PMIX_NAMESPACE=job, OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE=str(size),
+            OMPI_COMM_WORLD_LOCAL_SIZE=str(here),
+        )  # fmt: skip
+    assert done.stderr.startswith(f"mpicoll: rank 2 of {size}: ") and words in done.stderr, done
+    assert len(done.stderr) <= 4096 and done.stderr.endswith("ending the job\n"), done
+
+
 # --- the server ---------------------------------------------------------------------------------
+
+#: Tells at which addresses the server listens, before all ranks have come.
+LISTENS = (
+    SERVER
+    + """
+    import glob
+    def listens():
+        inodes, pid = set(), server()
+        for path in glob.glob(f"/proc/{pid}/fd/*"):
+            try:
+                inodes.add(os.readlink(path))
+            except OSError:
+                pass
+        for path in "/proc/net/tcp", "/proc/net/tcp6":
+            for line in open(path).read().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                    yield words[1].partition(":")[0]
+    if os.environ["RANK"] == "1":
+        while not (found := list(listens())):  # it is about to
+            time.sleep(0.05)
+        say("listens", *found)
+    $begin
+    say("done")
+"""
+)
+LOOPBACK, ALL = "0100007F", "0" * 32
+
+
+@mpich
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [("env://", LOOPBACK), ("tcp://localhost:$PORT", LOOPBACK), ("file://$FOLDER/meet", ALL)],
+)
+@pytest.mark.parametrize("begin", ["dist.init_process_group('mpi', '$method', 30)"])
+@job(LISTENS)
+def test_where_the_server_listens(method: str, where: str, begin: str, ended: Ended) -> None:
+    ended.in_good_order("done", "done", f"listens {where}")
+
+
+@mpich
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "dist.init_process_group(timeout=30)",
+        "import torch; torch.distributed.init_process_group('mpicoll')",
+    ],
+    ids=["mpicoll", "torch"],
+)
+@job(LISTENS, size=2, by="torchrun")
+@pytest.mark.skipif(not TORCHRUN.exists(), reason="there is no torchrun")
+def test_where_the_server_listens_under_torchrun(begin: str, ended: Ended) -> None:
+    ended.in_good_order("done", "done", f"listens {LOOPBACK}")
 
 
 class Peer:
@@ -830,6 +1070,8 @@ def test_pmi(served: int) -> None:
         peer.say(line)
         return peer.hear()
 
+    peers["watch", 0].say("there")
+    assert peers["watch", 0].hear() == "here"
     answer = ask("cmd=init pmi_version=1 pmi_subversion=1")
     assert answer == "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1"
     assert ask("cmd=get_universe_size") == "cmd=universe_size rc=0 size=2"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 LIMIT = 60
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
 

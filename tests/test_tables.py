@@ -102,6 +102,29 @@ def test_what_was_not_measured_is_the_defaults():
     assert table.row("scatter", 64) == default.row("scatter", 64)
 
 
+def test_a_file_leaves_sizes_to_the_defaults(monkeypatch):
+    """By the route "default": to those of the version that reads it."""
+    text = stepping([[0, "default"], [512, "mpi"], [4096, "default"], [1 << 20, "mpi"],
+                     [1 << 23, "default"]])  # fmt: skip
+    later = ((0, "shared"), (64, "exchange"), (8192, "shared"), (1 << 22, "pieces"))
+    apart = ((0, "exchange"), (8, "mpi"))
+    row = {"node": later, "nodes": apart, "apart": apart}
+    monkeypatch.setattr(tables, "_DEFAULTS", {False: {2: {"all_reduce": row}}})
+    table = tables.table_of(False, "/a/file.json", text)
+    assert table.row("all_reduce", 5) == row | {
+        "node": ((0, "shared"), (64, "exchange"), (512, "mpi"), (4096, "exchange"),
+                 (8192, "shared"), (1 << 20, "mpi"), (1 << 23, "pieces"))
+    }  # fmt: skip
+    other = table.holding({2: {"all_reduce": {"apart": ((0, "default"),)}}})
+    assert other.row("all_reduce", 2) == row
+
+
+def test_a_file_without_defaults_is_followed_everywhere():
+    """One made by hand, or before there was "default"."""
+    table = tables.table_of(False, "/a/file.json", stepping([[0, "shared"], [99, "mpi"]]))
+    assert table.row("all_reduce", 2)["node"] == ((0, "shared"), (99, "mpi"))
+
+
 # --- files that are refused ---------------------------------------------------------------------
 
 
@@ -134,11 +157,12 @@ def test_what_was_not_measured_is_the_defaults():
         (stepping([[False, "mpi"]]), "expected [BYTES, ROUTE], got [False, 'mpi']"),
         ('{"ranks": {"2": {"gather": {"node": [[0, "mpi"], [Infinity, "shared"]]}}}}', "got [inf"),
         (stepping([[0, ["mpi"]]]), "expected [BYTES, ROUTE], got [0, ['mpi']]"),
-        (stepping([[0, "mpl"]]), "expected one of mpi, pieces, exchange, shared, got 'mpl'"),
+        (stepping([[0, "mpl"]]),
+         "expected one of mpi, pieces, exchange, shared, default, got 'mpl'"),
         (stepping([[0, "levels"]]), "got 'levels'"),
         ('{"ranks": {"2": {"broadcast": {"apart": [[0, "exchange"]]}}}}', "got 'exchange'"),
         ('{"ranks": {"2": {"all_reduce of others": {"apart": [[0, "mpi"]]}}}}',
-         "all_reduce of others: apart: expected one of exchange, widened, got 'mpi'"),
+         "all_reduce of others: apart: expected one of exchange, widened, default, got 'mpi'"),
     ],
 )  # fmt: skip
 def test_what_is_no_table_is_refused(text, words):

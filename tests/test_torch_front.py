@@ -17,10 +17,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-MPIEXEC = shlex.split(os.environ.get("MPICOLL_TEST_MPIEXEC", ""))
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
-needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="MPICOLL_TEST_MPIEXEC names no mpiexec")
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
 
 PREAMBLE = """
 import os, sys
@@ -88,12 +88,13 @@ def test_without_autoload_register_does_the_same():
 
 
 def test_what_mpicoll_cannot_do_never_breaks_import_torch():
-    """As with a torch in which something that registering needs has another name."""
+    """As with an old torch, in which something that registering needs has another name."""
     done = python(
         """
         import warnings
         import mpicoll.torch
         del dist.Backend.register_backend
+        torch.__version__ = "2.9.1"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             mpicoll.torch.autoload()
@@ -101,7 +102,9 @@ def test_what_mpicoll_cannot_do_never_breaks_import_torch():
         """,
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
-    assert "mpicoll cannot register with this torch: AttributeError" in done.stdout, done.stderr
+    told = "mpicoll cannot register with torch 2.9.1 (it needs 2.13 or newer, and was tested with "
+    assert done.stdout.startswith(told), done.stdout + done.stderr
+    assert "AttributeError" in done.stdout, done.stdout
 
 
 def test_only_mpi_is_stood_in_for():
@@ -137,6 +140,41 @@ def test_a_script_says_the_name_and_no_more():
         3,
     )
     assert lines == [f"{r} 3 [6.0, 6.0] {r} 3 {r} 3" for r in range(3)]
+
+
+@needs_mpiexec
+def test_a_newer_torch_is_warned_of_once():
+    lines = on_ranks("""
+        import warnings
+        torch.__version__ = "99.1.0a0"
+        with warnings.catch_warnings(record=True) as caught:
+            for _ in range(2):
+                dist.init_process_group("mpicoll")
+                dist.all_reduce(x := torch.ones(1))
+                dist.destroy_process_group()
+        told = [str(one.message) for one in caught if "mpicoll" in str(one.message)]
+        say(x.item(), *told)
+    """)
+    known = "it needs 2.13 or newer, and was tested with 2.13 to 2.15"
+    told = f"mpicoll has not been tested with torch 99.1.0a0: {known}"
+    assert lines == ["2.0 ", f"2.0 {told}"] or lines == ["2.0", f"2.0 {told}"]
+
+
+@needs_mpiexec
+def test_torch_records_the_groups_beside():
+    """torch's flight recorder goes on with Gloo's groups, and is kept from those it cannot see."""
+    lines = on_ranks("""
+        import json
+        from torch._C._distributed_c10d import _dump_fr_trace_json
+        dist.init_process_group("mpicoll")
+        gloo = dist.new_group(backend="gloo")
+        pair = dist.new_group([0, 1])
+        for group in gloo, pair, None:
+            dist.all_reduce(torch.ones(1), group=group)
+        say(*[entry["profiling_name"] for entry in json.loads(_dump_fr_trace_json())["entries"]])
+        dist.destroy_process_group()
+    """)
+    assert lines == ["gloo:all_reduce"] * 2
 
 
 @needs_mpiexec
@@ -299,15 +337,15 @@ def test_backward_knows_the_timeout():
     script = """
         import time
         from datetime import timedelta
-        dist.init_process_group("mpicoll", timeout=timedelta(seconds=4))
+        dist.init_process_group("mpicoll", timeout=timedelta(seconds=8))
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
         if dist.get_rank() == 0:
             try:
                 model(torch.ones(1, 3)).sum().backward()
             except RuntimeError as error:
-                say("not complete within the timeout of 4 s" in str(error))
+                say("not complete within the timeout of 8 s" in str(error))
         else:
-            time.sleep(8)
+            time.sleep(13)
         dist.destroy_process_group()
     """
     done = python(script, *MPIEXEC, "-n", "2")

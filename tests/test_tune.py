@@ -1,8 +1,12 @@
-"""python -m mpicoll tune: steps from figures, whole jobs and the jobs that go by them, refusals."""
+"""python -m mpicoll tune: steps from figures, what is written of them and when, whole jobs and the
+jobs that go by them, refusals.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import io
 import json
 import random
 from collections.abc import Mapping
@@ -17,9 +21,21 @@ import test_cli
 from test_cli import needs_mpiexec
 from whole_jobs import made_by
 
-from mpicoll import tables
+from mpicoll import cli, tables
 from mpicoll.cli import tune
-from mpicoll.cli.tune_steps import CLEAR, MOST, WORTH, Change, Figure, changes, chosen, unrest
+from mpicoll.cli.tune_measure import Outcome
+from mpicoll.cli.tune_steps import (
+    CLEAR,
+    MOST,
+    WORTH,
+    Change,
+    Figure,
+    changes,
+    chosen,
+    spliced,
+    unrest,
+)
+from mpicoll.groups import state
 
 pytest_plugins = ["whole_jobs"]
 
@@ -148,23 +164,43 @@ def test_no_other_way_costs_less():
             if i == 0 or usual[i - 1] != usual[i]
         )  # fmt: skip
         steps = chosen(found, before)
-        way = [[route for least, route in steps if least <= size][-1] for size in sizes]
-        least = min(cost(found, each, usual) for each in product("abc", repeat=5))
+        way = [tables.taken(steps, size) for size in sizes]
+        allowed = [
+            [route for route in "abc" if found[size][route].median
+             <= CLEAR * found[size][default].median]
+            for size, default in zip(sizes, usual, strict=True)
+        ]  # fmt: skip
+        least = min(cost(found, each, usual) for each in product(*allowed))
         assert cost(found, way, usual) == least
+
+
+def test_no_route_that_is_slower_than_the_default():
+    """Not at one size either, where another would spare two steps."""
+    shared = [5.0] * 11
+    shared[5] = 12.0
+    steps = chosen(figures(mpi=FLAT, shared=shared), ((0, "mpi"),))
+    assert steps == ((0, "shared"), (SIZES[5], "mpi"), (SIZES[6], "shared"))
+    shared[5] = 10.4  # hardly slower
+    assert chosen(figures(mpi=FLAT, shared=shared), ((0, "mpi"),)) == ((0, "shared"),)
 
 
 def test_beyond_what_was_measured_all_stays():
     before = ((0, "exchange"), (64, "mpi"), (512, "shared"), (1 << 20, "mpi"), (1 << 30, "shared"))
     found = figures(sizes=[128, 256, 512, 1024], mpi=[10, 10, 5, 5], shared=[5, 5, 10, 10])
-    expected = (
-        (0, "exchange"), (64, "mpi"), (128, "shared"), (512, "mpi"), (1 << 30, "shared"),
+    steps = chosen(found, before)
+    assert steps == ((128, "shared"), (512, "mpi"))
+    assert spliced(before, steps, 1024) == (
+        (0, "exchange"), (64, "mpi"), (128, "shared"), (512, "mpi"), (1025, "shared"),
+        (1 << 20, "mpi"), (1 << 30, "shared"),
     )  # fmt: skip
-    assert chosen(found, before) == expected
-    assert chosen(found, ((0, "mpi"),), before) == expected
-    assert chosen(found, before, ((0, "mpi"),)) == ((0, "mpi"), (128, "shared"), (512, "mpi"))
+    nothing = ((0, "default"),)
+    assert spliced(nothing, steps, 1024) == ((0, "default"), *steps, (1025, "default"))
+    assert spliced(nothing, ((0, "mpi"),), 8) == ((0, "mpi"), (9, "default"))
+    assert spliced(((0, "mpi"), (1025, "shared")), ((0, "mpi"),), 1024) == (
+        (0, "mpi"), (1025, "shared"),
+    )  # fmt: skip
     tied = figures(sizes=[128, 256], mpi=[10, 10], shared=[10, 9.2])
-    assert chosen(tied, ((0, "mpi"),), ((0, "shared"),)) == ((0, "shared"), (128, "mpi"))
-    assert chosen(tied, ((0, "mpi"),)) == ((0, "mpi"),), "a step away from what is below it"
+    assert chosen(tied, ((0, "mpi"),)) == ((128, "mpi"),), "a step away from what is below it"
 
 
 def test_routes_that_cannot_be_had_do_not_count():
@@ -193,6 +229,188 @@ def test_how_far_times_spread():
     calm, wild = figures(0.02, mpi=FLAT, shared=FLAT), figures(0.3, mpi=FLAT)
     assert unrest([calm, wild]) == pytest.approx(0.02)
     assert unrest([wild]) == pytest.approx(0.3)
+    assert unrest([]) == 0
+
+
+# --- what is written ----------------------------------------------------------------------------
+
+MPI = "An MPI 1.2"
+SETTING = tune._Setting(MPI, 2, ["here"], "node")
+
+
+@dataclass
+class Written:
+    """A folder for a table and what is measured in it, all of it made up."""
+
+    path: Path
+
+    def end(self, by_kind, last, sizes=(8, 8192), **options):
+        """The exit code of the end of a run."""
+        given = {"json": None, "force": False, "dry_run": False, "sizes": list(sizes), **options}
+        outcome = Outcome(by_kind, dict.fromkeys(by_kind, last), 5)
+        target = tune._Target(self.path, True, True)
+        kinds = list(by_kind) or ["gather"]
+        return tune._end(SETTING, outcome, kinds, argparse.Namespace(**given), target)
+
+    def table(self):
+        """As jobs have it."""
+        return tables.table_of(False, str(self.path), self.path.read_text())
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "table", tables.Table(openmpi=False))
+    return Written(tmp_path / "table.json")
+
+
+def any_figures(kind, sizes, chance):
+    """Of every route, at random: ties, small and large differences, narrow and wide spreads."""
+    return {
+        size: {
+            route: Figure(took * (1 - spread), took, took * (1 + spread))
+            for route in tables.able(kind, "node")
+            for took, spread in [(chance.choice([10, 10.3, 11, 13, 20]) * chance.uniform(0.9, 1.1),
+                                  chance.choice([0, 0.02, 0.2]))]
+        }
+        for size in sizes
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_table_has_a_route_that_was_measured_as_slower(written, monkeypatch, seed):
+    """Whatever the figures: by the file that is written, as jobs read it, at each size measured;
+    at every other size what the defaults of the day have.
+    """
+    chance = random.Random(seed)
+    first, count = chance.choice([0, 64, 4096]), chance.randrange(1, 14)
+    sizes = [first, *((first or 8) << i for i in range(1, count))]
+    last = max(sizes[-1], 8)
+    found = {kind: any_figures(kind, sizes, chance) for kind in tables.KINDS}
+    assert written.end(found, last, force=True) == 0
+    later = {kind: {place: ((0, tables.able(kind, place)[-1]), (99, tables.able(kind, place)[0]))
+                    for place in tables.PLACES} for kind in tables.KINDS}  # fmt: skip
+    usual = {kind: state.table.row(kind, 2)["node"] for kind in tables.KINDS}
+    for kind, figures in found.items():
+        steps = written.table().row(kind, 2)["node"]
+        for size in sizes:
+            median = {route: one.median for route, one in figures[size].items()}
+            most = CLEAR * median[tables.taken(usual[kind], size)]
+            assert median[tables.taken(steps, size)] <= most
+        for size in {0, 98, 99, max(first - 1, 0), last + 1, 2 * last, 1 << 40}:
+            if not first <= size <= last:
+                assert tables.taken(steps, size) == tables.taken(usual[kind], size), (kind, size)
+    monkeypatch.setattr(tables, "_DEFAULTS", {False: {2: later}, True: {2: later}})
+    for kind in found:
+        steps = written.table().row(kind, 2)["node"]
+        for size in {0, 98, 99, max(first - 1, 0), last + 1, 1 << 40}:
+            if not first <= size <= last:
+                assert tables.taken(steps, size) == tables.taken(later[kind]["node"], size)
+
+
+#: Of a kind for which the default is memory that the ranks share.
+CALM = {"all_reduce": figures(0.02, mpi=[5.0] * 11, shared=FLAT)}
+NOISY = {"all_reduce": figures(0.12, mpi=[5.0] * 11, shared=FLAT)}
+
+
+@pytest.mark.parametrize("before", [None, '{"ranks": {}}'])
+def test_a_noisy_machine_gets_no_table(written, capsys, before):
+    """But what was found is told."""
+    if before:
+        written.path.write_text(before)
+    assert written.end(NOISY, 8192) == 3
+    assert (written.path.read_text() if written.path.exists() else None) == before
+    told = capsys.readouterr()
+    assert "all_reduce                0 B        8 KiB      shared    mpi       2.00 x" in told.out
+    assert "times vary by 12.0%; 10% is the most" in told.out and "written" not in told.out
+    for words in ("error: times vary by 12.0%, more than 10%", "no table is written", "--seconds",
+                  "--force"):  # fmt: skip
+        assert words in told.err
+
+
+def test_force(written, capsys):
+    """It is told in the table that times varied."""
+    assert written.end(NOISY, 8192, force=True) == 0
+    told = capsys.readouterr()
+    assert "times vary by 12.0%" in told.out and f"# written to {written.path}" in told.out
+    assert told.err == ""
+    assert json.loads(written.path.read_text())["measured"]["2"]["noise"] == "12.0%"
+    assert written.table().row("all_reduce", 2)["node"] == ((0, "mpi"), (8193, "shared"))
+
+
+@pytest.mark.parametrize(("found", "code"), [(CALM, 0), (NOISY, 3)])
+def test_a_dry_run(written, capsys, found, code):
+    """What would be, and what would change, against what is in force; nothing is written."""
+    assert written.end(found, 8192, dry_run=True) == code
+    assert not written.path.exists()
+    told = capsys.readouterr()
+    assert (
+        "shared    mpi       2.00 x" in told.out and f"written to {written.path}\n" not in told.out
+    )
+    text = told.out[told.out.index("{") : told.out.rindex("}") + 1]
+    assert tables.parse(text)[2]["all_reduce"] == {"node": ((0, "mpi"), (8193, "default"))}
+    assert bool(told.err) == bool(code)
+    assert written.end(CALM, 8192) == 0
+    capsys.readouterr()
+    kept = written.path.read_text()
+    opposite = {"all_reduce": figures(0.02, mpi=FLAT, shared=[8.0] * 11)}
+    assert written.end(opposite, 8192, dry_run=True) == 0
+    assert "mpi       shared    1.25 x" in capsys.readouterr().out
+    assert written.end(CALM, 8192, dry_run=True) == 0
+    assert "nothing is faster than what is done now" in capsys.readouterr().out
+    assert written.path.read_text() == kept
+
+
+def test_what_was_not_measured_is_told(written, capsys):
+    assert written.end(CALM, 8192, sizes=(8, 16384)) == 0
+    out = capsys.readouterr().out
+    assert (
+        "not measured in time (--seconds), and left as it is: all_reduce of more than 8 KiB" in out
+    )
+    assert written.end(CALM, 8192, sizes=(8, 8192)) == 0
+    assert "not measured" not in capsys.readouterr().out
+    kept = written.path.read_text()
+    assert written.end({}, 0, force=True) == 3
+    assert "nothing could be measured often enough in time" in capsys.readouterr().err
+    assert written.path.read_text() == kept
+
+
+def test_a_second_run_over_fewer_sizes_keeps_the_rest(written):
+    assert written.end(CALM, 8192) == 0
+    fewer = figures(0.02, SIZES[:3], mpi=[9.0] * 3, shared=[5.0] * 3)
+    assert written.end({"all_reduce": fewer}, SIZES[2]) == 0
+    (steps,) = tables.parse(written.path.read_text())[2]["all_reduce"].values()
+    assert steps == ((0, "shared"), (SIZES[2] + 1, "mpi"), (8193, "default"))
+
+
+# --- how far it is ------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    """A terminal, or where a launcher takes what is said."""
+
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_how_far_it_is(monkeypatch, terminal):
+    """On a terminal a line that goes away again; elsewhere one now and then, where nothing else was
+    said.
+    """
+    screen, now = Screen(terminal), 1000.0
+    monkeypatch.setattr(cli.sys, "stderr", screen)
+    monkeypatch.setattr(cli.time, "monotonic", lambda: now)
+    monkeypatch.setattr(cli, "_said", None)
+    after = [(0, "a"), (9, "b"), (2, "c"), (9, "d"), (0.5, ""), (9, "e"), (1, "f")]
+    for seconds, text in after:
+        now += seconds
+        cli.progress(text)
+    told = [f"\r\x1b[K{text}" for _, text in after] if terminal else ["c\n", "f\n"]
+    assert screen.getvalue() == "".join(told)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -252,7 +470,8 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     return Ended(**vars(ended), after=after, folder=folder)
 
 
-FEW = "--quick --seconds 3 --sizes 8:16K"
+#: Done in a second or two, with time enough where much else is going on. Then --force is needed.
+FEW = "--quick --force --seconds 20 --sizes 8:64"
 
 
 @needs_mpiexec
@@ -262,6 +481,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
     (path,) = (ended.folder / "config" / "mpicoll").iterdir()
     assert f"# written to {path}\n" in ended.out and "at the most" in ended.out
+    assert "# times vary by " in ended.out
     said = json.loads(path.read_text())
     report = json.loads((ended.folder / "all.json").read_text())
     assert said["machine"] == tables.machine() == report["machine"]
@@ -279,15 +499,17 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
             assert all(0 < one[r]["low"] <= one[r]["median"] <= one[r]["high"] for r in routes)
         sizes = [one["bytes"] for one in report["figures"][kind]]
         assert sizes == [0, *(8 << i for i in range(1, len(sizes)))]
+        assert rows[2][kind][place][-1] == ((sizes[-1] or 8) + 1, "default")
     assert ended.after is not None and ended.after.code == 0, ended
     found = json.loads(ended.after.out)
     assert {each["routes"] for each in found["ranks"]} == {f"{path} (measured on 2 ranks)"}
     words = {"mpi": "MPI", "shared": "shared memory", "pieces": "MPI in pieces",
              "exchange": "exchange over MPI, combined here",
              "widened": "MPI in float32"}  # fmt: skip
+    table = tables.table_of("Open MPI" in said["mpi"], str(path), path.read_text())
     for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),
                           strict=True):  # fmt: skip
-        (_, first), *others = rows[2][kind][report["place"]]
+        (_, first), *others = table.row(kind, 2)[report["place"]]
         steps = [f"from {tables.shown(least)} on {words[route]}" for least, route in others]
         assert found["routes"]["host"][name] == "; ".join([words[first], *steps])
 
@@ -325,12 +547,88 @@ def test_it_adds_to_what_is_there(ended: Ended) -> None:
 @needs_mpiexec
 @job("tune --sizes 8:1G --seconds 0.001 --kinds all_reduce -o $FOLDER/table.json", ranks=3)
 def test_it_takes_no_longer_than_it_may(ended: Ended) -> None:
-    """What would is left out; the least is one size."""
-    assert (ended.code, ended.err) == (0, ""), ended
+    """Here that is less than it takes to begin; --force makes no table of nothing."""
+    assert ended.code == 3 and "Traceback" not in ended.err, ended
     assert "8 B to 1 GiB: this takes 0.001 s at the most" in ended.out
-    assert "more than 8 B would have taken longer" in ended.out
-    assert f"MPICOLL_TABLE={ended.table} go by it" in ended.out
-    assert list(tables.parse(ended.table.read_text())) == [3]
+    assert ended.err.count("nothing could be measured often enough in time") == 1
+    assert not ended.table.exists()
+
+
+@needs_mpiexec
+@job("tune --quick --force --seconds 20 --sizes 8:16 --kinds gather -o $FOLDER/table.json", ranks=3,
+     environment={"TEST_MPICOLL_PACE": "0"})  # fmt: skip
+def test_one_rank_says_how_far_it_is(ended: Ended) -> None:
+    """Under a launcher, too."""
+    assert ended.code == 0, ended
+    lines = ended.err.splitlines()
+    assert all(line.startswith("tune: ") and line.count("tune: ") == 1 for line in lines), ended
+    assert sum(line.startswith("tune: repetition 1, 0 of 1 sizes, at most ") for line in lines) == 1
+
+
+# --- dry runs and tables that are removed -------------------------------------------------------
+
+
+@needs_mpiexec
+@job("tune --quick --dry-run --seconds 20 --sizes 8:16 --kinds gather", ranks=2)
+def test_a_dry_run_leaves_nothing(ended: Ended) -> None:
+    assert ended.code in (0, 3) and "Traceback" not in ended.err, ended
+    text = ended.out[ended.out.index("{") : ended.out.rindex("}") + 1]
+    assert list(tables.parse(text)) == [2]
+    assert not list(ended.folder.iterdir()), ended
+
+
+MADE = '{"ranks": {"2": {"gather": {"node": [[0, "mpi"]]}}}}'
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("words", ["", "-o $FOLDER/table.json"])
+@job("tune --reset $words", ranks=2, file=MADE, environment={"MPICOLL_TABLE": "$FOLDER/table.json"},
+     then="tune --reset $words")  # fmt: skip
+def test_a_table_is_removed(words: str, ended: Ended) -> None:
+    """That which would be written; one rank does it. Another time there is none."""
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert ended.out.count(f"# removed {ended.table}") == 1 and not ended.table.exists()
+    assert ("unset MPICOLL_TABLE" in ended.out) == (not words)
+    assert ended.after is not None
+    assert (ended.after.code, ended.after.err) == (0, ""), ended.after
+    assert ended.after.out == f"# there is no table at {ended.table}\n"
+
+
+@job("tune --reset")
+def test_without_a_launcher(ended: Ended) -> None:
+    """The file of this MPI and machine; its folder is not made."""
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert ended.out.startswith(f"# there is no table at {ended.folder}/config/mpicoll/")
+    assert not list(ended.folder.iterdir())
+
+
+def test_the_own_table_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    target = tune._target(None, "", MPI)
+    target.path.parent.mkdir()
+    target.path.write_text(tables.joined("", MPI, 2, {}, {}))
+    assert tune._removed(target, MPI) == f"# removed {target.path}"
+    assert not target.path.exists()
+    assert tune._removed(target, MPI) == f"# there is no table at {target.path}"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("precious", "no table of routes: Expecting value"),
+        ('{"precious": 1}', "no table of routes: expected"),
+        ("", "it is empty"),
+        ('{"ranks": {}, "mpi": "Our MPI 7"}', "what was measured with Our MPI 7"),
+    ],
+)
+def test_what_is_no_table_is_not_removed(tmp_path, text, why):
+    path = tmp_path / "precious"
+    path.write_text(text)
+    with pytest.raises(tune.ArgumentError, match=why):
+        tune._removed(tune._target(path, "", MPI), MPI)
+    assert path.read_text() == text
+    with pytest.raises(tune.ArgumentError, match="Is a directory"):
+        tune._removed(tune._target(tmp_path, "", MPI), MPI)
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -355,6 +653,10 @@ def test_one_rank_has_nothing_to_tune(ended: Ended) -> None:
         ("-o /", "/: cannot be read: Is a directory"),
         ("-o /proc/table.json", "/proc/table.json: cannot be written: "),
         ("--json /nowhere/table.json", "there is no folder /nowhere"),
+        ("--force --dry-run", "argument --dry-run: not allowed with argument --force"),
+        ("--reset --dry-run", "argument --dry-run: not allowed with argument --reset"),
+        ("--reset -o /", "/: cannot be read: Is a directory"),
+        ("--dry-run -o table.json --json table.json", "name the same file"),
     ],
 )
 @job("tune $words", ranks=3)
@@ -374,7 +676,7 @@ OTHERS = '{"ranks": {}, "mpi": "Our MPI 7", "machine": "9 x A"}'
 
 @needs_mpiexec
 @pytest.mark.parametrize("words", ["", "-o $FOLDER/other.json"])
-@job("tune --sizes 8 --kinds all_reduce $words", ranks=2, file=BROKEN,
+@job("tune --quick --force --seconds 20 --sizes 8 --kinds all_reduce $words", ranks=2, file=BROKEN,
      environment={"MPICOLL_TABLE": "$FOLDER/table.json"})  # fmt: skip
 def test_a_broken_table(words: str, ended: Ended) -> None:
     """It is not written to, and not in the way of another."""

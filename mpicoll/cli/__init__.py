@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from mpicoll import __version__
 from mpicoll.errors import MpicollError
+from mpicoll.output import write_lines
 
 __all__ = ["COMMANDS", "first", "main", "progress", "refuse", "size", "start"]
 
@@ -35,27 +40,48 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"
 A_MOMENT = 2.0
 #: Seconds after which a rank that did not come is missing.
 LIMIT = 120.0
+#: Seconds from one line that says how far it is to the next, where none can be taken back.
+PACE = 10.0
+#: The exit code after Ctrl-C, as shells have it.
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code. Exits with code 2 for a bad command line."""
+    _end_quietly()
     with contextlib.ExitStack() as quiet:
         if not first():
             nowhere = quiet.enter_context(open(os.devnull, "w"))  # noqa: PTH123
             quiet.enter_context(contextlib.redirect_stdout(nowhere))
             quiet.enter_context(contextlib.redirect_stderr(nowhere))
+        parser = _parser()
         try:
-            options = _parser().parse_args(arguments)
+            options = parser.parse_args(arguments)
         except SystemExit as end:
             if end.code and not first():
                 time.sleep(A_MOMENT)
             raise
+        if options.command is None:
+            parser.print_help()
+            return 0
     return int(_module(options.command).run(options))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests the command that a misspelt one is near to."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in COMMANDS:
+            close = difflib.get_close_matches(value, COMMANDS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"
+            self.error(f"{value}: there is no such command; {hint}")
+        super()._check_value(action, value)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mpicoll", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser = _Parser(prog="python -m mpicoll", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"mpicoll {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, what in COMMANDS.items():
         command = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
         _module(name).add_arguments(command)
@@ -86,7 +112,7 @@ def start() -> str:
 def refuse(command: str, why: str, speaks: bool, code: int) -> int:
     """The exit code of a command that cannot do what is asked for, once one rank has said why."""
     if speaks:
-        print(f"python -m mpicoll {command}: error: {why}", file=sys.stderr, flush=True)
+        write_lines(f"python -m mpicoll {command}: error: {why}")
     return code
 
 
@@ -103,7 +129,53 @@ def size(text: str) -> int:
 
 
 def progress(text: str) -> None:
-    """Says how far it is, on a terminal, in a line that goes away again; "" takes it away."""
+    """Says how far it is, on a terminal, in a line that goes away again; "" takes it away.
+
+    Elsewhere, as under mpirun, in plain lines, one where nothing was said for ``PACE`` seconds; ""
+    tells that something else is said now.
+    """
+    global _said
+    now = time.monotonic()
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
+    elif not text or _said is None:
+        _said = now
+    elif now - _said >= PACE:
+        _said = now
+        write_lines(text)
+
+
+#: When ``progress`` spoke last, or began.
+_said: float | None = None
+
+
+def _end_quietly() -> None:
+    """Has Ctrl-C end the job with one line, wherever this rank is.
+
+    A thread listens, because a main thread that is blocked inside MPI runs no Python. The Guard of
+    a process group leaves signals to whoever listens already.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGINT, lambda *_: threading.Event().wait())  # no more is done
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(reader,), name="mpicoll-signals", daemon=True).start()
+
+
+def _listen(reader: int) -> None:
+    while os.read(reader, 1)[0] != signal.SIGINT:
+        pass
+    if not first():
+        time.sleep(A_MOMENT)  # rank 0 speaks, if it was interrupted too, and ends the job
+    progress("")
+    write_lines("interrupted")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI libraries comment on MPI_Abort
+    try:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            from mpicoll.watch.ends import end_job
+
+            end_job(INTERRUPTED)
+    finally:
+        os._exit(INTERRUPTED)

@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("-i", "--stepbytes", type=cli.size, metavar="SIZE",
                        help="of a size more than the one before, instead")  # fmt: skip
     add("-d", "--datatype", type=_dtypes, default="float", metavar="DTYPE",
-        help="all, a dtype of mpicoll, or nccl-tests' name of one (default: float)")  # fmt: skip
+        help="all, or dtypes of mpicoll or by nccl-tests' names, as in float,half "
+        "(default: float)")  # fmt: skip
     add("-o", "--op", type=_ops, default="sum", metavar="OP",
         help="all, sum, prod, min, max, avg, band, bor or bxor (default: sum)")  # fmt: skip
     add("-r", "--root", type=_from(0), default=0, metavar="RANK", help="the root (default: 0)")
@@ -111,7 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where arrays are (default: cpu)")
     add("--async", action="store_true", dest="waits", help="call with async_op=True, and wait")
     add("--compare", type=_others, action="extend", default=[], metavar="OTHER",
-        help="the same calls by mpi4py or torch's gloo beside; both: mpi4py,gloo")  # fmt: skip
+        help="the same calls by mpi4py or torch's gloo beside; both: mpi4py,gloo; all: those "
+        "that are installed")  # fmt: skip
+    add("--short", action="store_true", help="a small table: time, the others' time and ratio")
     add("-J", "--json", "--output_file", type=Path, metavar="FILE", help="the table as JSON")
     add("--plot", type=Path, metavar="FILE", help="the table as an image; needs matplotlib")
     for flags in _NOT_TAKEN:
@@ -138,11 +141,16 @@ def _from(least: int) -> Callable[[str], int]:
 def _dtypes(text: str) -> list[DType]:
     from mpicoll import dtypes
 
-    name = _DTYPES.get(text, text)
-    if name != "all" and name not in dtypes.by_name:
-        names = ", ".join(["all", *dtypes.by_name, *_DTYPES])
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {names}")
-    return list(dtypes.DTYPES) if name == "all" else [dtypes.by_name[name]]
+    if text == "all":
+        return list(dtypes.DTYPES)
+    found = {}
+    for word in text.split(","):
+        name = _DTYPES.get(word, word)
+        if name not in dtypes.by_name:
+            names = ", ".join(["all", *dtypes.by_name, *_DTYPES])
+            raise argparse.ArgumentTypeError(f"{word!r} is none of {names}")
+        found[name] = dtypes.by_name[name]
+    return list(found.values())
 
 
 def _ops(text: str) -> list[ReduceOp]:
@@ -156,6 +164,10 @@ def _ops(text: str) -> list[ReduceOp]:
 
 
 def _others(text: str) -> list[str]:
+    if text == "all":
+        from mpicoll.cli.bench_calls import OTHERS, missing
+
+        return [name for name in OTHERS if not missing(name)]
     names = text.split(",")
     for name in names:
         if name not in ("mpi4py", "gloo"):
@@ -167,6 +179,8 @@ def _contradiction(options: argparse.Namespace) -> str:
     """What is wrong with the options as a whole; "" for nothing."""
     if options.minbytes > options.maxbytes:
         return f"--minbytes {options.minbytes} is more than --maxbytes {options.maxbytes}"
+    if options.short and options.latency:
+        return "--short is without percentiles: leave --latency out"
     if options.compare and options.device != "cpu":
         return "--compare is for --device cpu: MPI that is given device memory may crash"
     if (

@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,7 +18,7 @@ from mpi4py import MPI
 
 import mpicoll
 from mpicoll import cli, kernels, tables
-from mpicoll.cli import bench_table
+from mpicoll.cli import bench_table, doctor_machine
 from mpicoll.cli.bench_calls import Buffers, Call, Case, Other, Place, op_name, own_call, variants
 from mpicoll.cli.bench_check import contents, expected, fill, wrong
 from mpicoll.cli.bench_table import PERCENTILES, Result
@@ -57,16 +58,19 @@ class Bench:
         facts = self._facts()
         self._print(self._header(facts))
         longest = max(len(dtype.name) for dtype in self._options.datatype)
-        columns = bench_table.columns(self._options.latency, longest, list(self._others))
+        others, short = list(self._others), self._options.short
+        columns = bench_table.columns(self._options.latency, longest, others)
         results: list[Result] = []
         averages = {}
         for row, lines in itertools.groupby(cases, lambda case: case.row):
+            if short:
+                columns = bench_table.short_columns(variants(row)[0], longest, others)
             self._print(["#", f"# {row.name}", *bench_table.heads(columns)])
             start = len(results)
             for case in lines:
                 results.append(self._line(case))
                 self._print(["".join(column.text(results[-1]) for column in columns)])
-            self._print(bench_table.foot(results[start:], self._options.check))
+            self._print(bench_table.foot(results[start:], self._options.check, short))
             averages[row.name] = bench_table.average(results[start:])
         return {
             **facts,
@@ -203,6 +207,7 @@ class Bench:
             "Python": platform.python_version(),
             "reductions": kernels.how(),
             "arrays": self._place.name,
+            "crowded": doctor_machine.crowded(self._comm.allgather(doctor_machine.Place.own())),
         }
         told: Result = self._comm.bcast(facts, 0)
         return told
@@ -218,15 +223,21 @@ class Bench:
         whose = ("rank 0", "the mean of the ranks", "the fastest rank", "the slowest rank")
         versions = ", ".join(f"{x} {facts[x]}" for x in ("mpicoll", "mpi4py", "NumPy", "Python"))
         lines = [
-            f"mpicoll {facts['command']}",
             f"{facts['ranks']} ranks on {where}: {facts['machine']}",
             f"{facts['MPI']}, {versions}",
-            f"arrays: {facts['arrays']}; reductions: {facts['reductions']}",
-            f"time: {how} after a barrier, by time.perf_counter, of {whose[options.average]}"
-            + ("; async_op=True and wait()" if options.waits else ""),
         ]
+        if not options.short:
+            lines.insert(0, f"mpicoll {facts['command']}")
+            lines.append(f"arrays: {facts['arrays']}; reductions: {facts['reductions']}")
+        lines.append(
+            f"time: {how} after a barrier, by time.perf_counter, of {whose[options.average]}"
+            + ("; async_op=True and wait()" if options.waits else "")
+        )
         if options.compare:
             lines.append("ratio: the other's time over mpicoll's")
+        lines += facts["crowded"]
+        if options.short:
+            lines = [part for line in lines for part in textwrap.wrap(line, 98)]
         return [f"# {line}" for line in lines]
 
 

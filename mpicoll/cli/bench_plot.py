@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["draw", "unable"]
+from mpicoll.tables import shown
+
+__all__ = ["COLOURS", "draw", "figure_of", "unable"]
+
+#: Who has which colour, in every image (after Okabe and Ito, for every kind of sight).
+COLOURS = {"mpicoll": "#0072b2", "mpi4py": "#555555", "gloo": "#d55e00"}
+#: What is measured of mpicoll, and its line.
+_OWN = {"out_of_place": ("out of place", "-"), "in_place": ("in place", "--")}
+#: A mark for each dtype and operation.
+_MARKS = "osv^D*PX<>"
+#: Ticks on the axis of sizes, at the most.
+_TICKS = 9
+
+
+class _Line(NamedTuple):
+    """One line of a diagram; ``kind``: dtype and operation."""
+
+    who: str
+    style: str
+    kind: str
+    label: str
+
+
+_Lines = dict[_Line, list[tuple[int, float, float]]]
 
 
 def unable(path: Path) -> str:
@@ -22,47 +47,101 @@ def unable(path: Path) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Bus bandwidth, or with --latency the median time and the way to the 99th percentile, by size;
-    one diagram for each primitive that has sizes.
+    """Writes the image of a report, which is what --json writes."""
+    figure_of(report).savefig(path, dpi=120)
 
-    report: what --json writes.
+
+def figure_of(report: dict[str, Any]) -> Any:
+    """Bandwidth, or with --latency the median time and the way to the 99th percentile, by size; one
+    diagram for each primitive that has sizes.
     """
     library: Any = importlib.import_module("matplotlib.figure")
-    lines = _lines(report)
-    figure = library.Figure(figsize=(8, 1 + 3.6 * max(1, len(lines))), layout="constrained")
+    measure = _measure(report)
+    found = _lines(report, measure)
+    columns = min(2, max(1, len(found)))
+    rows = math.ceil(len(found) / columns) or 1
+    figure = library.Figure(figsize=(1.5 + 5 * columns, 1.5 + 3.2 * rows), layout="constrained")
     figure.suptitle(f"{report['ranks']} ranks, {report['MPI']}, {report['machine']}", fontsize=9)
-    for i, (name, found) in enumerate(lines.items()):
-        axes = figure.add_subplot(len(lines), 1, i + 1)
-        for label, points in found.items():
+    kinds = list(dict.fromkeys(line.kind for lines in found.values() for line in lines))
+    named: dict[str, Any] = {}
+    for i, (name, lines) in enumerate(found.items()):
+        axes = figure.add_subplot(rows, columns, i + 1, title=name)
+        for line, points in lines.items():
             sizes, values, highs = zip(*points, strict=True)
-            axes.plot(sizes, values, marker=".", label=label)
+            (named[line.label],) = axes.plot(
+                sizes, values, color=COLOURS[line.who], linestyle=line.style, label=line.label,
+                marker=_MARKS[kinds.index(line.kind) % len(_MARKS)], markersize=4,
+            )  # fmt: skip
             if report["latency"]:
-                axes.fill_between(sizes, values, highs, alpha=0.15)
-        axes.set_xscale("log", base=2)
-        axes.set_title(name)
-        axes.set_xlabel("size (B)")
-        axes.set_ylabel("p50 to p99 (us)" if report["latency"] else "bus bandwidth (GB/s)")
-        if report["latency"]:
-            axes.set_yscale("log")
-        axes.grid(True, which="both", alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+                axes.fill_between(
+                    sizes, values, highs, color=COLOURS[line.who], alpha=0.12, linewidth=0
+                )
+        _scales(axes, [point[0] for points in lines.values() for point in points], measure.unit)
+        axes.set_xlabel("size of the larger array (B)")
+        axes.set_ylabel(measure.title)
+    if named:
+        figure.legend(
+            named.values(), named.keys(), loc="outside lower center", ncols=2 * columns, fontsize=8
+        )
+    return figure
 
 
-def _lines(report: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float, float]]]]:
-    """By primitive and by what is measured: size, value, and its upper end."""
-    found: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
-    keys = ("p50", "p99") if report["latency"] else ("busbw", "busbw")
+class _Measure(NamedTuple):
+    """What is drawn.
+
+    title: of the axis.
+    unit:  of the axis, and how many of it are one of the table's.
+    low, high: the keys of a value and of its upper end.
+    """
+
+    title: str
+    unit: str
+    scale: float
+    low: str
+    high: str
+
+
+def _measure(report: dict[str, Any]) -> _Measure:
+    if report["latency"]:
+        return _Measure("time of a call, p50 to p99 (s)", "s", 1e-6, "p50", "p99")
+    if report["ranks"] == 1:  # nothing goes over a bus
+        return _Measure("size / time (B/s)", "B/s", 1e9, "algbw", "algbw")
+    return _Measure("bus bandwidth (B/s)", "B/s", 1e9, "busbw", "busbw")
+
+
+def _lines(report: dict[str, Any], measure: _Measure) -> dict[str, _Lines]:
+    """By primitive, what is measured: size, value, and its upper end."""
+    found: dict[str, _Lines] = {}
+    several = len({result["redop"] for result in report["results"]} - {"none"}) > 1
     for result in report["results"]:
+        kind = result["type"] + (f" {result['redop']}" if several else "")
         told = {
-            "mpicoll out of place": result["out_of_place"],
-            "mpicoll in place": result["in_place"],
-            **result["compare"],
+            _Line("mpicoll", style, kind, f"mpicoll {how}, {kind}"): result[name]
+            for name, (how, style) in _OWN.items()
         }
-        kind = " ".join(x for x in (result["type"], result["redop"]) if x != "none")
-        for name, one in told.items():
+        for who, other in result["compare"].items():
+            told[_Line(who, "-", kind, f"{who}, {kind}")] = other
+        for line, one in told.items():
             if one and result["size"]:
-                mine = found.setdefault(result["primitive"], {})
-                point = (result["size"], one[keys[0]], one[keys[1]])
-                mine.setdefault(f"{kind}, {name}", []).append(point)
+                ends = (measure.scale * one[measure.low], measure.scale * one[measure.high])
+                points = found.setdefault(result["primitive"], {}).setdefault(line, [])
+                points.append((result["size"], *ends))
     return found
+
+
+def _scales(axes: Any, sizes: Sequence[int], unit: str) -> None:
+    """Both axes logarithmic: sizes in KiB and MiB, and values in decimal units."""
+    ticker: Any = importlib.import_module("matplotlib.ticker")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    first, last = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))
+    step = math.ceil((last - first + 1) / _TICKS)
+    ticks = [2**exponent for exponent in range(first, last + 1, step)]
+    axes.set_xticks(ticks, [shown(tick) for tick in ticks])
+    axes.tick_params(axis="x", rotation=30)
+    low, high = axes.get_ylim()
+    within = (1,) if high / low > 1e3 else (1, 2, 5)
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=within))
+    axes.yaxis.set_major_formatter(ticker.EngFormatter(unit))
+    axes.minorticks_off()
+    axes.grid(True, alpha=0.3)

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["PERCENTILES", "Column", "Result", "average", "columns", "foot", "heads", "wrong"]
+from mpicoll.tables import shown
+
+__all__ = [
+    "PERCENTILES",
+    "Column",
+    "Result",
+    "average",
+    "columns",
+    "foot",
+    "heads",
+    "short_columns",
+    "wrong",
+]
 
 #: A line of the table, or what was measured of one call in it.
 Result = dict[str, Any]
@@ -14,15 +26,24 @@ Result = dict[str, Any]
 #: Percentiles of --latency, by name.
 PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
+#: Who the others are, with --short.
+_NAMES = {"mpi4py": "MPI alone", "gloo": "Gloo"}
+
 _BANDWIDTH = (("time", "(us)"), ("algbw", "(GB/s)"), ("busbw", "(GB/s)"))
 _LATENCY = tuple((name, "(us)") for name in PERCENTILES)
+
+
+def _form(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 class Column(NamedTuple):
     """One column.
 
     group: what is above the title.
-    path:  where the value is in a line; None there is shown as "-".
+    path:  where the value is in a line.
+    form:  how it is shown.
+    none:  what is shown where there is none.
     """
 
     group: str
@@ -30,14 +51,15 @@ class Column(NamedTuple):
     unit: str
     width: int
     path: tuple[str, ...]
+    form: Callable[[Any], str] = _form
+    none: str = "-"
 
     def text(self, result: Result) -> str:
         """The cell."""
         value: Any = result
         for name in self.path:
             value = (value or {}).get(name)
-        shown = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-        return shown.rjust(self.width)
+        return (self.none if value is None else self.form(value)).rjust(self.width)
 
 
 def columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
@@ -65,6 +87,20 @@ def columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
     return made
 
 
+def short_columns(variant: str, longest: int, others: Sequence[str]) -> list[Column]:
+    """The columns with --short: the time of a variant, and the others' beside."""
+    made = [
+        Column("", "size", "", 10, ("size",), shown),
+        Column("", "type", "", max(10, longest + 2), ("type",)),
+        Column("mpicoll", "time", "(us)", 12, (variant, "time")),
+    ]
+    for name in others:
+        path = ("compare", name, "time")
+        made.append(Column(_NAMES[name], "time", "(us)", 12, path, none="refused"))
+        made.append(Column(_NAMES[name], "ratio", "", 8, ("compare", name, "ratio")))
+    return made
+
+
 def heads(columns: Sequence[Column]) -> list[str]:
     """What is above the lines."""
     groups: dict[str, int] = {}
@@ -78,12 +114,27 @@ def heads(columns: Sequence[Column]) -> list[str]:
     return [f"#{line[1:].rstrip()}" for line in lines]
 
 
-def foot(results: Sequence[Result], check: bool) -> list[str]:
+def foot(results: Sequence[Result], check: bool, short: bool) -> list[str]:
     """What is below the lines."""
     found = sum(wrong(result) for result in results)
     lines = [f"# Out of bounds values : {found} {'FAILED' if found else 'OK'}"] if check else []
+    if short:
+        return lines + _refused(results)
     mean = average(results)
     return lines if mean is None else [*lines, f"# Avg bus bandwidth    : {mean:.4g}"]
+
+
+def _refused(results: Sequence[Result]) -> list[str]:
+    """Who of the others lacks what."""
+    lacks: dict[str, dict[str, None]] = {}
+    for result in results:
+        for name, told in result["compare"].items():
+            if told is None:
+                lacks.setdefault(name, {})[result["type"]] = None
+    return [
+        f"# refused: {_NAMES[name]} has no {results[0]['primitive']} of {', '.join(dtypes)}"
+        for name, dtypes in lacks.items()
+    ]
 
 
 def wrong(result: Result) -> int:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll import cli
+from mpicoll import cli, settings
+from mpicoll.cli.doctor_machine import Place, crowded, memory, ranges, small_memory, system
 
 if TYPE_CHECKING:
     from mpicoll.capabilities import Capabilities
@@ -39,12 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Exit code 0, or 1 where something is wrong. Rank 0 prints."""
-    before = {"launcher": _launcher()}  # init_process_group sets variables
+    # init_process_group sets variables, and refuses what is misspelt: the report is to be whole.
+    before = {"launcher": _launcher(), "settings": _settings()}
+    misspelt = settings.problems()
+    for name in misspelt:
+        del os.environ[name]
     wrong = cli.start()
     if wrong:
         speaks, seen = cli.first(), Seen([_here() | before | {"torch": _torch()}], wrong=wrong)
+        seen.misspelt = [misspelt]
     else:
-        speaks, seen = _look(before, options.again)
+        speaks, seen = _look(before, misspelt, options.again)
     advice = [(each.wrong, text) for each in ADVICE for text in each.texts(seen) if text]
     if speaks:
         show = _json if options.json else _text
@@ -60,6 +66,8 @@ class Seen:
     wrong:  why the ranks are no world, "" where they are.
     all_ranks: what each can do.
     idle:   of GPUs that are idle while others are shared.
+    places: where each is, by rank.
+    misspelt: which settings, by rank, and what is wrong with them.
     bad_route: why MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE cannot be followed.
     shared: all_reduce goes through shared memory; None where that is not known, or on several
             nodes.
@@ -70,6 +78,8 @@ class Seen:
     wrong: str = ""
     all_ranks: tuple[Capabilities, ...] = ()
     idle: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    misspelt: list[dict[str, str]] = field(default_factory=list)
     bad_route: str = ""
     shared: bool | None = None
     host: Routes = field(default_factory=dict)
@@ -79,7 +89,7 @@ class Seen:
 # --- looking ------------------------------------------------------------------------------------
 
 
-def _look(before: Facts, again: bool) -> tuple[bool, Seen]:
+def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, Seen]:
     """What the ranks of the world find out together; True on rank 0."""
     import mpicoll as dist
     from mpicoll import binding
@@ -112,7 +122,11 @@ def _look(before: Facts, again: bool) -> tuple[bool, Seen]:
     told = group.comm.bcast(_torch() if me == 0 else "", 0)  # importing torch takes long
     if told.startswith(facts["torch"]):
         facts["torch"] = told
-    seen.facts = group.comm.allgather(facts)
+    seen.facts, seen.places, seen.misspelt = map(
+        list, zip(*group.comm.allgather((facts, Place.own(), misspelt)), strict=True)
+    )
+    for each, shared in zip(seen.facts, memory(seen.places), strict=True):
+        each["/dev/shm"] = shared
     dist.destroy_process_group()
     return me == 0, seen
 
@@ -124,13 +138,18 @@ def _here() -> Facts:
 
     return {
         "host": socket.gethostname(),
+        **system(),
+        "/dev/shm": memory([Place.own()])[0],
         "Python": f"{platform.python_version()} ({sys.executable})",
         "mpicoll": f"{mpicoll.__version__} ({Path(mpicoll.__file__).parent})",
+        "settings": "",
         "mpi4py": _version("mpi4py"),
         "MPI": "not running",
         "launcher": "",
         "ranks": "",
         "threads": "",
+        "NumPy": _version("numpy"),
+        "ml_dtypes": _version("ml_dtypes"),
         "C library": kernels.how(),
         "torch": _version("torch"),
         "CuPy": _version("cupy", "cupy-cuda13x", "cupy-cuda12x"),
@@ -166,6 +185,11 @@ def _launcher() -> str:
 
     names = (each.name for each in LAUNCHERS if all(mark in os.environ for mark in each.marks))
     return next(names, "none")
+
+
+def _settings() -> str:
+    found = settings.present().items()
+    return "; ".join(f"{name}={value}" for name, value in found) or "none"
 
 
 def _version(*names: str) -> str:
@@ -234,10 +258,13 @@ class Advice(NamedTuple):
 
 def _where(seen: Seen, name: str, pattern: str) -> str:
     """The ranks on which a fact matches, in words; "" for none."""
-    ranks = [
-        str(r) for r, facts in enumerate(seen.facts) if re.search(pattern, facts.get(name, ""))
-    ]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
+    return _ranks(
+        [r for r, facts in enumerate(seen.facts) if re.search(pattern, facts.get(name, ""))]
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}" if ranks else ""
 
 
 def _if(name: str, pattern: str, text: str) -> Callable[[Seen], Sequence[str]]:
@@ -258,6 +285,23 @@ def _differ(name: str) -> Callable[[Seen], Sequence[str]]:
     return texts
 
 
+def _misspelt(seen: Seen) -> Sequence[str]:
+    found: dict[str, list[int]] = {}
+    for rank, each in enumerate(seen.misspelt):
+        for text in each.values():
+            found.setdefault(text, []).append(rank)
+    return [f"{_ranks(ranks)}: {text}" for text, ranks in found.items()]
+
+
+def _alone(seen: Seen) -> Sequence[str]:
+    if seen.wrong or [facts.get("launcher") for facts in seen.facts] != ["none"]:
+        return []
+    return [
+        "this process is alone, for no launcher started it: to see a job, start all its ranks "
+        "(mpirun -n 4 python -m mpicoll doctor, or srun)"
+    ]
+
+
 def _no_cupy(seen: Seen) -> Sequence[str]:
     if all(own.gpus for own in seen.all_ranks) or not _where(seen, "driver", r"\d"):
         return []
@@ -267,7 +311,7 @@ def _no_cupy(seen: Seen) -> Sequence[str]:
 def _not_shared(seen: Seen) -> Sequence[str]:
     if seen.shared is not False:
         return []
-    if os.environ.get("MPICOLL_SHARED_MEMORY") == "0":
+    if settings.SHARED_MEMORY.says("0"):
         return ["MPICOLL_SHARED_MEMORY=0 keeps the ranks from sharing memory: unset it"]
     return [
         "the ranks are on one node and do not share memory, which is several times faster: they "
@@ -297,6 +341,7 @@ def _remedies(seen: Seen) -> Sequence[str]:
 
 ADVICE: tuple[Advice, ...] = (
     Advice(True, lambda seen: [seen.wrong]),
+    Advice(True, _misspelt),
     Advice(True, _differ("mpicoll")),
     Advice(True, _differ("MPI")),
     Advice(
@@ -339,6 +384,9 @@ ADVICE: tuple[Advice, ...] = (
     Advice(False, _no_cupy),
     Advice(False, _remedies),
     Advice(False, lambda seen: seen.idle),
+    Advice(False, lambda seen: crowded(seen.places)),
+    Advice(False, lambda seen: small_memory(seen.places)),
+    Advice(False, _alone),
 )  # fmt: skip
 
 
@@ -387,9 +435,9 @@ def _text(seen: Seen, advice: list[tuple[bool, str]]) -> str:
 
 def _fact(name: str, values: list[str]) -> list[str]:
     """One line where the ranks agree, else one for each value."""
-    from mpicoll.watch.consistency import listed
-
     if len(set(values)) == 1:
         return [f"  {name:<14}{values[0]}"] if values[0] else []
-    lines = listed(value.replace("; ", ", ") for value in values).split("; ")
-    return [f"  {name:<14}{line}" for line in lines]
+    where: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        where.setdefault(value, []).append(rank)
+    return [f"  {name:<14}{_ranks(ranks)}: {value}" for value, ranks in where.items()]

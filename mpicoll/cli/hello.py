@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import socket
-import sys
 
 from mpicoll import cli
+from mpicoll.output import write_lines
 
 __all__ = ["add_arguments", "run"]
 
@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
     wrong = cli.start()
     if wrong:
         if cli.first():
-            print(f"mpicoll hello: {wrong}", file=sys.stderr)
+            write_lines(f"mpicoll hello: {wrong}")
         return 1
     import mpicoll as dist
     from mpicoll.binding import device_for

@@ -13,16 +13,17 @@ import math
 import os
 import platform
 import secrets
+import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll import __version__, cli, tables
-from mpicoll.cli.tune_steps import changes, chosen, unrest
+from mpicoll import __version__, cli, settings, tables
+from mpicoll.cli.tune_steps import changes, chosen, spliced, unrest
 from mpicoll.errors import ArgumentError
 from mpicoll.groups import default_group, state
-from mpicoll.tables import Rows, Steps, shown
+from mpicoll.tables import DEFAULT, Rows, Steps, shown
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,9 +35,11 @@ __all__ = ["add_arguments", "run"]
 #: Bytes of a rank that routes and MPI may take beside the arrays.
 _SCRATCH = 64 << 20
 
-#: Half the distance between the quartiles of a time, as a part of it, from which on a machine is
-#: too busy to be measured well.
+#: Half the distance between the quartiles of a time, as a part of it, the median of all times:
+#: where it is more, the machine is too busy for a table to be made.
 _RESTLESS = 0.1
+#: The exit code where what was measured is no ground for a table.
+_NO_GROUND = 3
 
 #: Where the ranks are, in words.
 _PLACES = {
@@ -60,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long it may take (default: 60; 8 with --quick)")  # fmt: skip
     add("--quick", action="store_true", help="fewer and shorter repetitions, for a first look")
     add("--json", type=Path, metavar="FILE", help="all that was measured, as JSON")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--force", action="store_true",
+        help=f"write the table, even where times vary by more than {_RESTLESS:.0%}")  # fmt: skip
+    instead.add_argument("--dry-run", action="store_true",
+        help="measure, and print the table instead of writing it")  # fmt: skip
+    instead.add_argument("--reset", action="store_true",
+        help="remove the table, and measure nothing")  # fmt: skip
 
 
 def _sizes(text: str) -> list[int]:
@@ -82,16 +92,18 @@ def _seconds(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """Exit code 0; 1 where the ranks are no world, or the table cannot be written in the end; 2
-    where there is nothing to tune, or what is asked for cannot be had. Rank 0 prints.
+    where there is nothing to tune, or what is asked for cannot be had; 3 where times vary too much,
+    or nothing could be measured in time. Rank 0 prints.
     """
-    named = os.environ.get("MPICOLL_TABLE", "")
-    os.environ["MPICOLL_TABLE"] = "0"  # the table that is there must not be in the way
+    begin = time.perf_counter()
+    named = settings.TABLE.value()
+    os.environ[settings.TABLE.name] = "0"  # the table that is there must not be in the way
     wrong = cli.start()
     if wrong:
         return cli.refuse("tune", wrong, cli.first(), 1)
     import mpicoll as dist
 
-    code = _with_ranks(options, named)
+    code = _with_ranks(options, named, begin)
     dist.destroy_process_group()
     return code
 
@@ -121,7 +133,7 @@ class _Setting(NamedTuple):
         return state.table.row(kind, self.ranks)[self.place]
 
 
-def _with_ranks(options: argparse.Namespace, named: str) -> int:
+def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
     from mpi4py import MPI
 
     from mpicoll.cli.tune_measure import FULL, QUICK, kinds_of, measure
@@ -135,14 +147,19 @@ def _with_ranks(options: argparse.Namespace, named: str) -> int:
     if first:
         try:
             target = _target(options.output, named, mpi)
-            _check(target.path, mpi, options.json)
+            if options.reset:
+                print(_removed(target, mpi), flush=True)
+            else:
+                _check(target, mpi, options)
         except ArgumentError as error:
             wrong = str(error)
     wrong = comm.bcast(wrong, 0)
-    if not wrong and group.size() == 1:
+    if not wrong and group.size() == 1 and not options.reset:
         wrong = "one rank has no choice of routes: start as many as your jobs have (mpirun -n ...)"
     if wrong:
         return cli.refuse("tune", wrong, first, 2)
+    if options.reset:
+        return 0
     kinds, here = kinds_of(list(dict.fromkeys(options.kinds)), group), place(group)
     if not kinds:
         wrong = f"{_PLACES[here]}: there is but one route for {', '.join(options.kinds)}"
@@ -155,50 +172,83 @@ def _with_ranks(options: argparse.Namespace, named: str) -> int:
     setting = _Setting(mpi, group.size(), list(dict.fromkeys(nodes)), here)
     if first:
         print("\n".join(_header(setting, kinds, options.sizes, effort)), flush=True)
-    outcome = measure(group, kinds, options.sizes, effort, cli.progress if first else _nothing)
+
+    def spent() -> float:
+        return time.perf_counter() - begin
+
+    def progress(text: str) -> None:
+        if first:
+            cli.progress(f"tune: {text}")
+
+    outcome = measure(group, kinds, options.sizes, effort, spent, progress)
     code = 0
     if target is not None:
         cli.progress("")
-        code = _end(setting, outcome, options, target)
+        code = _end(setting, outcome, [kind.name for kind in kinds], options, target)
     return int(comm.bcast(code, 0))
-
-
-def _nothing(text: str) -> None:
-    """Rank 0 says how far it is."""
 
 
 # --- before -------------------------------------------------------------------------------------
 
 
 class _Target(NamedTuple):
-    """The file that is to be written; ``found``: by jobs that are started like this one."""
+    """The file that is meant.
+
+    found: by jobs that are started like this one.
+    own:   of this MPI and machine; nobody named it.
+    """
 
     path: Path
     found: bool
+    own: bool
 
 
 def _target(output: Path | None, named: str, mpi: str) -> _Target:
     """Where the table goes; raises ArgumentError where there is no place for it."""
     if output is not None:
-        return _Target(output, False)
+        return _Target(output, False, False)
     if named not in ("", "0"):
-        return _Target(Path(named), True)
+        return _Target(Path(named), True, False)
     try:
-        path = tables.default_path(mpi)
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (RuntimeError, OSError) as error:
+        return _Target(tables.default_path(mpi), named != "0", True)
+    except RuntimeError as error:
         raise ArgumentError(f"{error}; name a file with --output") from error
-    return _Target(path, named != "0")
 
 
-def _check(path: Path, mpi: str, figures: Path | None) -> None:
+def _removed(target: _Target, mpi: str) -> str:
+    """Removes the table, if one is there, and says so; raises ArgumentError where it is none."""
+    path = target.path
+    try:
+        if not path.exists():
+            return f"# there is no table at {path}"
+        if not _so_far(path, mpi):
+            raise ArgumentError(f"{path} is no table of routes: it is empty; it is left as it is")
+        path.unlink()
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be removed: {error.strerror}") from error
+    unset = "; unset MPICOLL_TABLE, which names it" if target.found and not target.own else ""
+    return f"# removed {path}{unset}"
+
+
+def _check(target: _Target, mpi: str, options: argparse.Namespace) -> None:
     """Raises ArgumentError where a file cannot be written, or is none to be added to."""
+    path, figures = target.path, options.json
     _so_far(path, mpi)
     if figures is not None and figures.resolve() == path.resolve():
         raise ArgumentError(f"{path}: --output and --json name the same file")
-    for each in (path, figures):
-        if each is not None:
-            _try(each)
+    if not options.dry_run:
+        if target.own:
+            _make_folder(path.parent)
+        _try(path)
+    if figures is not None:
+        _try(figures)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"{error}; name a file with --output") from error
 
 
 def _so_far(path: Path, mpi: str) -> str:
@@ -285,30 +335,53 @@ def _header(
 # --- after --------------------------------------------------------------------------------------
 
 
-def _end(setting: _Setting, outcome: Outcome, options: argparse.Namespace, target: _Target) -> int:
+def _end(
+    setting: _Setting,
+    outcome: Outcome,
+    kinds: Sequence[str],
+    options: argparse.Namespace,
+    target: _Target,
+) -> int:
     """Writes what was found, and says so; the exit code."""
     path = target.path
     try:
         text = _so_far(path, setting.mpi)
+        noise = unrest(outcome.figures.values())
         rows = _rows(setting, outcome, text)
-        print("\n".join(_changes(setting, outcome, rows)), flush=True)
         if options.json:
-            _write(options.json, json.dumps(_report(setting, outcome, rows), indent=1) + "\n")
+            report = _report(setting, outcome, noise, rows)
+            _write(options.json, json.dumps(report, indent=1) + "\n")
+        if not rows:
+            why = "nothing could be measured often enough in time; give it more (--seconds)"
+            return cli.refuse("tune", why, True, _NO_GROUND)
         about = {
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "mpicoll": __version__,
             "where": setting.where,
-            "sizes": f"{shown(options.sizes[0])} to {shown(outcome.largest)}",
+            "sizes": f"{shown(options.sizes[0])} to {shown(max(outcome.last.values()))}",
             "repetitions": outcome.repetitions,
+            "noise": f"{noise:.1%}",
         }
-        _write(path, tables.joined(text, setting.mpi, setting.ranks, rows, about))
+        table = tables.joined(text, setting.mpi, setting.ranks, rows, about)
+        lines = [*_changes(setting, outcome, text, table), *_missing(outcome, kinds, options.sizes)]
+        print("\n".join(lines), flush=True)
+        print(f"# times vary by {noise:.1%}; {_RESTLESS:.0%} is the most for a table", flush=True)
+        if options.dry_run:
+            print(table, end="", flush=True)
+        if noise > _RESTLESS and not options.force:
+            why = (
+                f"times vary by {noise:.1%}, more than {_RESTLESS:.0%}: something else is going on "
+                "here, and no table is written; tune when it is not, with no more ranks than "
+                "processors, or for longer (--seconds); --force writes one"
+            )
+            return cli.refuse("tune", why, True, _NO_GROUND)
+        if not options.dry_run:
+            _write(path, table)
     except (ArgumentError, OSError) as error:
         return cli.refuse("tune", str(error), True, 1)
-    if outcome.largest < options.sizes[-1]:
-        print(f"# more than {shown(outcome.largest)} would have taken longer (--seconds)")
-    spread = unrest(outcome.figures.values())
-    if spread > _RESTLESS:
-        print(f"# times vary by {spread:.0%}: something else is going on here; tune when it is not")
+    if options.dry_run:
+        print(f"# not written to {path}: this was a dry run")
+        return 0
     print(f"# written to {path}")
     if target.found:
         print("# jobs that are started like this one go by it; python -m mpicoll doctor tells")
@@ -318,36 +391,53 @@ def _end(setting: _Setting, outcome: Outcome, options: argparse.Namespace, targe
 
 
 def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
-    """The steps for what was measured."""
+    """The steps for what was measured; for the rest what is there, or the defaults to come."""
     known = tables.parse(text).get(setting.ranks, {}) if text else {}
     rows: Rows = {}
     for kind, figures in outcome.figures.items():
-        before = known.get(kind, {}).get(setting.place)
-        rows[kind] = {setting.place: chosen(figures, setting.default(kind), before)}
+        before = known.get(kind, {}).get(setting.place, ((0, DEFAULT),))
+        steps = chosen(figures, setting.default(kind))
+        rows[kind] = {setting.place: spliced(before, steps, outcome.last[kind])}
     return rows
 
 
-def _changes(setting: _Setting, outcome: Outcome, rows: Rows) -> list[str]:
-    """What is not as it is without the table."""
+def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> list[str]:
+    """What is not as it is with the table that is there, or without any."""
+    was, now = (state.table.holding(tables.parse(text) if text else {}) for text in (before, after))
     lines = []
     for kind, figures in outcome.figures.items():
-        for each in changes(figures, setting.default(kind), rows[kind][setting.place]):
-            end = "" if each.end is None else shown(each.end)
+        steps = (table.row(kind, setting.ranks)[setting.place] for table in (was, now))
+        for each in changes(figures, *steps):
+            end = shown(outcome.last[kind] if each.end is None else each.end)
             lines.append(
-                f"{kind:<26}{shown(each.first):<11}{end:<11}{each.usual:<10}{each.now:<10}"
+                f"{kind:<26}{shown(each.first):<11}{end:<11}{each.was:<10}{each.now:<10}"
                 f"{each.gain:.2f} x"
             )
-    head = f"{'kind of call':<26}{'from':<11}{'to':<11}{'default':<10}{'now':<10}faster"
-    return [head, *lines] if lines else ["# nothing is faster than what is done by default"]
+    head = f"{'kind of call':<26}{'from':<11}{'to':<11}{'before':<10}{'now':<10}faster"
+    return [head, *lines] if lines else ["# nothing is faster than what is done now"]
 
 
-def _report(setting: _Setting, outcome: Outcome, rows: Rows) -> dict[str, Any]:
+def _missing(outcome: Outcome, kinds: Sequence[str], sizes: Sequence[int]) -> list[str]:
+    """What time was too short for."""
+    ends: dict[int, list[str]] = {}
+    for kind in kinds:
+        ends.setdefault(outcome.last.get(kind, 0), []).append(kind)
+    return [
+        f"# not measured in time (--seconds), and left as it is: {', '.join(names)}"
+        + (f" of more than {shown(last)}" if last else "")
+        for last, names in sorted(ends.items())
+        if last < sizes[-1]
+    ]
+
+
+def _report(setting: _Setting, outcome: Outcome, noise: float, rows: Rows) -> dict[str, Any]:
     """What --json writes."""
     return {
         **setting._asdict(),
         "machine": tables.machine(),
         "mpicoll": __version__,
         "repetitions": outcome.repetitions,
+        "noise": noise,
         "figures": {
             kind: [
                 {"bytes": size, **{name: one._asdict() for name, one in at_size.items()}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -34,9 +35,9 @@ SMALLEST = 8
 class Effort(NamedTuple):
     """How long to measure.
 
-    seconds: all together, at the most; sizes that would take longer are left out.
+    seconds: all together, at the most; what would take longer is left out.
     sample:  seconds that the calls of a route at a size take that are timed together.
-    planned: repetitions that time is kept for.
+    planned: repetitions that time is kept for while sizes are tried.
     """
 
     seconds: float
@@ -91,15 +92,15 @@ def room(kinds: Sequence[Kind], n: int, largest: int) -> int:
 
 
 class Outcome(NamedTuple):
-    """What was measured.
+    """What was measured, ``REPETITIONS[0]`` times at the least.
 
     figures:     by kind, bytes (0 for the least that there can be) and route.
-    largest:     the last size that was measured.
-    repetitions: of everything.
+    last:        by kind, the bytes of the largest size.
+    repetitions: of what was measured least often.
     """
 
     figures: dict[str, dict[int, dict[str, Figure]]]
-    largest: int
+    last: dict[str, int]
     repetitions: int
 
 
@@ -108,43 +109,60 @@ def measure(
     kinds: Sequence[Kind],
     sizes: Sequence[int],
     effort: Effort,
+    spent: Callable[[], float],
     progress: Callable[[str], None],
 ) -> Outcome:
     """Measures every candidate at every size, repetition by repetition in turn. All ranks call, and
     have the same outcome.
 
     sizes:    bytes of the larger array, rising.
+    spent:    seconds of ``effort`` that are over, of which rank 0's count.
     progress: is told how far it is.
     """
-    bench = _Bench(group, kinds, sizes, effort, progress)
-    largest = bench.try_all()
-    samples = bench.repeat()
+    bench = _Bench(group, kinds, sizes, effort, spent, progress)
+    bench.try_all()
+    bench.repeat()
     bench.comm.Free()
-    quartiles = np.percentile(samples, [25, 50, 75], axis=0).T.tolist()
-    figures: dict[str, dict[int, dict[str, Figure]]] = {}
-    for point, times in zip(bench.points, quartiles, strict=True):
-        at_size = figures.setdefault(point.kind, {}).setdefault(point.least, {})
-        at_size[point.route] = Figure(*times)
-    return Outcome(figures, largest, len(samples))
+    return bench.outcome()
 
 
-class _Point(NamedTuple):
-    """A kind of call at a size, by one route.
+@dataclass
+class _Case:
+    """A kind of call at a size, by each of its routes.
 
-    least: bytes from which on what is measured stands.
+    least, last: the bytes that what is measured stands for.
+    count:       elements of a block.
+    calls:       one by each route.
+    once:        seconds of a call by each route, the slowest rank's.
+    turn:        seconds of a repetition, as rank 0 has them.
+    samples:     seconds of a call by each route, the slowest rank's, for each repetition.
     """
 
-    kind: str
+    kind: Kind
     least: int
-    route: str
-    call: Callable[[], None]
+    last: int
+    count: int
+    calls: list[Callable[[], None]] = field(default_factory=list)
+    once: list[float] = field(default_factory=list)
+    turn: float = 0.0
+    samples: list[list[float]] = field(default_factory=list)
+
+
+def _cases(kind: Kind, sizes: Sequence[int], n: int) -> list[_Case]:
+    """One for each size, but for those that come to as many elements as smaller ones."""
+    found = []
+    for count, same in groupby(sizes, lambda size: kind.elements(size, n)):
+        first, *others = same
+        least = 0 if count == 1 or (first == sizes[0] and first <= SMALLEST) else first
+        nbytes = count * kind.dtype.itemsize * (n if kind.blocks else 1)
+        found.append(_Case(kind, least, max(nbytes, first, *others), count))
+    return found
 
 
 class _Bench:
     """Every rank has one. What is decided follows from times that all know, or from rank 0's.
 
-    points: what is measured; those of one size lie together, and in them those of one kind.
-    once:   seconds that a call of each takes, the slowest rank's.
+    cases: what is measured, those of one size together.
     """
 
     def __init__(
@@ -153,62 +171,73 @@ class _Bench:
         kinds: Sequence[Kind],
         sizes: Sequence[int],
         effort: Effort,
+        spent: Callable[[], float],
         progress: Callable[[str], None],
     ) -> None:
         self.comm = group.comm.Dup()
-        self.points: list[_Point] = []
-        self.once: list[float] = []
+        self.cases: list[_Case] = []
         self._group = group
-        self._kinds = kinds
-        self._sizes = sizes
+        self._wanted = sorted(
+            (case for kind in kinds for case in _cases(kind, sizes, group.size())),
+            key=lambda case: case.last,
+        )
         self._effort = effort
+        self._spent = spent
         self._progress = progress
-        self._start = time.perf_counter()
         most = room(kinds, group.size(), sizes[-1])
         self._whole = np.zeros(most, np.uint8)
         self._block = np.zeros(most // group.size(), np.uint8)
 
     # --- the first calls ------------------------------------------------------------------------
 
-    def try_all(self) -> int:
-        """Makes all points that can be measured in time; returns the last size.
-
-        Each call is tried, and time is kept for the repetitions to come.
+    def try_all(self) -> None:
+        """Calls everything that can be measured in time, size by size; a kind whose next size would
+        take too long ends there.
         """
-        each = 0.0  # seconds of a repetition
-        for size in self._sizes:
-            begin = self._spent()
-            self._progress(f"{shown(size)}, first calls")
-            points = self._points(size)
-            once, around = self._tried(points)
-            self.points += points
-            self.once += once
-            calls = map(self._calls, once)
-            last = around + sum(n * took for n, took in zip(calls, once, strict=True) if n > 1)
-            each += last
-            # The next size is twice as large.
-            ahead = 2 * (self._spent() - begin) + self._effort.planned * (each + 2 * last)
-            if self._decided(self._spent() + ahead > self._effort.seconds):
-                break
-        return size
-
-    def _points(self, size: int) -> list[_Point]:
-        """The points of a size, without those that come to as many elements as smaller ones."""
-        n = self._group.size()
-        found = []
-        for kind in self._kinds:
-            count, first = kind.elements(size, n), size == self._sizes[0]
-            if not first and count == kind.elements(size // 2, n):
+        smaller: dict[str, _Case] = {}
+        tried: dict[str, float] = {}  # seconds of the first calls
+        ended = set()
+        for case in self._wanted:
+            name = case.kind.name
+            if name in ended:
                 continue
-            least = 0 if count == 1 or (first and size <= SMALLEST) else size
-            found += [
-                _Point(kind.name, least, route, self._call(kind, direct, count))
-                for route, direct in kind.candidates.items()
-            ]
-        return found
+            self._progress(f"first calls, {name} of {shown(case.last)}")
+            begin = self._spent()
+            # What is twice as large takes twice as long.
+            turn = 2 * smaller[name].turn if name in smaller else 0.0
+            turns = turn + sum(known.turn for known in self.cases)
+            ahead = 2 * tried.get(name, 0.0) + self._effort.planned * turns
+            if self._late(ahead, self._effort.seconds) or not self._tried(case):
+                ended.add(name)
+                continue
+            self.cases.append(case)
+            smaller[name], tried[name] = case, self._spent() - begin
 
-    def _call(self, kind: Kind, direct: Direct, count: int) -> Callable[[], None]:
-        """A call on so many elements a block; the root is rank 0."""
+    def _tried(self, case: _Case) -> bool:
+        """Calls each route, and finds how long a call takes, the least of some but for the very
+        first; False where time is up.
+        """
+        case.calls = self._calls(case)
+        took = [0.0] * len(case.calls)
+        begin = self._spent()
+        for i, call in enumerate(case.calls):
+            for _ in range(2):
+                if self._late(0.0, self._effort.seconds):
+                    return False
+                took[i] = self._timed(call, 1)
+        case.once = self._slowest(took)
+        around = (self._spent() - begin) / 2
+        for _ in range(TRIES):
+            short = [i for i, once in enumerate(case.once) if once < self._effort.sample]
+            again = self._slowest([self._timed(case.calls[i], 1) for i in short])
+            for i, once in zip(short, again, strict=True):
+                case.once[i] = min(case.once[i], once)
+        case.turn = around + sum(n * once for once in case.once if (n := self._loop(once)) > 1)
+        return True
+
+    def _calls(self, case: _Case) -> list[Callable[[], None]]:
+        """A call by each route; the root is rank 0."""
+        kind, count = case.kind, case.count
         group, row, n = self._group, kind.primitive, self._group.size()
 
         def buffer(memory: Any, elements: int) -> Any:
@@ -222,65 +251,61 @@ class _Bench:
             many = buffer(self._whole, n * count) if not row.root or group.rank() == 0 else None
             send, recv = many if row.many_in else one, many if row.many_out else one
 
-        def call() -> None:
-            group.sequence += 1
-            direct(send, recv, count, 0)
+        def call_by(direct: Direct) -> Callable[[], None]:
+            def call() -> None:
+                group.sequence += 1
+                direct(send, recv, count, 0)
 
-        return call
+            return call
 
-    def _tried(self, points: Sequence[_Point]) -> tuple[list[float], float]:
-        """Seconds of a call of each, the least of some but for the very first; and of a round of
-        one call of each, with the ways to them.
-        """
-        for point in points:
-            point.call()
-        begin = self._spent()
-        once = self._slowest([self._timed(point.call, 1) for point in points])
-        around = self._spent() - begin
-        for _ in range(TRIES):
-            short = [i for i, took in enumerate(once) if took < self._effort.sample]
-            again = self._slowest([self._timed(points[i].call, 1) for i in short])
-            for i, took in zip(short, again, strict=True):
-                once[i] = min(once[i], took)
-        return once, around
+        return [call_by(direct) for direct in kind.candidates.values()]
 
     # --- repetitions ----------------------------------------------------------------------------
 
-    def repeat(self) -> Any:
-        """Seconds of a call, the slowest rank's, of each point and repetition: an array of shape
-        (repetitions, points).
+    def repeat(self) -> None:
+        """Measures every case, in turn, until it is enough or time is up.
+
+        Each of the repetitions that there have to be has its share of the time that is left. They
+        go from small to large, and what does not fit into one is left out for good.
         """
-        samples: list[list[float]] = []
-        longest = 0.0
         least, most = REPETITIONS
-        while len(samples) < most:
-            begin = self._spent()
-            enough = len(samples) >= least
-            if self._decided(enough and begin + longest > self._effort.seconds):
-                break
-            samples.append(self._repetition(len(samples)))
-            longest = max(longest, self._spent() - begin)
-        return np.array(samples)
+        for number in range(most):
+            chance = random.Random(number)
+            begin, end = self._spent(), self._effort.seconds
+            if number < least:
+                share = begin + (end - begin) / (least - number)
+                del self.cases[self._repetition(number, self.cases, chance, share) :]
+            else:  # in an order in which nobody always comes after the same
+                order = chance.sample(self.cases, len(self.cases))
+                if self._repetition(number, order, chance, end) < len(order):
+                    break
 
-    def _repetition(self, number: int) -> list[float]:
-        """Seconds of a call of each point. What is compared comes one after the other, in an order
-        in which nobody always comes after the same.
+    def _repetition(
+        self, number: int, order: Sequence[_Case], chance: random.Random, end: float
+    ) -> int:
+        """Measures each case once, its routes in any order; returns how many, before so many
+        seconds were over.
         """
-        together = [
-            list(same) for _, same in groupby(range(len(self.points)), lambda i: self.points[i][:2])
-        ]
-        order = random.Random(number)
-        order.shuffle(together)
-        took = [0.0] * len(self.points)
-        for same in together:
+        took: list[list[float]] = []
+        for case in order:
             left = max(0.0, self._effort.seconds - self._spent())
-            self._progress(f"repetition {number + 1}, at most {left:.0f} s to go")
-            order.shuffle(same)
-            for i in same:
-                took[i] = self._timed(self.points[i].call, self._calls(self.once[i]))
-        return self._slowest(took)
+            self._progress(
+                f"repetition {number + 1}, {len(took)} of {len(order)} sizes, "
+                f"at most {left:.0f} s to go"
+            )
+            if self._late(case.turn, end):
+                break
+            begin, times = self._spent(), [0.0] * len(case.calls)
+            for i in chance.sample(range(len(times)), len(times)):
+                times[i] = self._timed(case.calls[i], self._loop(case.once[i]))
+            took.append(times)
+            case.turn = self._spent() - begin
+        slowest = iter(self._slowest([one for times in took for one in times]))
+        for case, times in zip(order, took, strict=False):
+            case.samples.append([next(slowest) for _ in times])
+        return len(took)
 
-    def _calls(self, once: float) -> int:
+    def _loop(self, once: float) -> int:
         """How many calls are timed together, of those that take so many seconds."""
         return round(min(max(self._effort.sample / once, CALLS[0]), CALLS[1]))
 
@@ -296,6 +321,18 @@ class _Bench:
             call()
         return (time.perf_counter() - start) / calls
 
+    def outcome(self) -> Outcome:
+        """The figures of what was measured often enough."""
+        figures: dict[str, dict[int, dict[str, Figure]]] = {}
+        for case in self.cases:
+            quartiles = np.percentile(case.samples, [25, 50, 75], axis=0).T.tolist()
+            figures.setdefault(case.kind.name, {})[case.least] = {
+                route: Figure(*times)
+                for route, times in zip(case.kind.candidates, quartiles, strict=True)
+            }
+        last = {case.kind.name: case.last for case in self.cases}
+        return Outcome(figures, last, min((len(case.samples) for case in self.cases), default=0))
+
     # --- among the ranks ------------------------------------------------------------------------
 
     def _slowest(self, took: Sequence[float]) -> list[float]:
@@ -304,10 +341,6 @@ class _Bench:
         self.comm.Allreduce(MPI.IN_PLACE, greatest, MPI.MAX)
         return [float(one) for one in greatest]
 
-    def _decided(self, what: bool) -> bool:
-        """What rank 0 says."""
-        return bool(self.comm.bcast(what, 0))
-
-    def _spent(self) -> float:
-        """Seconds since the beginning."""
-        return time.perf_counter() - self._start
+    def _late(self, ahead: float, end: float) -> bool:
+        """After so many seconds more it would be later than ``end``, by rank 0's clock."""
+        return bool(self.comm.bcast(self._spent() + ahead > end, 0))

@@ -9,12 +9,24 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from mpicoll.tables import Steps
+from mpicoll.tables import Steps, merged, taken
 
-__all__ = ["CLEAR", "MOST", "WORTH", "Change", "Figure", "Figures", "changes", "chosen", "unrest"]
+__all__ = [
+    "CLEAR",
+    "MOST",
+    "WORTH",
+    "Change",
+    "Figure",
+    "Figures",
+    "changes",
+    "chosen",
+    "spliced",
+    "unrest",
+]
 
 #: A route is slower than the fastest where it takes more than so many times its time, and the
-#: middle halves of their times do not overlap.
+#: middle halves of their times do not overlap. None is chosen that takes more than so many times
+#: the time of the default's.
 CLEAR = 1.05
 #: A step that is new has to make the sizes that it is for so many times faster, multiplied.
 WORTH = 1.10
@@ -37,17 +49,16 @@ class Figure(NamedTuple):
 Figures = Mapping[int, Mapping[str, Figure]]
 
 
-def chosen(figures: Figures, default: Steps, before: Steps | None = None) -> Steps:
-    """The steps that the figures speak for.
+def chosen(figures: Figures, default: Steps) -> Steps:
+    """The steps that the figures speak for, from the first of their sizes on.
 
     default: those that stay where nothing speaks against them.
-    before:  those that stay for sizes that were not measured, if they are others.
 
     A route costs, at each size, the logarithm of how many times slower it is than the fastest,
     ``MOST`` steps at the most, and nothing where it is not clearly slower. Each step from route to
     route that the default does not have costs the logarithm of ``WORTH``. The way through all sizes
     that costs least is taken, by dynamic programming over its last route (R. Bellman, Dynamic
-    Programming, 1957).
+    Programming, 1957), of those that nowhere take a route that is slower than the default's.
     """
     sizes = sorted(figures)
     below = _in_force(default, max(sizes[0] - 1, 0), figures[sizes[0]])
@@ -55,7 +66,7 @@ def chosen(figures: Figures, default: Steps, before: Steps | None = None) -> Ste
     for size in sizes:
         usual = _in_force(default, size, figures[size])
         ways: dict[str | None, tuple[float, list[str]]] = {}
-        for route in figures[size]:
+        for route in _no_slower(figures[size], usual):
             here = _slower(figures[size], route) + _OTHER * (route != usual)
             ways[route] = min(
                 (cost + _step((last, route), (below, usual)) + here, [*way, route])
@@ -63,7 +74,27 @@ def chosen(figures: Figures, default: Steps, before: Steps | None = None) -> Ste
             )
         best, below = ways, usual
     _, way = min(best.values())
-    return _joined(before or default, sizes, way)
+    return merged(zip(sizes, way, strict=True))
+
+
+def spliced(before: Steps, steps: Steps, last: int) -> Steps:
+    """The steps from the first of their sizes up to ``last``, and what was before around them."""
+    return merged(
+        [
+            *(step for step in before if step[0] < steps[0][0]),
+            *steps,
+            (last + 1, taken(before, last + 1)),
+            *(step for step in before if step[0] > last + 1),
+        ]
+    )
+
+
+def _no_slower(at_size: Mapping[str, Figure], usual: str | None) -> list[str]:
+    """The routes that take no longer than the default's, or hardly; all where that has none."""
+    if usual is None:
+        return list(at_size)
+    most = CLEAR * at_size[usual].median
+    return [route for route, figure in at_size.items() if figure.median <= most]
 
 
 def _step(step: tuple[str | None, str], usual: tuple[str | None, str | None]) -> float:
@@ -78,14 +109,6 @@ def _slower(at_size: Mapping[str, Figure], route: str) -> float:
     return min(math.log(own.median / best.median), MOST * math.log(WORTH)) if clearly else 0.0
 
 
-def _joined(before: Steps, sizes: list[int], way: list[str]) -> Steps:
-    """The way as steps, between what was before below and above the sizes."""
-    steps = [step for step in before if step[0] < sizes[0]]
-    steps += zip(sizes, way, strict=True)
-    steps += [step for step in before if step[0] > sizes[-1]]
-    return tuple(next(same) for _, same in groupby(steps, key=itemgetter(1)))
-
-
 def _in_force(steps: Steps, size: int, routes: Collection[str]) -> str | None:
     """The route that steps give a size where only ``routes`` can be had; None for none of them."""
     had = [(least, route) for least, route in steps if route in routes]
@@ -95,43 +118,47 @@ def _in_force(steps: Steps, size: int, routes: Collection[str]) -> str | None:
 
 
 class Change(NamedTuple):
-    """A range of sizes that has another route than by default.
+    """A range of sizes that has another route than before.
 
-    first, end: bytes from which on it has, and has it no more; None for never.
-    usual, now: the routes.
+    first, end: bytes from which on it has, and has it no more; None where it has it up to the
+                largest size that was measured.
+    was, now:   the routes.
     gain:       how many times faster the route now is, the geometric mean over the sizes.
     """
 
     first: int
     end: int | None
-    usual: str
+    was: str
     now: str
     gain: float
 
 
-def changes(figures: Figures, default: Steps, steps: Steps) -> list[Change]:
-    """Where steps differ from the default's, among the sizes that were measured."""
+def changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
+    """Where steps differ, among the sizes that were measured."""
     sizes = sorted(figures)
     routes = [
-        (_in_force(default, size, figures[size]), _in_force(steps, size, figures[size]))
+        (_in_force(before, size, figures[size]), _in_force(after, size, figures[size]))
         for size in sizes
     ]
     found = []
-    for (usual, now), group in groupby(zip(sizes, routes, strict=True), key=itemgetter(1)):
-        if usual is None or now is None or usual == now:
+    for (was, now), group in groupby(zip(sizes, routes, strict=True), key=itemgetter(1)):
+        if was is None or now is None or was == now:
             continue
         span = [size for size, _ in group]
-        logs = [math.log(figures[s][usual].median / figures[s][now].median) for s in span]
+        logs = [math.log(figures[s][was].median / figures[s][now].median) for s in span]
         end = next((s for s in sizes if s > span[-1]), None)
-        found.append(Change(span[0], end, usual, now, math.exp(sum(logs) / len(logs))))
+        found.append(Change(span[0], end, was, now, math.exp(sum(logs) / len(logs))))
     return found
 
 
 def unrest(figures: Iterable[Figures]) -> float:
-    """Half the distance between the quartiles of a time, as a part of it: the median of all."""
-    return statistics.median(
+    """Half the distance between the quartiles of a time, as a part of it: the median of all, 0 for
+    none.
+    """
+    spreads = [
         (one.high - one.low) / 2 / one.median
         for by_size in figures
         for at_size in by_size.values()
         for one in at_size.values()
-    )
+    ]
+    return statistics.median(spreads) if spreads else 0.0

@@ -10,7 +10,7 @@ from mpicoll.launch.environment import (
     filled,
     local_rank,
 )
-from mpicoll.launch.meeting import Meeting
+from mpicoll.launch.meeting import Meeting, loopback
 from mpicoll.launch.methods import meeting, told
 from mpicoll.launch.session import addresses, current
 from mpicoll.launch.world import leave_running, master, start
@@ -26,6 +26,7 @@ __all__ = [
     "filled",
     "leave_running",
     "local_rank",
+    "loopback",
     "master",
     "meeting",
     "start",

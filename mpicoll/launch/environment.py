@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from mpicoll.errors import LaunchError
+from mpicoll.settings import ALLOW_SINGLETON
 
 __all__ = [
     "LAUNCHERS",
@@ -26,6 +27,7 @@ __all__ = [
     "inherited",
     "instead_of_managers",
     "local_rank",
+    "said",
 ]
 
 
@@ -35,15 +37,17 @@ class Launcher:
 
     name:   how messages call it.
     marks:  variables that are all set in every process that it starts.
-    size:   the variable with the number of ranks.
-    local:  the variable with the rank on the node.
+    rank, size: the variables with the rank and the number of ranks.
+    local, here: those with the rank on the node and the number of ranks there.
     remedy: what to do when MPI does not see the ranks that it started.
     """
 
     name: str
     marks: tuple[str, ...]
+    rank: str
     size: str
     local: str
+    here: str
     remedy: str
 
 
@@ -52,24 +56,30 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
         "torchrun",
         ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
+        "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
         "let init_process_group find the ranks (init_method='env://' or nothing), and call it "
         "before mpi4py.MPI is imported",
     ),
     Launcher(
         "Open MPI's mpirun",
         ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
         "use the mpirun of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
         "(python -m mpi4py --mpi-library shows which it is)",
     ),
     Launcher(
         "a PMI process manager (MPICH's mpiexec, srun --mpi=pmi2)",
         ("PMI_RANK", "PMI_SIZE"),
+        "PMI_RANK",
         "PMI_SIZE",
         "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
         "the MPI library that mpi4py loads does not speak PMI: start it with its own mpirun (or "
         "srun --mpi=pmix for Open MPI), or let mpi4py load one of the MPICH family "
         "(python -m mpi4py --mpi-library shows which it is)",
@@ -77,22 +87,26 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
         "srun",
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS",
         "SLURM_LOCALID",
+        "",
         "give srun the process manager of the MPI library: --mpi=pmi2 for MPICH and its family, "
         "--mpi=pmix for Open MPI (srun --mpi=list shows what the site has)",
     ),
     Launcher(
         "Slurm",
         ("SLURM_JOB_ID", "SLURM_NTASKS"),
+        "SLURM_PROCID",
         "SLURM_NTASKS",
         "SLURM_LOCALID",
+        "",
         "the batch script runs once: start the program in it with srun or mpirun",
     ),
 )
 
 #: Set to 1 to run a single rank on purpose where a launcher has announced more.
-SINGLETON = "MPICOLL_ALLOW_SINGLETON"
+SINGLETON = ALLOW_SINGLETON.name
 
 
 def _launcher(environment: Mapping[str, str]) -> Launcher | None:
@@ -244,6 +258,17 @@ def check_world(size: int, environment: Mapping[str, str] = os.environ) -> None:
             f"{announced}), but MPI sees this process alone: {launcher.remedy}. "
             f"{SINGLETON}=1 runs a single rank all the same"
         )
+
+
+def said(environment: Mapping[str, str] = os.environ) -> tuple[str, str, bool]:
+    """This rank and the number of ranks, "?" where nobody says, and whether all are on this node,
+    as the launcher says.
+    """
+    launcher = _launcher(environment)
+    if launcher is None:
+        return "?", "?", False
+    rank, size = environment.get(launcher.rank, "?"), environment.get(launcher.size, "?")
+    return rank, size, size.isdigit() and environment.get(launcher.here) == size
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:

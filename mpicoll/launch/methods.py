@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tempfile
@@ -15,12 +14,14 @@ from urllib.parse import parse_qs, urlsplit
 
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
 from mpicoll.launch.environment import SINGLETON, by_mpi, filled
-from mpicoll.launch.meeting import Meeting, NotThere, Store
+from mpicoll.launch.meeting import Meeting, NotThere, Place, Store, loopback
 from mpicoll.launch.session import SECRET, greeted, read_line
 
 __all__ = ["Told", "meeting", "told"]
 
 _WHERE = "init_process_group"
+#: Bytes of a place at the most: whatever else may be in a file is not read to its end.
+_LARGEST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ def meeting(
     if size == 1:
         return Meeting(_NOBODY, rank, size)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return Meeting(Agent(environment, limit), rank, size)
+        host = loopback(environment.get("MASTER_ADDR", ""))
+        return Meeting(Agent(environment, limit), rank, size, host=host)
     if "MASTER_PORT" not in environment and (init_method is None or by_mpi(environment)):
         return None  # nowhere to meet: MPI has to know the ranks itself
     return _at_port(
@@ -136,9 +138,7 @@ def _at_port(host: str, port: str, rank: int, size: int, what: str) -> Meeting:
             f"{_WHERE}: {what}: expected the host of rank 0 and a port that is free there, got "
             f"{host}:{port}"
         )
-    # A name may mean something else on other hosts; an address of the loopback is for this one.
-    only = host if host.startswith("127.") or host in ("::1", "localhost") else ""
-    return Meeting(Port(host, int(port)), rank, size, host=only, port=int(port))
+    return Meeting(Port(host, int(port)), rank, size, host=loopback(host), port=int(port))
 
 
 class Port(Store):
@@ -158,8 +158,7 @@ class Port(Store):
     def get(self, key: str) -> bytes:
         """Where it is, and its secret; raises NotThere where it is not."""
         secret = "" if os.environ.get(SECRET) else self._ask()
-        place = {"hosts": [self._host], "port": self._port, "secret": secret, "machine": ""}
-        return json.dumps(place).encode()
+        return Place([self._host], self._port, secret, "").text().encode()
 
     def _ask(self) -> str:
         try:
@@ -198,7 +197,7 @@ class File(Store):
         """What it holds, which may be an earlier job's; raises NotThere while that is nothing."""
         try:
             with self._path.open("rb") as file:
-                value = file.read()
+                value = file.read(_LARGEST)
                 owner = os.fstat(file.fileno()).st_uid
         except OSError as error:
             raise NotThere(f"file://{self._path}: {error.strerror}") from None

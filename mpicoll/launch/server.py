@@ -24,6 +24,7 @@ The words on a connection that watches:
             end               wants to finalise MPI, and waits to hear how
             abort CODE        ends the job
             late              will not wait any longer for ranks that have not come
+            there             asks whether the server still runs
     server  go                all ranks have come
             refused WHY       a rank has another idea of the job
             stuck RANK,...    these do not come out of MPI_Init
@@ -32,6 +33,7 @@ The words on a connection that watches:
             abort RANK CODE   a rank ended the job
             end all           all ranks are there to finalise MPI
             end some          they are not
+            here              it runs
 """
 
 from __future__ import annotations
@@ -341,6 +343,8 @@ class Server:
         elif word == "late" and not self.complete:
             missing = [rank for rank in range(self.size) if rank not in self.watch]
             self._end_badly(f"missing {','.join(map(str, missing))}")
+        elif word == "there":
+            self._say(one, "here")
 
     def _tell(self, line: str) -> None:
         for one in list(self.watch.values()):

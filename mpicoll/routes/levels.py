@@ -45,8 +45,9 @@ from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import Primitive
 from mpicoll.reduction import combine, loop, narrow, scale
 from mpicoll.routes import composed, native, shared
-from mpicoll.routes.parcels import Given, Parcel, Taken, kind_of, told
+from mpicoll.routes.parcels import Given, Parcel, Taken
 from mpicoll.routes.wire import INT_MAX, datatype, scratch
+from mpicoll.signature import kind_of, told
 from mpicoll.views import at_address
 from mpicoll.watch.consistency import listed
 

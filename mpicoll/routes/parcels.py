@@ -12,15 +12,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.calls import Blocks
-from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.primitives import PRIMITIVES, Primitive
+from mpicoll.primitives import Primitive
 from mpicoll.views import View, address
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Given", "Parcel", "Taken", "is_list", "kind_of", "parcel_of", "parts_of", "told"]
+__all__ = ["Given", "Parcel", "Taken", "parcel_of"]
 
 
 class Given(NamedTuple):
@@ -54,39 +53,6 @@ class Parcel(NamedTuple):
     total: int
     gives: Sequence[Given]
     takes: Sequence[Taken]
-
-
-#: No operation, among the numbers of operations.
-_NONE = 0xFF
-
-
-def kind_of(primitive: Primitive, dtype: DType, op: ReduceOp | None, root: int) -> int:
-    """A number that is the same for calls that belong together; root -1: for a list of calls."""
-    op_code = _NONE if op is None else op.code
-    return (root & 0xFFFFFFFF) << 24 | primitive.code << 16 | dtype.code << 8 | op_code
-
-
-def is_list(kind: int) -> bool:
-    """It is that of a list of calls."""
-    return kind >> 24 & 0xFFFFFFFF == 0xFFFFFFFF
-
-
-def told(kind: int, count: int) -> str:
-    """Such a call of so many elements, in words."""
-    primitive, dtype = PRIMITIVES[kind >> 16 & 0xFF], DTYPES[kind >> 8 & 0xFF]
-    size = "a list" if is_list(kind) else f"{count} elements"
-    words = [f"{primitive} of {size} of {dtype}"]
-    if kind & 0xFF != _NONE:
-        words.append(OPERATIONS[kind & 0xFF].name)
-    if primitive.root:
-        words.append(f"{primitive.root} {kind >> 24}")
-    return ", ".join(words)
-
-
-def parts_of(kind: int) -> int:
-    """The numbers that make up an element of such a call, where they are combined one by one."""
-    is_complex = DTYPES[kind >> 8 & 0xFF].kind is Kind.COMPLEX
-    return 2 if is_complex and kind & 0xFF != _NONE else 1
 
 
 def parcel_of(

@@ -36,8 +36,9 @@ from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.reduction import Loop, loop
-from mpicoll.routes.parcels import kind_of, parcel_of, told
+from mpicoll.routes.parcels import parcel_of
 from mpicoll.routes.wire import all_gather_bytes
+from mpicoll.signature import kind_of, told
 from mpicoll.views import DeviceView, View
 from mpicoll.watch.consistency import listed
 from mpicoll.work import deadline

@@ -33,8 +33,8 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     """Memory of ``region`` bytes, a multiple of the page size, for each rank of ``comm``; zeros.
 
     None on every rank if it cannot be had on one of them: they are not on one node, not of one
-    user, in different containers, out of memory, or one of them is not ``able`` to use it. All
-    ranks call.
+    user, in different containers, out of memory, one of them is not ``able`` to use it, or has
+    regions of another size, for its C library is another. All ranks call.
 
     Rank 0 makes a file that is nothing but memory and has no name in any file system (memfd_create,
     Linux); the others open it through /proc. So there is nothing that a rank that is killed could
@@ -56,18 +56,18 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
         with suppress(OSError):
             # Each its own part, which so comes to lie near it; what cannot be had is missed now.
             os.posix_fallocate(file, me * region, region)
-            memory = mmap.mmap(file, n * region, **_WITHOUT_FILE)
-    own = _bytes([memory is not None, sorted(_processors())])
+            memory = mmap.mmap(file, n * region, **_without_file)
+    own = _bytes([memory is not None, region, sorted(_processors())])
     everybody = [_words(each) for each in all_gather_bytes(comm, own)]
     if file is not None:  # not before all have opened it
         os.close(file)
-    if memory is None or not all(has for has, _ in everybody):
+    if memory is None or not all(has and theirs == region for has, theirs, _ in everybody):
         return None
-    return Segment(memory, len(set().union(*(each for _, each in everybody))))
+    return Segment(memory, len(set().union(*(each for *_, each in everybody))))
 
 
 #: The mapping needs no open file, but before Python 3.13 it keeps one.
-_WITHOUT_FILE: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+_without_file: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 def _bytes(words: list[Any]) -> Bytes:

@@ -7,21 +7,21 @@ the C library, on every rank.
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.calls import Direct, Plan
+from mpicoll import settings
+from mpicoll.calls import Direct
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import kernels
 from mpicoll.primitives import Primitive, by_name
 from mpicoll.reduction import loop
-from mpicoll.routes.parcels import Parcel, is_list, kind_of, parts_of, told
+from mpicoll.routes.parcels import Parcel
 from mpicoll.routes.segment import Segment, share
+from mpicoll.signature import is_compared, is_list, kind_of, parts_of, told
 from mpicoll.watch.consistency import listed
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Shared:
             if group.worker is not None:
                 self._look_as_often_as_is_good()
             if not all_reduce(at, address(recv), count, group.sequence):
-                raise MismatchError(self._differences(primitive))
+                raise self._mismatch()
 
         def direct(send: Any, recv: Any, count: int, root: int) -> None:
             if group.worker is not None:
@@ -120,7 +120,7 @@ class Shared:
             here = None if recv is None else address(recv)
             there = here if send is None else address(send)
             if not blocks(at, there, here, count, root, group.sequence):
-                raise MismatchError(self._differences(primitive))
+                raise self._mismatch()
 
         return in_place if primitive is _ALL_REDUCE else direct
 
@@ -145,7 +145,7 @@ class Shared:
             takes.ctypes.data, len(takes), root, group.sequence, parcel.total * parts,
         )  # fmt: skip
         if not done:
-            raise MismatchError(self._differences(primitive))
+            raise self._mismatch()
 
     def _kind(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> int:
         """The address of the description of a kind of call."""
@@ -192,24 +192,18 @@ class Shared:
         patience = round(1e9 * PATIENCE)
         return bool(self._kernels.shared_ask(self._pointer, number, kind, count, patience))
 
-    def compare(self, plan: Plan, number: int, tell: Callable[[], str]) -> None:
-        """Compares a list of calls with the other ranks': the kind, and a number that tells lists
-        apart. Raises MismatchError on all ranks where they differ, or some make a single call that
-        goes by this memory, too.
+    def compare(self, kind: int, number: int) -> bool:
+        """All ranks compare the same two numbers here; see ``signature.compared``.
 
-        tell: puts this rank's list in words.
+        False on all of them where they compare others. Raises MismatchError, on all ranks, where
+        some make a call that goes by this memory instead.
         """
-        assert plan.dtype is not None
-        kind = kind_of(plan.primitive, plan.dtype, plan.op, -1) | plan.on_device << 62
         self._look_as_often_as_is_good()
         if self._kernels.shared_agree(self._pointer, self._group.sequence, kind, number):
-            return
-        if not all(is_list(each) for each, _ in self._calls()):
-            raise MismatchError(self._differences(plan.primitive))
-        raise MismatchError(
-            f"rank {self._hold.me} of group {self._group.group_name}: the ranks' lists do not "
-            f"belong together: {listed(self._group.comm.allgather(tell()))}"
-        )
+            return True
+        if all(is_compared(each) for each, _ in self._calls()):
+            return False
+        raise self._mismatch()
 
     def _calls(self) -> list[tuple[int, int]]:
         """Kind and numbers of each rank's call, after one that was not agreed on."""
@@ -222,11 +216,12 @@ class Shared:
             found.append((what.value, count.value))
         return found
 
-    def _differences(self, primitive: Primitive) -> str:
+    def _mismatch(self) -> MismatchError:
         texts = [told(kind, count // parts_of(kind)) for kind, count in self._calls()]
-        return (
-            f"{primitive} on rank {self._hold.me} of group {self._group.group_name}: the ranks' "
-            f"calls do not belong together: {listed(texts)}"
+        name = texts[self._hold.me].partition(" ")[0]
+        return MismatchError(
+            f"{name} on rank {self._hold.me} of group {self._group.group_name}: the ranks' calls "
+            f"do not belong together: {listed(texts)}"
         )
 
 
@@ -261,7 +256,7 @@ def _look(group: ProcessGroup) -> Shared | None:
     """The memory that the ranks share, or None on all of them."""
     n = group.size()
     slot = min(SLOT, TOGETHER // (_SLOTS * n)) // 64 * 64
-    able = kernels is not None and os.environ.get("MPICOLL_SHARED_MEMORY") != "0"
+    able = kernels is not None and not settings.SHARED_MEMORY.says("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
     segment = share(group.comm, region, able)
     return None if segment is None else Shared(group, segment, slot)

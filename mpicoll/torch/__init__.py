@@ -10,6 +10,7 @@ import os
 import warnings
 from typing import Any
 
+from mpicoll import settings
 from mpicoll.errors import ArgumentError
 
 __all__ = ["NAME", "autoload", "install_as", "register"]
@@ -17,7 +18,7 @@ __all__ = ["NAME", "autoload", "install_as", "register"]
 #: The name of the backend.
 NAME = "mpicoll"
 #: Environment variable: names that mpicoll serves besides its own, as ``install_as`` does.
-INSTALL_AS = "MPICOLL_INSTALL_AS"
+INSTALL_AS = settings.INSTALL_AS.name
 
 
 def register() -> None:
@@ -32,6 +33,7 @@ def register() -> None:
     from mpicoll.torch import rendezvous
 
     c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    _unrecorded(NAME)
     rendezvous.register()
     if os.environ.get(INSTALL_AS):
         install_as(os.environ[INSTALL_AS])
@@ -45,8 +47,13 @@ def autoload() -> None:
     try:
         register()
     except Exception as error:
+        import torch
+
+        from mpicoll.torch.versions import KNOWN
+
         warnings.warn(
-            f"mpicoll cannot register with this torch: {type(error).__name__}: {error}",
+            f"mpicoll cannot register with torch {torch.__version__} ({KNOWN}): "
+            f"{type(error).__name__}: {error}",
             stacklevel=2,
         )
 
@@ -67,9 +74,23 @@ def install_as(name: str) -> None:
 
     register()
     stand_in.install()
+    _unrecorded(name.lower())
 
 
 def _create(options: Any, pg_options: Any) -> Any:
     from mpicoll.torch.creation import create
 
     return create(options, pg_options)
+
+
+def _unrecorded(name: str) -> None:
+    """Tells torch, from 2.15 on, not to hook its flight recorder into the groups of a backend.
+
+    The hooks are called by the methods in C++ that those in Python stand in the place of, and want
+    a backend in C++ to begin with. torch leaves out backends of this set; a group in Python that
+    serves no device as well, but torch's checkpoints ask which devices it serves.
+    """
+    from torch.distributed import distributed_c10d
+
+    if hasattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS"):
+        distributed_c10d._FR_SELF_RECORDING_BACKENDS.add(name)

@@ -9,7 +9,7 @@ import torch.distributed as c10d
 from mpicoll import execute, groups, launch, runtime
 from mpicoll.errors import UnsupportedError
 from mpicoll.groups import ProcessGroup, state
-from mpicoll.torch import NAME
+from mpicoll.torch import NAME, versions
 from mpicoll.torch.callers import variable
 from mpicoll.torch.group import TorchGroup
 from mpicoll.work import seconds
@@ -62,11 +62,18 @@ def _ended() -> None:
 def _world(store: Any, rank: int, size: int, limit: float | None) -> ProcessGroup:
     """Starts MPI and makes the group of all ranks."""
     if rank == 0:
+        versions.warn_if_newer()  # once a job
         _stores.append(store)
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
-    return runtime.begin(
-        NAME, limit, "0", meeting=launch.Meeting(store, rank, size), expected=expected
-    )
+    meeting = launch.Meeting(store, rank, size, host=launch.loopback(_host(store)))
+    return runtime.begin(NAME, limit, "0", meeting=meeting, expected=expected)
+
+
+def _host(store: Any) -> str:
+    """Where all ranks reach a store of torch's, "" where it does not say."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 #: The stores of rank 0, kept until the process ends: a rank that is through with its destroy before

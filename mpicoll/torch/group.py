@@ -1,8 +1,8 @@
 """The process group that PyTorch calls: torch's options and tensors to calls of the core.
 
-Both generations of names are here: torch 2.13's front end calls ``all_gather_single``, older ones
-call ``_allgather_base``. Most methods of torch's ProcessGroup take either an Options object or, in
-short, what would be in it: ``pg.broadcast([tensor], opts)`` and ``pg.broadcast(tensor, root)``.
+Both generations of names are here: from torch 2.13 on the front end calls ``all_gather_single``,
+before ``_allgather_base``. Most methods of torch's ProcessGroup take either an Options object or,
+in short, what would be in it: ``pg.broadcast([tensor], opts)`` and ``pg.broadcast(tensor, root)``.
 """
 
 from __future__ import annotations
@@ -66,6 +66,14 @@ class _Options:
         self.timeout = timedelta(milliseconds=-1) if timeout is None else timeout
 
 
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(self: TorchGroup, *_: Any, **__: Any) -> Any:
+        raise UnsupportedError(f"{name}: backend {self.name()!r} does not support it")
+
+    refuse.__doc__ = "Not supported."
+    return refuse
+
+
 @uncompiled
 class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """A group of the core, as torch.distributed sees it.
@@ -78,7 +86,18 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     # What torch asks a backend before it asks it for more than collectives.
     supports_splitting = supports_shrinking = supports_coalescing = False
-    supports_time_estimate = supports_tensor_alloc = False
+    supports_time_estimate = _supports_time_estimate = supports_tensor_alloc = False
+    supports_reconfigure = supports_window = False
+    supports_abort_hooks = supports_completion_hooks = False
+
+    # Where these are C++'s, they want a backend in C++, or keep hooks that nobody calls.
+    _register_on_completion_hook = _refusal("_register_on_completion_hook")
+    register_pre_hook = _refusal("register_pre_hook")
+    register_post_hook = _refusal("register_post_hook")
+    register_abort_hook = _refusal("register_abort_hook")
+    get_reconfigure_handle = _refusal("get_reconfigure_handle")
+    reconfigure = _refusal("reconfigure")
+    new_window = _refusal("new_window")
 
     def __init__(
         self,
@@ -402,6 +421,23 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts = _options(c10d.GatherOptions, opts, "root", root=root, timeout=timeout)
         output = _nested("gather", output_tensors) if len(output_tensors) else None
         return self._call(_GATHER, opts, output, _one("gather", input_tensors), root=opts.rootRank)
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
+        """gather to the root into one tensor; elsewhere the output is not looked at."""
+        opts = opts or _Options()
+        blocks: Any = None
+        if opts.rootRank == self.core.rank():
+            size = self.core.size()
+            if output.numel() != size * input.numel() or not output.is_contiguous():
+                raise ArgumentError(
+                    f"gather_single: gather_tensor: expected a contiguous tensor of "
+                    f"{size * input.numel()} elements, {size} times those of tensor, got "
+                    f"{list(output.shape)} with strides {list(output.stride())}"
+                )
+            blocks = list(output.view(size, *input.shape))
+        return self._call(_GATHER, opts, blocks, input, root=opts.rootRank)
+
+    gather_into_tensor = gather_single
 
     def scatter(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -40,15 +40,7 @@ def register() -> None:
 
 def _mpi(url: str, timeout: timedelta = c10d.default_pg_timeout, **_: Any) -> Iterator[Found]:
     """The handler of ``mpi://``: rank and size are MPI's own."""
-    world = launch.start()
-    query = parse_qs(urlsplit(url).query)
-    for name, own in (("rank", world.Get_rank()), ("world_size", world.Get_size())):
-        given = query.get(name, [str(own)])[-1]
-        if given != str(own):
-            raise LaunchError(
-                f"init_process_group: {name}={given} disagrees with MPI's own, {own}; leave it out"
-            )
-    yield meet(timeout)
+    yield meet(timeout, parse_qs(urlsplit(url).query))
     raise RuntimeError("Unable to perform re-rendezvous using mpi:// method")
 
 
@@ -68,29 +60,39 @@ _kept: Any = None
 _meetings = 0
 
 
-def meet(timeout: timedelta) -> Found:
+def meet(timeout: timedelta, expected: Mapping[str, list[str]] | None = None) -> Found:
     """Starts MPI; a store on rank 0, and this rank and size.
+
+    expected: rank and world_size as a URL says, where it does; raises LaunchError where they are
+    not MPI's own.
 
     The store is torch's own, for those in torch.distributed that need one; mpicoll does not. It is
     kept until the process ends: other ranks may still be asking it when rank 0 has destroyed its
     groups. Each meeting has keys of its own.
     """
     global _kept, _meetings
-    world = launch.start()
-    rank, size = world.Get_rank(), world.Get_size()
-    launch.check_world(size)
-    if _kept is None:
-        host, port = launch.master(world), 0
-        if rank == 0:
-            # Where somebody has said a port, the store is there; else where one is free.
-            if not launch.filled("MASTER_PORT"):
-                port = int(os.environ.get("MASTER_PORT", "0"))
-            _kept = _store(host, port, size, True, timeout)
-            port = _kept.port
-        port = world.bcast(port, 0)
-        if rank != 0:
-            _kept = _store(host, port, size, False, timeout)
-        world.Barrier()  # whoever fails from here on does not leave others connecting
+    with launch.start(limit=timeout.total_seconds()) as world:
+        rank, size = world.Get_rank(), world.Get_size()
+        for name, own in (("rank", rank), ("world_size", size)):
+            given = (expected or {}).get(name, [str(own)])[-1]
+            if given != str(own):
+                raise LaunchError(
+                    f"init_process_group: {name}={given} disagrees with MPI's own, {own}; leave it "
+                    "out"
+                )
+        launch.check_world(size)
+        if _kept is None:
+            host, port = launch.master(world), 0
+            if rank == 0:
+                # Where somebody has said a port, the store is there; else where one is free.
+                if not launch.filled("MASTER_PORT"):
+                    port = int(os.environ.get("MASTER_PORT", "0"))
+                _kept = _store(host, port, size, True, timeout)
+                port = _kept.port
+            port = world.bcast(port, 0)
+            if rank != 0:
+                _kept = _store(host, port, size, False, timeout)
+            world.Barrier()  # whoever fails from here on does not leave others connecting
     _meetings += 1
     return c10d.PrefixStore(f"mpi/{_meetings}", _kept), rank, size
 

@@ -1,53 +1,135 @@
 """Comparing the ranks' calls, so that a mismatch is an error on every rank and no silent garbage.
 
-MPI does not check that ranks agree on primitive, dtype, operation and count: some libraries abort,
-some reduce integers as floats. The first calls of a group are compared, and then one in a stride:
-a loop that goes wrong is found and a loop that is right pays next to nothing. With
-DebugLevel.DETAIL every call is compared. Which calls are compared depends on their number in the
-group alone, so that all ranks compare at the same moment.
+MPI does not check that ranks agree on primitive, dtype, operation, root and count: some libraries
+abort, some reduce integers as floats, some deliver one call's message to another call. So every
+rank keeps a record of its calls, and now and then all ranks compare a digest of those since the
+last comparison: a loop that goes wrong is found within a stride of calls, wherever in it the first
+wrong call was, and a loop that is right pays next to nothing (docs/performance.md has the figures).
+
+Which calls begin with a comparison depends only on what all ranks know: the number of the call in
+the group, and the level that they agreed on in the comparison before. Comparisons have a context of
+their own, the collectives of the communicator that otherwise carries the user's messages, so that
+they meet no data of ranks that are a call ahead or behind.
 """
 
 from __future__ import annotations
 
-import zlib
+import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from operator import neg
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mpicoll.errors import MismatchError
+from mpicoll.signature import compared, rooted, told
 from mpicoll.watch.levels import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
-    from mpicoll.calls import Plan
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["FIRST", "STRIDE", "check", "listed", "of_call", "of_task"]
+__all__ = ["FIRST", "STRIDE", "check", "digest", "drop", "listed", "words"]
 
-#: The first calls of a group that are compared, and the stride after them.
+#: The first calls of a group, each of which is compared, and the stride after them.
 FIRST, STRIDE = 64, 64
 
 
-#: What is compared, and how it is told.
-Record = tuple[int, int, int, int, int]
+_DETAIL = int(DebugLevel.DETAIL)
+
+#: One call: its number in the group, its kind without the root, the number of its sizes, the root.
+#: The first of a record is the last call before it, and stands for all before.
+Call = tuple[int, int, int, int]
 
 
-def check(group: ProcessGroup, record: Record, tell: Callable[[], str]) -> None:
-    """Compares this call with the other ranks'; raises MismatchError on all of them alike.
+def digest(calls: tuple[Call, ...]) -> int:
+    """62 bits that differ, as good as always, where calls do; the same on every rank.
 
-    Called by all ranks for the same number of call, when it is due, or besides. ``tell()`` puts
-    this rank's call in words.
+    Python's hash of a tuple of ints depends neither on the process nor, from 3.8 on, the version.
     """
-    number = group.sequence
-    if number >= group.next_check:
-        every = number < FIRST or get_debug_level() is DebugLevel.DETAIL
-        group.next_check = number + (1 if every else STRIDE)
-    if group.size() == 1 or _agreed(group, record):
-        return
-    raise MismatchError(
+    return hash(calls) & (1 << 62) - 1
+
+
+def check(group: ProcessGroup) -> None:
+    """Compares the calls since the last comparison with the other ranks'.
+
+    All ranks call it with the group's lock held, before the call that is last in their records.
+    Raises MismatchError on all of them alike.
+    """
+    if group.broken:
+        raise MismatchError(group.broken)
+    calls = tuple(group.recent)
+    number = calls[-1][0]
+    level = int(get_debug_level())
+    agreed = True
+    if group.size() > 1:
+        agreed, level = _compare(group, calls, level)
+    every = number < FIRST or level == _DETAIL
+    group.next_check = number + (1 if every else STRIDE)
+    group.recent = [calls[-1] if agreed else (number, -1, 0, 0)]
+    if not agreed:
+        raise MismatchError(_difference(group, calls))
+
+
+def drop(group: ProcessGroup) -> None:
+    """Takes the call at hand off the record: the ranks' calls differed, and all of them have an
+    error for it. The calls before it are still to be compared.
+    """
+    *calls, (number, *_) = group.recent
+    if calls:  # else it is a comparison that has found it, and begun a new record
+        group.recent = [(number, -1, digest(tuple(calls)), 0)]
+
+
+def _compare(group: ProcessGroup, calls: tuple[Call, ...], level: int) -> tuple[bool, int]:
+    """Whether all ranks have the same calls, and the highest of their levels."""
+    mine = digest(calls)
+    if group.shared:  # it takes a third of the time of MPI
+        _, kind, _, root = calls[-1]
+        if group.shared.compare(compared(kind, root, level), mine):
+            return True, level
+    MPI = sys.modules["mpi4py.MPI"]  # an import statement takes as long as the rest
+    # One reduction: where all are alike the greatest is also the least.
+    both = array("q", (mine, -mine, level))  # NumPy takes three times as long
+    group.messages.Allreduce(MPI.IN_PLACE, [both, 3, MPI.INT64_T], MPI.MAX)
+    return both[0] == -both[1], both[2]
+
+
+def _difference(group: ProcessGroup, calls: tuple[Call, ...]) -> str:
+    """The first call that the ranks do not have alike, and what each has in its place.
+
+    If others came after it, their results are wrong, and messages may be left in the group's
+    communicator: the group is of no more use.
+    """
+    everybody = group.messages.allgather([digest(calls[: n + 1]) for n in range(len(calls))])
+    alike = 0
+    while len({each[alike] if alike < len(each) else None for each in everybody}) == 1:
+        alike += 1
+    mine = (calls[alike][0], words(calls[alike])) if alike < len(calls) else (0, words(_NOTHING))
+    said = group.messages.allgather(mine)
+    number = max(number for number, _ in said)
+    text = (
         f"rank {group.rank()} of group {group.group_name}: the ranks made calls that do not belong "
-        f"together as call {number} of the group: {listed(group.comm.allgather(tell()))}"
+        f"together as call {number} of the group: {listed(text for _, text in said)}"
     )
+    later = max(map(len, everybody)) - alike - 1
+    if later > 0:
+        text += (
+            f". This was found {later} calls later, and what the group's calls gave since then may "
+            "be wrong on any rank; the group cannot be used any more. MPICOLL_DEBUG=DETAIL "
+            "compares every call before it is carried out"
+        )
+        group.broken = text
+        group.next_check = 0
+    return text
+
+
+def words(call: Call) -> str:
+    """A call in words."""
+    number, kind, sizes, root = call
+    if number == 0:
+        return "no call"
+    return "a call that differed" if kind < 0 else told(rooted(kind, root), sizes)
+
+
+#: What stands for the calls before the first.
+_NOTHING: Call = (0, 0, 0, 0)
 
 
 def listed(texts: Iterable[str]) -> str:
@@ -59,47 +141,3 @@ def listed(texts: Iterable[str]) -> str:
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in where.items()
     )
-
-
-def _agreed(group: ProcessGroup, record: Record) -> bool:
-    """All ranks have the same record. One reduction tells: the greatest is also the least."""
-    from mpi4py import MPI
-
-    both = array("q", (*record, *map(neg, record)))  # NumPy takes three times as long
-    group.comm.Allreduce(MPI.IN_PLACE, [both, MPI.INT64_T], MPI.MAX)
-    half = len(record)
-    return all(most == -least for most, least in zip(both[:half], both[half:], strict=True))
-
-
-def of_call(plan: Plan, root: int, counts: Sequence[int]) -> tuple[Record, Callable[[], str]]:
-    """The record of a primitive's call; counts are what all ranks must agree on of the sizes."""
-    primitive, dtype, op = plan.primitive, plan.dtype, plan.op
-    record = (
-        primitive.code,
-        -1 if dtype is None else dtype.code | plan.on_device << 8,
-        -1 if op is None else op.code,
-        root,
-        zlib.crc32(repr(list(counts)).encode()),
-    )
-    return record, lambda: _text(plan, root, counts)
-
-
-def _text(plan: Plan, root: int, counts: Sequence[int]) -> str:
-    words = [plan.primitive.name]
-    if plan.dtype is not None:
-        words.append(f"of {plan.dtype}")
-    if plan.on_device:
-        words.append("on a device")
-    if counts:
-        words.append(f"with {' + '.join(map(str, counts))} elements")
-    if plan.op is not None:
-        words.append(plan.op.name)
-    if plan.primitive.root:
-        words.append(f"{plan.primitive.root} {root}")
-    return " ".join(words)
-
-
-def of_task(name: str, root: int) -> tuple[Record, Callable[[], str]]:
-    """The record of a call that is no primitive."""
-    text = name if root < 0 else f"{name} with root {root}"
-    return (-2, -1, -1, root, zlib.crc32(name.encode())), lambda: text

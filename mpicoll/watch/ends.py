@@ -20,17 +20,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpicoll import launch
 from mpicoll.groups import state
-from mpicoll.watch import departures
+from mpicoll.output import write_lines
+from mpicoll.watch import positions
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["Guard", "exit_code", "keep_exit_code"]
+__all__ = ["Guard", "end_job", "exit_code", "keep_exit_code"]
 
 #: Seconds between looks at the groups' timeouts, and seconds that a process blocked in MPI is
 #: given to come out of it by itself after Ctrl-C.
@@ -38,7 +40,22 @@ _TICK, _PATIENCE = 1.0, 1.0
 #: Seconds between the news that another rank ended the job and this rank's end, in which it may
 #: find its own words, and whoever started the ranks sees which was the first.
 _AFTER_NEWS = 0.5
+#: Seconds after which a rank that waits in a collective tells the others where it is, and between
+#: looks at what others have told this one.
+_LONG, _SELDOM = 2.0, 10.0
 _INTERRUPTED = 130  # what a shell reports for a process that ended by SIGINT
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A group that is inside a collective.
+
+    number: of the collective. since: when it was first seen there. told: the others know.
+    """
+
+    number: int
+    since: float
+    told: bool = False
 
 
 class _Exit(SystemExit):
@@ -77,10 +94,28 @@ def exit_code() -> int | None:
     return code if code is None or isinstance(code, int) else 1
 
 
+def end_job(code: int) -> None:
+    """Ends every rank of the job with an exit code; what was printed goes out first."""
+    if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+        # A hook of torch's collects what others print, to print it when they return.
+        with contextlib.suppress(OSError, ValueError):
+            sys.__stderr__.write(sys.stderr.getvalue())
+            sys.__stderr__.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    time.sleep(0.1)  # launchers drop what ranks still had in their pipes when the job ends
+    session = launch.current()
+    if session is not None:
+        session.abort(code)
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(code)  # not through the one lock of launch.serialized
+
+
 class Guard:
     """Installed from init_process_group to destroy_process_group.
 
-    abort: ends the whole job with an exit code.
     at_exit: what is done when the interpreter ends in good order without a destroy.
     """
 
@@ -88,6 +123,7 @@ class Guard:
         self._at_exit = at_exit
         self._pid = os.getpid()
         self._stopping = False
+        self._look_at_all = time.monotonic() + _SELDOM
         self._previous_hook = sys.excepthook
         self._previous_exit = sys.exit
         self._previous_fd = -1
@@ -145,42 +181,27 @@ class Guard:
         os.close(self._reader)
         os.close(self._writer)
 
-    def abort(self, code: int) -> None:
-        """Ends every rank of the job; what was printed goes out first."""
-        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            # A hook of torch's collects what others print, to print it when they return.
-            with contextlib.suppress(OSError, ValueError):
-                sys.__stderr__.write(sys.stderr.getvalue())
-                sys.__stderr__.flush()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        time.sleep(0.1)  # launchers drop what ranks still had in their pipes when the job ends
-        session = launch.current()
-        if session is not None:
-            session.abort(code)
-        from mpi4py import MPI
-
-        MPI.COMM_WORLD.Abort(code)  # not through the one lock of launch.serialized
-
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         try:
-            self._previous_hook(kind, error, trace)
+            if self._previous_hook is sys.__excepthook__:  # which writes in many pieces
+                write_lines("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+            else:
+                self._previous_hook(kind, error, trace)
         finally:
             # Another hook may still call this one when its time is over, and at a prompt an
             # exception ends nothing.
             ends = not self._stopping and not hasattr(sys, "ps1")
             if os.getpid() == self._pid and ends:
-                self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+                end_job(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _exiting(self) -> None:
         if os.getpid() != self._pid:
             return
         code = exit_code()
         if code:
-            self.abort(code)
+            end_job(code)
         self._at_exit()
 
     def _child_exiting(self) -> None:
@@ -190,10 +211,10 @@ class Guard:
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
+                write_lines(error.code)
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             if code:
-                self.abort(code)
+                end_job(code)
         elif error is not None:
             self._excepthook(type(error), error, error.__traceback__)
         self._exiting()
@@ -201,7 +222,7 @@ class Guard:
     # --- the thread ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        stuck: dict[ProcessGroup, tuple[int, float]] = {}
+        stuck: dict[ProcessGroup, _Wait] = {}
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
         session = launch.current()
@@ -239,26 +260,38 @@ class Guard:
             os._exit(code)
         time.sleep(_AFTER_NEWS)
         if not self._stopping:
-            print(f"mpicoll: rank {rank}: {why}; ending too", file=sys.stderr, flush=True)
+            write_lines(f"mpicoll: rank {rank}: {why}; ending too")
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
             os._exit(code)
 
-    def _look_around(self, stuck: dict[ProcessGroup, tuple[int, float]]) -> None:
+    def _look_around(self, stuck: dict[ProcessGroup, _Wait]) -> None:
         now = time.monotonic()
+        if now > self._look_at_all:  # what others tell a rank that never waits must not pile up
+            self._look_at_all = now + _SELDOM
+            for group in list(state.groups):
+                positions.look(group)
         inside = self._inside()
         for group in [group for group in stuck if group not in inside]:
             del stuck[group]
         for group in inside:
-            number, since = stuck.get(group, (-1, now))
-            if number != group.begun:
-                stuck[group] = (group.begun, now)
+            wait = stuck.get(group)
+            if wait is None or wait.number != group.begun:
+                stuck[group] = _Wait(group.begun, now)
                 continue
-            gone = departures.missing(group)
+            positions.look(group)
+            gone = positions.missing(group, group.keeps_time or group.busy())
             if gone:
                 who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
                 self._give_up(f"{who} ended without making this call", 1)
-            late = group.timeout is not None and now - since > group.timeout
+            if not group.keeps_time:
+                if not wait.told and now - wait.since > _LONG:
+                    wait.told = True
+                    positions.tell(group)
+                differing = positions.differing(group)
+                if differing:
+                    self._give_up(differing, 1)
+            late = group.timeout is not None and now - wait.since > group.timeout
             if late and group.busy():
                 # Whoever waits for a Work sees to the timeout; a Future's has to be seen to.
                 for work in [one for one in list(group.pending) if one.has_future]:
@@ -275,12 +308,11 @@ class Guard:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "" if frame is None else "".join(traceback.format_stack(frame))
         rank = "?" if state.default is None else state.default.rank()
-        print(
+        write_lines(
             f"Traceback (most recent call last):\n{stack}"
-            f"mpicoll: rank {rank}: {why} (in the call above); ending the job",
-            file=sys.stderr,
+            f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
         )
-        self.abort(code)
+        end_job(code)
 
 
 _guards: set[Guard] = set()

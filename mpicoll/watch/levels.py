@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from enum import IntEnum
 
-from mpicoll.errors import ArgumentError
-from mpicoll.groups import state
+from mpicoll import settings
 
 __all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
 
@@ -23,27 +21,22 @@ class DebugLevel(IntEnum):
     DETAIL = 2
 
 
-_VARIABLES = ("MPICOLL_DEBUG", "TORCH_DISTRIBUTED_DEBUG")
-
-
 def _from_env() -> DebugLevel:
-    for variable in _VARIABLES:
-        name = os.environ.get(variable)
-        if name:
-            try:
-                return DebugLevel[name.upper()]
-            except KeyError:
-                raise ArgumentError(
-                    f"{variable}: expected OFF, INFO or DETAIL, got {name!r}"
-                ) from None
-    return DebugLevel.OFF
+    name = settings.DEBUG.value() or settings.TORCH_DEBUG.value() or DebugLevel.OFF.name
+    return DebugLevel[name.upper()]
 
 
 _level: DebugLevel | None = None
 
 
 def get_debug_level() -> DebugLevel:
-    """The level in force: what was set, else MPICOLL_DEBUG or TORCH_DISTRIBUTED_DEBUG, else OFF."""
+    """Tell how closely calls are watched.
+
+    Returns the DebugLevel: what was set, else MPICOLL_DEBUG, else TORCH_DISTRIBUTED_DEBUG, else
+    OFF.
+
+    Raises ArgumentError (a ValueError) where the variable has another value.
+    """
     if _level is None:
         set_debug_level_from_env()
     assert _level is not None
@@ -51,13 +44,21 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Sets the level; every rank must set the same one at the same place in its program."""
+    """Set how closely calls are watched.
+
+    level: a DebugLevel, or its number. The highest that any rank has set holds on all ranks. A
+           group takes a new one on in the next call that it compares, so the ranks need not set it
+           at the same place in their programs.
+
+    Raises ValueError for another number.
+    """
     global _level
     _level = DebugLevel(level)
-    for group in state.groups:
-        group.next_check = 0  # the next call is looked at with the new level
 
 
 def set_debug_level_from_env() -> None:
-    """Sets the level from MPICOLL_DEBUG or TORCH_DISTRIBUTED_DEBUG."""
+    """Set how closely calls are watched from MPICOLL_DEBUG or TORCH_DISTRIBUTED_DEBUG.
+
+    Raises ArgumentError (a ValueError) where the variable has another value.
+    """
     set_debug_level(_from_env())

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import os
 
-collect_ignore_glob = [] if "MPICOLL_TEST_DEVICE" in os.environ else ["test_*.py"]
+collect_ignore_glob = [] if "TEST_MPICOLL_DEVICE" in os.environ else ["test_*.py"]

@@ -150,7 +150,7 @@ for what in "$@"; do
             ;;
         kernels)
             use mpich
-            part kernels 300 env MPICOLL_TEST_DEVICE=cuda PYTHONPATH=tests/mpi "$python" -m pytest \
+            part kernels 300 env TEST_MPICOLL_DEVICE=cuda PYTHONPATH=tests/mpi "$python" -m pytest \
                 -q -p no:cacheprovider tests/gpu/test_kernels.py
             ;;
         test:*)

@@ -228,9 +228,9 @@ def start(
     backend = libraries == [BACKEND]
     variables = site.variables | {
         "PYTHONPATH": f"{HERE}:{ROOT / 'tests' / 'mpi'}",
-        "MPICOLL_TEST_ROUTES": route,
-        "MPICOLL_TEST_DEVICES": ",".join(libraries),
-        "MPICOLL_TEST_DEVICE": "cuda",
+        "TEST_MPICOLL_ROUTES": route,
+        "TEST_MPICOLL_DEVICES": ",".join(libraries),
+        "TEST_MPICOLL_DEVICE": "cuda",
     }
     if backend and route != "auto":
         variables["MPICOLL_DEVICE_ROUTE"] = route

@@ -1,6 +1,6 @@
 """The PyTorch backend on CUDA tensors: collectives, streams, DDP and FSDP2.
 
-Every rank runs every test. MPICOLL_TEST_DEVICE is torch's name of the device, "cuda"; with "cpu"
+Every rank runs every test. TEST_MPICOLL_DEVICE is torch's name of the device, "cuda"; with "cpu"
 the tests themselves can be tried where there is no GPU.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-KIND = os.environ["MPICOLL_TEST_DEVICE"]
+KIND = os.environ["TEST_MPICOLL_DEVICE"]
 #: Cycles of the clock that a kernel takes before the values are made: some 10 ms.
 CYCLES = 20_000_000
 

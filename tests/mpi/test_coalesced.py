@@ -368,7 +368,7 @@ def test_ranks_whose_lists_differ(world, async_op):
     for _ in range(70):
         dist.all_reduce(np.ones(1), group=group)
     for mine, others, message in (
-        ([5, 1024, 7], [5, 1025, 7], "1 x 5, 1 x 1024, 1 x 7 elements SUM"),
+        ([5, 1024, 7], [5, 1025, 7], "1 x 5, 1 x 1024, 1 x 7 elements, SUM"),
         ([5, 7, 7], [7, 5, 7], "1 x 5, 2 x 7 elements"),
         ([9] * 3, [9] * 4, "a list of float64 with 3 x 9 elements"),
         ([9], [9] * 2, "a list of float64 with 1 x 9 elements"),

@@ -1,8 +1,8 @@
 """Arrays on devices, by every route.
 
 Plainly run, on simulated devices (simulated.py). On a GPU tests/gpu/run.py runs the same tests, on
-arrays of the libraries that MPICOLL_TEST_DEVICES names (tests/gpu/real.py), by the routes that
-MPICOLL_TEST_ROUTES names.
+arrays of the libraries that TEST_MPICOLL_DEVICES names (tests/gpu/real.py), by the routes that
+TEST_MPICOLL_ROUTES names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mpicoll.primitives import PRIMITIVES
 from mpicoll.reduction import loop
 from mpicoll.routes import native, peer, staged
 
-LIBRARIES = os.environ.get("MPICOLL_TEST_DEVICES", "simulated").split(",")
+LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
 #: "auto": the one that mpicoll chooses.
-ROUTES = os.environ.get("MPICOLL_TEST_ROUTES", "staged,peer,direct,native,auto").split(",")
+ROUTES = os.environ.get("TEST_MPICOLL_ROUTES", "staged,peer,direct,native,auto").split(",")
 
 #: One of each kind, and of each size that is treated in a way of its own.
 SOME = [row for row in DTYPES if row.name in (

@@ -22,7 +22,7 @@ from mpicoll.errors import MismatchError
 from mpicoll.groups import state
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import segment, shared
-from mpicoll.routes.parcels import kind_of
+from mpicoll.signature import kind_of
 
 needs = pytest.mark.skipif(
     kernels.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"

@@ -194,6 +194,48 @@ def test_fewer_elements_than_ranks(world, mpi, monkeypatch):
     assert scratch[0] == 2 * n * (n - 1) and scratch[1] <= 2 * n
 
 
+@pytest.mark.parametrize("place", ["node", "apart", "widened"])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_scaled_narrow_floats_are_added_in_rank_order(world, monkeypatch, name, place):
+    """Terms of which the large ones cancel: in another order the small ones are lost, or not."""
+    if place != "node":
+        monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
+    if place == "widened":
+        rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
+        monkeypatch.setattr(state, "table", tables.Table(openmpi=False, measured={1: rows}))
+    team, n = group_of(f"{place} {name}", range(world.size)), world.size
+    row = NAMES[name]
+    for dtype in (one for one in DTYPES if one.kind is Kind.NARROW_FLOAT):
+        for factors in ((1, 2.0**30, -(2.0**30), 3), (2.0**30, 1, 2.5, -(2.0**30))):
+            for count in (1, 7, 6000):
+                blocks = n if row.layout is Layout.SCATTERED else 1
+                rng = np.random.default_rng(count)
+                small = rng.choice([1.0, 2.0, 4.0], (n, blocks * count)).astype(dtype.numpy)
+                terms = [
+                    one.astype(np.float32) * np.float32(factor)
+                    for one, factor in zip(small, factors, strict=False)
+                ]
+                expected = terms[0]
+                for term in terms[1:]:
+                    expected = expected + term
+                expected = oracle.rounded(expected, dtype)
+                op, root = ReduceOp.PREMUL_SUM(factors[world.me]), count % n
+                what = f"{name} of {dtype} {factors} {count} {place}"
+                if row.layout is Layout.IN_PLACE:
+                    array = small[world.me].copy()
+                    to = {"group_dst": root} if row.root else {}
+                    getattr(dist, name)(array, op=op, group=team.group, **to)
+                    if row.root and root != world.me:
+                        expected = small[world.me]
+                    oracle.same_bits(array, expected, what)
+                else:
+                    array, given = np.zeros(count, dtype.numpy), small[world.me]
+                    given = list(given.reshape(n, count)) if row.listed else given
+                    getattr(dist, name)(array, given, op, team.group)
+                    oracle.same_bits(array, expected.reshape(n, count)[world.me], what)
+    dist.destroy_process_group(team.group)
+
+
 @by_dtype
 def test_as_float32_by_mpi(world, mpi, monkeypatch, dtype):
     """Narrow floats; what else there is goes by exchange. In pieces of a few elements."""

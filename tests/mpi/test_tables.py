@@ -46,16 +46,20 @@ def test_a_bad_file_is_refused_on_every_rank(mpi, monkeypatch, tmp_path, text, w
 
 
 def test_all_ranks_have_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
-    """Whatever the others would find."""
+    """Whatever the others would find, and what it leaves to the defaults."""
     path = tmp_path / "table.json"
-    rows = {"gather": {"node": [[0, "mpi"], [77, "shared"]]}}
+    rows = {"gather": {"node": [[0, "mpi"], [77, "shared"], [1000, "default"]]}}
     path.write_text(json.dumps({"ranks": {"2": rows}}) if mpi.rank == 0 else "{")
     monkeypatch.setenv("MPICOLL_TABLE", str(path))
     for own in (path, tmp_path / "nowhere" / "table.json"):
         if mpi.rank:
             monkeypatch.setenv("MPICOLL_TABLE", str(own))
         dist.init_process_group(timeout=TIMEOUT)
-        assert state.table.row("gather", mpi.size)["node"] == ((0, "mpi"), (77, "shared"))
+        steps = state.table.row("gather", mpi.size)["node"]
+        usual = state.table.holding({}).row("gather", mpi.size)["node"]
+        assert steps[:2] == ((0, "mpi"), (77, "shared")) and mpi.bcast(steps, 0) == steps
+        for size in (1000, 1 << 15, 1 << 20, 1 << 30):
+            assert tables.taken(steps, size) == tables.taken(usual, size)
         assert state.table.path == mpi.bcast(str(path), 0)
         dist.destroy_process_group()
     if mpi.rank == 0:
@@ -200,6 +204,11 @@ def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
 EFFORT = tune_measure.Effort(60.0, 1e-5, 1)
 
 
+def measured(kinds, sizes, effort=EFFORT, spent=lambda: 0.0):
+    """By a clock that stands still, where nothing else is said."""
+    return tune_measure.measure(default_group(), kinds, sizes, effort, spent, str)
+
+
 def test_what_is_called(world):
     """Of every kind and size: arrays of as many bytes as they must have; the root is rank 0."""
     n, me, sizes = world.size, world.me, [8 << i for i in range(8)]
@@ -212,7 +221,7 @@ def test_what_is_called(world):
             assert root == 0
 
         kind = tune_measure.Kind(name, primitive, dtype, {"mpi": direct})
-        outcome = tune_measure.measure(default_group(), [kind], sizes, EFFORT, str)
+        outcome = measured([kind], sizes)
         many = primitive.many_in or primitive.many_out
         whole = primitive.root != "src" or me == 0, primitive.root != "dst" or me == 0
         expected, points = set(), []
@@ -229,7 +238,7 @@ def test_what_is_called(world):
                 points.append(size if count > 1 and size > 8 else 0)
         assert called == expected, name
         assert list(outcome.figures) == [name] and list(outcome.figures[name]) == points
-        assert outcome.largest == sizes[-1]
+        assert outcome.last == {name: sizes[-1]}
         assert outcome.repetitions == tune_measure.REPETITIONS[1]
 
 
@@ -245,8 +254,95 @@ def test_the_slowest_rank_counts(world, mpi):
 
     primitive, _, _, dtype = calls_of("gather")
     kind = tune_measure.Kind("gather", primitive, dtype, {"mpi": slow, "shared": fast})
-    outcome = tune_measure.measure(default_group(), [kind], [8, 16], EFFORT, str)
+    outcome = measured([kind], [8, 16])
     assert all(one == outcome for one in mpi.allgather(outcome))
     for at_size in outcome.figures["gather"].values():
         assert 2e-3 <= at_size["mpi"].low <= at_size["mpi"].median <= at_size["mpi"].high
         assert at_size["shared"].low < 2e-3
+
+
+# --- and for how long ---------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that go by as calls are made, on rank 0; the others' clock is of no account."""
+
+    def __init__(self, me):
+        self.me, self.now, self.begun = me, 0.0, []
+
+    def spent(self):
+        return self.now if self.me == 0 else 1e9
+
+    def kind(self, name, seconds):
+        """A kind of call by two routes, that take so long an element."""
+        primitive, _, _, dtype = calls_of(name)
+
+        def direct(send, recv, count, root):
+            self.begun.append(self.now)
+            self.now += seconds * count
+
+        routes = dict.fromkeys(("mpi", "shared"), direct)
+        return tune_measure.Kind(name, primitive, dtype, routes)
+
+
+#: One call is timed at a time, as they are slow by the clock, or would be if they were not made up.
+ONE_BY_ONE = tune_measure.Effort(100.0, 1e-12, 5)
+SIZES = [8 << i for i in range(8)]
+
+
+@pytest.fixture
+def clock(world):
+    return Clock(world.me)
+
+
+def test_time_is_up(clock, mpi):
+    """No call begins then. A kind that takes long ends at a smaller size than one that does not;
+    all that is told was measured three times, and on all ranks it is the same.
+    """
+    kinds = [clock.kind("broadcast", 0.1), clock.kind("all_reduce", 0.0001)]
+    outcome = measured(kinds, SIZES, ONE_BY_ONE, clock.spent)
+    assert max(clock.begun) < 100
+    assert all(one == outcome for one in mpi.allgather(outcome))
+    assert outcome.last["broadcast"] < outcome.last["all_reduce"] == SIZES[-1]
+    assert outcome.repetitions >= 3
+    for name, figures in outcome.figures.items():
+        assert max(figures) == outcome.last[name]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 20.0])
+def test_too_little_time(clock, mpi, seconds):
+    """For one size, or for anything at all; calls that begin before time is up may end after it."""
+    kinds = [clock.kind("broadcast", 0.5)]
+    outcome = measured(kinds, SIZES, ONE_BY_ONE._replace(seconds=seconds), clock.spent)
+    assert max(clock.begun, default=0.0) <= seconds
+    assert all(one == outcome for one in mpi.allgather(outcome))
+    assert outcome.last == ({"broadcast": 8} if seconds == 20 else {})
+    assert list(outcome.figures) == list(outcome.last)
+
+
+def test_calls_that_become_slow(clock, mpi):
+    """After the first, on which time was planned: what is largest is left out."""
+    kind = clock.kind("broadcast", 0.001)
+    calls = kind.candidates["mpi"]
+
+    def slower(send, recv, count, root):
+        calls(send, recv, count, root)
+        if clock.slow:
+            clock.now += 0.1 * count
+
+    kind = kind._replace(candidates=dict.fromkeys(kind.candidates, slower))
+    clock.slow = False
+
+    def told(text):
+        clock.slow = text.startswith("repetition")
+
+    outcome = tune_measure.measure(default_group(), [kind], SIZES, ONE_BY_ONE, clock.spent, told)
+    assert max(clock.begun) < 100 and outcome.repetitions >= 3
+    assert 0 < outcome.last["broadcast"] < SIZES[-1]
+    assert all(one == outcome for one in mpi.allgather(outcome))
+
+
+def test_all_that_there_is_time_for(clock):
+    outcome = measured([clock.kind("broadcast", 1e-5)], SIZES, ONE_BY_ONE, clock.spent)
+    assert outcome.last == {"broadcast": SIZES[-1]}
+    assert outcome.repetitions == tune_measure.REPETITIONS[1]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
+from mpicoll.watch import consistency
 
 
 @pytest.fixture
@@ -175,7 +176,8 @@ def test_infinity_has_a_mean(world):
 # ---- watching ----------------------------------------------------------------------------------
 
 
-def test_a_level_that_is_set_holds_from_the_next_call(world):
+def test_a_level_that_is_set_holds_from_the_next_comparison(world):
+    """Not from the next call: ranks that set it in different places would wait for each other."""
     if world.size == 1:
         pytest.skip("takes two ranks")
     group = dist.new_group()
@@ -184,6 +186,8 @@ def test_a_level_that_is_set_holds_from_the_next_call(world):
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
+        for _ in range(consistency.STRIDE):
+            dist.barrier(group)
         op = dist.ReduceOp.PRODUCT if world.me == 1 else dist.ReduceOp.SUM
         with pytest.raises(dist.MismatchError, match="PRODUCT"):
             dist.all_reduce(np.ones(2), op, group=group)

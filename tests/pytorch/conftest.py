@@ -5,7 +5,7 @@ computing: every rank can make the inputs of all ranks (``inputs.py``) and work 
 to, or run the model alone on the whole batch. The same tests run with Gloo, which shows that they
 ask for PyTorch's behaviour and not for ours::
 
-    MPICOLL_TEST_BACKEND=gloo mpiexec -n 2 python -m mpi4py tests/rank.py LOGS tests/pytorch
+    TEST_MPICOLL_BACKEND=gloo mpiexec -n 2 python -m mpi4py tests/rank.py LOGS tests/pytorch
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-BACKEND = os.environ.get("MPICOLL_TEST_BACKEND", "mpicoll")
+BACKEND = os.environ.get("TEST_MPICOLL_BACKEND", "mpicoll")
 
 #: After which a rank that waits for the others ends the launch.
 TIMEOUT = timedelta(seconds=120)

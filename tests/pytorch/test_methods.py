@@ -1,4 +1,4 @@
-"""The methods of a process group, under the names that torch 2.11 to 2.13 call them by.
+"""The methods of a process group, under the names that torch 2.11 to 2.15 call them by.
 
 The front end makes an Options object and calls one of these; FSDP2, DTensor, the reducer of DDP and
 libraries beside PyTorch call them too. What is as in ``test_collectives.py`` is not asked again:
@@ -176,6 +176,31 @@ def test_gather_and_scatter(world, group, async_op):
         opts = options(ScatterOptions, async_op, rootRank=root)
         finish(group.scatter([output], [parts] if at_root else [], opts))
         equal(output, parts[world.me])
+
+
+@ASYNC
+def test_gather_into_one(world, group, async_op):
+    """torch's front end has it from 2.15 on. Elsewhere than at the root there is no output."""
+    not_gloo("has no gather_single")
+    for root in range(world.size):
+        parts = parts_of(world, 3, 2, key=root)
+        at_root = world.me == root
+        for shape in (3 * world.size, 2), (6 * world.size,), (world.size, 3, 2):
+            output = torch.zeros(shape if at_root else 0)
+            mine = parts[world.me].t().contiguous().t()  # not contiguous
+            finish(
+                group.gather_single(output, mine, options(GatherOptions, async_op, rootRank=root))
+            )
+            equal(output.flatten(), torch.cat(parts).flatten() if at_root else torch.zeros(0))
+    short = options(GatherOptions, async_op, rootRank=world.me)
+    for wrong in torch.zeros(5), torch.zeros(6, world.size).t():
+        with pytest.raises(ValueError, match="gather_single: gather_tensor: expected a contiguous"):
+            group.gather_single(wrong, torch.zeros(6), short)
+    if hasattr(dist, "gather_single"):
+        output = torch.zeros(world.size) if world.me == 0 else None
+        dist.gather_single(torch.full((1,), float(world.me)), output)
+        if world.me == 0:
+            equal(output, torch.arange(world.size).float())
 
 
 @ASYNC

@@ -1,0 +1,82 @@
+"""The limit of a beginning: a rank that waits for others that do not come says so, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+
+from mpicoll.kernels import kernels
+from mpicoll.launch.environment import said
+from mpicoll.launch.meeting import Meeting
+from mpicoll.launch.session import node
+
+__all__ = ["limited"]
+
+
+@contextlib.contextmanager
+def limited(limit: float | None, meeting: Meeting | None) -> Iterator[None]:
+    """In here this rank waits for the others; it ends with a message when its time is over.
+
+    limit: seconds; None: no limit.
+
+    MPI_Init keeps the interpreter's lock, so the thread that waits is inside the C library; without
+    that there is no limit.
+    """
+    if limit is None or kernels is None:
+        yield
+        return
+    rank, size, together = said()
+    if meeting is not None:
+        rank, size = str(meeting.rank), str(meeting.world_size)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()  # what was printed is not lost
+    job = _job() if together else None
+    before = (
+        f"mpicoll: rank {rank} of {size}: init_process_group: the other ranks did not all come "
+        f"within {limit:g} s"
+    )
+    after = ": see what became of them, or give a longer timeout; ending the job\n"
+    with contextlib.ExitStack() as held:
+        if job is not None:
+            name = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            with contextlib.suppress(OSError):
+                name.bind(f"\0{job}/{rank}")
+        (reader, writer), (told, tells) = os.pipe(), os.pipe()
+        for each in (reader, writer, told, tells):
+            held.callback(os.close, each)
+        thread = threading.Thread(
+            target=kernels.limit,
+            args=(
+                tells, reader, int(1000 * limit), before.encode(), after.encode(),
+                job and job.encode(), int(size) if job else 0,
+            ),
+            name="mpicoll-limit",
+            daemon=True,
+        )  # fmt: skip
+        thread.start()
+        held.callback(thread.join)
+        held.callback(os.write, writer, b"\0")
+        os.read(told, 1)  # the thread has left Python for good
+        yield
+
+
+def _job(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Names this job among those of its node, alike on all of its ranks there; None if nobody does.
+
+    A PMIx manager gives a job a name; one of PMI has one process on a node, at the other end of
+    each rank's connection.
+    """
+    job = environment.get("PMIX_NAMESPACE", "")
+    if not job:
+        with (
+            contextlib.suppress(OSError, ValueError),
+            socket.socket(fileno=os.dup(int(environment.get("PMI_FD", "")))) as manager,
+        ):
+            found = manager.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            job = str(struct.unpack("3i", found)[0] or "")
+    return f"mpicoll/{node()}/{job}" if job else None

@@ -1,0 +1,152 @@
+"""The environment variables of mpicoll: one row each, checked when a process group begins.
+
+A misspelt variable would change nothing and say nothing, so every name that begins with MPICOLL_
+has to be here. The table of variables in docs/api.md and the report of ``python -m mpicoll doctor``
+are made from these rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from mpicoll.errors import ArgumentError
+
+__all__ = [
+    "ALLOW_SINGLETON",
+    "CUDA_AWARE",
+    "DEBUG",
+    "DEVICE_ROUTE",
+    "INSTALL_AS",
+    "KERNELS",
+    "SECRET",
+    "SETTINGS",
+    "SHARED_MEMORY",
+    "TABLE",
+    "TORCH_DEBUG",
+    "Setting",
+    "check",
+    "present",
+    "problems",
+]
+
+_PREFIX = "MPICOLL_"
+
+
+class Setting(NamedTuple):
+    """One variable.
+
+    name:   of the variable.
+    values: those that it may have, in lower case; none: any text.
+    takes:  what its value is, in words.
+    what:   what it does.
+    """
+
+    name: str
+    values: Sequence[str]
+    takes: str
+    what: str
+
+    def value(self, environment: Mapping[str, str] = os.environ) -> str:
+        """The value, one of ``values`` where those are given; "" where it is not set.
+
+        Raises ArgumentError (a ValueError) for any other.
+        """
+        found = environment.get(self.name, "")
+        if not self.values:
+            return found
+        if found and found.lower() not in self.values:
+            raise ArgumentError(f"{self.name}: expected {self.takes}, got {found!r}")
+        return found.lower()
+
+    def says(self, value: str, environment: Mapping[str, str] = os.environ) -> bool:
+        """It has this value, in whatever case; never raises, for use before ``check``."""
+        return environment.get(self.name, "").lower() == value
+
+
+def _one_of(name: str, values: Sequence[str], what: str) -> Setting:
+    *others, last = values
+    takes = f"{', '.join(others)} or {last}" if others else last
+    return Setting(name, [value.lower() for value in values], takes, what)
+
+
+_LEVELS = ("OFF", "INFO", "DETAIL")
+
+DEBUG = _one_of(
+    "MPICOLL_DEBUG", _LEVELS, "how often the ranks' calls are compared, see Errors; the highest "
+    "level that any rank asks for holds on all",
+)  # fmt: skip
+TORCH_DEBUG = _one_of(
+    "TORCH_DISTRIBUTED_DEBUG", _LEVELS, "the same, where MPICOLL_DEBUG is not set"
+)
+TABLE = Setting(
+    "MPICOLL_TABLE", (), "a file, or 0",
+    "rank 0's table of routes, written by `python -m mpicoll tune`; 0: the defaults",
+)  # fmt: skip
+SHARED_MEMORY = _one_of(
+    "MPICOLL_SHARED_MEMORY", ("0", "1"),
+    "0, on any rank: no shared memory between the ranks of a node; all go by MPI's messages",
+)  # fmt: skip
+KERNELS = _one_of(
+    "MPICOLL_KERNELS", ("compiled", "numpy"),
+    "numpy: reduces with NumPy instead of the C library, and shares no memory",
+)  # fmt: skip
+DEVICE_ROUTE = _one_of(
+    "MPICOLL_DEVICE_ROUTE", ("peer", "direct", "native", "staged", "nccl"),
+    "the route of device memory, the same on all ranks; see gpu.md",
+)  # fmt: skip
+CUDA_AWARE = _one_of(
+    "MPICOLL_CUDA_AWARE", ("none", "transfer", "full"),
+    "what the MPI library does with device memory, where that is known; see gpu.md",
+)  # fmt: skip
+SECRET = Setting(
+    "MPICOLL_SECRET", (), "any text, the same on all ranks",
+    "the secret of a job whose ranks meet by `env://` or `tcp://`",
+)  # fmt: skip
+ALLOW_SINGLETON = _one_of(
+    "MPICOLL_ALLOW_SINGLETON", ("0", "1"),
+    "1: runs a single rank where a launcher announced several",
+)  # fmt: skip
+INSTALL_AS = _one_of(
+    "MPICOLL_INSTALL_AS", ("mpi",), "serves PyTorch scripts that name this backend; see pytorch.md"
+)
+
+SETTINGS: tuple[Setting, ...] = (
+    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, KERNELS, DEVICE_ROUTE, CUDA_AWARE, SECRET,
+    ALLOW_SINGLETON, INSTALL_AS,
+)  # fmt: skip
+
+
+def problems(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What is wrong with the variables that are set, in words, by name."""
+    known = [setting.name for setting in SETTINGS]
+    found = {}
+    for name in sorted(environment):
+        if name.startswith(_PREFIX) and name not in known:
+            close = difflib.get_close_matches(name.upper(), known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            found[name] = f"{name}: there is no such setting; {hint}"
+    for setting in SETTINGS:
+        try:
+            setting.value(environment)
+        except ArgumentError as error:
+            found[setting.name] = str(error)
+    return found
+
+
+def check() -> None:
+    """Raises ArgumentError (a ValueError) for a misspelt name or value."""
+    wrong = problems()
+    if wrong:
+        raise ArgumentError(f"environment: {'; '.join(wrong.values())}")
+
+
+def present(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that are set, with their values; the secret's is not told."""
+    return {
+        setting.name: "(set)" if setting is SECRET else environment[setting.name]
+        for setting in SETTINGS
+        if environment.get(setting.name)
+    }

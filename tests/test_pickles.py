@@ -1,0 +1,694 @@
+"""Objects as bytes: what comes back, and what hostile senders try.
+
+Hostile pickles are put together from opcodes, for no pickler writes them.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import datetime
+import enum
+import fractions
+import io
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpicoll as dist
+from mpicoll import pickles
+from mpicoll.dtypes import DTYPES
+from mpicoll.pickles import decode, encode
+
+
+class Config:
+    """What a program would name."""
+
+    limit = 10
+    registry: list = []  # noqa: RUF012
+
+    def __init__(self, value=None):
+        self.value = value
+
+    def __eq__(self, other):
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None
+
+    def __repr__(self):
+        return f"Config({self.value!r})"
+
+    @classmethod
+    def append(cls, value):
+        cls.registry.append(value)
+
+    extend = append
+
+    def __call__(self, value):
+        self.append(value)
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+
+class WithState(Config):
+    def __getstate__(self):
+        return [self.value]
+
+    def __setstate__(self, state):
+        (self.value,) = state
+
+
+class Table(dict):
+    pass
+
+
+class WithNew(tuple):
+    def __new__(cls, *, first):
+        return super().__new__(cls, (first,))
+
+    def __getnewargs_ex__(self):
+        return (), {"first": self[0]}
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Mine(np.ndarray):
+    """A subclass."""
+
+
+GLOBAL_LIST = [1]
+GLOBAL_DICT = {"a": 1}
+
+
+def the_list():
+    return GLOBAL_LIST
+
+
+def twice(value=1):
+    return 2 * value
+
+
+NAMED = (np.ndarray, Config, Slotted, WithState, Color, the_list, twice)
+
+
+@pytest.fixture(params=["free", "restricted"])
+def restriction(request):
+    """Once without a restriction, and once under one."""
+    if request.param == "free":
+        yield
+    else:
+        with dist.restricted_pickle(*NAMED, WithNew, Table, fractions.Fraction, ValueError):
+            yield
+
+
+# --- round trips --------------------------------------------------------------------------------
+
+STRUCTURED = [
+    np.dtype([("a", "<f4"), ("b", ">i8", (2, 3)), ("c", "S3")]),
+    np.dtype([("a", "u1"), ("b", "<f8")], align=True),
+    np.dtype({"names": ["x", "y"], "formats": ["<f4", "<u4"], "offsets": [4, 0], "itemsize": 20}),
+    np.dtype({"names": ["x", "y"], "formats": ["<f4", "<u4"], "offsets": [0, 0]}),  # a union
+    np.dtype([("in", [("z", ml_dtypes.bfloat16), ("t", "M8[25s]")])]),
+]
+PLAIN = [
+    *(dtype.numpy for dtype in DTYPES),
+    *map(np.dtype, (">f4", ">c16", ">i2", "g", "G", "S5", "U3", ">U3", "V7", "M8[ns]", "m8[D]")),
+    np.dtype(ml_dtypes.int4),
+    np.dtype(ml_dtypes.float4_e2m1fn),
+]
+
+
+def filled(dtype, shape, order="C"):
+    """An array of any bytes, but for text: not all are letters."""
+    count = int(np.prod(shape)) * dtype.itemsize
+    data = np.random.default_rng(count).integers(0, 2 if dtype.kind in "bU" else 256, count, "u1")
+    if dtype.kind == "U":
+        return np.full(shape, "añ", dtype, order=order)
+    return np.ndarray(shape, dtype, data.tobytes(), order=order)
+
+
+def assert_same(got, array):
+    assert type(got) is np.ndarray
+    assert (got.dtype, got.shape) == (array.dtype, array.shape)
+    assert got.dtype.isalignedstruct == array.dtype.isalignedstruct
+    if array.dtype.names is None:
+        assert got.tobytes() == array.tobytes()
+    else:  # without what lies between the fields
+        for field in array.dtype.names:
+            assert got[field].tobytes() == array[field].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [*PLAIN, *STRUCTURED], ids=str)
+def test_arrays(restriction, dtype):
+    for shape in ((3, 4, 2), (5,), (), (0,), (2, 0, 3)):
+        for order in "CF":
+            array = filled(dtype, shape, order).copy(order)
+            got = decode(encode([array]))[0]
+            assert_same(got, array)
+            assert got.flags.writeable and got.flags.aligned
+            assert (got.flags.c_contiguous, got.flags.f_contiguous) == (
+                array.flags.c_contiguous,
+                array.flags.f_contiguous,
+            )
+    array = filled(dtype, (6, 4, 4))
+    for view in (
+        array[::2, 1:3, ::-1],
+        array.transpose(1, 0, 2),
+        array[0, 0, ::2],
+        np.broadcast_to(array[0, 0, 0], 3),
+    ):
+        assert_same(decode(encode(view)), view)
+    array.flags.writeable = False
+    assert not decode(encode(array)).flags.writeable  # as it was sent
+    assert decode(encode(dtype)) == dtype
+
+
+@pytest.mark.parametrize("dtype", [*PLAIN, *STRUCTURED], ids=str)
+def test_scalars(restriction, dtype):
+    scalar = filled(dtype, (2,))[1]
+    got = decode(encode({"x": scalar}))["x"]
+    assert type(got) is type(scalar) and got.dtype == scalar.dtype
+    if dtype.char in "gG":  # a long double has bytes that mean nothing
+        assert repr(got) == repr(scalar)
+    else:
+        assert got.tobytes() == scalar.tobytes()
+
+
+@pytest.mark.parametrize("code", "lLqQ")
+def test_scalars_of_integers_of_one_size(restriction, code):
+    scalar = np.dtype(code).type(7)
+    got = decode(encode(scalar))
+    assert got == 7 and got.dtype == scalar.dtype
+
+
+def test_an_array_that_is_read_only_stays_so(restriction):
+    for array in (np.arange(6), np.arange(12)[::2], np.arange(6).reshape(2, 3).T):
+        array.flags.writeable = False
+        got = decode(encode(array))
+        assert np.array_equal(got, array) and not got.flags.writeable
+
+
+@pytest.mark.parametrize("text", ["", "a", "añ€"])
+def test_scalars_of_text(restriction, text):
+    for scalar in (np.str_(text), np.bytes_(text.encode())):
+        got = decode(encode(scalar))
+        assert type(got) is type(scalar) and got == scalar
+
+
+def test_what_is_no_array(restriction):
+    slotted = Slotted()
+    slotted.a, slotted.b = 1, [2]
+    error = ValueError("words")
+    error.extra = 3
+    inner = [1]
+    table = Table(a=1)
+    table.extra = 2
+    obj = {
+        "numbers": [0, -1, 2**40, -(2**80), 1.5, 1j, True, None, 2**3000],
+        "text": ("", "é" * 300, b"", b"x" * 300, bytearray(b"y" * 300)),
+        "sets": [{1, 2}, frozenset({3, "x"}), range(3), slice(1, None, 2)],
+        "instances": [Config([1]), WithState((1, 2)), fractions.Fraction(1, 3), WithNew(first=1)],
+        "alike": (inner, inner),
+        "color": Color.BLUE,
+        "class": Config,
+        "many": [[i] for i in range(3000)],
+    }
+    got = decode(encode(obj))
+    assert got == obj
+    assert got["alike"][0] is got["alike"][1]
+    assert got["color"] is Color.BLUE and got["class"] is Config
+    got = decode(encode([slotted, error, table]))
+    assert (got[0].a, got[0].b) == (1, [2])
+    assert (repr(got[1]), got[1].extra) == (repr(error), 3)
+    assert (got[2], got[2].extra) == ({"a": 1}, 2)
+    circle: list = []
+    circle.append((circle, Config(circle)))
+    got = decode(encode(circle))
+    assert got[0][0] is got and got[0][1].value is got
+
+
+def test_one_array_in_two_places_is_one(restriction):
+    array = np.arange(3.0)
+    one, two = decode(encode([array, Config(array)]))
+    assert one is two.value
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_only_without_a_restriction():
+    """Whatever pickle can do."""
+    masked = np.ma.masked_array([1.0, 2.0], [False, True])
+    objects = np.array([{"a": 1}, None, Config(2)], object)
+    record = np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])
+    mine = np.arange(6.0).reshape(2, 3).view(Mine)
+    described = np.zeros(2, np.dtype("f8", metadata={"unit": "m"}))
+    titled = np.zeros(2, [(("title", "a"), "f8")])
+    holds_objects = np.array([(1, "x")], [("a", "i4"), ("b", "O")])
+    given = [masked, objects, record, np.matrix([[1, 2]]), mine, described, titled, holds_objects]
+    for one in [*given, record[0], holds_objects[0]]:
+        got = decode(encode({"x": one}))["x"]
+        assert type(got) is type(one) and got.dtype == one.dtype
+        assert repr(got) == repr(one)
+        assert got.dtype.metadata == one.dtype.metadata
+        with dist.restricted_pickle(np.ndarray, Config), pytest.raises(dist.RefusedPickleError):
+            decode(encode({"x": one}))
+    other = collections.deque([datetime.date(2020, 2, 2)], 3)
+    assert decode(encode(other)) == other
+
+
+def test_tensors():
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(6.0).reshape(2, 3)
+    got = decode(encode({"x": tensor}))["x"]
+    assert torch.equal(got, tensor)
+    with dist.restricted_pickle(np.ndarray), pytest.raises(dist.RefusedPickleError, match="torch"):
+        decode(encode({"x": tensor}))
+
+
+def test_reducers_that_a_program_registers(monkeypatch):
+    class Local:
+        pass
+
+    monkeypatch.setitem(copyreg.dispatch_table, Local, lambda one: (fractions.Fraction, (1, 7)))
+    assert decode(encode([Local(), np.float32(2)])) == [fractions.Fraction(1, 7), 2]
+    monkeypatch.delitem(copyreg.dispatch_table, Local)
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        encode(Local())
+
+
+def test_large_arrays_are_not_copied_into_the_pickle():
+    array = np.ones((1000, 1000))
+    for sent in (array, array.T):
+        whole = encode({"x": sent})
+        assert array.nbytes < whole.nbytes < array.nbytes + 1024
+        assert np.shares_memory(decode(whole)["x"], whole)
+
+
+def test_what_cannot_be_named():
+    for wrong in ("builtins.eval", 3, np, Config(1)):
+        with pytest.raises(TypeError, match="restricted_pickle: expected classes and functions"):
+            dist.restricted_pickle(wrong)
+    for wrong in (Mine, np.matrix, np.ma.MaskedArray):
+        with pytest.raises(dist.UnsupportedError, match=wrong.__name__):
+            dist.restricted_pickle(Config, wrong)
+    assert decode(encode(fractions.Fraction(1, 2)))  # none of them left a restriction
+
+
+def test_what_is_refused_is_named():
+    for obj, words in (
+        (np.arange(3), ["numpy.ndarray", "name it"]),
+        (np.float32(1), ["numpy.ndarray"]),
+        (fractions.Fraction(1, 2), ["fractions.Fraction", "name it"]),
+        (np.array([None]), ["numpy", "_reconstruct", "no restriction allows"]),
+    ):
+        with dist.restricted_pickle(Config), pytest.raises(dist.RefusedPickleError) as caught:
+            decode(encode(obj))
+        for word in words:
+            assert word in str(caught.value)
+
+
+# --- hostile pickles ----------------------------------------------------------------------------
+
+STOP = pickle.STOP
+ARRAYS = "mpicoll.pickles"
+
+
+def whole(data, *buffers):
+    """What ``encode`` would send with this pickle, put together from its description."""
+    chunks = [data, *buffers]
+    header = struct.pack(f"{len(chunks) + 1}q", len(chunks), *map(len, chunks))
+    padded = b"".join(one + bytes(-len(one) % 64) for one in (header, *chunks))
+    return np.frombuffer(padded, np.uint8).copy()
+
+
+def plain(obj):
+    """The opcodes of a plain value."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5)
+    pickler.fast = True  # nothing memoized
+    pickler.dump(obj)
+    data = file.getvalue()[2:-1]
+    return data[9:] if data[:1] == pickle.FRAME else data
+
+
+def name(module, qualname):
+    return plain(module) + plain(qualname) + pickle.STACK_GLOBAL
+
+
+def named(obj):
+    return name(obj.__module__, obj.__qualname__)
+
+
+def tuple_of(*parts):
+    return pickle.MARK + b"".join(parts) + pickle.TUPLE
+
+
+def call(function, *args):
+    return function + tuple_of(*args) + pickle.REDUCE
+
+
+def dict_of(**items):
+    inside = b"".join(plain(key) + value for key, value in items.items())
+    return pickle.EMPTY_DICT + pickle.MARK + inside + pickle.SETITEMS
+
+
+def array_of(spec, shape, data=b"", fortran=False):
+    return call(name(ARRAYS, "_array"), plain(spec), plain(shape), plain(fortran), plain(data))
+
+
+def old_text(opcode, *lines):
+    return opcode + b"".join(line.encode() + b"\n" for line in lines)
+
+
+NONE, TRUE = pickle.NONE, pickle.NEWTRUE
+STRUCT = (("a",), ("<f8",), (0,), 8, False)
+#: State of a dtype of objects that says it holds none: what numpy.dtype.__setstate__ believes.
+POINTERS = plain((3, "|", None, None, None, -1, -1, 0))
+SHELL = "touch {}"
+WITH_CODE = dict_of(__defaults__=plain((99,)))
+
+HOSTILE = {
+    # Names that are not what was named.
+    "a shell command": call(name("posix", "system"), plain(SHELL)),
+    "a shell command of os": call(name("os", "system"), plain(SHELL)),
+    "eval": call(name("builtins", "eval"), plain("GLOBAL_LIST.append(2)")),
+    "getattr": call(name("builtins", "getattr"), named(Config), plain("registry")),
+    "a dotted name": name(__name__, "Config.__init__.__globals__"),
+    "a dotted name of numpy": name("numpy", "ndarray.__setstate__"),
+    "a method": call(name(__name__, "Config.append"), plain(1)),
+    "an attribute of a class": name(__name__, "Config.registry"),
+    "another global": name(__name__, "GLOBAL_LIST"),
+    "another name of this module's": call(name(ARRAYS, "encode"), plain(1)),
+    "pickle within pickle": call(name("pickle", "loads"), plain(b"N.")),
+    "the class of arrays": call(name("numpy", "ndarray"), plain((1,)), plain("O")),
+    # Objects made of bytes.
+    "dtype of objects": call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE)
+    + POINTERS + pickle.BUILD,
+    "scalar of objects": call(
+        name("numpy._core.multiarray", "scalar"),
+        call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE) + POINTERS + pickle.BUILD,
+        plain(struct.pack("P", id(GLOBAL_LIST))),
+    ),
+    "array of objects of numpy": call(
+        name("numpy._core.numeric", "_frombuffer"),
+        plain(struct.pack("P", id(GLOBAL_LIST))),
+        call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE) + POINTERS + pickle.BUILD,
+        plain((1,)),
+        plain("C"),
+    ),
+    **{
+        f"unit {spec}": array_of(spec, (1,), bytes(8))
+        for spec in ("<M8[s/0]", "<m8[s/0]", "<M8[0s]", "<M8[25s/3]", "<f8[s]", "<M4[s]")
+    },
+    "state of a dtype": call(name(ARRAYS, "_dtype"), plain("<f8")) + POINTERS + pickle.BUILD,
+    "state of a new dtype": call(name(ARRAYS, "_dtype"), plain(STRUCT)) + POINTERS + pickle.BUILD,
+    "state of an array": array_of("<f8", (1,), bytes(8))
+    + tuple_of(
+        plain(1), plain((1,)), call(name(ARRAYS, "_dtype"), plain("<f8")), plain(False),
+        plain(bytes(8)),
+    ) + pickle.BUILD,
+    "state of a scalar": call(name(ARRAYS, "_scalar"), plain(STRUCT), plain(bytes(8)))
+    + dict_of(a=plain(1)) + pickle.BUILD,
+    "an element of an array": array_of("<f8", (1,), bytes(8)) + plain(0) + plain(1.0)
+    + pickle.SETITEM,
+    # Attributes of what others hold.
+    "attributes of a class": named(Config) + tuple_of(NONE, dict_of(limit=plain(99)))
+    + pickle.BUILD,
+    "the dict of a class": named(Config) + dict_of(limit=plain(99)) + pickle.BUILD,
+    "a method of a class": named(Config)
+    + tuple_of(NONE, dict_of(__init__=named(twice))) + pickle.BUILD,
+    "the state of a class": named(WithState) + plain([99]) + pickle.BUILD,
+    "defaults of a function": named(twice) + tuple_of(NONE, WITH_CODE) + pickle.BUILD,
+    "the dict of a function": named(twice) + dict_of(limit=plain(99)) + pickle.BUILD,
+    "defaults of our own function": name(ARRAYS, "_array") + tuple_of(NONE, WITH_CODE)
+    + pickle.BUILD,
+    "a member of an Enum": call(named(Color), plain(1)) + dict_of(_value_=plain(99))
+    + pickle.BUILD,
+    "a member of an Enum by __new__": named(Color) + plain((1,)) + pickle.NEWOBJ
+    + dict_of(_value_=plain(99)) + pickle.BUILD,
+    "a class kept aside": named(Config) + pickle.MEMOIZE + pickle.POP + plain(1) + pickle.POP
+    + pickle.BINGET + b"\0" + tuple_of(NONE, dict_of(limit=plain(99))) + pickle.BUILD,
+    "an element of a list of others": call(named(the_list)) + plain(99) + pickle.APPEND,
+    "elements of a list of others": call(named(the_list)) + pickle.MARK + plain(99)
+    + pickle.APPENDS,
+    "the list of a class": named(Config) + plain(99) + pickle.APPEND,
+    "the lists of a class": named(Config) + pickle.MARK + plain(99) + pickle.APPENDS,
+    "items of a class": named(Config) + plain("a") + plain(99) + pickle.SETITEM,
+    "more items of a class": named(Config) + pickle.MARK + plain("a") + plain(99)
+    + pickle.SETITEMS,
+    "elements of a class": named(Config) + pickle.MARK + plain(99) + pickle.ADDITEMS,
+    # Calls of what was not named.
+    "a call of an instance": call(call(named(Config), plain(1)), plain(2)),
+    "a call of text": call(plain("eval"), plain("1")),
+    "a call of a result": call(call(named(twice), plain(1)), plain(2)),
+    "an instance of a function": named(twice) + plain(()) + pickle.NEWOBJ,
+    "an instance of an instance": call(named(Config), plain(1)) + plain(()) + pickle.NEWOBJ,
+    "keywords that are none": named(Config) + plain(()) + plain([1]) + pickle.NEWOBJ_EX,
+    "arguments that are none": named(Config) + plain([1]) + pickle.REDUCE,
+    # Opcodes that nobody writes any more.
+    "GLOBAL": old_text(pickle.GLOBAL, "os", "system") + tuple_of(plain(SHELL)) + pickle.REDUCE,
+    "GLOBAL of what was named": old_text(pickle.GLOBAL, __name__, "Config"),
+    "INST": pickle.MARK + plain(SHELL) + old_text(pickle.INST, "os", "system"),
+    "OBJ": pickle.MARK + named(Config) + plain(1) + pickle.OBJ,
+    "EXT1": pickle.EXT1 + b"\xf0" + tuple_of(plain("GLOBAL_LIST.append(2)")) + pickle.REDUCE,
+    "EXT2": pickle.EXT2 + b"\xf0\0" + tuple_of(plain("GLOBAL_LIST.append(2)")) + pickle.REDUCE,
+    "EXT4": pickle.EXT4 + b"\xf0\0\0\0" + tuple_of(plain("1")) + pickle.REDUCE,
+    "PERSID": old_text(pickle.PERSID, "1"),
+    "BINPERSID": plain(1) + pickle.BINPERSID,
+    "STRING": old_text(pickle.STRING, "'x'"),
+    # Arrays that cannot be.
+    "a dtype of objects by its name": array_of("|O", (1,), bytes(8)),
+    "a dtype of objects by its size": array_of("|O8", (1,), bytes(8)),
+    "another of its names": array_of("object", (1,), bytes(8)),
+    "objects in a field": array_of((("a",), ("|O",), (0,), 8, False), (1,), bytes(8)),
+    "objects in a list of fields": array_of("<f8,|O8", (1,), bytes(16)),
+    "objects in a subarray": array_of(("|O", (2,)), (1,), bytes(16)),
+    "a dtype by its own class": call(
+        name(ARRAYS, "_array"), named(Config), plain((1,)), plain(False), plain(bytes(8))
+    ),
+    "a field beyond the end": array_of((("a",), ("<f8",), (8,), 8, False), (1,), bytes(8)),
+    "a field before the beginning": array_of((("a",), ("<f8",), (-8,), 8, False), (1,), bytes(8)),
+    "a field far away": array_of((("a",), ("<f8",), (2**31 - 4,), 8, False), (1,), bytes(8)),
+    "a field that is true": array_of((("a",), ("<f8",), (False,), 8, False), (1,), bytes(8)),
+    "more names than fields": array_of((("a", "b"), ("<f8",), (0,), 8, False), (1,), bytes(8)),
+    "a huge subarray": array_of(("|V9", (2**31,)), (0,)),
+    "a negative subarray": array_of(("<f8", (-1,)), (0,)),
+    "a negative dimension": array_of("<f8", (-1,), bytes(8)),
+    "two negative dimensions": array_of("<f8", (-1, -1), bytes(8)),
+    "dimensions whose product overflows": array_of("<f8", (2**32, 2**32), b""),
+    "dimensions whose bytes overflow": array_of("<f8", (2**61 + 1,), bytes(8)),
+    "a dimension beyond any": array_of("<f8", (2**70, 0), b""),
+    "too many dimensions": array_of("<f8", (1,) * 100, bytes(8)),
+    "a dimension that is a float": array_of("<f8", (1.0,), bytes(8)),
+    "a dimension that is true": array_of("<f8", (True,), bytes(8)),
+    "a shape that is a list": array_of("<f8", [1], bytes(8)),
+    "too few bytes": array_of("<f8", (2,), bytes(15)),
+    "too many bytes": array_of("<f8", (2,), bytes(17)),
+    "bytes that are a number": array_of("<f8", (2,), 16),
+    "elements of no bytes": array_of("|V0", (2**40,)),
+    "a scalar of a number": call(name(ARRAYS, "_scalar"), plain("<f8"), plain(8)),
+    "a scalar of too few bytes": call(name(ARRAYS, "_scalar"), plain("<f8"), plain(bytes(7))),
+    # What is no pickle.
+    "nothing": b"",
+    "an empty stack": pickle.REDUCE,
+    "no mark": pickle.APPENDS,
+    "a memo that is not there": pickle.BINGET + b"\7",
+    "a buffer that is not there": pickle.NEXT_BUFFER,
+    "a buffer that is none": plain(1) + pickle.READONLY_BUFFER,
+    "a protocol to come": pickle.PROTO + b"\x63",
+    "bytes without an end": pickle.BINBYTES8 + struct.pack("<Q", 2**62),
+    "a bytearray without an end": pickle.BYTEARRAY8 + struct.pack("<Q", 2**30) + NONE,
+    "a bytearray beyond any": pickle.BYTEARRAY8 + struct.pack("<Q", 2**64 - 1) + NONE,
+    "a negative number of digits": pickle.LONG4 + struct.pack("<i", -1),
+    "text that is none": pickle.SHORT_BINUNICODE + b"\1\xff",
+    "a key that has no hash": pickle.EMPTY_DICT + plain([]) + plain(1) + pickle.SETITEM,
+}  # fmt: skip
+
+
+#: What the library finds, and leaves to no NumPy: versions differ in what they check.
+FOUND = {
+    "a field beyond the end": "dtype", "a field before the beginning": "dtype",
+    "a field far away": "dtype", "a field that is true": "dtype", "a huge subarray": "dtype",
+    "a negative subarray": "shape", "a negative dimension": "shape",
+    "two negative dimensions": "shape", "a dimension that is a float": "shape",
+    "a dimension that is true": "shape", "dimensions whose product overflows": "0 bytes",
+    "dimensions whose bytes overflow": "8 bytes",
+}  # fmt: skip
+
+
+@pytest.fixture
+def unchanged():
+    """Fails where anything that a hostile pickle is after has changed."""
+
+    def found():
+        return repr(
+            (
+                *(sorted(vars(one).items(), key=str) for one in (Config, WithState)),
+                twice.__defaults__, vars(twice), pickles._array.__defaults__, GLOBAL_LIST,
+                *((one.value, one.name, sorted(vars(one).items(), key=str)) for one in Color),
+            )
+        )  # fmt: skip
+
+    before = found()
+    yield
+    assert found() == before
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile(case, unchanged, tmp_path):
+    made = tmp_path / "made"
+    data = HOSTILE[case].replace(plain(SHELL), plain(f"touch {made}"))
+    with dist.restricted_pickle(*NAMED), pytest.raises(dist.RefusedPickleError) as caught:
+        decode(whole(pickle.PROTO + b"\5" + data + STOP))
+    assert FOUND.get(case, "") in str(caught.value)
+    assert not made.exists()
+
+
+def test_no_more_memory_than_there_are_bytes():
+    data = pickle.BYTEARRAY8 + struct.pack("<Q", 2**28) + NONE + STOP
+    tracemalloc.start()
+    try:
+        with dist.restricted_pickle(), pytest.raises(dist.RefusedPickleError):
+            decode(whole(data))
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_shell_command_would_run(tmp_path):
+    """Else the tests above would pass whatever is refused."""
+    made = tmp_path / "made"
+    data = HOSTILE["a shell command of os"].replace(plain(SHELL), plain(f"touch {made}"))
+    decode(whole(pickle.PROTO + b"\5" + data + STOP))
+    assert made.exists()
+
+
+def test_pointers_would_be_followed():
+    """Unrestricted, numpy makes an object of its address: in a process of its own."""
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import numpy as np, struct, pickle
+from test_pickles import call, name, plain, whole, POINTERS, TRUE
+from mpicoll.pickles import decode
+mine = ["here"]
+dtype = call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE) + POINTERS + pickle.BUILD
+sent = plain(struct.pack("P", id(mine)))
+module = np.zeros(1).__reduce_ex__(5)[0].__module__
+data = call(name(module, "_frombuffer"), sent, dtype, plain((1,)), plain("C"))
+print(decode(whole(pickle.PROTO + bytes([5]) + data + b".")).tolist()[0] is mine, flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_extensions_are_not_found_without_their_names(unchanged):
+    """Unpicklers look at a cache before they ask for the class."""
+    copyreg.add_extension("builtins", "eval", 0xF0)
+    try:
+        assert pickle.loads(pickle.EXT1 + b"\xf0.") is eval  # now it is in the cache
+        for case in ("EXT1", "EXT2", "EXT4"):
+            with dist.restricted_pickle(*NAMED), pytest.raises(dist.RefusedPickleError):
+                decode(whole(HOSTILE[case] + STOP))
+    finally:
+        copyreg.remove_extension("builtins", "eval", 0xF0)
+        copyreg._extension_cache.pop(0xF0, None)
+
+
+def test_a_name_means_what_was_named(monkeypatch):
+    """Not what is found under it when the pickle comes."""
+    with dist.restricted_pickle(twice):
+        monkeypatch.setattr(sys.modules[__name__], "twice", None)
+        assert decode(whole(call(name(__name__, "twice"), plain(4)) + STOP)) == 8
+
+
+def test_nothing_is_imported():
+    module = "this"  # prints a poem
+    sys.modules.pop(module, None)
+    with dist.restricted_pickle(*NAMED), pytest.raises(dist.RefusedPickleError, match=r"this\.s"):
+        decode(whole(name(module, "s") + STOP))
+    assert module not in sys.modules
+
+
+def test_state_of_an_instance_is_set():
+    """The point of pickling; hostile or not, it is of instances that the pickle has made."""
+    for make in (named(Config) + plain(()) + pickle.NEWOBJ, call(named(Config), plain(1))):
+        with dist.restricted_pickle(Config):
+            got = decode(whole(make + dict_of(limit=plain(99)) + pickle.BUILD + STOP))
+        assert (got.limit, Config.limit) == (99, 10)
+
+
+GOOD = {"a": [np.arange(3.0), Config((1, "x"))], "b": {2**70, 1.5}, "c": np.float32(1)}
+
+
+def test_truncated():
+    """At any place: of the message, and of the pickle within a message that is whole."""
+    sent = encode(GOOD)
+    data = pickle.dumps(["x" * 300, Config(1), {"a": b"y" * 300, "b": {3}}], 5)
+    with dist.restricted_pickle(*NAMED):
+        for size in range(0, sent.nbytes):
+            with pytest.raises(dist.RefusedPickleError):
+                decode(sent[:size].copy())
+        for size in range(len(data)):
+            with pytest.raises(dist.RefusedPickleError):
+                decode(whole(data[:size]))
+    for size in range(0, sent.nbytes):
+        with pytest.raises(dist.RefusedPickleError):
+            decode(sent[:size].copy())
+    for size in range(len(data)):
+        with pytest.raises((pickle.UnpicklingError, EOFError)):
+            decode(whole(data[:size]))
+
+
+def test_garbage(unchanged):
+    """Any bytes give an object or a RefusedPickleError."""
+    rng = random.Random(5)
+    sent = encode(GOOD).tobytes()
+    start = 64 + sent[64:].index(pickle.PROTO)
+    kinds = []
+    with dist.restricted_pickle(*NAMED):
+        for _ in range(4000):
+            garbled = bytearray(sent)
+            for _ in range(rng.choice((1, 2, 20))):
+                garbled[rng.randrange(start, start + 200)] = rng.randrange(256)
+            for data in (
+                np.frombuffer(garbled, np.uint8),
+                whole(rng.randbytes(rng.randrange(60))),
+                np.frombuffer(rng.randbytes(rng.randrange(300)), np.uint8),
+            ):
+                try:
+                    kinds.append(type(decode(data)))
+                except dist.RefusedPickleError:
+                    kinds.append(None)
+    assert {None, dict} <= set(kinds)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        (), (0,), (-1,), (1,), (2**62,), (2**63 - 1,), (-(2**63),), (1, -1), (1, 2**62),
+        (1, -64), (2, 64, -64), (2, 2**63 - 1, 2**63 - 1), (2, -(2**63), -(2**63)), (1, 129),
+        (3, 128, -64, 64), (3, 64, -64, 64),
+        (3, 1, 1), (1, 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes_that_cannot_be(header):
+    """Of a message of 128 bytes and more."""
+    sizes = struct.pack(f"{len(header)}q", *header)
+    for length in (len(sizes), 128, 192):
+        data = np.frombuffer(sizes + pickle.NONE * (length - len(sizes)), np.uint8)
+        for _ in range(2):
+            with pytest.raises(dist.RefusedPickleError, match=f"{length} bytes"):
+                decode(data)

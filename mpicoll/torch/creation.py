@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from mpicoll.errors import UnsupportedError
 from mpicoll.torch import NAME, backend, cores
@@ -29,6 +31,7 @@ def create(
     mixed = _mixed(asked)
     if pg_options is not None:
         raise UnsupportedError("mpicoll: pg_options are not supported; leave them out")
+    _record_if_asked(asked)
     limit = seconds(options.timeout, None, "timeout")
     ranks = list(options.global_ranks_in_group)
     rank, size, group = options.group_rank, options.group_size, options.group_id
@@ -41,6 +44,22 @@ def create(
         return TorchGroup(core, options.store, name)
     made = backend.TorchBackend(core, name)
     return made if mixed else backend.BackedGroup(made, options.store)
+
+
+#: The variables by which torch's flight recorder gets its size.
+_RECORDER = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+
+
+def _record_if_asked(asked: str) -> None:
+    """Has torch, from 2.15 on, hook its flight recorder into a group where somebody wants it.
+
+    torch does so with every group of a backend that does not record by itself, and then a call of
+    4 bytes takes twice as long: here one of the variables has to be set.
+    """
+    recording = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recording is not None:
+        change = recording.discard if any(map(os.environ.get, _RECORDER)) else recording.add
+        change(NAME if ":" in asked else asked)
 
 
 def _mixed(asked: str) -> bool:

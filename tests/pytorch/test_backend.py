@@ -12,6 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
+from mpicoll.errors import ArgumentError
+
 C = torch._C._distributed_c10d
 first_class = pytest.mark.skipif(
     not hasattr(dist, "get_backend_impl"), reason="torch 2.15 is the first to have it"
@@ -105,11 +107,9 @@ def test_a_message_from_anybody_names_its_sender(world, group):
         group.send([torch.full((1,), 7.0)], 0, 5).wait()
 
 
-def test_errors_keep_their_kind(world, group):
+def test_errors_keep_their_kind(world, group, monkeypatch):
     """Through C++ and back."""
-    from mpicoll.errors import ArgumentError
-
-    assert group.watched()
+    monkeypatch.setattr(type(group), "watched", lambda self: True)
     with pytest.raises(ArgumentError, match="not in the group"):
         group.broadcast([torch.ones(1)], _rooted(world.size))
     total()
@@ -159,28 +159,32 @@ def test_hooks(world, group):
     assert before == after
 
 
-def test_the_flight_recorder_has_the_calls(world, group):
-    """torch's own, which is on unless TORCH_FR_BUFFER_SIZE is 0; it dumps a hang's last calls."""
+def test_the_flight_recorder_has_the_calls(world, group, monkeypatch):
+    """torch's own, of the groups that are made while a variable says how much it keeps."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    recorded = dist.new_group(list(range(world.size)))
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    plain = dist.new_group(list(range(world.size)))
+    assert recorded.watched() and not plain.watched() and not group.watched()
     C._reset_fr_trace(backend="mpicoll")
-    dist.all_reduce(torch.ones(3, 2))
-    dist.broadcast(torch.ones(5), 1)
+    for each in plain, recorded, group:
+        dist.all_reduce(torch.ones(3, 2), group=each)
+        dist.broadcast(torch.ones(5), 1, group=each)
     entries = json.loads(C._dump_fr_trace_json(backend="mpicoll"))["entries"]
     assert [each["profiling_name"] for each in entries] == [
         "mpicoll:all_reduce",
         "mpicoll:broadcast",
     ]
     assert [each["input_sizes"] for each in entries] == [[[3, 2]], [[5]]]
-    assert [each["collective_seq_id"] for each in entries] == sorted(
-        each["collective_seq_id"] for each in entries
-    )
+    first, second = [each["collective_seq_id"] for each in entries]
+    assert second == first + 1
 
 
-def test_without_anybody_looking_on_the_dispatcher_is_left_out(world, group, monkeypatch):
-    monkeypatch.delitem(c10d._world.pg_flight_recorder_hooks, group)
+def test_the_dispatcher_is_left_out_while_nobody_looks_on(world, group):
     assert not group.watched()
     with CommDebugMode():
         assert group.watched()
-    total()
+    assert not group.watched()
 
 
 def test_functional_collectives_into_outputs(world, group):

@@ -130,9 +130,10 @@ def _subclass(array: Any, writable: bool, where: str) -> View:
 
 
 def _scalar(array: Any, writable: bool, where: str) -> View:
+    result = ", and read the result from that" if writable else ""
     raise ArgumentTypeError(
-        f"{where}: expected an array, got a NumPy scalar, {type(array).__name__}, which has no "
-        "memory to receive into; pass np.array(x), or x.reshape(1), and read the result from that"
+        f"{where}: expected an array, got a NumPy scalar, {type(array).__name__}, a value without "
+        f"memory to send from or receive into; pass np.array(x), or x.reshape(1){result}"
     )
 
 

@@ -11,7 +11,7 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["check", "is_communicator", "members", "private", "spans_world"]
+__all__ = ["is_communicator", "members", "private", "spans_world", "taken"]
 
 
 def is_communicator(candidate: Any) -> bool:
@@ -20,8 +20,8 @@ def is_communicator(candidate: Any) -> bool:
     return mpi is not None and isinstance(candidate, mpi.Comm)
 
 
-def check(comm: Any, where: str) -> None:
-    """Raises for what is no intra-communicator that this process is in; sends nothing.
+def taken(comm: Any, where: str) -> MPI.Intracomm:
+    """The intra-communicator that a program hands in. Sends nothing.
 
     where: operation and argument, for the message ("new_group: ranks").
 
@@ -46,6 +46,7 @@ def check(comm: Any, where: str) -> None:
             f"{where}: got an inter-communicator; expected one of a single group, such as its "
             "Merge() makes"
         )
+    return cast("MPI.Intracomm", comm if isinstance(comm, mpi.Intracomm) else mpi.Intracomm(comm))
 
 
 def private(comm: MPI.Intracomm) -> MPI.Intracomm:

@@ -207,7 +207,7 @@ def init_process_group(
         raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
     backends.check_device(device_id, where)
     if comm is not None:
-        communicators.check(comm, f"{where}: comm")
+        comm = communicators.taken(comm, f"{where}: comm")
         if init_method not in (None, "mpi://"):
             raise ArgumentError(
                 f"{where}: init_method: the ranks of comm have found each other; expected None or "

@@ -72,9 +72,10 @@ def new_group(
     _refuse_options(where, pg_options, device_id)
     size = world.size()
     named: Any = ranks
-    given: Any = None
+    given = None
     if communicators.is_communicator(named):
-        given, members = named, _members(named, world, where)
+        given = communicators.taken(named, f"{where}: ranks")
+        members = _members(given, world, where)
         use_local_synchronization, sort_ranks = True, False
     else:
         members = list(range(size)) if named is None else [_rank(r, size, where) for r in named]
@@ -112,9 +113,8 @@ def new_group(
     )
 
 
-def _members(comm: Any, world: ProcessGroup, where: str) -> list[int]:
-    """The global ranks of a communicator's members, in its order; raises for one that is none."""
-    communicators.check(comm, f"{where}: ranks")
+def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
+    """The global ranks of a communicator's members, in its order."""
     found = communicators.members(comm, plain(world.inner))
     outside = [rank for rank, member in enumerate(found) if member is None]
     if outside:

@@ -54,7 +54,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_nothing_of_ours_goes_over_a_communicator_of_the_program() -> None:
-    """``group.comm`` is the program's; ``group.inner`` and ``group.messages`` are the group's own."""
+    """``group.comm`` is the program's; ``inner`` and ``messages`` are the group's own."""
     ours = re.compile(
         r"\b(_?group|member|world|parent|rail|node|core|old|default_group\(\))\.comm\b"
     )

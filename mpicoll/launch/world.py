@@ -61,15 +61,26 @@ def start(
         if meeting is not None:
             _check(mpi, meeting)
         world = mpi.COMM_WORLD if comm is None else comm
-        yield world if _many_threads(mpi, world) else serialize(world)
+        yield world if _many_threads(mpi, comm) else serialize(world)
 
 
-def _many_threads(mpi: Any, world: MPI.Intracomm) -> bool:
+#: What the ranks of MPI_COMM_WORLD have found together.
+_all_have_many: bool | None = None
+
+
+def _many_threads(mpi: Any, comm: MPI.Intracomm | None) -> bool:
     """Every rank has MPI_THREAD_MULTIPLE. Where one has not, none may use it: a call that blocks on
     one rank would be another call, that does not, on the other, and the two do not match.
+
+    The world is asked once: later one of its ranks may be lost, and nobody watches yet.
     """
+    global _all_have_many
+    if comm is None and _all_have_many is not None:
+        return _all_have_many
     own = array("i", [mpi.Query_thread() == mpi.THREAD_MULTIPLE])
-    world.Allreduce(mpi.IN_PLACE, [own, mpi.INT], mpi.MIN)
+    (comm or mpi.COMM_WORLD).Allreduce(mpi.IN_PLACE, [own, mpi.INT], mpi.MIN)
+    if comm is None:
+        _all_have_many = bool(own[0])
     return bool(own[0])
 
 

@@ -521,7 +521,7 @@ def test_available(bare: pytest.MonkeyPatch) -> None:
     assert dist.is_gloo_available() is True  # the name, over MPI
     assert dist.is_nccl_available() is dist.is_ucc_available() is dist.is_xccl_available() is False
     assert dist.is_initialized() is False
-    for name in ("mpi", "MPI", "gloo", "nccl"):
+    for name in ("mpi", "MPI", "mpicoll", "gloo", "nccl"):
         assert dist.is_backend_available(name) is True
     for name in ("ucc", "xccl", "fake", "undefined", "", "mpich"):
         assert dist.is_backend_available(name) is False

@@ -150,7 +150,7 @@ class Gpu:
 
 def groups_of(report: Report, wanted: list[str]) -> dict[str, Any]:
     """A group for each route that the ranks can take; says why the others are not measured."""
-    found = capabilities.exchange(default_group().comm, tries=True)
+    found = capabilities.exchange(default_group().inner, tries=True)
     made = {}
     for name in wanted:
         try:
@@ -182,7 +182,7 @@ def forced(name: str) -> Any:
 
 def takes_device_memory() -> bool:
     """MPI's own collectives take device memory on all ranks: it has been seen to, or is said to."""
-    found = capabilities.exchange(default_group().comm, tries=True)
+    found = capabilities.exchange(default_group().inner, tries=True)
     return all(own.cuda is capabilities.Cuda.FULL for own in found)
 
 

@@ -129,6 +129,14 @@ def _subclass(array: Any, writable: bool, where: str) -> View:
     return _numpy(array.view(np.ndarray), writable, where)
 
 
+def _scalar(array: Any, writable: bool, where: str) -> View:
+    result = ", and read the result from that" if writable else ""
+    raise ArgumentTypeError(
+        f"{where}: expected an array, got a NumPy scalar, {type(array).__name__}, a value without "
+        f"memory to send from or receive into; pass np.array(x), or x.reshape(1){result}"
+    )
+
+
 def _masked(array: Any, writable: bool, where: str) -> View:
     raise UnsupportedError(
         f"{where}: a numpy.ma.MaskedArray would lose its mask; pass .filled() or .data"
@@ -361,6 +369,8 @@ def _find(array: Any, writable: bool, where: str) -> View:
         found = _masked
     elif isinstance(array, np.ndarray):
         found = _subclass
+    elif isinstance(array, np.generic):
+        found = _scalar
     elif jax is not None and isinstance(array, jax.Array):
         found = _jax
     elif hasattr(kind, "__cuda_array_interface__"):

@@ -28,26 +28,29 @@ __all__ = [
 class Backend(str):
     """The name of a backend in lower case: ``Backend("MPI") == Backend.MPI == "mpi"``.
 
-    Everything is carried by MPI. "gloo" and "nccl" are names under which existing scripts keep
-    running; with "nccl" NCCL takes device buffers, where every rank has a GPU of its own.
+    Everything is carried by MPI. "mpicoll" means the same, as in scripts that PyTorch runs too;
+    "gloo" and "nccl" are names under which existing scripts keep running; with "nccl" NCCL takes
+    device buffers, where every rank has a GPU of its own.
     """
 
     __slots__ = ()
 
     UNDEFINED: ClassVar[str] = "undefined"
     MPI: ClassVar[str] = "mpi"
+    MPICOLL: ClassVar[str] = "mpicoll"
     GLOO: ClassVar[str] = "gloo"
     NCCL: ClassVar[str] = "nccl"
     UCC: ClassVar[str] = "ucc"
     XCCL: ClassVar[str] = "xccl"
     FAKE: ClassVar[str] = "fake"
 
-    backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "mpi"]
+    backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "mpi", "mpicoll"]
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": "mpi", "cuda": "mpi"}
     backend_capability: ClassVar[dict[str, list[str]]] = {
         "mpi": ["cpu", "cuda"],
         "gloo": ["cpu", "cuda"],
         "nccl": ["cpu", "cuda"],
+        "mpicoll": ["cpu", "cuda"],
     }
 
     def __new__(cls, name: str) -> Backend:
@@ -90,8 +93,8 @@ def named(name: str | None, where: str) -> str:
         device, _, one = part.rpartition(":")
         if device not in ("", *Backend.default_device_backend_map) or not is_backend_available(one):
             raise ArgumentError(
-                f"{where}: backend {found!r} is not available; expected mpi, or gloo or nccl as "
-                "names under which scripts run over MPI"
+                f"{where}: backend {found!r} is not available; expected mpi or mpicoll, or gloo "
+                "or nccl as names under which scripts run over MPI"
             )
     return found
 
@@ -173,9 +176,9 @@ def is_backend_available(backend: str) -> bool:
 
     backend: its name, in whatever case.
 
-    Returns True for "mpi", "gloo" and "nccl" where mpi4py is installed, else False.
+    Returns True for "mpi", "mpicoll", "gloo" and "nccl" where mpi4py is installed, else False.
     """
-    return backend.lower() in (Backend.MPI, Backend.GLOO, Backend.NCCL) and is_mpi_available()
+    return backend.lower() in Backend.backend_capability and is_mpi_available()
 
 
 def is_torchelastic_launched() -> bool:

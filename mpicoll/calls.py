@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import arrays
-from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.dtypes import OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.signature import kind_of
@@ -29,6 +29,7 @@ __all__ = [
     "counts",
     "operation",
     "reads",
+    "row_of",
     "views",
     "writes",
 ]
@@ -169,15 +170,13 @@ _LARGEST = int(sys.float_info.max)
 
 
 def operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
-    """The reduce operation meant by ``op``: a ReduceOp, mpicoll's or torch.distributed's.
+    """The reduce operation meant by ``op``, see ``row_of``, which fits a dtype.
 
-    Raises ArgumentTypeError for anything else, UnsupportedError for one that has no meaning for
-    the dtype or whose factor does not fit it, ArgumentError for a PREMUL_SUM without a factor.
+    Raises UnsupportedError for one that has no meaning for the dtype or whose factor does not fit
+    it, ArgumentError for a PREMUL_SUM without a factor.
     """
     where = f"{primitive.name}: op"
-    found = op if isinstance(op, ReduceOp) else _of_torch(op)
-    if found is None:
-        raise ArgumentTypeError(f"{where}: expected a mpicoll.ReduceOp, got {type(op).__name__}")
+    found = row_of(op, where)
     if dtype.kind not in found.kinds:
         legal = ", ".join(sorted(kind.value for kind in found.kinds))
         raise UnsupportedError(
@@ -194,6 +193,38 @@ def operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
     if dtype.kind is not Kind.COMPLEX and isinstance(factor, complex):
         raise UnsupportedError(f"{where}: PREMUL_SUM of {dtype} needs a real, got {factor!r}")
     return found
+
+
+def row_of(op: Any, where: str) -> ReduceOp:
+    """The ReduceOp that is meant: mpicoll's, torch.distributed's, or an operation of mpi4py.
+
+    where: operation and argument, for the message.
+
+    Raises ArgumentTypeError for anything else, UnsupportedError for an operation of MPI that has no
+    counterpart.
+    """
+    found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op, where)
+    if found is None:
+        raise ArgumentTypeError(f"{where}: expected a mpicoll.ReduceOp, got {type(op).__name__}")
+    return found
+
+
+def _of_mpi(op: Any, where: str) -> ReduceOp | None:
+    """The row that MPI's operation combines elements for: of the table, the first of its name."""
+    mpi = sys.modules.get("mpi4py.MPI")  # who has an operation has loaded it
+    if mpi is None or not isinstance(op, mpi.Op):
+        return None
+    for row in OPERATIONS:
+        if op == getattr(mpi, row.mpi):
+            return row
+    named = (
+        f"MPI.{name}" for name, one in vars(mpi).items() if isinstance(one, mpi.Op) and one == op
+    )
+    raise UnsupportedError(
+        f"{where}: {next(named, 'an operation made by MPI.Op.Create')} has no counterpart; "
+        "expected a mpicoll.ReduceOp, or one of "
+        f"{', '.join(dict.fromkeys(f'MPI.{row.mpi}' for row in OPERATIONS))}"
+    )
 
 
 def _of_torch(op: Any) -> ReduceOp | None:

@@ -246,7 +246,11 @@ def _plan(
     key: tuple[Any, ...] = (primitive, dtype, op)  # as run_plain has it
     if on_device:
         key = (*key, "device")
-    known: Plan | None = group.plans.get(key)
+    try:
+        known: Plan | None = group.plans.get(key)
+    except TypeError:  # an operation without a hash, as mpi4py's are
+        row = calls.row_of(op, f"{primitive.name}: op")
+        return _plan(primitive, group, row, dtype, on_device)
     if known is not None:
         return known
     from mpicoll import routes  # loads MPI, which importing this module must not

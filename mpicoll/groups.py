@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll import device
+from mpicoll import communicators, device
 from mpicoll.device import Lane
 from mpicoll.errors import ArgumentError, ArgumentTypeError, ForkedError, NotInitializedError
+from mpicoll.launch.serialized import plain
 from mpicoll.progress import Worker
 from mpicoll.tables import Table
 
@@ -39,7 +40,7 @@ __all__ = [
 class ProcessGroup:
     """A group of ranks that call collectives together. Made by init_process_group and new_group.
 
-    comm:     the communicator of the collectives and of the exchanges inside them.
+    inner:    the communicator of the collectives and of the exchanges inside them.
     messages: the communicator of the user's own messages, so that their tags meet nobody.
     ranks:    the global ranks, in the order of the ranks in the group.
     timeout:  seconds after which an operation has failed; None never.
@@ -67,17 +68,20 @@ class ProcessGroup:
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        inner: MPI.Intracomm,
         messages: MPI.Intracomm,
         ranks: Sequence[int],
         backend: str,
         timeout: float | None,
         name: str,
         description: str,
+        given: MPI.Intracomm | None = None,
     ) -> None:
-        for one in (comm, messages):
+        for one in (inner, messages):
             return_errors(one)
-        self.comm = comm
+        self._given = given
+        self._lent: MPI.Intracomm | None = None
+        self.inner = inner
         self.messages = messages
         self.ranks = tuple(ranks)
         self.backend = backend
@@ -105,10 +109,10 @@ class ProcessGroup:
         self.in_flight: set[Any] = set()
         self.pending: set[Any] = set()
         self.positions: dict[int, Any] = {}
-        self.object_tag = greatest_tag(messages)
+        self.object_tag = greatest_tag()
         self.leave_tag = self.object_tag - 1
-        self._rank = comm.Get_rank()
-        self._size = comm.Get_size()
+        self._rank = inner.Get_rank()
+        self._size = inner.Get_size()
         self._group_ranks = {rank: i for i, rank in enumerate(self.ranks)}
 
     def rank(self) -> int:
@@ -129,6 +133,36 @@ class ProcessGroup:
         global_rank: the rank in the default group.
         """
         return self._group_ranks.get(global_rank)
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The group as a communicator of mpi4py, for the program's own calls.
+
+        Of a group that was made of a communicator that one, of the default group of all ranks
+        MPI.COMM_WORLD. Of any other group one that is made when it is first asked for: then every
+        member asks, in the same order among the group's collectives; it is freed with the group.
+        Nothing of mpicoll's goes over it.
+        """
+        self.check_open()
+        if self._given is not None:
+            return self._given
+        if self._lent is None:
+            from mpicoll import execute  # which stands on this module
+
+            self._lent = execute.in_order(
+                self, "ProcessGroup.comm", lambda: communicators.private(self.inner), root=-1
+            )
+        return plain(self._lent)
+
+    def free(self) -> None:
+        """Frees the group's communicators, and none that the program has handed in."""
+        from mpi4py import MPI
+
+        for one in (self._lent, self.messages, self.inner):
+            if (
+                one is not None and plain(one) != MPI.COMM_NULL
+            ):  # the program may have freed its own
+                one.Free()
 
     @property
     def begun(self) -> int:
@@ -193,11 +227,11 @@ def return_errors(comm: MPI.Intracomm) -> None:
     comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
-def greatest_tag(comm: MPI.Intracomm) -> int:
-    """The greatest tag that MPI takes (MPI_TAG_UB)."""
+def greatest_tag() -> int:
+    """The greatest tag that MPI takes (MPI_TAG_UB), which it says of MPI_COMM_WORLD."""
     from mpi4py import MPI
 
-    found = comm.Get_attr(MPI.TAG_UB)
+    found = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     assert isinstance(found, int)
     return found
 
@@ -295,22 +329,24 @@ def create(
     timeout: float | None,
     name: str,
     description: str,
+    given: MPI.Intracomm | None = None,
 ) -> ProcessGroup:
     """Makes and registers the group of ``members``, ranks of ``parent``, in that order.
 
-    ranks: the global ranks of the members. Only members call (MPI_Comm_create_group, MPI-4.1
-    section 7.4.2), each with the same arguments.
+    ranks: the global ranks of the members. given: the program's communicator of the same. Only
+    members call (MPI_Comm_create_group, MPI-4.1 section 7.4.2), each with the same arguments.
     """
-    parent_group = parent.comm.Get_group()
+    parent_group = parent.inner.Get_group()
     chosen = parent_group.Incl(list(members))
     try:
         # The tag keeps groups apart that two threads make at once out of the same parent.
-        comm = parent.comm.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
+        inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
     finally:
         chosen.Free()
         parent_group.Free()
-    messages = comm.Dup()
-    return register(ProcessGroup(comm, messages, ranks, backend, timeout, name, description))
+    messages = inner.Dup()
+    made = ProcessGroup(inner, messages, ranks, backend, timeout, name, description, given)
+    return register(made)
 
 
 def _registered(candidate: Any, where: str) -> ProcessGroup:

@@ -76,7 +76,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
 def _all_gather(group: ProcessGroup, own: Bytes) -> list[Bytes]:
     from mpicoll.routes.wire import all_gather_bytes
 
-    return all_gather_bytes(group.comm, own)
+    return all_gather_bytes(group.inner, own)
 
 
 def gather_object(
@@ -119,7 +119,7 @@ def gather_object(
     def move() -> list[Bytes]:
         from mpicoll.routes.wire import gather_bytes
 
-        return gather_bytes(member.comm, own, root)
+        return gather_bytes(member.inner, own, root)
 
     wholes = execute.in_order(member, name, move, root=root)
     if found is not None:
@@ -160,7 +160,7 @@ def broadcast_object_list(
     def move() -> Bytes:
         from mpicoll.routes.wire import broadcast_bytes
 
-        return broadcast_bytes(member.comm, own, root)
+        return broadcast_bytes(member.inner, own, root)
 
     whole = execute.in_order(member, name, move, root=root)
     if member.rank() != root:
@@ -222,7 +222,7 @@ def scatter_object_list(
     def move() -> Bytes:
         from mpicoll.routes.wire import scatter_bytes
 
-        return scatter_bytes(member.comm, wholes, root)
+        return scatter_bytes(member.inner, wholes, root)
 
     whole = execute.in_order(member, name, move, root=root)
     scatter_object_output_list[0] = decode(whole)

@@ -8,10 +8,12 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import backends, groups, launch, point_to_point, settings, tables
+from mpicoll import backends, communicators, groups, launch, point_to_point, settings, tables
 from mpicoll.agreement import agree
 from mpicoll.backends import Backend
 from mpicoll.errors import (
@@ -25,6 +27,7 @@ from mpicoll.errors import (
     UnsupportedError,
 )
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.launch.serialized import plain
 from mpicoll.output import write_lines
 from mpicoll.watch import positions
 from mpicoll.watch.ends import Guard, end_job, exit_code, keep_exit_code
@@ -157,11 +160,13 @@ def init_process_group(
     pg_options: Any = None,
     device_id: Any = None,
     _ranks: list[int] | None = None,
-) -> None:
+    *,
+    comm: MPI.Intracomm | None = None,
+) -> AbstractContextManager[ProcessGroup]:
     """Start MPI and make the default group of all ranks. Every rank calls.
 
-    backend: "mpi", where None; "gloo" and "nccl" are names under which existing scripts run over
-        MPI.
+    backend: "mpi", where None; "mpicoll" is the same; "gloo" and "nccl" are names under which
+        existing scripts run over MPI.
     init_method: how the ranks find each other.
         "mpi://": rank and size are MPI's own, for jobs that mpirun or srun starts.
         "env://", "tcp://HOST:PORT", "file:///PATH": each process is told its rank and the world
@@ -177,11 +182,18 @@ def init_process_group(
     pg_options: None.
     device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
     _ranks: None.
+    comm: a communicator of mpi4py: its ranks, numbered as it numbers them, are all ranks, and no
+        others call; None for all that MPI has started. mpicoll has duplicates of its own, and
+        never frees this one.
+
+    Returns a context manager, which may be left alone: ``with init_process_group() as group:``
+    destroys all groups when the block ends; after an exception without waiting for other ranks.
 
     Raises ArgumentError (a ValueError) when called twice and for a value that cannot be,
-    ArgumentTypeError (a TypeError) for a timeout, rank or size that is none, UnsupportedError (a
-    ValueError) for store, pg_options, _ranks and another init_method, LaunchError (a ValueError)
-    where launcher, arguments and MPI disagree, and CollectiveTimeoutError where ranks do not come.
+    ArgumentTypeError (a TypeError) for a timeout, rank, size or comm that is none,
+    UnsupportedError (a ValueError) for store, pg_options, _ranks and another init_method,
+    LaunchError (a ValueError) where launcher, arguments and MPI disagree, and
+    CollectiveTimeoutError where ranks do not come.
     """
     where = "init_process_group"
     if state.forked:
@@ -195,11 +207,20 @@ def init_process_group(
     if pg_options is not None:
         raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
     backends.check_device(device_id, where)
+    if comm is not None:
+        comm = communicators.taken(comm, f"{where}: comm")
+        if init_method not in (None, "mpi://"):
+            raise ArgumentError(
+                f"{where}: init_method: the ranks of comm have found each other; expected None or "
+                f"'mpi://', got {init_method!r}"
+            )
+        init_method = "mpi://"
     told = launch.told(init_method, _given("rank", rank), _given("world_size", world_size))
     meeting = launch.meeting(init_method, told, DEFAULT_TIMEOUT if limit is None else limit)
     values = {"rank": told.rank, "world_size": told.world_size}
     expected = {what: (told.names[what], n) for what, n in values.items() if n is not None}
-    begin(chosen, limit, group_name or "0", meeting=meeting, expected=expected)
+    begin(chosen, limit, group_name or "0", meeting=meeting, expected=expected, comm=comm)
+    return _until_the_end()
 
 
 def begin(
@@ -209,18 +230,23 @@ def begin(
     *,
     meeting: launch.Meeting | None = None,
     expected: dict[str, tuple[str, int]] | None = None,
+    comm: MPI.Intracomm | None = None,
 ) -> ProcessGroup:
     """Starts MPI and makes the default group of all ranks.
 
     limit:    seconds after which an operation has failed.
     meeting:  where ranks that MPI's own launcher did not start find each other.
     expected: without a meeting, what was said of rank and size, with the name of who said it.
+    comm:     the program's communicator, if its ranks are all ranks.
     """
     global _guard
     settings.check()
-    with launch.start(meeting, limit) as world:
+    with launch.start(meeting, limit, comm) as world:
         if meeting is None:
-            _check(expected or {}, world.Get_rank(), world.Get_size())
+            whose = "MPI" if comm is None else "comm"
+            if comm is None and (expected or {}).get("world_size", ("", -1))[1] != 1:
+                launch.check_world(world.Get_size())
+            _check(expected or {}, world.Get_rank(), world.Get_size(), whose)
         session = launch.current()
         if session is not None:
             session.check()
@@ -230,12 +256,13 @@ def begin(
         _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
         try:
             agree(world)
-            comm, messages = world.Dup(), world.Dup()
-            _look_around(comm)
-            ranks = range(comm.Get_size())
+            inner, messages = communicators.private(world), communicators.private(world)
+            _look_around(inner)
+            ranks = range(inner.Get_size())
             state.made = 0
+            given = plain(world)
             state.default = groups.register(
-                ProcessGroup(comm, messages, ranks, backend, limit, name, "default_pg")
+                ProcessGroup(inner, messages, ranks, backend, limit, name, "default_pg", given)
             )
         except BaseException:
             _guard.remove()
@@ -261,7 +288,8 @@ def _look_around(comm: MPI.Intracomm) -> None:
     vendor, version = MPI.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
     port, table = comm.bcast((port, tables.read(name)), 0)
-    launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
+    if communicators.spans_world(plain(comm)):  # the variables speak of the whole job
+        launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
     state.table = tables.table_of(vendor == "Open MPI", *table)
 
 
@@ -276,17 +304,15 @@ def _given(what: str, value: Any) -> int | None:
     return None if number == -1 else number
 
 
-def _check(expected: dict[str, tuple[str, int]], rank: int, size: int) -> None:
-    """Raises LaunchError where MPI's rank and size are not what was expected."""
-    if expected.get("world_size", ("", -1))[1] != 1:
-        launch.check_world(size)
+def _check(expected: dict[str, tuple[str, int]], rank: int, size: int, whose: str) -> None:
+    """Raises LaunchError where rank and size, of MPI or of comm, are not what was expected."""
     for what, own in (("rank", rank), ("world_size", size)):
         name, value = expected.get(what, ("", own))
         if value != own:
             raise LaunchError(
-                f"init_process_group: {name}{value} disagrees with MPI's own {what}, {own} "
-                f"(MPI sees rank {rank} of {size}); leave it out, or start the job so that both "
-                "agree"
+                f"init_process_group: {name}{value} disagrees with {whose}'s own {what}, {own} "
+                f"({whose} sees rank {rank} of {size}); leave it out, or start the job so that "
+                "both agree"
             )
 
 
@@ -314,12 +340,33 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if chosen is not default:
         end(chosen)
         return
+    _end_all(default, _LAST_CHANCE)
+
+
+def _end_all(default: ProcessGroup, limit: float) -> None:
     until = time.monotonic() + positions.PATIENCE
-    wrong = [end(one, until=until) for one in reversed(list(state.groups)) if one is not default]
-    wrong.append(end(default, until=until))
+    others = [one for one in reversed(list(state.groups)) if one is not default]
+    wrong = [end(one, limit, until) for one in (*others, default)]
     _over()
     if any(wrong):
         raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
+
+
+@contextmanager
+def _until_the_end() -> Iterator[ProcessGroup]:
+    """What init_process_group returns. Until it is entered, it is nothing."""
+    try:
+        yield default_group()
+    except BaseException:
+        # Other ranks may be anywhere. What this rank had begun is no reason to keep its error back.
+        if state.default is not None:
+            try:
+                _end_all(state.default, _A_MOMENT)
+            except Exception:
+                abandon(state.default)
+        raise
+    if state.default is not None:  # the program may have done it
+        destroy_process_group()
 
 
 def _over() -> None:
@@ -377,8 +424,7 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
             group.close()
             state.groups.remove(group)
             if clean:
-                group.messages.Free()
-                group.comm.Free()
+                group.free()
             else:  # a message that is still under way must not meet a new group's communicator
                 _not_freed.append(group)
     return wrong

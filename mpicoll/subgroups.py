@@ -5,14 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpicoll import backends, execute, groups
+from mpicoll import backends, communicators, execute, groups
 from mpicoll.backends import Backend
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError, UnsupportedError
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.launch.serialized import plain
 from mpicoll.runtime import end, leave, member, node_size
 from mpicoll.work import seconds
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = [
     "SHRINK_ABORT",
@@ -28,7 +32,7 @@ SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
 
 
 def new_group(
-    ranks: Sequence[int] | None = None,
+    ranks: Sequence[int] | MPI.Intracomm | None = None,
     timeout: timedelta | float | None = None,
     backend: str | None = None,
     pg_options: Any = None,
@@ -43,7 +47,8 @@ def new_group(
     communicate. Threads that call collectives at once take a group each: calls of one group are
     paired by the order in which they come.
 
-    ranks: global ranks, None for all.
+    ranks: global ranks, None for all. Or a communicator of mpi4py: its members alone call, and
+        are numbered as it numbers them; the group's ``comm`` is this one, which is never freed.
     timeout: seconds or a timedelta, None for the default group's.
     backend: a name as in init_process_group, None for the default group's.
     pg_options: None.
@@ -55,7 +60,8 @@ def new_group(
     Returns the group, on a rank that is not a member GroupMember.NON_GROUP_MEMBER.
 
     Raises NotInitializedError (a ValueError) before init_process_group, ArgumentError (a
-    ValueError) for ranks that are given twice or do not exist and for another backend,
+    ValueError) for ranks that are given twice or do not exist, for a communicator that this process
+    is not in, between two groups, or with ranks outside the default group, and for another backend,
     ArgumentTypeError (a TypeError) for ranks that are no ints, and UnsupportedError (a ValueError)
     for pg_options.
     """
@@ -65,7 +71,14 @@ def new_group(
     limit = seconds(timeout, world.timeout, where)
     _refuse_options(where, pg_options, device_id)
     size = world.size()
-    members = list(range(size)) if ranks is None else [_rank(r, size, where) for r in ranks]
+    named: Any = ranks
+    given = None
+    if communicators.is_communicator(named):
+        given = communicators.taken(named, f"{where}: ranks")
+        members = _members(given, world, where)
+        use_local_synchronization, sort_ranks = True, False
+    else:
+        members = list(range(size)) if named is None else [_rank(r, size, where) for r in named]
     if len(set(members)) != len(members):
         raise ArgumentError(f"{where}: ranks: some rank is given twice in {members}")
     if sort_ranks:
@@ -94,9 +107,23 @@ def new_group(
             timeout=limit,
             name=name,
             description=group_desc or "undefined",
+            given=given,
         ),
         everybody=not use_local_synchronization,
     )
+
+
+def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
+    """The global ranks of a communicator's members, in its order."""
+    found = communicators.members(comm, plain(world.inner))
+    outside = [rank for rank, member in enumerate(found) if member is None]
+    if outside:
+        raise ArgumentError(
+            f"{where}: ranks: rank{'s' * (len(outside) > 1)} {', '.join(map(str, outside))} of the "
+            "communicator are not in the default group; expected one of its ranks alone, or "
+            "init_process_group(comm=...) of a larger one"
+        )
+    return [member for member in found if member is not None]
 
 
 def _rank(rank: Any, size: int, where: str) -> int:
@@ -144,7 +171,7 @@ def new_subgroups(
     ranks = groups.get_process_group_ranks(group)
     if group_size is None:
         world = default_group()
-        sizes = set(execute.in_order(world, where, lambda: world.comm.allgather(node_size())))
+        sizes = set(execute.in_order(world, where, lambda: world.inner.allgather(node_size())))
         if len(sizes) != 1:
             raise ArgumentError(
                 f"{where}: the nodes run different numbers of ranks, {sorted(sizes)}; give "

@@ -150,7 +150,7 @@ def documented() -> dict[str, object]:
 
 
 #: What ProcessGroup has for the library alone.
-INSIDE = {"busy", "check_open", "close", "finish", "give", "lane", "leave_devices"}
+INSIDE = {"busy", "check_open", "close", "finish", "free", "give", "lane", "leave_devices"}
 
 
 def missing(function, name: str) -> list[str]:
@@ -244,10 +244,16 @@ def shape_of(function) -> list[tuple[str, str, object]]:
     ]
 
 
+#: Parameters that torch has not, behind those that it has, and by their names alone.
+MORE = {"init_process_group": [("comm", "KEYWORD_ONLY", None)]}
+
+
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in NO_SIGNATURE])
 def test_signature_is_that_of_torch(name: str) -> None:
     theirs = torch_distributed()
-    assert shape_of(getattr(dist, name)) == shape_of(getattr(theirs, name))
+    ours = shape_of(getattr(dist, name))
+    assert ours[len(ours) - len(MORE.get(name, [])) :] == MORE.get(name, [])
+    assert ours[: len(ours) - len(MORE.get(name, []))] == shape_of(getattr(theirs, name))
 
 
 def test_p2pop_signature_is_that_of_torch() -> None:
@@ -515,7 +521,7 @@ def test_available(bare: pytest.MonkeyPatch) -> None:
     assert dist.is_gloo_available() is True  # the name, over MPI
     assert dist.is_nccl_available() is dist.is_ucc_available() is dist.is_xccl_available() is False
     assert dist.is_initialized() is False
-    for name in ("mpi", "MPI", "gloo", "nccl"):
+    for name in ("mpi", "MPI", "mpicoll", "gloo", "nccl"):
         assert dist.is_backend_available(name) is True
     for name in ("ucc", "xccl", "fake", "undefined", "", "mpich"):
         assert dist.is_backend_available(name) is False
@@ -709,7 +715,7 @@ print(json.dumps(answers))
         ("ArgumentError", ["tcp://127.0.0.1:1234", "needs rank and world_size"]),
         ("ArgumentError", ["file:///tmp/x", "needs rank and world_size"]),
         ("UnsupportedError", ["init_method", "http://x", "tcp://HOST:PORT", "mpi://"]),
-        ("ArgumentError", ["backend 'ucc'", "mpi, or gloo or nccl"]),
+        ("ArgumentError", ["backend 'ucc'", "mpi or mpicoll, or gloo or nccl"]),
         ("ArgumentError", ["backend 'mpich'"]),
         ("ArgumentError", ["Backend", "int"]),
         ("ArgumentTypeError", ["timeout", "str"]),

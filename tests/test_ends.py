@@ -454,7 +454,10 @@ LATE = """
     $begin
     say("not reached")
 """
-LATE_ENDS = pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "time.sleep(1000)"])
+#: What it does instead. Eight seconds later the others have long given up.
+LATE_ENDS = pytest.mark.parametrize(
+    "end", ["sys.exit(0)", "os._exit(0)", "time.sleep(1000)", "time.sleep(8)"]
+)
 LATE_BEGINS = pytest.mark.parametrize("begin", ["dist.init_process_group(timeout=3)"])
 MISSING = "init_process_group: the other ranks did not all come within 3 s (missing: 1)"
 compiled = pytest.mark.skipif(kernels is None, reason="the limit is the C library's")
@@ -503,7 +506,7 @@ TORCH_BEGINS = (
 
 
 @compiled
-@pytest.mark.parametrize("end", ["time.sleep(1000)"])
+@pytest.mark.parametrize("end", ["time.sleep(1000)", "time.sleep(8)"])
 @pytest.mark.parametrize("begin", [TORCH_BEGINS.format(how) for how in ("", "'mpi://', ")])
 @job(LATE, ranks=3)
 def test_a_rank_that_does_not_come_to_init_of_torch(end: str, begin: str, ended: Ended) -> None:
@@ -1123,3 +1126,127 @@ def test_an_init_that_was_refused_can_be_made_again(ended: Ended) -> None:
     ended.in_good_order()
     assert sum("rank=5 disagrees with MPI's own rank, " in line for line in ended.lines) == 2
     assert sum("world_size=4 disagrees with MPI's own world" in line for line in ended.lines) == 2
+
+
+# --- a part of the world ------------------------------------------------------------------------
+
+#: What a program of mpi4py begins with: even ranks and odd ones.
+PARTS = """
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    part = world.Split(world.rank % 2)
+    """
+
+
+@compiled
+@pytest.mark.parametrize("end", ["time.sleep(1000)", "time.sleep(8)"])
+@job(
+    PARTS
+    + """
+    if world.rank == 2:
+        $end
+    if world.rank % 2:
+        time.sleep(1000)
+    dist.init_process_group(comm=part, timeout=3)
+    say("not reached")
+""",
+    ranks=4,
+)
+def test_a_member_of_a_communicator_does_not_come(end: str, ended: Ended) -> None:
+    ended.badly(
+        "mpicoll: rank 0 of 2: init_process_group: the other ranks did not all come within 3 s "
+        "(missing: 1)"
+    )
+    assert "not reached" not in ended.out
+
+
+@job(
+    PARTS
+    + """
+    if world.rank % 2:
+        if world.rank == 3:
+            part.recv(source=0)
+        else:
+            part.send("on my own", 1)
+        say("done")
+    else:
+        dist.init_process_group(comm=part, timeout=20)
+        x = np.ones(1 << 16)
+        dist.all_reduce(x)
+        say(dist.get_rank(), x[0])
+        if "$destroy":
+            dist.destroy_process_group()
+    MPI.Finalize() if "$destroy" else None
+""",
+    ranks=4,
+)
+@pytest.mark.parametrize("destroy", ["yes", ""])
+def test_the_others_just_go_on(destroy: str, ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["0 2.0", "1 2.0", "done", "done"]
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("raise KeyError('mine')", "KeyError: 'mine'"),
+        ("sys.exit('for this reason')", "for this reason"),
+        ("time.sleep(1000)", "did not come within its timeout of 5 s"),
+        ("sys.exit(0)", "rank 1 ended without making this call"),
+        ("MPI.COMM_WORLD.Abort(3)", ""),
+    ],
+)
+@job(
+    PARTS
+    + """
+    dist.init_process_group(comm=part, timeout=5)
+    dist.barrier()
+    if world.rank == 2:
+        $end
+    if world.rank % 2:
+        time.sleep(1000)  # the coupled program's other half
+    dist.all_reduce(np.ones(1))
+    say("not reached")
+""",
+    ranks=4,
+)
+def test_a_lost_rank_of_a_part_ends_the_job(end: str, words: str, ended: Ended) -> None:
+    ended.badly(words)
+    assert "not reached" not in ended.out
+
+
+# --- a block ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "waiting"),
+    [
+        ("pass", WAITING["all_reduce"]),
+        ("pass", WAITING["objects"]),
+        ("dist.all_reduce(y, async_op=True)", WAITING["recv"]),
+        ("dist.irecv(y, 0)", WAITING["barrier"]),
+    ],
+)
+@job("""
+    x, y = np.ones(4), np.ones(4)
+    with dist.init_process_group(timeout=100):
+        if dist.get_rank() == 1:
+            $before
+            raise KeyError("mine")
+        $waiting
+        say("not reached")
+""")
+def test_an_exception_in_a_block_ends_the_job(before: str, waiting: str, ended: Ended) -> None:
+    ended.badly("KeyError: 'mine'")
+    assert "not reached" not in ended.out
+
+
+@job("""
+    with dist.init_process_group():
+        x = np.ones(2)
+        work = dist.all_reduce(x, async_op=True)
+    say(work.is_completed(), x[0], dist.is_initialized())
+""")
+def test_a_block_in_good_order(ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["True 2.0 False"] * 2

@@ -441,7 +441,7 @@ class Wire:
 
 def group_of(n: int, rank: int = 0) -> Any:
     return SimpleNamespace(
-        comm=Wire(), size=lambda: n, rank=lambda: rank, scratch=np.empty(0, np.uint8),
+        inner=Wire(), size=lambda: n, rank=lambda: rank, scratch=np.empty(0, np.uint8),
         group_name="g", sequence=1, worker=None, ranks=list(range(n)),
     )  # fmt: skip
 
@@ -473,9 +473,9 @@ def test_exchange(n: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         composed.REDUCTIONS[kind](group, FLOAT32, ReduceOp.SUM)(*arrays, own, 0)
         assert cost is not None
         assert sum(added) == pytest.approx(cost.reduced, rel=1e-3)
-        if group.comm.calls:  # of MPI: everybody gets everything
+        if group.inner.calls:  # of MPI: everybody gets everything
             assert (cost.calls, cost.messages) == (1, 0) and not sent
-            group.comm.calls = 0
+            group.inner.calls = 0
         else:
             assert cost.messages == len(sent)
             assert sum(step.times * step.out for step in cost.steps) == pytest.approx(
@@ -494,7 +494,7 @@ def test_when_everybody_gets_everything(
     group = group_of(n)
     composed.all_reduce(group, FLOAT32, ReduceOp.SUM)(None, np.empty(count, np.float32), count, 0)
     cost = costs.exchanged_all_reduce(4, False)(Place(n, 1), 4 * count)
-    assert cost is not None and cost.calls == group.comm.calls
+    assert cost is not None and cost.calls == group.inner.calls
 
 
 class Memory:
@@ -530,7 +530,7 @@ def levels_of(nodes: int, each: int, rank: int) -> tuple[Any, Memory, Wire]:
     made.me, made.rails, made.even = made.places[rank], each, True
     made.rail = group_of(nodes)
     made._node, made._memory = group_of(each), Memory(each, made.me.place)
-    return made, made._memory, made.rail.comm
+    return made, made._memory, made.rail.inner
 
 
 LEVELED = {

@@ -53,6 +53,17 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert target.is_relative_to(DOCS), f"{link} leads out of the site"
 
 
+def test_nothing_of_ours_goes_over_a_communicator_of_the_program() -> None:
+    """``group.comm`` is the program's; ``inner`` and ``messages`` are the group's own."""
+    ours = re.compile(
+        r"\b(_?group|member|world|parent|rail|node|core|old|default_group\(\))\.comm\b"
+    )
+    folders = [ROOT / "mpicoll", ROOT / "benchmarks"]
+    sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    assert ours.search("world.comm.Barrier()") and len(sources) > 90
+    assert [path.name for path in sources if ours.search(path.read_text())] == []
+
+
 @pytest.mark.parametrize("start", [README, DOCS / "index.md"], ids=lambda page: page.name)
 def test_all_pages_are_linked(start: Path) -> None:
     found = {(start.parent / link.partition("#")[0]).resolve() for link in links(start)}

@@ -102,12 +102,12 @@ def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, S
     seen = Seen([])
     route = ""
     try:
-        seen.all_ranks = exchange(group.comm, tries=True, again=again)
+        seen.all_ranks = exchange(group.inner, tries=True, again=again)
         route = routes(seen.all_ranks, forced_route(seen.all_ranks))[0]
     except MpicollError as error:  # the same on all ranks
         seen.bad_route = str(error)
     if seen.all_ranks:
-        local = group.comm.allgather(dist.get_node_local_rank())
+        local = group.inner.allgather(dist.get_node_local_rank())
         used = [
             binding.device_for(rank, len(own.gpus))
             for rank, own in zip(local, seen.all_ranks, strict=True)
@@ -119,11 +119,11 @@ def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, S
     if any(own.gpus for own in seen.all_ranks) and route:
         seen.device = {row.name: route for row in PRIMITIVES if row.layout is not Layout.EMPTY}
     facts = _here() | before | _mpi(seen, me)
-    told = group.comm.bcast(_torch() if me == 0 else "", 0)  # importing torch takes long
+    told = group.inner.bcast(_torch() if me == 0 else "", 0)  # importing torch takes long
     if told.startswith(facts["torch"]):
         facts["torch"] = told
     seen.facts, seen.places, seen.misspelt = map(
-        list, zip(*group.comm.allgather((facts, Place.own(), misspelt)), strict=True)
+        list, zip(*group.inner.allgather((facts, Place.own(), misspelt)), strict=True)
     )
     for each, shared in zip(seen.facts, memory(seen.places), strict=True):
         each["/dev/shm"] = shared

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from mpicoll.groups import default_group
     from mpicoll.runtime import node_size
 
-    all_ranks = exchange(default_group().comm)
+    all_ranks = exchange(default_group().inner)
     route = routes(all_ranks, forced_route(all_ranks))[0]
     own, local = all_ranks[dist.get_rank()], dist.get_node_local_rank()
     index = device_for(local, len(own.gpus))

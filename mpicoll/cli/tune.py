@@ -140,7 +140,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
     from mpicoll.routes.hosts import place
 
     group = default_group()
-    comm, first = group.comm, group.rank() == 0
+    comm, first = group.inner, group.rank() == 0
     vendor, version = MPI.get_vendor()
     mpi = f"{vendor} {'.'.join(map(str, version))}"
     target, wrong = None, ""

@@ -174,7 +174,7 @@ class _Bench:
         spent: Callable[[], float],
         progress: Callable[[str], None],
     ) -> None:
-        self.comm = group.comm.Dup()
+        self.comm = group.inner.Dup()
         self.cases: list[_Case] = []
         self._group = group
         self._wanted = sorted(

@@ -8,21 +8,30 @@ import socket
 import struct
 import sys
 import threading
+import zlib
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
+from mpicoll import communicators
 from mpicoll.kernels import kernels
 from mpicoll.launch.environment import said
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.session import node
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 __all__ = ["limited"]
 
 
 @contextlib.contextmanager
-def limited(limit: float | None, meeting: Meeting | None) -> Iterator[None]:
+def limited(
+    limit: float | None, meeting: Meeting | None, comm: MPI.Intracomm | None = None
+) -> Iterator[None]:
     """In here this rank waits for the others; it ends with a message when its time is over.
 
     limit: seconds; None: no limit.
+    comm:  the others are those of this communicator; None: of the whole job.
 
     MPI_Init keeps the interpreter's lock, so the thread that waits is inside the C library; without
     that there is no limit.
@@ -36,6 +45,9 @@ def limited(limit: float | None, meeting: Meeting | None) -> Iterator[None]:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()  # what was printed is not lost
     job = _job() if together else None
+    if comm is not None:
+        rank, size = str(comm.Get_rank()), str(comm.Get_size())
+        job = job and _part(job, comm)
     before = (
         f"mpicoll: rank {rank} of {size}: init_process_group: the other ranks did not all come "
         f"within {limit:g} s"
@@ -63,6 +75,14 @@ def limited(limit: float | None, meeting: Meeting | None) -> Iterator[None]:
         held.callback(os.write, writer, b"\0")
         os.read(told, 1)  # the thread has left Python for good
         yield
+
+
+def _part(job: str, comm: MPI.Intracomm) -> str | None:
+    """Names the ranks of a communicator among those of the job, alike on all of them."""
+    from mpi4py import MPI
+
+    ranks = communicators.members(comm, MPI.COMM_WORLD)
+    return None if None in ranks else f"{job}/{zlib.crc32(repr(ranks).encode())}"
 
 
 def _job(environment: Mapping[str, str] = os.environ) -> str | None:

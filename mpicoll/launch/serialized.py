@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["serialize"]
+__all__ = ["plain", "serialize"]
 
 _lock = threading.RLock()
 #: Seconds between two tests of what is not complete yet, at the longest.
@@ -25,6 +25,11 @@ _LONGEST = 200e-6
 def serialize(comm: MPI.Intracomm) -> MPI.Intracomm:
     """The communicator, with every call under the process's one lock."""
     return cast("MPI.Intracomm", _Communicator(comm))
+
+
+def plain(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """The communicator as mpi4py made it."""
+    return comm._comm if isinstance(comm, _Communicator) else comm
 
 
 class _Request:
@@ -69,6 +74,10 @@ class _Communicator:
     def _begin(self, start: Callable[..., MPI.Request], *args: Any) -> _Request:
         with _lock:
             return _Request(start(*args))
+
+    def Create(self, *args: Any) -> _Communicator:
+        with _lock:
+            return _Communicator(cast("MPI.Intracomm", self._comm.Create(*args)))
 
     def Create_group(self, *args: Any) -> _Communicator:
         with _lock:

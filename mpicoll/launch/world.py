@@ -29,7 +29,11 @@ _WHERE = "init_process_group"
 
 
 @contextlib.contextmanager
-def start(meeting: Meeting | None = None, limit: float | None = None) -> Iterator[MPI.Intracomm]:
+def start(
+    meeting: Meeting | None = None,
+    limit: float | None = None,
+    comm: MPI.Intracomm | None = None,
+) -> Iterator[MPI.Intracomm]:
     """MPI_COMM_WORLD of an initialised MPI, for the first calls that all ranks make; with one lock
     around it where MPI gives less than MPI_THREAD_MULTIPLE.
 
@@ -37,6 +41,7 @@ def start(meeting: Meeting | None = None, limit: float | None = None) -> Iterato
              MPI's own rank and size are right.
     limit:   seconds to wait for all ranks: there, and then in MPI_Init and the first calls, which
              end this process; None: no limit.
+    comm:    of an MPI that runs, instead of MPI_COMM_WORLD: its ranks are all ranks.
 
     Raises LaunchError where there is no MPI library, where it was finalised, where it cannot make
     one world of these ranks, and where the meeting and an MPI that runs already disagree;
@@ -49,29 +54,34 @@ def start(meeting: Meeting | None = None, limit: float | None = None) -> Iterato
     surroundings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if meeting is not None and not begun:
         surroundings = _meet(mpi, meeting, limit)
-    with limited(limit, meeting):
+    with limited(limit, meeting, comm):
         if not begun:
             with surroundings:
                 _initialize(mpi)
         if meeting is not None:
             _check(mpi, meeting)
-        world = mpi.COMM_WORLD
-        yield world if _many_threads(mpi) else serialize(world)
+        world = mpi.COMM_WORLD if comm is None else comm
+        yield world if _many_threads(mpi, comm) else serialize(world)
 
 
+#: What the ranks of MPI_COMM_WORLD have found together.
 _all_have_many: bool | None = None
 
 
-def _many_threads(mpi: Any) -> bool:
+def _many_threads(mpi: Any, comm: MPI.Intracomm | None) -> bool:
     """Every rank has MPI_THREAD_MULTIPLE. Where one has not, none may use it: a call that blocks on
     one rank would be another call, that does not, on the other, and the two do not match.
+
+    The world is asked once: later one of its ranks may be lost, and nobody watches yet.
     """
     global _all_have_many
-    if _all_have_many is None:
-        own = array("i", [mpi.Query_thread() == mpi.THREAD_MULTIPLE])
-        mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, [own, mpi.INT], mpi.MIN)
+    if comm is None and _all_have_many is not None:
+        return _all_have_many
+    own = array("i", [mpi.Query_thread() == mpi.THREAD_MULTIPLE])
+    (comm or mpi.COMM_WORLD).Allreduce(mpi.IN_PLACE, [own, mpi.INT], mpi.MIN)
+    if comm is None:
         _all_have_many = bool(own[0])
-    return _all_have_many
+    return bool(own[0])
 
 
 def master(world: MPI.Intracomm) -> str:

@@ -147,12 +147,12 @@ class _Messages:
     def receive(self, into: View, source: int) -> None:
         if into.count:
             what = _whole(into)
-            request = self._group.comm.Irecv(what, source, 0)
+            request = self._group.inner.Irecv(what, source, 0)
             self._receives.append((into, request, what, source))
 
     def send(self, out: View, target: int) -> None:
         if out.count:
-            self._sends.append((out, self._group.comm.Isend(_whole(out), target, 0)))
+            self._sends.append((out, self._group.inner.Isend(_whole(out), target, 0)))
 
     def finish(self) -> None:
         """Waits for all; raises MismatchError where a rank has sent less than was expected."""
@@ -340,7 +340,7 @@ def all_to_all(group: ProcessGroup, space: Space, send: View, recv: View, blocks
     if _copy_what_differs(space, outgoing, out):
         space.settle()
     space.copy(out[me], into[me])
-    exchange(group.comm, _to_others(out, me), _to_others(into, me))
+    exchange(group.inner, _to_others(out, me), _to_others(into, me))
     _copy_what_differs(space, into, incoming)
 
 

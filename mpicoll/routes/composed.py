@@ -43,7 +43,7 @@ class _Reducer:
 
     def __init__(self, group: ProcessGroup, dtype: DType, op: ReduceOp) -> None:
         self.group = group
-        self.comm = group.comm
+        self.comm = group.inner
         self.n = group.size()
         self.me = group.rank()
         self.dtype = dtype
@@ -110,7 +110,7 @@ Sides = Sequence[Side]
 def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     """Exchange, combine, exchange; small messages: MPI_Allgather, combine."""
     reducer = _Reducer(group, dtype, op)
-    comm, element, n, me = group.comm, datatype(dtype), group.size(), group.rank()
+    comm, element, n, me = group.inner, datatype(dtype), group.size(), group.rank()
 
     def direct(send: Any, buffer: Any, count: int, root: int) -> None:
         recv = reducer.view(buffer, count)

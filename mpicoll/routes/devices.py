@@ -36,14 +36,14 @@ class Devices:
 
     def __init__(self, group: ProcessGroup, lane: Lane) -> None:
         self.space = Space(lane)
-        found = capabilities.exchange(group.comm)
+        found = capabilities.exchange(group.inner)
         forced = capabilities.forced_route(found)
         peers = forced == "peer" or (forced is None and "peer" in capabilities.routes(found))
         if not peers and forced not in ("staged", "nccl"):
-            found = capabilities.exchange(group.comm, tries=True)
+            found = capabilities.exchange(group.inner, tries=True)
         self.names = capabilities.routes(found, forced)
         mine = (lane.index, nccl.asked_for(group.backend))
-        said = group.comm.allgather(mine)
+        said = group.inner.allgather(mine)
         if len({asked for _, asked in said}) > 1:
             raise MismatchError(
                 f"group {group.group_name}: backend 'nccl' has to be asked for by all ranks, or by "
@@ -58,7 +58,7 @@ class Devices:
         self.peers = peer.meet(group, lane) if "peer" in self.names else None
         if forced is None and "peer" in self.names and self.peers is None:
             # What MPI says that it can do counts now, and has to be tried.
-            found = capabilities.exchange(group.comm, tries=True)
+            found = capabilities.exchange(group.inner, tries=True)
             others = (name for name in capabilities.routes(found) if name != "peer")
             self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
         for name, found_to_be in (("peer", self.peers), ("nccl", self.nccl)):

@@ -94,7 +94,7 @@ def all_to_all_even(group: ProcessGroup, dtype: DType) -> Direct:
 
     The messages are those of ``all_to_all``, which other ranks may call.
     """
-    comm, n, me = group.comm, group.size(), group.rank()
+    comm, n, me = group.inner, group.size(), group.rank()
 
     def direct(send: Any, recv: Any, count: int, root: int) -> None:
         out, into = (np.frombuffer(buffer, dtype.numpy, n * count) for buffer in (send, recv))

@@ -101,7 +101,7 @@ class Levels:
         self.rail: ProcessGroup | None = None
         if self.me.place < self.rails:
             self.rail = _part(group, [ranks[self.me.place] for ranks in nodes])
-            group.comm.Set_attr(_freed_with(), self.rail.comm)
+            group.inner.Set_attr(_freed_with(), self.rail.inner)
         self._node = node
         self._memory: Shared | None = memory
 
@@ -134,7 +134,7 @@ class Levels:
         try:
             yield made
         except _ApartError:
-            words = self.group.comm.allgather(told(made.kind, count))
+            words = self.group.inner.allgather(told(made.kind, count))
             raise MismatchError(
                 f"{primitive} on rank {self.group.rank()} of group {self.group.group_name}: the "
                 f"ranks' calls do not belong together: {listed(words)}"
@@ -159,16 +159,16 @@ _KEY = "levels"
 
 
 def _look(group: ProcessGroup) -> Levels | None:
-    nodes = _nodes(group.comm)
+    nodes = _nodes(group.inner)
     largest = max(map(len, nodes))
     if len(nodes) == 1 or not 1 < largest <= shared.MOST:
         return None
     ranks = nodes[_places(nodes)[group.rank()].node]
     node = _part(group, ranks)
     memory = shared._look(node) if len(ranks) > 1 else None
-    node.comm.Free()  # those who share memory need no messages
+    node.inner.Free()  # those who share memory need no messages
     able = np.array([memory is not None or len(ranks) == 1], np.uint8)
-    group.comm.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
+    group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
     return Levels(group, nodes, node, memory) if able[0] else None
 
 
@@ -211,10 +211,10 @@ def _part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
 
     Only they call (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
     """
-    whole = group.comm.Get_group()
+    whole = group.inner.Get_group()
     chosen = whole.Incl(list(ranks))
     try:
-        comm = group.comm.Create_group(chosen, 0)
+        comm = group.inner.Create_group(chosen, 0)
     finally:
         chosen.Free()
         whole.Free()
@@ -305,7 +305,7 @@ class _Call:
         if self._levels.rail is None:
             return True
         least = np.array([number, -number], np.int64)
-        self._levels.rail.comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
+        self._levels.rail.inner.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
         return bool(least[0] == -least[1])
 
 
@@ -443,7 +443,7 @@ def _broadcast(levels: Levels, primitive: Primitive, dtype: DType, op: None) -> 
                 call.agree()
                 if rail is not None and own is not None and own.elements:
                     whole = at_address(own.address, own.elements * width)
-                    rail.comm.Bcast([whole, own.elements, datatype(dtype)], home)
+                    rail.inner.Bcast([whole, own.elements, datatype(dtype)], home)
                 gives = () if own is None else (own,)
                 takes = [Taken(r, 0, *span) for r, span in enumerate(spans) if r != mine]
                 call.exchange(call.parcel(1, most, gives, () if rooted else takes), dtype)
@@ -515,7 +515,7 @@ def _all_gather(levels: Levels, primitive: Primitive, dtype: DType, op: None) ->
                 call.agree()
                 own = [send, size, start, element]
                 places = [ranks[mine] * count + start for ranks in nodes]
-                rail.comm.Allgatherv(own, [recv, ([size] * len(nodes), places), element])
+                rail.inner.Allgatherv(own, [recv, ([size] * len(nodes), places), element])
                 for ranks in nodes:
                     first = MPI.Get_address(recv) + start * width
                     spans = [Given(first + rank * count * width, size) for rank in ranks]

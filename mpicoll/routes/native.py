@@ -37,7 +37,7 @@ PIECE = 2 * 1024 * 1024
 
 def broadcast(group: ProcessGroup, dtype: DType) -> Direct:
     """MPI_Bcast (MPI-4.1 section 6.4)."""
-    bcast, element = group.comm.Bcast, datatype(dtype)
+    bcast, element = group.inner.Bcast, datatype(dtype)
 
     def direct(send: Any, recv: Any, count: int, root: int) -> None:
         if count <= INT_MAX:
@@ -50,7 +50,7 @@ def broadcast(group: ProcessGroup, dtype: DType) -> Direct:
 
 def all_gather(group: ProcessGroup, dtype: DType) -> Direct:
     """MPI_Allgather (MPI-4.1 section 6.7)."""
-    allgather, element = group.comm.Allgather, datatype(dtype)
+    allgather, element = group.inner.Allgather, datatype(dtype)
 
     def direct(send: Any, recv: Any, count: int, root: int) -> None:
         if count <= INT_MAX:
@@ -63,7 +63,7 @@ def all_gather(group: ProcessGroup, dtype: DType) -> Direct:
 
 def all_gather_uneven(group: ProcessGroup, dtype: DType) -> Route:
     """MPI_Allgatherv, for blocks that differ (MPI-4.1 section 6.7)."""
-    comm, n, me = group.comm, group.size(), group.rank()
+    comm, n, me = group.inner, group.size(), group.rank()
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert send is not None and recv is not None and blocks is not None
@@ -87,7 +87,7 @@ def gather(group: ProcessGroup, dtype: DType) -> Direct:
 
     def direct(send: Any, recv: Any, count: int, root: int) -> None:
         into = None if recv is None else message(recv, count, dtype)
-        group.comm.Gather(message(send, count, dtype), into, root)
+        group.inner.Gather(message(send, count, dtype), into, root)
 
     return direct
 
@@ -97,7 +97,7 @@ def scatter(group: ProcessGroup, dtype: DType) -> Direct:
 
     def direct(send: Any, recv: Any, count: int, root: int) -> None:
         out_of = None if send is None else message(send, count, dtype)
-        group.comm.Scatter(out_of, message(recv, count, dtype), root)
+        group.inner.Scatter(out_of, message(recv, count, dtype), root)
 
     return direct
 
@@ -106,7 +106,7 @@ def barrier(group: ProcessGroup) -> Route:
     """MPI_Barrier (MPI-4.1 section 6.3)."""
 
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        group.comm.Barrier()
+        group.inner.Barrier()
 
     return route
 
@@ -144,7 +144,7 @@ def _mpi_operation(op: ReduceOp, dtype: DType) -> MPI.Op:
 
 def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp, piece: int = MOST * 16) -> Direct:
     """MPI_Allreduce in place (MPI-4.1 section 6.9.6), of ``piece`` bytes at a time."""
-    reduce_all, n = group.comm.Allreduce, group.size()
+    reduce_all, n = group.inner.Allreduce, group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     in_place, averaged = MPI.IN_PLACE, op is ReduceOp.AVG
     step = min(MOST, piece // dtype.itemsize)
@@ -163,7 +163,7 @@ def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp, piece: int = MOS
 
 def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp, piece: int = MOST * 16) -> Direct:
     """MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1), of ``piece`` bytes at a time."""
-    comm, n, me = group.comm, group.size(), group.rank()
+    comm, n, me = group.inner, group.size(), group.rank()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     step = min(MOST, piece // dtype.itemsize)
 
@@ -182,7 +182,7 @@ def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp, piece: int = MOST * 
 
 def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     """MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1)."""
-    reduce_scatter_block, n = group.comm.Reduce_scatter_block, group.size()
+    reduce_scatter_block, n = group.inner.Reduce_scatter_block, group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     averaged = op is ReduceOp.AVG
     fits = MOST // n

@@ -66,7 +66,7 @@ def meet(group: ProcessGroup, lane: Lane) -> Nccl | None:
     able = runtime.has_nccl()
     mine = f"{node()} {runtime.identity(lane.index)}" if able else ""
     everybody = [
-        bytes(one) for one in all_gather_bytes(group.comm, np.frombuffer(mine.encode(), np.uint8))
+        bytes(one) for one in all_gather_bytes(group.inner, np.frombuffer(mine.encode(), np.uint8))
     ]
     if not all(everybody) or len(set(everybody)) < len(everybody):
         return None
@@ -74,7 +74,7 @@ def meet(group: ProcessGroup, lane: Lane) -> Nccl | None:
     if group.rank() == 0:
         with suppress(Exception):  # whatever NCCL says: all ranks take another route then
             identity = runtime.nccl_identity()
-    identity = group.comm.bcast(identity, 0)
+    identity = group.inner.bcast(identity, 0)
     if identity is None:
         return None
     made = runtime.nccl(lane.index, group.size(), identity, group.rank())

@@ -112,10 +112,10 @@ def _reduce_scatter(group: Any, send: Any, recv: Any, root: int, blocks: Any) ->
 def _all_to_all(group: Any, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
     """No rank knows the others' sizes: they are exchanged first."""
     sends, theirs = np.array(blocks.sends, np.int64), np.empty(group.size(), np.int64)
-    group.comm.Alltoall(sends, theirs)
+    group.inner.Alltoall(sends, theirs)
     wrong = np.flatnonzero(theirs != blocks.receives)
     most = np.array([max(blocks.sends), len(wrong)], np.int64)
-    group.comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
+    group.inner.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
     if most[1]:
         rank = int(wrong[0]) if len(wrong) else -1
         raise MismatchError(

@@ -110,7 +110,7 @@ class Peers:
                     continue
                 lane.runtime.synchronize(done[known])
                 if known > 0:
-                    self.group.comm.Barrier()
+                    self.group.inner.Barrier()
                 elif differences := self._compare(kind, count):
                     self._turn = -rounds  # all raise, and begin anew: nobody has read anything
                     raise MismatchError(differences)
@@ -121,7 +121,7 @@ class Peers:
         """Waits for all ranks; how their calls differ, if they do, "" if not."""
         mine = np.array([kind, count, self.group.sequence, self._turn % SLOTS], np.int64)
         everybody = np.empty((self.n, len(mine)), np.int64)
-        self.group.comm.Allgather(mine, everybody)
+        self.group.inner.Allgather(mine, everybody)
         if (everybody == mine).all():
             return ""
         return (
@@ -146,7 +146,7 @@ class Peers:
         """
         self.lane.settle(self.lane.work)
         self._workspaces = []
-        request, moment = self.group.comm.Ibarrier(), deadline(limit)
+        request, moment = self.group.inner.Ibarrier(), deadline(limit)
         while not request.Test():
             if time.monotonic() > moment:
                 return
@@ -173,7 +173,7 @@ def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
         _mapped.append(own)
     except Exception:  # whatever the driver says: all ranks take another route then
         own = None
-    handles = [bytes(one) for one in all_gather_bytes(group.comm, np.frombuffer(handle, np.uint8))]
+    handles = [bytes(one) for one in all_gather_bytes(group.inner, np.frombuffer(handle, np.uint8))]
     found: list[Memory] = []
     if own is not None and all(handles):
         try:
@@ -185,10 +185,10 @@ def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
             found = []
     able = np.array([len(found) == group.size()])
     everybody = np.empty(group.size(), bool)
-    group.comm.Allgather(able, everybody)
+    group.inner.Allgather(able, everybody)
     if own is None or not everybody.all():
         found.clear()
-        group.comm.Barrier()  # nobody maps anything any more
+        group.inner.Barrier()  # nobody maps anything any more
         if own is not None:
             _mapped.remove(own)
         return None

@@ -258,5 +258,5 @@ def _look(group: ProcessGroup) -> Shared | None:
     slot = min(SLOT, TOGETHER // (_SLOTS * n)) // 64 * 64
     able = kernels is not None and not settings.SHARED_MEMORY.says("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
-    segment = share(group.comm, region, able)
+    segment = share(group.inner, region, able)
     return None if segment is None else Shared(group, segment, slot)

@@ -83,10 +83,10 @@ def _post(comm: MPI.Intracomm, target: int, tag: int, number: int, value: int) -
 
 def _lead(group: ProcessGroup, limit: float, wait_all: bool) -> None:
     others = range(1, group.size())
-    inbox = _Inbox(group.comm, others, _ARRIVED, group.monitored)
+    inbox = _Inbox(group.inner, others, _ARRIVED, group.monitored)
     missing = inbox.wait(time.monotonic() + limit)
     for other in others:  # a rank that is missing gets its message when it comes
-        _post(group.comm, other, _VERDICT, group.monitored, len(missing))
+        _post(group.inner, other, _VERDICT, group.monitored, len(missing))
     if missing:
         named = [group.ranks[r] for r in (missing if wait_all else missing[:1])]
         # The words of torch's own function are among these, for those who look for them in logs.
@@ -100,8 +100,8 @@ def _lead(group: ProcessGroup, limit: float, wait_all: bool) -> None:
 
 
 def _follow(group: ProcessGroup, limit: float) -> None:
-    _post(group.comm, 0, _ARRIVED, group.monitored, 0)
-    inbox = _Inbox(group.comm, [0], _VERDICT, group.monitored)
+    _post(group.inner, 0, _ARRIVED, group.monitored, 0)
+    inbox = _Inbox(group.inner, [0], _VERDICT, group.monitored)
     where = f"monitored_barrier on rank {group.rank()} of group {group.group_name}"
     if inbox.wait(time.monotonic() + limit + _GRACE):
         raise CollectiveTimeoutError(

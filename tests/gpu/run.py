@@ -65,7 +65,7 @@ from mpicoll import capabilities
 from mpicoll.errors import MpicollError
 from mpicoll.groups import default_group
 dist.init_process_group(timeout=60)
-found = capabilities.exchange(default_group().comm, tries=True)
+found = capabilities.exchange(default_group().inner, tries=True)
 said = {"auto": ""}
 for name in sys.argv[1:]:
     try:

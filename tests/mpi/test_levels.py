@@ -313,7 +313,7 @@ def test_what_groups_leave_behind(patch, world, monkeypatch):
         assert group.plans["levels"]
         dist.destroy_process_group(group)
         del group
-        assert all(one.comm == MPI.COMM_NULL for one in made), number
+        assert all(one.inner == MPI.COMM_NULL for one in made), number
         assert mapped() == before
     assert 40 <= len(made) <= 80
 
@@ -323,12 +323,12 @@ def test_an_mpi_that_lets_one_thread_in(patch, world):
     """Its communicators are wrapped; so are those made of them."""
     put(patch, "in turn")
     team = group_of("serialized", range(world.size))
-    team.group.comm = serialize(team.group.comm)
+    team.group.inner = serialize(team.group.inner)
     for name in ROUTED:
         op = ReduceOp.MAX if NAMES[name].reduces else None
         Exact(name, team, by_name["float32"], 3000, op, 1).run()
     rail = levels.of(team.group).rail
-    assert rail is None or type(rail.comm) is type(team.group.comm)
+    assert rail is None or type(rail.inner) is type(team.group.inner)
     dist.destroy_process_group(team.group)
 
 

@@ -1,0 +1,508 @@
+"""Programs of mpi4py that move one call at a time: their communicators, operations, scalars."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicoll as dist
+from mpicoll.launch import world as launch_world
+
+TIMEOUT = 60
+
+
+@pytest.fixture
+def ended():
+    """Whatever a test leaves is ended."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+pytestmark = pytest.mark.usefixtures("ended")
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group(timeout=TIMEOUT)
+
+
+@pytest.fixture(params=["many threads", "one lock"])
+def threads(request, monkeypatch):
+    if request.param == "one lock":
+        monkeypatch.setattr(launch_world, "_many_threads", lambda *_: False)
+
+
+def halves(mpi):
+    """Even and odd ranks, in descending order."""
+    return mpi.Split(mpi.rank % 2, -mpi.rank)
+
+
+COMMUNICATORS = {
+    "world": lambda mpi: mpi,
+    "duplicate": lambda mpi: mpi.Dup(),
+    "reversed": lambda mpi: mpi.Split(0, -mpi.rank),
+    "halves": halves,
+    "self": lambda mpi: MPI.COMM_SELF,
+    "grid": lambda mpi: mpi.Create_cart([mpi.size], periods=[True]),
+    "plain class": lambda mpi: MPI.Comm(mpi.Dup()),
+}
+
+
+def free(comm):
+    if comm not in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        comm.Free()
+
+
+def total(group=None, times=1):
+    """The sum of all ranks' numbers in the world, by mpicoll."""
+    for _ in range(times):
+        x = np.array([2.0**MPI.COMM_WORLD.rank])
+        dist.all_reduce(x, group=group)
+    return x[0]
+
+
+def expected(comm):
+    """The same by mpi4py."""
+    return comm.allreduce(2.0**MPI.COMM_WORLD.rank)
+
+
+# --- init_process_group(comm=...) ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", COMMUNICATORS)
+def test_its_ranks_are_all_ranks(kind, mpi, threads):
+    comm = COMMUNICATORS[kind](mpi)
+    dist.init_process_group(comm=comm, timeout=TIMEOUT)
+    assert (dist.get_rank(), dist.get_world_size()) == (comm.Get_rank(), comm.Get_size())
+    assert dist.get_process_group_ranks(None) == list(range(comm.Get_size()))
+    assert dist.group.WORLD.comm == comm
+    # Parts of the world may call what they like.
+    assert total(times=1 + (kind == "halves") * 3 * (mpi.rank % 2)) == MPI.Intracomm(
+        comm
+    ).allreduce(2.0**mpi.rank)
+    everybody = [None] * comm.Get_size()
+    dist.all_gather_object(everybody, comm.Get_rank())
+    assert everybody == list(range(comm.Get_size()))
+    group = dist.new_group(list(range(comm.Get_size()))[::-1], sort_ranks=False)
+    assert dist.get_rank(group) == comm.Get_size() - 1 - comm.Get_rank()
+    dist.barrier(group)
+    dist.destroy_process_group()
+    assert MPI.Intracomm(comm).allreduce(1) == comm.Get_size()  # it is the program's
+    free(comm)
+
+
+def test_others_need_not_take_part(mpi):
+    """The last rank makes no call of mpicoll's, and is not waited for."""
+    comm = mpi.Split(0 if mpi.rank < max(1, mpi.size - 1) else MPI.UNDEFINED, 0)
+    if comm != MPI.COMM_NULL:
+        for _ in range(2):
+            dist.init_process_group(comm=comm, timeout=TIMEOUT)
+            assert total(times=3) == 2**comm.size - 1
+            dist.destroy_process_group()
+        comm.Free()
+    assert mpi.allreduce(1) == mpi.size
+
+
+def test_parts_and_then_the_whole(mpi):
+    comm = halves(mpi)
+    dist.init_process_group(comm=comm, timeout=TIMEOUT)
+    assert total() == expected(comm)
+    dist.destroy_process_group()
+    comm.Free()
+    dist.init_process_group(timeout=TIMEOUT)
+    assert (dist.get_rank(), dist.get_world_size()) == (mpi.rank, mpi.size)
+    assert dist.group.WORLD.comm == MPI.COMM_WORLD
+    assert total() == expected(mpi)
+
+
+def test_rank_and_size_may_be_said_again(mpi):
+    comm = halves(mpi)
+    given = {"comm": comm, "timeout": TIMEOUT}
+    for wrong in ({"rank": comm.size}, {"world_size": comm.size + 1}):
+        with pytest.raises(dist.LaunchError, match=r"disagrees with comm's own"):
+            dist.init_process_group(**given, **wrong)
+    for method in ("env://", "tcp://localhost:1234", "file:///tmp/x"):
+        with pytest.raises(ValueError, match=r"init_method: the ranks of comm have found"):
+            dist.init_process_group(init_method=method, **given)
+    dist.init_process_group("gloo", "mpi://", rank=comm.rank, world_size=comm.size, **given)
+    assert total() == expected(comm)
+    comm.Free()  # by the program, too early; nothing of ours depends on it
+    assert total() > 0
+    dist.destroy_process_group()
+
+
+def test_the_environment_speaks_of_the_whole_job(mpi, monkeypatch):
+    import os
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    comm = mpi.Split(0, -mpi.rank)
+    dist.init_process_group(comm=comm, timeout=TIMEOUT)
+    assert ("RANK" in os.environ) is (mpi.size == 1)
+    dist.destroy_process_group()
+    comm.Free()
+    comm = mpi.Dup()
+    dist.init_process_group(comm=comm, timeout=TIMEOUT)
+    assert os.environ["RANK"] == str(mpi.rank)
+    dist.destroy_process_group()
+    comm.Free()
+
+
+# --- whose messages -----------------------------------------------------------------------------
+
+
+def neighbours(comm):
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+def use_all(group=None):
+    """Calls of every kind, by routes of every size."""
+    n, me = dist.get_world_size(group), dist.get_rank(group)
+    for count in (1, 1 << 10, 1 << 18):
+        x = np.full(count, me, np.float32)
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        dist.broadcast(x, group_src=n - 1, group=group)
+    dist.all_gather_object([None] * n, "words", group)
+    dist.barrier(group)
+    if n > 1:
+        send = dist.isend(x, group=group, group_dst=(me + 1) % n, tag=3)
+        dist.recv(x, group=group, group_src=(me - 1) % n, tag=3)
+        send.wait()
+
+
+def test_messages_of_the_program_meet_nothing_of_ours(mpi):
+    """A receive that takes anything from anybody stays open through everything."""
+    comm = halves(mpi)
+    ahead, behind = neighbours(comm)
+    box, early = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    receive = comm.Irecv(box, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    second = comm.Irecv(early, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    dist.init_process_group(comm=comm, timeout=TIMEOUT)
+    use_all()
+    group = dist.new_group(comm)
+    use_all(group)
+    assert not receive.Test()
+    mpi.Barrier()
+    comm.Send(np.array([mpi.rank]), ahead, 7)
+    receive.Wait()
+    dist.destroy_process_group()
+    assert not second.Test()
+    mpi.Barrier()
+    comm.Send(np.array([-mpi.rank]), ahead, 8)
+    second.Wait()
+    there = comm.sendrecv(mpi.rank, ahead, 1, None, behind, 1)
+    assert (box[0], early[0]) == (there, -there)
+    comm.Free()
+
+
+def test_hints_and_attributes_stay_with_the_program(mpi):
+    """A hint would be our promise; an attribute's copy the program's code."""
+    copied = []
+    key = MPI.Comm.Create_keyval(copy_fn=lambda comm, key, value: copied.append(value))
+    comm = mpi.Dup()
+    comm.Set_attr(key, "mine")
+    comm.Set_info(MPI.Info.Create({"mpi_assert_no_any_source": "true"}))
+    dist.init_process_group(comm=comm, timeout=TIMEOUT)
+    group = dist.new_group(comm)
+    assert total(group) == 2**mpi.size - 1
+    hints = dist.group.WORLD.messages.Get_info()
+    assert hints.Get("mpi_assert_no_any_source") != "true"
+    assert copied == []
+    dist.destroy_process_group()
+    comm.Free()
+    MPI.Comm.Free_keyval(key)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def freed(mpi):
+    comm = mpi.Dup()
+    comm.Free()
+    return comm
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "words"),
+    [
+        (lambda mpi: MPI.COMM_NULL, ValueError, r"MPI\.COMM_NULL"),
+        (lambda mpi: mpi.Split(MPI.UNDEFINED), ValueError, r"MPI\.COMM_NULL"),
+        (freed, ValueError, "was freed"),
+    ],
+)
+def test_no_communicator_any_more(made, error, words, mpi):
+    comm = made(mpi)
+    if mpi.rank == 0:  # nothing is sent
+        with pytest.raises(error, match=f"^init_process_group: comm: .*{words}"):
+            dist.init_process_group(comm=comm, timeout=TIMEOUT)
+    dist.init_process_group(timeout=TIMEOUT)
+    if mpi.rank == 0:
+        with pytest.raises(error, match=f"^new_group: ranks: .*{words}"):
+            dist.new_group(comm)
+    assert total() == 2**mpi.size - 1
+
+
+@pytest.mark.parametrize("wrong", [3, "world", [0], MPI.GROUP_EMPTY, MPI, MPI.Comm])
+def test_what_is_no_communicator(wrong):
+    with pytest.raises(
+        TypeError, match=r"^init_process_group: comm: expected an intra-communicator"
+    ):
+        dist.init_process_group(comm=wrong)
+    assert not dist.is_initialized()
+
+
+def test_an_inter_communicator(mpi):
+    if mpi.size < 2:
+        pytest.skip("needs two ranks")
+    own = mpi.Split(mpi.rank % 2)
+    between = own.Create_intercomm(0, mpi, 1 - mpi.rank % 2)
+    if mpi.rank == 0:
+        with pytest.raises(ValueError, match=r"comm: got an inter-communicator.*Merge"):
+            dist.init_process_group(comm=between)
+    merged = between.Merge()
+    with dist.init_process_group(comm=merged, timeout=TIMEOUT):
+        assert total() == expected(mpi)
+        if mpi.rank == 0:
+            with pytest.raises(ValueError, match=r"ranks: got an inter-communicator"):
+                dist.new_group(between)
+    for comm in (between, own, merged):
+        comm.Free()
+
+
+def test_a_group_of_ranks_that_are_outside(mpi):
+    if mpi.size < 2:
+        pytest.skip("needs two ranks")
+    comm = halves(mpi)
+    outside = [rank for rank in range(mpi.size) if rank % 2 != mpi.rank % 2]
+    some = ", ".join(map(str, outside))
+    with dist.init_process_group(comm=comm, timeout=TIMEOUT):
+        with pytest.raises(ValueError, match=f"ranks? {some} of the communicator are not in"):
+            dist.new_group(mpi)
+        assert total() == expected(comm)
+    comm.Free()
+
+
+# --- new_group(comm) and group.comm ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", COMMUNICATORS)
+def test_a_group_of_a_communicator(kind, mpi, world, threads):
+    comm = COMMUNICATORS[kind](mpi)
+    for _ in range(2):
+        group = dist.new_group(comm, timeout=33, backend="gloo", group_desc="mine")
+        assert (group.rank(), group.size()) == (comm.Get_rank(), comm.Get_size())
+        ranks = MPI.Intracomm(comm).allgather(mpi.rank)
+        assert dist.get_process_group_ranks(group) == ranks
+        assert (group.timeout, dist.get_backend(group), group.group_desc) == (33, "gloo", "mine")
+        assert total(group) == sum(2.0**rank for rank in ranks)
+        assert group.comm == comm
+        assert group.comm is comm or kind == "plain class"
+        dist.destroy_process_group(group)
+        with pytest.raises(ValueError, match="was destroyed"):
+            group.comm  # noqa: B018
+    assert MPI.Intracomm(comm).allreduce(1) == comm.Get_size()
+    free(comm)
+
+
+def test_only_members_call(mpi, world):
+    """Some make none, some two, one after the other."""
+    if mpi.rank < max(1, mpi.size - 1):
+        comm = mpi.Create_group(mpi.group.Incl(range(max(1, mpi.size - 1))))
+        first, second = dist.new_group(comm), dist.new_group(comm)
+        assert first.group_name != second.group_name
+        assert total(first) == total(second) == 2.0**comm.size - 1
+        comm.Free()
+    group = dist.new_group()
+    assert total(group) == 2.0**mpi.size - 1
+
+
+def test_the_communicator_of_any_group(mpi, world):
+    assert dist.group.WORLD.comm == MPI.COMM_WORLD
+    ranks = list(range(mpi.size))[::-1]
+    group = dist.new_group(ranks, sort_ranks=False)
+    work = dist.all_reduce(np.ones(1 << 16), group=group, async_op=True)
+    comm = group.comm  # behind what is pending
+    work.wait()
+    assert group.comm == comm
+    assert comm.allgather(mpi.rank) == ranks
+    box = np.zeros(1, np.int64)
+    receive = comm.Irecv(box, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    use_all(group)
+    assert not receive.Test()
+    mpi.Barrier()
+    ahead, behind = neighbours(comm)
+    comm.Send(np.array([mpi.rank]), ahead)
+    receive.Wait()
+    assert box[0] == comm.sendrecv(mpi.rank, ahead, 1, None, behind, 1)
+    again = dist.new_group(comm)
+    assert again.comm == comm and total(again) == 2.0**mpi.size - 1
+    dist.destroy_process_group(group)
+    assert comm == MPI.COMM_NULL  # it was the group's
+
+
+def test_communicators_are_freed_with_their_groups(mpi, world):
+    """MPICH has 2048 at a time."""
+    for number in range(700):
+        group = dist.new_group()
+        assert group.comm.Get_size() == mpi.size
+        if number % 7 == 0:
+            group.comm.Free()  # the program may
+        dist.destroy_process_group(group)
+    assert total() == 2.0**mpi.size - 1
+
+
+def test_the_communicator_where_one_lock_serves_all(mpi, threads):
+    dist.init_process_group(timeout=TIMEOUT)
+    for group in (dist.group.WORLD, dist.new_group()):
+        assert isinstance(group.comm, MPI.Intracomm)
+        assert group.comm.allreduce(1) == mpi.size
+
+
+# --- operations ---------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "BAND": np.bitwise_and.reduce,
+    "BOR": np.bitwise_or.reduce, "BXOR": np.bitwise_xor.reduce,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_of_mpi(name, mpi, world):
+    op, n = getattr(MPI, name), mpi.size
+    every = np.array([[rank + 1, 6 - rank, 12] for rank in range(n)])
+    total = OPERATIONS[name](every, axis=0)
+    for wait in (False, True, False):
+        x = every[mpi.rank].copy()
+        work = dist.all_reduce(x, op, async_op=wait)
+        if wait:
+            work.wait()
+        assert x.tolist() == total.tolist()
+    x = every[mpi.rank].copy()
+    dist.reduce(x, 0, op)
+    assert mpi.rank != 0 or x.tolist() == total.tolist()
+    own = np.zeros(3, np.int64)
+    dist.reduce_scatter_single(own, np.tile(every[mpi.rank], n), op)
+    assert own.tolist() == total.tolist()
+    own = np.zeros(3, np.int64)
+    dist.reduce_scatter(own, [every[mpi.rank]] * n, op)
+    assert own.tolist() == total.tolist()
+    several = [every[mpi.rank].copy(), every[mpi.rank].copy() * 1]
+    dist.all_reduce_coalesced(several, op)
+    assert [x.tolist() for x in several] == [total.tolist()] * 2
+
+
+def test_operations_of_mpi_that_have_no_counterpart(world, mpi):
+    own = MPI.Op.Create(lambda a, b, kind: None)
+    refused = [
+        (MPI.LAND, r"MPI\.LAND"), (MPI.LOR, r"MPI\.LOR"), (MPI.LXOR, r"MPI\.LXOR"),
+        (MPI.MAXLOC, r"MPI\.MAXLOC"), (MPI.MINLOC, r"MPI\.MINLOC"), (MPI.REPLACE, r"MPI\.REPLACE"),
+        (MPI.NO_OP, r"MPI\.NO_OP"), (MPI.OP_NULL, r"MPI\.OP_NULL"),
+        (own, r"an operation made by MPI\.Op\.Create"),
+    ]  # fmt: skip
+    if mpi.rank == 0:  # nothing is sent
+        for op, name in refused:
+            with pytest.raises(
+                ValueError, match=f"all_reduce: op: {name} has no .*MPI.SUM, MPI.PROD"
+            ):
+                dist.all_reduce(np.ones(2), op)
+            with pytest.raises(dist.UnsupportedError, match=f": op: {name} has no counterpart"):
+                dist.all_reduce_coalesced([np.ones(2)], op)
+        for wrong in ([dist.ReduceOp.SUM], "sum", np.ones(1)):
+            words = f"all_reduce: op: expected a mpicoll.ReduceOp, got {type(wrong).__name__}"
+            with pytest.raises(TypeError, match=words):
+                dist.all_reduce(np.ones(2), wrong)
+        with pytest.raises(ValueError, match="BAND has no meaning for float64"):
+            dist.all_reduce(np.ones(2), MPI.BAND)
+    own.Free()
+    assert total() == 2.0**mpi.size - 1
+
+
+# --- scalars ------------------------------------------------------------------------------------
+
+
+def test_a_scalar_of_numpy(world, mpi):
+    array = np.ones(1)
+    calls = [
+        ("all_reduce: tensor", lambda x: dist.all_reduce(x)),
+        ("broadcast: tensor", lambda x: dist.broadcast(x, 0)),
+        ("isend: tensor", lambda x: dist.isend(x, 0)),
+        ("irecv: tensor", lambda x: dist.irecv(x, 0)),
+        (r"all_gather: tensor_list\[0\]", lambda x: dist.all_gather([x] * mpi.size, array)),
+        ("all_gather: tensor", lambda x: dist.all_gather([array] * mpi.size, x)),
+        ("all_gather_single: input_tensor", lambda x: dist.all_gather_single(np.ones(mpi.size), x)),
+    ]
+    if mpi.rank == 0:  # nothing is sent
+        for scalar in (np.float32(3), np.sum(array), np.int8(1), np.bool_(True)):
+            kind = type(scalar).__name__
+            for where, call in calls:
+                words = rf"{where}: .*NumPy scalar, {kind}, .*np\.array\(x\), or x\.reshape\(1\)"
+                with pytest.raises(TypeError, match=words):
+                    call(scalar)
+    x = np.float64(2.0**mpi.rank).reshape(1)
+    dist.all_reduce(x)
+    y = np.array(np.float64(2.0**mpi.rank))
+    dist.all_reduce(y)
+    assert x[0] == y == 2.0**mpi.size - 1
+
+
+# --- with ---------------------------------------------------------------------------------------
+
+
+def test_a_block_ends_what_it_began(mpi):
+    for _ in range(2):
+        with dist.init_process_group(timeout=TIMEOUT) as group:
+            assert group is dist.group.WORLD
+            dist.new_group()
+            assert total() == expected(mpi)
+        assert not dist.is_initialized() and dist.get_pg_count() == 0
+
+
+def test_a_block_may_end_early(mpi):
+    with dist.init_process_group(timeout=TIMEOUT):
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_without_a_block_nothing_ends(mpi):
+    import gc
+
+    dist.init_process_group(timeout=TIMEOUT)
+    gc.collect()
+    assert dist.is_initialized() and total() == expected(mpi)
+
+
+def test_an_exception_in_a_block(mpi):
+    """It comes out as it is, and its groups are gone, whatever was pending."""
+    mine = KeyError("mine")
+    for pending in (False, True):
+        with pytest.raises(KeyError) as caught, dist.init_process_group(timeout=TIMEOUT) as group:
+            if pending:
+                work = dist.all_reduce(np.ones(4), async_op=True)
+            raise mine
+        assert caught.value is mine and mine.__context__ is None
+        assert not dist.is_initialized() and group.closed
+        assert not pending or work.wait()
+        mpi.Barrier()
+    with dist.init_process_group(timeout=TIMEOUT):
+        assert total() == expected(mpi)
+
+
+# --- the name -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mpicoll", "MPICOLL", "cpu:mpicoll,cuda:mpicoll", "cpu:mpicoll"])
+def test_the_name_mpicoll(name, mpi):
+    assert dist.is_backend_available("mpicoll") and dist.is_backend_available("MPIcoll")
+    with dist.init_process_group(name, timeout=TIMEOUT):
+        assert dist.get_backend() == name.lower()
+        assert isinstance(dist.get_backend(), dist.Backend)
+        config = name if ":" in name else "cpu:mpicoll,cuda:mpicoll"
+        assert dist.get_backend_config() == config
+        assert dist.get_backend(dist.new_group(backend="mpicoll")) == dist.Backend.MPICOLL
+        assert total() == expected(mpi)
+    with pytest.raises(ValueError, match="'cpu:mpicol' is not available; expected mpi or mpicoll"):
+        dist.init_process_group("cpu:mpicol")

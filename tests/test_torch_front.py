@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+FOUND = tuple(map(int, torch.__version__.split(".")[:2]))
 
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
@@ -23,9 +24,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
 
 #: Where Python can make a backend.
-first_class = pytest.mark.skipif(
-    not hasattr(torch.distributed, "get_backend_impl"), reason="torch 2.15 is the first to have it"
-)
+first_class = pytest.mark.skipif(FOUND < (2, 15), reason="torch 2.15 is the first to have it")
 
 PREAMBLE = """
 import os, sys
@@ -278,18 +277,19 @@ def test_in_place_of_torchs_own_mpi_backend(how):
 def test_refused_by_name():
     lines = on_ranks("""
         from datetime import timedelta
+        OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
         def refused(*words, call=dist.init_process_group, **more):
             try:
                 call(*words, **more)
             except ValueError as error:
                 say(error)
-        if not hasattr(dist, "get_backend_impl"):
+        if OLD:
             refused("cpu:gloo,cuda:mpicoll", init_method="mpi://")
         refused("mpicoll", pg_options=object())
         refused("mpicoll", init_method="mpi://", rank=7, world_size=9)
         dist.init_process_group("mpicoll")
         refused(call=dist.new_group, pg_options=object())
-        if not hasattr(dist, "get_backend_impl"):
+        if OLD:
             refused(torch.ones(2).to("meta"), call=dist.all_reduce)
         refused([torch.ones(1)] * 2, call=dist.group.WORLD.broadcast)
         dist.destroy_process_group()
@@ -299,7 +299,7 @@ def test_refused_by_name():
         "all_reduce: tensor: tensors on meta are not supported",
     )
     for words in (
-        *(() if hasattr(torch.distributed, "get_backend_impl") else older),
+        *(older if FOUND < (2, 15) else ()),
         "mpicoll: pg_options are not supported",
         "init_process_group: rank=7 disagrees with MPI's own",
         "broadcast: expected a list of one tensor (one device a process), got 2",

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from mpicoll.errors import ArgumentError
 from mpicoll.groups import ProcessGroup
-from mpicoll.torch import cores
+from mpicoll.torch import cores, versions
 from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.devices import devices
@@ -35,17 +35,8 @@ __all__ = ["AVAILABLE", "BackedGroup", "TorchBackend"]
 C: Any = torch._C._distributed_c10d  # the stubs are those of the torch that is installed
 
 
-def _available() -> bool:
-    """Whether Python can make a backend: the class has a constructor."""
-    try:
-        type("Probe", (C.Backend,), {})(0, 1)
-    except TypeError:
-        return False
-    return True
-
-
-#: Whether this torch lets Python make a backend.
-AVAILABLE = _available()
+#: Whether this torch lets Python make a backend. 2.14 does, but asks it for ever what it supports.
+AVAILABLE = versions.FOUND >= (2, 15)
 
 #: The calls that torch's dispatcher hands to a backend. Their older names are C++'s, which calls
 #: these by them.

@@ -13,12 +13,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 from mpicoll.errors import ArgumentError
+from mpicoll.torch.backend import AVAILABLE
 
 C = torch._C._distributed_c10d
-first_class = pytest.mark.skipif(
-    not hasattr(dist, "get_backend_impl"), reason="torch 2.15 is the first to have it"
-)
-pytestmark = first_class
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="torch 2.15 is the first to have it")
 
 
 @pytest.fixture

@@ -232,8 +232,16 @@ def read_exceptions() -> Iterator[Excuse]:
     for line in text.splitlines():
         if line and not line.startswith("#"):
             head, _, reason = line.partition(": ")
-            backend, name, *sizes = head.split()
-            yield Excuse(backend, name, tuple(map(int, sizes)), reason.strip())
+            backend, name, *limits = head.split()
+            before = [each.removeprefix("torch<") for each in limits if each.startswith("torch<")]
+            sizes = tuple(int(each) for each in limits if each.isdecimal())
+            if all(numbers(TORCH) < numbers(each) for each in before):
+                yield Excuse(backend, name, sizes, reason.strip())
+
+
+def numbers(version: str) -> list[int]:
+    """A version to compare with others."""
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 @dataclass

@@ -159,13 +159,14 @@ class ProcessGroup:
         return self.worker is None or self.worker.stop(limit)
 
     def check_open(self) -> None:
-        """Raises ArgumentError for a group that was destroyed, ForkedError in a forked child."""
-        if self.closed is ForkedError:
-            raise ForkedError(_FORKED)
+        """Raises ArgumentError for a group that was destroyed, ForkedError in a forked child and
+        NotInitializedError once MPI was finalised.
+        """
         if self.closed is not None:
-            raise self.closed(
+            destroyed = (
                 f"process group {self.group_name!r} was destroyed; make a new one with new_group"
             )
+            raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
     def close(self, error: type[Exception] = ArgumentError) -> None:
         """Makes every later call on the group raise ``error``."""
@@ -208,6 +209,17 @@ _FORKED = (
 )
 
 
+_FINALIZED = (
+    "the program has finalised MPI, and with it all process groups have ended; call MPI.Finalize "
+    "after the last use of mpicoll, or leave it to mpicoll, which does so when the process ends"
+)
+#: Why nothing can be called any more, by the error that says so.
+_WITHOUT_MPI: dict[type[Exception], str] = {
+    ForkedError: _FORKED,
+    NotInitializedError: _FINALIZED,
+}
+
+
 class _State:
     """What is alive in this process."""
 
@@ -218,6 +230,7 @@ class _State:
         self.table = Table(openmpi=False)  # which route carries which size, of this job
         self.made = 0  # groups made since init_process_group, members or not
         self.forked = False
+        self.finalized = False
 
 
 state = _State()
@@ -239,6 +252,8 @@ def default_group() -> ProcessGroup:
     if state.default is None:
         if state.forked:
             raise ForkedError(_FORKED)
+        if state.finalized:
+            raise NotInitializedError(_FINALIZED)
         raise NotInitializedError(
             "there is no default process group; call init_process_group() first"
         )

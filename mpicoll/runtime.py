@@ -22,6 +22,7 @@ from mpicoll.errors import (
     LaunchError,
     MismatchError,
     MpicollError,
+    NotInitializedError,
     UnsupportedError,
 )
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
@@ -227,6 +228,7 @@ def begin(
         if _guard is not None:  # of a group that was destroyed on the way of an exception
             _guard.remove()
         _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
+        launch.tell_at_finalize(_finalizing)
         try:
             agree(world)
             comm, messages = world.Dup(), world.Dup()
@@ -453,3 +455,15 @@ def _close_quietly() -> None:
     _part()
     if guard is not None:
         guard.remove()
+
+
+def _finalizing() -> None:
+    """The program ends MPI itself, and with it all groups: the end of MPI in this process."""
+    if _guard is None:
+        return  # nothing was begun, or all of it has ended
+    _close_quietly()
+    for group in state.groups:
+        group.close(NotInitializedError)
+    state.groups.clear()
+    state.default = None
+    state.finalized = True

@@ -1001,6 +1001,84 @@ def test_subgroups_of_a_group_are_the_affair_of_its_members(ended: Ended) -> Non
     assert ended.lines == ["done"] * 3
 
 
+# --- the program finalises MPI itself -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("begin", ["from mpi4py import MPI", "pass"])
+@job(
+    """
+    $begin
+    def told(call):
+        try:
+            call()
+        except dist.NotInitializedError as error:
+            assert "finalised MPI" in str(error), error
+        else:
+            say("no error")
+    before = threading.enumerate()
+    dist.init_process_group()
+    from mpi4py import MPI
+    rank = dist.get_rank()
+    group, world = dist.new_group([0, 1]), dist.group.WORLD
+    x = np.ones(1000)
+    for one in (world, group):
+        dist.all_reduce(x, group=one)
+        work = dist.all_reduce(x, group=one, async_op=True)
+        dist.irecv(np.zeros(4), tag=3, group=one)  # nobody sends it
+    work.wait()
+    MPI.Finalize()
+    assert threading.enumerate() == before, threading.enumerate()
+    assert not dist.is_initialized()
+    told(dist.barrier)
+    told(dist.get_rank)
+    told(lambda: dist.all_reduce(x, group=group))
+    told(lambda: dist.all_reduce(x, group=world, async_op=True))
+    told(lambda: dist.barrier(group))
+    told(lambda: dist.isend(x, group_dst=1 - rank, group=group))
+    told(lambda: dist.recv(x, group_src=1 - rank, group=world))
+    told(lambda: dist.all_gather_object([None, None], 1, group=group))
+    told(lambda: dist.monitored_barrier(group))
+    told(dist.new_group)
+    told(dist.destroy_process_group)
+    try:
+        dist.init_process_group()
+    except dist.LaunchError as error:
+        say("done", "MPI was finalised" in str(error))
+""",
+    options=("-W", "error"),
+)
+def test_a_finalize_of_the_program(begin: str, ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["done True"] * 2
+
+
+@job("""
+    dist.init_process_group()
+    dist.barrier()
+    from mpi4py import MPI
+    MPI.Finalize()
+    if dist.__name__ and sys.argv:
+        raise ValueError("own words")
+""")
+def test_an_exception_after_the_program_has_finalised_mpi(ended: Ended) -> None:
+    assert ended.code == 1, ended
+    assert "ValueError: own words" in ended.err and "MPI_Abort" not in ended.err, ended
+    assert ended.err.count("Traceback") == 2, ended
+
+
+@job("""
+    dist.init_process_group()
+    dist.barrier()
+    from mpi4py import MPI
+    if dist.get_rank() == 0:
+        MPI.Finalize()
+    else:
+        dist.all_reduce(np.ones(4))
+""")
+def test_a_finalize_while_another_rank_waits(ended: Ended) -> None:
+    ended.badly("rank 0 ended without making this call")
+
+
 # --- one thread at a time -----------------------------------------------------------------------
 
 

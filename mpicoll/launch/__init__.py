@@ -13,7 +13,7 @@ from mpicoll.launch.environment import (
 from mpicoll.launch.meeting import Meeting, loopback
 from mpicoll.launch.methods import meeting, told
 from mpicoll.launch.session import addresses, current
-from mpicoll.launch.world import leave_running, master, start
+from mpicoll.launch.world import leave_running, master, start, tell_at_finalize
 
 __all__ = [
     "Meeting",
@@ -30,5 +30,6 @@ __all__ = [
     "master",
     "meeting",
     "start",
+    "tell_at_finalize",
     "told",
 ]

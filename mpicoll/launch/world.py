@@ -10,7 +10,7 @@ import multiprocessing.util
 import os
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.errors import LaunchError
@@ -23,7 +23,7 @@ from mpicoll.launch.session import Session, addresses, current, join
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["leave_running", "master", "start"]
+__all__ = ["leave_running", "master", "start", "tell_at_finalize"]
 
 _WHERE = "init_process_group"
 
@@ -167,6 +167,24 @@ def _check(mpi: Any, meeting: Meeting) -> None:
 
 #: Something is inside MPI for good: finalising it would wait for that.
 _left_running = False
+
+
+_asked_to_tell = False
+
+
+def tell_at_finalize(told: Callable[[], None]) -> None:
+    """Has ``told`` called at the beginning of an MPI_Finalize that Python code calls, while MPI can
+    still be used; once a process.
+
+    An attribute of MPI_COMM_SELF does it, which goes first of all (MPI-4.1 section 11.2.4).
+    """
+    global _asked_to_tell
+    if _asked_to_tell:
+        return
+    _asked_to_tell = True
+    mpi: Any = sys.modules["mpi4py.MPI"]
+    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: told())
+    mpi.COMM_SELF.Set_attr(key, None)
 
 
 def leave_running() -> None:

@@ -158,7 +158,7 @@ def counts(
     if not primitive.even:
         return ()  # each size is between two ranks
     if blocks is not None:
-        return blocks.receives
+        return blocks.sends if primitive.many_in else blocks.receives
     # The smaller side is one block, which every rank has, roots and others.
     sides = [view.count for view in (send, recv) if view is not None]
     return (min(sides),) if sides else ()
@@ -270,14 +270,21 @@ def _gathered(
     if primitive.root:
         _same_shapes(primitive, primitive.output, listed, send)
         return send, listed, None
-    counts = listed.counts
-    if counts[group.rank()] != send.count:
+    blocks = _own_fits(primitive, group, listed, where, send, primitive.input)
+    return send, listed, Blocks([send.count] * n, blocks) if blocks else None
+
+
+def _own_fits(
+    primitive: Primitive, group: ProcessGroup, listed: Parts, where: str, own: View, name: str
+) -> Sequence[int]:
+    """The counts of a list's blocks, of which this rank's is that of ``own``; () if all alike."""
+    counts, me = listed.counts, group.rank()
+    if counts[me] != own.count:
         raise ArgumentError(
-            f"{where}[{group.rank()}] has shape {listed.parts[group.rank()].shape} and holds this "
-            f"rank's {primitive.input}, which has shape {send.shape}"
+            f"{where}[{me}] has shape {listed.parts[me].shape} and is the block of this rank's "
+            f"{name}, which has shape {own.shape}"
         )
-    uneven = len(set(counts)) > 1
-    return send, listed, Blocks([send.count] * n, counts) if uneven else None
+    return counts if len(set(counts)) > 1 else ()
 
 
 def _scattered(
@@ -304,8 +311,11 @@ def _scattered(
         raise ArgumentError(f"{where}: must be given on the rank that sends, {root}")
     listed = arrays.parts(input, False, where, n)
     _same_kind(primitive, listed, recv)
-    _same_shapes(primitive, primitive.input, listed, recv)
-    return listed, recv, None
+    if primitive.root:
+        _same_shapes(primitive, primitive.input, listed, recv)
+        return listed, recv, None
+    blocks = _own_fits(primitive, group, listed, where, recv, primitive.output)
+    return listed, recv, Blocks(blocks, [recv.count] * n) if blocks else None
 
 
 def _exchanged(

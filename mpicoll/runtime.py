@@ -174,13 +174,13 @@ def init_process_group(
     rank: this process's rank, -1 where it is not given; with "mpi://" compared with MPI's own.
     store: None; MPI is the rendezvous.
     group_name: a name for the default group.
-    pg_options: None.
+    pg_options: of no effect; a warning says so.
     device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
     _ranks: None.
 
     Raises ArgumentError (a ValueError) when called twice and for a value that cannot be,
     ArgumentTypeError (a TypeError) for a timeout, rank or size that is none, UnsupportedError (a
-    ValueError) for store, pg_options, _ranks and another init_method, LaunchError (a ValueError)
+    ValueError) for store, _ranks and another init_method, LaunchError (a ValueError)
     where launcher, arguments and MPI disagree, and CollectiveTimeoutError where ranks do not come.
     """
     where = "init_process_group"
@@ -192,8 +192,7 @@ def init_process_group(
     limit = seconds(timeout, DEFAULT_TIMEOUT, where)
     if store is not None or _ranks is not None:
         raise UnsupportedError(f"{where}: store and _ranks have no use: MPI is the rendezvous")
-    if pg_options is not None:
-        raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
+    backends.warn_of_options(pg_options, where)
     backends.check_device(device_id, where)
     told = launch.told(init_method, _given("rank", rank), _given("world_size", world_size))
     meeting = launch.meeting(init_method, told, DEFAULT_TIMEOUT if limit is None else limit)

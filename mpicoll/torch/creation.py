@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from mpicoll import execute, groups, launch, runtime
+from mpicoll import backends, execute, groups, launch, runtime
 from mpicoll.errors import UnsupportedError
 from mpicoll.groups import ProcessGroup, state
 from mpicoll.torch import NAME, versions
@@ -20,14 +20,14 @@ __all__ = ["create"]
 def create(options: Any, pg_options: Any) -> TorchGroup:
     """The group that torch's ``_DistributedBackendOptions`` describe; only its members call.
 
-    Raises UnsupportedError for pg_options, for a mix of backends that one Python object cannot
-    serve and for a part of the ranks where the default group is of another backend.
+    pg_options have no effect, as on torch's Gloo. Raises UnsupportedError for a mix of backends
+    that one Python object cannot serve and for a part of the ranks where the default group is of
+    another backend.
     """
     global _base
     asked = str(variable("_new_process_group_helper", "backend") or NAME)
     _refuse_mixed(asked)
-    if pg_options is not None:
-        raise UnsupportedError("mpicoll: pg_options are not supported; leave them out")
+    backends.warn_of_options(pg_options, "mpicoll")
     limit = seconds(options.timeout, None, "timeout")
     ranks = list(options.global_ranks_in_group)
     rank, size, name = options.group_rank, options.group_size, options.group_id

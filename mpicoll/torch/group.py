@@ -25,6 +25,7 @@ from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import profiling, sparse
 from mpicoll.torch.compilation import uncompiled
+from mpicoll.torch.options import Options
 from mpicoll.torch.works import Done, Pending, Received, flat, joined
 from mpicoll.work import Work, seconds
 
@@ -161,6 +162,11 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of all calls to come."""
         self.core.timeout = seconds(timeout, None, "set_timeout")
+
+    @property
+    def options(self) -> Options:
+        """What the group was made with; its timeout can be set."""
+        return Options(self.core)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)

@@ -208,8 +208,8 @@ def _of_torch(op: Any) -> ReduceOp | None:
 def _same_kind(primitive: Primitive, send: View, recv: View) -> None:
     if send.dtype is not recv.dtype:
         raise UnsupportedError(
-            f"{primitive.name}: different dtypes: {primitive.output} is {recv.dtype}, "
-            f"{primitive.input} is {send.dtype}"
+            f"{primitive.name}: invalid tensor type: different dtypes: {primitive.output} is "
+            f"{recv.dtype}, {primitive.input} is {send.dtype}"
         )
     arrays.same_device(primitive.name, primitive.input, send, primitive.output, recv)
 
@@ -218,8 +218,9 @@ def _same_shapes(primitive: Primitive, name: str, parts: Parts, one: View) -> No
     for i, part in enumerate(parts.parts):
         if part.shape != one.shape:
             raise ArgumentError(
-                f"{primitive.name}: {name}[{i}] has shape {part.shape}, this rank's array "
-                f"{one.shape}: different shapes across a list; all must have the same"
+                f"{primitive.name}: {name}: invalid tensor size: [{i}] has shape {part.shape}, "
+                f"this rank's array {one.shape}: different shapes across a list; all must have the "
+                "same"
             )
 
 
@@ -256,7 +257,10 @@ def _gathered(
     where = primitive.at_output
     if not receiving:
         if output is not None and not (isinstance(output, (list, tuple)) and not output):
-            raise ArgumentError(f"{where}: must only be given on the rank that receives, {root}")
+            raise ArgumentError(
+                f"{where}: requires empty output on non-root ranks: to be given only on the rank "
+                f"that receives, {root}"
+            )
         return send, None, None
     if not primitive.listed:
         recv = arrays.view(output, True, where)
@@ -281,8 +285,8 @@ def _own_fits(
     counts, me = listed.counts, group.rank()
     if counts[me] != own.count:
         raise ArgumentError(
-            f"{where}[{me}] has shape {listed.parts[me].shape} and is the block of this rank's "
-            f"{name}, which has shape {own.shape}"
+            f"{where}: invalid tensor size: [{me}] has shape {listed.parts[me].shape} and is the "
+            f"block of this rank's {name}, which has shape {own.shape}"
         )
     return counts if len(set(counts)) > 1 else ()
 
@@ -300,7 +304,10 @@ def _scattered(
     where = primitive.at_input
     if primitive.root and root != group.rank():
         if input is not None and not (isinstance(input, (list, tuple)) and not input):
-            raise ArgumentError(f"{where}: must only be given on the rank that sends, {root}")
+            raise ArgumentError(
+                f"{where}: requires empty input on non-root ranks: to be given only on the rank "
+                f"that sends, {root}"
+            )
         return None, recv, None
     if not primitive.listed:
         send = arrays.view(input, False, where)

@@ -281,7 +281,7 @@ def test_refused_by_name():
         "mpicoll: backend 'cpu:gloo,cuda:mpicoll': torch lets a backend written in Python",
         "init_process_group: rank=7 disagrees with MPI's own",
         "all_reduce: tensor: tensors on meta are not supported",
-        "broadcast: expected a list of one tensor (one device a process), got 2",
+        "broadcast: requires a single-element tensor list (one device a process), got 2",
     ):
         assert sum(line.startswith(words) for line in lines) >= 2, (words, lines)
 

@@ -19,7 +19,7 @@ from torch.autograd import _profiler_enabled
 
 from mpicoll import collectives, execute, point_to_point, runtime
 from mpicoll.dtypes import OPERATIONS, ReduceOp
-from mpicoll.errors import ArgumentError, UnsupportedError
+from mpicoll.errors import ArgumentError, EmptyListError, UnsupportedError
 from mpicoll.execute import run_plain
 from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
@@ -211,8 +211,8 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     ) -> c10d.Work:
         if not 0 <= root < self.core.size():
             raise ArgumentError(
-                f"{primitive.name}: {primitive.root}: rank {root} is not in the group of "
-                f"{self.core.size()} ranks"
+                f"{primitive.name}: {primitive.root}: invalid root rank: {root} is not in the "
+                f"group of {self.core.size()} ranks"
             )
         asynchronous, limit = options.asyncOp, options.timeout
         if (
@@ -250,7 +250,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 f"{len(outputs)}"
             )
         if not outputs:
-            return _done(())
+            raise EmptyListError(f"{name}: requires non-empty tensor list, got an empty one")
         asynchronous, limit = options.asyncOp, options.timeout
         read = outputs if inputs is None else inputs
         if asynchronous or limit > _NOW:
@@ -323,7 +323,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     ) -> c10d.Work:
         """The root's tensor to all."""
         opts = _options(c10d.BroadcastOptions, opts, "root", root=root, timeout=timeout)
-        return self._call(_BROADCAST, opts, _one("broadcast", tensors), root=opts.rootRank)
+        return self._call(_BROADCAST, opts, _one("broadcast", tensors, opts), root=opts.rootRank)
 
     def allreduce(
         self,
@@ -379,7 +379,7 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._call(
             _REDUCE,
             opts,
-            _one("reduce", tensors),
+            _one("reduce", tensors, opts),
             op=_operation(opts.reduceOp),
             root=opts.rootRank,
         )
@@ -581,15 +581,18 @@ def _timed(opts: Any, timeout: timedelta | None = None) -> Any:
     return opts
 
 
-def _one(name: str, tensors: Any) -> Any:
-    """The tensor of a list of one, or the tensor itself."""
+def _one(name: str, tensors: Any, opts: Any = None) -> Any:
+    """The tensor of a list of one, or the tensor itself; ``opts`` may say which one of a list."""
     if isinstance(tensors, (list, tuple)):
         if len(tensors) != 1:
             raise ArgumentError(
-                f"{name}: expected a list of one tensor (one device a process), got "
+                f"{name}: requires a single-element tensor list (one device a process), got "
                 f"{len(tensors)}; call {name} for each, or its coalesced form"
             )
-        return tensors[0]
+        (tensors,) = tensors
+    which = getattr(opts, "rootTensor", 0)
+    if which != 0:
+        raise ArgumentError(f"{name}: invalid root tensor: {which}; there is one, number 0")
     return tensors
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll import device
+from mpicoll import device, launch
 from mpicoll.device import Lane
 from mpicoll.errors import ArgumentError, ArgumentTypeError, ForkedError, NotInitializedError
 from mpicoll.progress import Worker
@@ -150,6 +150,7 @@ class ProcessGroup:
         """Hands a task to the group's thread, which it returns; see Worker."""
         with self._giving:
             if self.worker is None:
+                launch.warn_of_turns(self.ranks[self._rank])
                 self.worker = Worker(f"mpicoll-{self.group_name}")
             self.worker.give(task)
             return self.worker

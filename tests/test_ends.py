@@ -1111,8 +1111,48 @@ def test_a_finalize_while_another_rank_waits(ended: Ended) -> None:
     dist.destroy_process_group()
 """)
 def test_work_of_several_groups_at_once(level: str, ended: Ended) -> None:
-    ended.in_good_order()
+    assert ended.code == 0, ended
     assert ended.lines == ["done True"] * 2
+    warned = ended.err.count("the program must not call MPI itself")
+    assert warned == (level == "serialized"), ended
+
+
+@pytest.mark.parametrize("level", ["serialized", "multiple"])
+@job(
+    """
+    import mpi4py
+    mpi4py.rc.thread_level = "$level"
+    from mpi4py import MPI
+    from mpicoll.watch import ends, positions
+    ends._TICK = ends._SELDOM = 0.01
+    look, looks = positions.look, []
+    def watched(group):
+        looks.append(threading.current_thread().name)
+        look(group)
+    positions.look = watched
+    dist.init_process_group(timeout=60)
+    rank, x = dist.get_rank(), np.full(1000, 1.0)
+    for _ in range(100):  # the program's own calls, beside mpicoll's that are over when they return
+        dist.all_reduce(x)
+        dist.reduce_scatter_single(np.zeros(500), x)
+        looks.clear()
+        time.sleep(0.002)
+        if rank == 0:
+            MPI.COMM_WORLD.Send(x, 1)
+        else:
+            MPI.COMM_WORLD.Recv(x, 0)
+        x[:] = 1
+    looks.clear()
+    time.sleep(0.3)
+    say("done", bool(looks))
+    dist.destroy_process_group()
+""",
+    environment={"MPICOLL_SHARED_MEMORY": "0"},
+)
+def test_no_thread_is_in_mpi_beside_the_program(level: str, ended: Ended) -> None:
+    """Where one thread may be there at a time: no thread of an idle group."""
+    ended.in_good_order()
+    assert ended.lines == [f"done {level == 'multiple'}"] * 2
 
 
 @job("""

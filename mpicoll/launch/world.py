@@ -19,11 +19,12 @@ from mpicoll.launch.limit import limited
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.serialized import serialize
 from mpicoll.launch.session import Session, addresses, current, join
+from mpicoll.output import warn
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["leave_running", "master", "start", "tell_at_finalize"]
+__all__ = ["in_turns", "leave_running", "master", "start", "tell_at_finalize", "warn_of_turns"]
 
 _WHERE = "init_process_group"
 
@@ -72,6 +73,30 @@ def _many_threads(mpi: Any) -> bool:
         mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, [own, mpi.INT], mpi.MIN)
         _all_have_many = bool(own[0])
     return _all_have_many
+
+
+def in_turns() -> bool:
+    """MPI lets one thread in at a time, on some rank and so on all: see launch/serialized.py."""
+    return _all_have_many is False
+
+
+_warned_of_turns = False
+
+
+def warn_of_turns(rank: int) -> None:
+    """Says, once a job, what a program must not do while threads of ours are inside MPI.
+
+    rank: this process's global one.
+    """
+    global _warned_of_turns
+    if not in_turns() or rank != 0 or _warned_of_turns:
+        return
+    _warned_of_turns = True
+    warn(
+        "MPI lets one thread in at a time here, and a thread carries asynchronous work on: until "
+        "it has been waited for, the program must not call MPI itself. Ask for more where the MPI "
+        "has it (mpi4py.rc.thread_level = 'multiple', the default), or call without async_op"
+    )
 
 
 def master(world: MPI.Intracomm) -> str:

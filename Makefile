@@ -56,7 +56,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo torch test test-gpu test-torch-suite lint bench bench-gpu docs environment
+.PHONY: help demo torch test test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
 .PHONY: bench-environment gpu-environment clean
 
 help:  ## list the targets
@@ -76,6 +76,12 @@ test:  ## lint, then the tests with each MPI, or with MPI=...
 	@$(MAKE) --no-print-directory lint MPI=$(firstword $(TESTED))
 	$(PYTHON) tests/run.py $(foreach mpi,$(TESTED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
+
+# In an environment of its own: PyPI's newest torch comes with CUDA, 6 GB.
+LATEST := .venv-torch-latest
+test-torch-latest:  ## the tests that need PyTorch, with the newest release, which is 6 GB
+	@$(MAKE) --no-print-directory environment MPI=mpich VENV=$(LATEST) TORCH=torch
+	$(PYTHON) tests/run.py mpich=$(LATEST) $(ARGS) -- tests/pytorch tests/test_torch_front.py
 
 # Without a GPU they say so, and nothing is installed.
 GPU_TESTED := $(or $(MPI),mpich openmpi)

@@ -43,6 +43,7 @@ __all__ = [
     "get_backend_config",
     "get_node_local_rank",
     "get_pg_count",
+    "give_up",
     "init_process_group",
     "is_initialized",
     "leave",
@@ -399,10 +400,15 @@ def abandon(group: ProcessGroup) -> None:
         _over()
 
 
-def _give_up(group: ProcessGroup, why: str) -> None:
+def give_up(group: ProcessGroup, why: str = "was aborted") -> None:
+    """What is pending in a group ends with an error for whoever waits for it."""
     error = DistBackendError(f"process group {group.group_name!r} {why}")
     for work in [*group.pending, *group.in_flight]:
         work.give_up(error)
+
+
+def _give_up(group: ProcessGroup, why: str) -> None:
+    give_up(group, why)
     leave(group)
 
 

@@ -15,12 +15,17 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
+
+#: Where Python can make a backend.
+first_class = pytest.mark.skipif(
+    not hasattr(torch.distributed, "get_backend_impl"), reason="torch 2.15 is the first to have it"
+)
 
 PREAMBLE = """
 import os, sys
@@ -161,20 +166,28 @@ def test_a_newer_torch_is_warned_of_once():
 
 
 @needs_mpiexec
-def test_torch_records_the_groups_beside():
-    """torch's flight recorder goes on with Gloo's groups, and is kept from those it cannot see."""
-    lines = on_ranks("""
-        import json
-        from torch._C._distributed_c10d import _dump_fr_trace_json
+@first_class
+@pytest.mark.parametrize("of", ["WORLD", "dist.new_group([0, 1, 2])"])
+def test_shrink_group(of):
+    """The others go on, and the one that was left out ends."""
+    lines = on_ranks(
+        f"""
         dist.init_process_group("mpicoll")
-        gloo = dist.new_group(backend="gloo")
-        pair = dist.new_group([0, 1])
-        for group in gloo, pair, None:
-            dist.all_reduce(torch.ones(1), group=group)
-        say(*[entry["profiling_name"] for entry in json.loads(_dump_fr_trace_json())["entries"]])
+        WORLD, me = None, dist.get_rank()
+        wide = {of}
+        if me != 1:
+            small = dist.shrink_group([1], wide)
+            x = torch.full((1,), me + 1.0)
+            dist.all_reduce(x, group=small)
+            again = dist.new_group([0, 1] if wide is None else [0, 2])
+            y = torch.full((1,), me + 1.0)
+            dist.all_reduce(y, group=again)
+            say(x.item(), y.item(), dist.get_rank(small), dist.get_world_size(small))
         dist.destroy_process_group()
-    """)
-    assert lines == ["gloo:all_reduce"] * 2
+        """,
+        3,
+    )
+    assert lines == ["4.0 4.0 0 2", "4.0 4.0 1 2"]
 
 
 @needs_mpiexec
@@ -270,17 +283,22 @@ def test_refused_by_name():
                 call(*words, **more)
             except ValueError as error:
                 say(error)
-        refused("cpu:gloo,cuda:mpicoll", init_method="mpi://")
+        if not hasattr(dist, "get_backend_impl"):
+            refused("cpu:gloo,cuda:mpicoll", init_method="mpi://")
         refused("mpicoll", init_method="mpi://", rank=7, world_size=9)
         dist.init_process_group("mpicoll")
-        refused(torch.ones(2).to("meta"), call=dist.all_reduce)
+        if not hasattr(dist, "get_backend_impl"):
+            refused(torch.ones(2).to("meta"), call=dist.all_reduce)
         refused([torch.ones(1)] * 2, call=dist.group.WORLD.broadcast)
         dist.destroy_process_group()
     """)
-    for words in (
-        "mpicoll: backend 'cpu:gloo,cuda:mpicoll': torch lets a backend written in Python",
-        "init_process_group: rank=7 disagrees with MPI's own",
+    older = (
+        f"mpicoll: backend 'cpu:gloo,cuda:mpicoll': torch {torch.__version__} lets a backend",
         "all_reduce: tensor: tensors on meta are not supported",
+    )
+    for words in (
+        *(() if hasattr(torch.distributed, "get_backend_impl") else older),
+        "init_process_group: rank=7 disagrees with MPI's own",
         "broadcast: requires a single-element tensor list (one device a process), got 2",
     ):
         assert sum(line.startswith(words) for line in lines) >= 2, (words, lines)
@@ -291,8 +309,10 @@ def test_options_have_no_effect_and_one_warning():
     lines = on_ranks("""
         import warnings
         from datetime import timedelta
+        def backend(group):
+            return group._get_backend(torch.device("cpu"))
         def seconds(group):
-            return group.options._timeout.total_seconds()
+            return backend(group).options._timeout.total_seconds()
         options = torch._C._distributed_c10d.Backend.Options("mpicoll", timedelta(seconds=7))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -302,12 +322,11 @@ def test_options_have_no_effect_and_one_warning():
         assert len(said) == 1 and "Options" in said[0], said
         assert [one.filename for one in caught if "pg_options" in str(one.message)] == ["<string>"]
         world = dist.group.WORLD
-        assert isinstance(world.options, type(options))
+        assert isinstance(backend(world).options, type(options))
         assert (seconds(world), seconds(group)) == (90, 80)
-        assert seconds(world._get_backend(torch.device("cpu"))) == 90
-        assert world.options.backend == "mpicoll"
-        assert world.options.global_ranks_in_group == list(range(dist.get_world_size()))
-        group.options._timeout = timedelta(seconds=0.3)
+        assert backend(world).options.backend == "mpicoll"
+        assert backend(world).options.global_ranks_in_group == list(range(dist.get_world_size()))
+        backend(group).options._timeout = timedelta(seconds=0.3)
         assert seconds(group) == 0.3 and seconds(world) == 90
         if dist.get_rank() == 0:
             try:

@@ -31,9 +31,9 @@ def register() -> None:
     if not c10d.is_available() or hasattr(c10d.Backend, NAME.upper()):
         return
     from mpicoll.torch import rendezvous
+    from mpicoll.torch.devices import devices
 
-    c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    _unrecorded(NAME)
+    c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=list(devices()))
     rendezvous.register()
     if os.environ.get(INSTALL_AS):
         install_as(os.environ[INSTALL_AS])
@@ -74,23 +74,9 @@ def install_as(name: str) -> None:
 
     register()
     stand_in.install()
-    _unrecorded(name.lower())
 
 
 def _create(options: Any, pg_options: Any) -> Any:
     from mpicoll.torch.creation import create
 
     return create(options, pg_options)
-
-
-def _unrecorded(name: str) -> None:
-    """Tells torch, from 2.15 on, not to hook its flight recorder into the groups of a backend.
-
-    The hooks are called by the methods in C++ that those in Python stand in the place of, and want
-    a backend in C++ to begin with. torch leaves out backends of this set; a group in Python that
-    serves no device as well, but torch's checkpoints ask which devices it serves.
-    """
-    from torch.distributed import distributed_c10d
-
-    if hasattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS"):
-        distributed_c10d._FR_SELF_RECORDING_BACKENDS.add(name)

@@ -108,19 +108,6 @@ def test_refused_groups(world):
     assert sum_of_ranks(None) == sum(range(world.size))
 
 
-def test_what_a_backend_may_offer_is_answered(world):
-    """torch asks before it asks for more; what would be left undone is refused by name."""
-    not_gloo("offers some of it")
-    group = dist.distributed_c10d._get_default_group()
-    asked = [name for name in dir(group) if name.lstrip("_").startswith("supports_")]
-    assert asked and not any(getattr(group, name) for name in asked)
-    hooks = [f"register_{kind}_hook" for kind in ("pre", "post", "abort")]
-    hooks.append("_register_on_completion_hook")
-    for name in *hooks, "new_window", "get_reconfigure_handle", "reconfigure":
-        with pytest.raises(RuntimeError, match=f"{name}: backend 'mpicoll' does not support it"):
-            getattr(group, name)(1, print)
-
-
 def test_many_groups_come_and_go(world):
     """More than an MPI has communicators for, were they not given back."""
     for i in range(300):

@@ -1,0 +1,258 @@
+"""The backend as torch's C++ sees it, which it can from torch 2.15 on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import not_gloo, team
+from torch._subclasses import FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor.debug import CommDebugMode
+
+from mpicoll.errors import ArgumentError
+
+C = torch._C._distributed_c10d
+first_class = pytest.mark.skipif(
+    not hasattr(dist, "get_backend_impl"), reason="torch 2.15 is the first to have it"
+)
+pytestmark = first_class
+
+
+@pytest.fixture
+def group(world):
+    not_gloo("is written in C++")
+    return c10d._get_default_group()
+
+
+@pytest.fixture
+def backend(group):
+    return dist.get_backend_impl(group, torch.device("cpu"))
+
+
+def total(group=None):
+    """What all_reduce makes of rank + 1, and what it should."""
+    x = torch.tensor([dist.get_rank(group) + 1.0])
+    dist.all_reduce(x, group=group)
+    n = dist.get_world_size(group)
+    assert x.item() == n * (n + 1) / 2
+
+
+def test_it_is_a_backend_of_torchs(group, backend):
+    assert isinstance(backend, C.Backend)
+    assert (backend.rank(), backend.size()) == (dist.get_rank(), dist.get_world_size())
+    assert backend.name() == dist.get_backend() == "mpicoll"
+    assert backend.options.backend == "mpicoll"
+    assert backend.options.global_ranks_in_group == list(range(group.size()))
+    assert backend.get_error() == C.ErrorType.SUCCESS
+    assert "cpu" in [device.type for device in group._device_types]
+
+
+def test_what_it_offers_is_answered(group, backend):
+    """Each question has an answer: torch asks a Python class without one for ever."""
+    for each in group, backend:
+        asked = [name for name in dir(each) if name.lstrip("_").startswith("supports_")]
+        asked.remove("supports_tensor_alloc") if "supports_tensor_alloc" in asked else None
+        assert asked
+        for name in asked:
+            assert isinstance(getattr(each, name), bool), name
+    assert not backend.supports_tensor_alloc(torch.device("cpu"))
+
+
+CALLS = {
+    "allreduce": lambda g, x, many: g.allreduce([x]),
+    "allreduce_coalesced": lambda g, x, many: g.allreduce_coalesced(many),
+    "broadcast": lambda g, x, many: g.broadcast([x]),
+    "reduce": lambda g, x, many: g.reduce([x]),
+    "allgather": lambda g, x, many: g.allgather([many], [x]),
+    "all_gather_single": lambda g, x, many: g.all_gather_single(torch.cat(many), x),
+    "all_gather_single_coalesced": lambda g, x, many: g.all_gather_single_coalesced(
+        [torch.cat(many)], [x]
+    ),
+    "_allgather_base": lambda g, x, many: g._allgather_base(torch.cat(many), x),
+    "reduce_scatter": lambda g, x, many: g.reduce_scatter([x], [many]),
+    "reduce_scatter_single": lambda g, x, many: g.reduce_scatter_single(x, torch.cat(many)),
+    "reduce_scatter_single_coalesced": lambda g, x, many: g.reduce_scatter_single_coalesced(
+        [x], [torch.cat(many)]
+    ),
+    "all_to_all_single": lambda g, x, many: g.all_to_all_single(
+        torch.cat(many), torch.cat(many), [], []
+    ),
+    "alltoall": lambda g, x, many: g.alltoall([y.clone() for y in many], many),
+    "barrier": lambda g, x, many: g.barrier(),
+}
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_works_keep_their_answers(world, group, monkeypatch, name, watched):
+    """torch hides a Python Work's: the caller gets the Work itself, whichever way the call goes."""
+    monkeypatch.setattr(type(group), "watched", lambda self: watched)
+    x, many = torch.ones(2), [torch.ones(2) for _ in range(world.size)]
+    work = CALLS[name](group, x, many)
+    work.wait()
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert len(work.result()) == len(work.get_future().value())
+
+
+def test_a_message_from_anybody_names_its_sender(world, group):
+    x = torch.zeros(1)
+    if world.me == 0:
+        work = group.recv_anysource([x], 5)
+        work.wait()
+        assert (work._source_rank(), x.item()) == (1, 7.0)
+    elif world.me == 1:
+        group.send([torch.full((1,), 7.0)], 0, 5).wait()
+
+
+def test_errors_keep_their_kind(world, group, monkeypatch):
+    """Through C++ and back."""
+    monkeypatch.setattr(type(group), "watched", lambda self: True)
+    with pytest.raises(ArgumentError, match="not in the group"):
+        group.broadcast([torch.ones(1)], _rooted(world.size))
+    total()
+
+
+def _rooted(rank):
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+def test_fake_tensors(world, group):
+    """Nothing is sent, shapes come out."""
+    begun = group.core.begun
+    with FakeTensorMode():
+        x, out = torch.ones(3), torch.empty(3 * world.size)
+        dist.all_reduce(x)
+        dist.all_gather_single(out, x)
+        dist.broadcast(x, 0, async_op=True).wait()
+        dist.barrier()
+        assert x.shape == (3,) and out.shape == (3 * world.size,)
+    assert group.core.begun == begun
+    total()
+
+
+def test_calls_are_counted(world, group):
+    with CommDebugMode() as mode:
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        dist.all_reduce(x)
+        dist.broadcast(x, 0)
+        dist.all_gather_single(torch.empty(2 * world.size), x)
+    counts = {str(op): count for op, count in mode.get_comm_counts().items()}
+    assert counts == {"c10d.allreduce_": 2, "c10d.broadcast_": 1, "c10d._allgather_base_": 1}
+
+
+def test_hooks(world, group):
+    before, after = [], []
+    group.register_pre_hook(7, lambda args: before.append((args.name, args.op_id)))
+    group.register_post_hook(7, lambda args: after.append((args.name, args.op_id)))
+    total()
+    dist.barrier()
+    group.unregister_pre_hook(7)
+    group.unregister_post_hook(7)
+    total()
+    assert [name for name, _ in before] == [C.HookOpName.ALLREDUCE, C.HookOpName.BARRIER]
+    assert before == after
+
+
+def test_the_flight_recorder_has_the_calls(world, group, monkeypatch):
+    """torch's own, of the groups that are made while a variable says how much it keeps."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    recorded = dist.new_group(list(range(world.size)))
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    plain = dist.new_group(list(range(world.size)))
+    assert recorded.watched() and not plain.watched() and not group.watched()
+    C._reset_fr_trace(backend="mpicoll")
+    for each in plain, recorded, group:
+        dist.all_reduce(torch.ones(3, 2), group=each)
+        dist.broadcast(torch.ones(5), 1, group=each)
+    entries = json.loads(C._dump_fr_trace_json(backend="mpicoll"))["entries"]
+    assert [each["profiling_name"] for each in entries] == [
+        "mpicoll:all_reduce",
+        "mpicoll:broadcast",
+    ]
+    assert [each["input_sizes"] for each in entries] == [[[3, 2]], [[5]]]
+    first, second = [each["collective_seq_id"] for each in entries]
+    assert second == first + 1
+
+
+def test_the_dispatcher_is_left_out_while_nobody_looks_on(world, group):
+    assert not group.watched()
+    with CommDebugMode():
+        assert group.watched()
+    assert not group.watched()
+
+
+def test_functional_collectives_into_outputs(world, group):
+    """C++ that calls the backend itself."""
+    ops, name, n = torch.ops._c10d_functional, group.group_name, world.size
+    x, out = torch.full((2,), world.me + 1.0), torch.zeros(2 * n)
+    ops.wait_tensor(ops.all_gather_into_tensor_out(x, n, name, out=out))
+    assert out.tolist() == [rank + 1.0 for rank in range(n) for _ in range(2)]
+
+
+def test_messages_in_one_batch(world, group):
+    """Both ways of batch_isend_irecv."""
+    n, me = world.size, world.me
+    got, given = torch.zeros(3), torch.full((3,), float(me))
+    ops = [
+        dist.P2POp(dist.irecv, got, (me - 1) % n),
+        dist.P2POp(dist.isend, given, (me + 1) % n),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert got.tolist() == [float((me - 1) % n)] * 3
+
+
+def test_split_group(world, group):
+    halves = [list(range(world.size // 2))[::-1], list(range(world.size // 2, world.size))]
+    half = dist.split_group(None, halves, group_desc="half")
+    mine = next(ranks for ranks in halves if world.me in ranks)
+    assert dist.get_process_group_ranks(half) == mine
+    assert dist.get_rank(half) == mine.index(world.me)
+    total(half)
+    again = dist.split_group(half, [[0]])
+    if dist.get_rank(half) == 0:
+        total(again)
+        dist.destroy_process_group(again)
+    else:
+        assert again == dist.GroupMember.NON_GROUP_MEMBER
+    dist.destroy_process_group(half)
+    total()
+
+
+def test_one_backend_a_device(world):
+    """A group of several backends: torch's own ProcessGroup, with ours behind for the host."""
+    not_gloo("needs no other")
+    mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
+    assert type(mixed) is dist.ProcessGroup
+    total(mixed)
+    work = dist.all_reduce(torch.ones(2), group=mixed, async_op=True)
+    work.wait()
+    assert work.get_future().done()
+    half = dist.split_group(mixed, [[0], list(range(1, world.size))])
+    total(half)
+    dist.destroy_process_group(half)
+    other = dist.new_group(backend="cpu:gloo,cuda:mpicoll")
+    total(other)
+    assert dist.get_backend_impl(other, torch.device("cuda")).name() == "mpicoll"
+    dist.destroy_process_group(other)
+    dist.destroy_process_group(mixed)
+    total()
+
+
+def test_abort_hooks(world):
+    not_gloo("has none")
+    called = []
+    gone = dist.new_group(list(range(world.size)))
+    for number in (1, 2):
+        gone.register_abort_hook(number, lambda number=number: called.append(number))
+    gone.unregister_abort_hook(1)
+    total(gone)
+    gone.abort()
+    assert called == [2]
+    total(team("after", range(world.size)).group)

@@ -54,8 +54,8 @@ def parts(arrays: Any, writable: bool, where: str, length: int) -> Parts:
     for i, one in enumerate(found):
         if one.dtype is not dtype:
             raise UnsupportedError(
-                f"{where}: different dtypes in one list: [0] is {dtype}, [{i}] is {one.dtype}; "
-                "convert the arrays to one dtype"
+                f"{where}: invalid tensor type: different dtypes in one list: [0] is {dtype}, "
+                f"[{i}] is {one.dtype}; convert the arrays to one dtype"
             )
         same_device(where, f"[{i}]", one, "[0]", found[0])
     return Parts(found, dtype)

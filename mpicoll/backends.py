@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from mpicoll import device
 from mpicoll.errors import ArgumentError, UnsupportedError
+from mpicoll.output import warn
 
 __all__ = [
     "Backend",
@@ -22,6 +23,7 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "named",
+    "warn_of_options",
 ]
 
 
@@ -118,6 +120,21 @@ def check_device(device_id: Any, where: str) -> None:
         raise UnsupportedError(f"{where}: device_id: {error}") from error
     if int(number) >= count:
         raise ArgumentError(f"{where}: device_id: expected 0 to {count - 1}, got {device_id!r}")
+
+
+_warned_of_options = False
+
+
+def warn_of_options(pg_options: Any, where: str) -> None:
+    """Warns, once a process, that ``pg_options`` have no use, as torch's Gloo has none for them."""
+    global _warned_of_options
+    if pg_options is None or _warned_of_options:
+        return
+    _warned_of_options = True
+    warn(
+        f"{where}: pg_options ({type(pg_options).__name__}) have no effect on mpicoll; leave them "
+        "out. The timeout is that of timeout="
+    )
 
 
 def is_available() -> bool:

@@ -159,7 +159,7 @@ def counts(
     if not primitive.even:
         return ()  # each size is between two ranks
     if blocks is not None:
-        return blocks.receives
+        return blocks.sends if primitive.many_in else blocks.receives
     # The smaller side is one block, which every rank has, roots and others.
     sides = [view.count for view in (send, recv) if view is not None]
     return (min(sides),) if sides else ()
@@ -239,8 +239,8 @@ def _of_torch(op: Any) -> ReduceOp | None:
 def _same_kind(primitive: Primitive, send: View, recv: View) -> None:
     if send.dtype is not recv.dtype:
         raise UnsupportedError(
-            f"{primitive.name}: different dtypes: {primitive.output} is {recv.dtype}, "
-            f"{primitive.input} is {send.dtype}"
+            f"{primitive.name}: invalid tensor type: different dtypes: {primitive.output} is "
+            f"{recv.dtype}, {primitive.input} is {send.dtype}"
         )
     arrays.same_device(primitive.name, primitive.input, send, primitive.output, recv)
 
@@ -249,8 +249,9 @@ def _same_shapes(primitive: Primitive, name: str, parts: Parts, one: View) -> No
     for i, part in enumerate(parts.parts):
         if part.shape != one.shape:
             raise ArgumentError(
-                f"{primitive.name}: {name}[{i}] has shape {part.shape}, this rank's array "
-                f"{one.shape}: different shapes across a list; all must have the same"
+                f"{primitive.name}: {name}: invalid tensor size: [{i}] has shape {part.shape}, "
+                f"this rank's array {one.shape}: different shapes across a list; all must have the "
+                "same"
             )
 
 
@@ -287,7 +288,10 @@ def _gathered(
     where = primitive.at_output
     if not receiving:
         if output is not None and not (isinstance(output, (list, tuple)) and not output):
-            raise ArgumentError(f"{where}: must only be given on the rank that receives, {root}")
+            raise ArgumentError(
+                f"{where}: requires empty output on non-root ranks: to be given only on the rank "
+                f"that receives, {root}"
+            )
         return send, None, None
     if not primitive.listed:
         recv = arrays.view(output, True, where)
@@ -301,14 +305,21 @@ def _gathered(
     if primitive.root:
         _same_shapes(primitive, primitive.output, listed, send)
         return send, listed, None
-    counts = listed.counts
-    if counts[group.rank()] != send.count:
+    blocks = _own_fits(primitive, group, listed, where, send, primitive.input)
+    return send, listed, Blocks([send.count] * n, blocks) if blocks else None
+
+
+def _own_fits(
+    primitive: Primitive, group: ProcessGroup, listed: Parts, where: str, own: View, name: str
+) -> Sequence[int]:
+    """The counts of a list's blocks, of which this rank's is that of ``own``; () if all alike."""
+    counts, me = listed.counts, group.rank()
+    if counts[me] != own.count:
         raise ArgumentError(
-            f"{where}[{group.rank()}] has shape {listed.parts[group.rank()].shape} and holds this "
-            f"rank's {primitive.input}, which has shape {send.shape}"
+            f"{where}: invalid tensor size: [{me}] has shape {listed.parts[me].shape} and is the "
+            f"block of this rank's {name}, which has shape {own.shape}"
         )
-    uneven = len(set(counts)) > 1
-    return send, listed, Blocks([send.count] * n, counts) if uneven else None
+    return counts if len(set(counts)) > 1 else ()
 
 
 def _scattered(
@@ -324,7 +335,10 @@ def _scattered(
     where = primitive.at_input
     if primitive.root and root != group.rank():
         if input is not None and not (isinstance(input, (list, tuple)) and not input):
-            raise ArgumentError(f"{where}: must only be given on the rank that sends, {root}")
+            raise ArgumentError(
+                f"{where}: requires empty input on non-root ranks: to be given only on the rank "
+                f"that sends, {root}"
+            )
         return None, recv, None
     if not primitive.listed:
         send = arrays.view(input, False, where)
@@ -335,8 +349,11 @@ def _scattered(
         raise ArgumentError(f"{where}: must be given on the rank that sends, {root}")
     listed = arrays.parts(input, False, where, n)
     _same_kind(primitive, listed, recv)
-    _same_shapes(primitive, primitive.input, listed, recv)
-    return listed, recv, None
+    if primitive.root:
+        _same_shapes(primitive, primitive.input, listed, recv)
+        return listed, recv, None
+    blocks = _own_fits(primitive, group, listed, where, recv, primitive.output)
+    return listed, recv, Blocks(blocks, [recv.count] * n) if blocks else None
 
 
 def _exchanged(

@@ -272,8 +272,9 @@ def reduce_scatter(
 ) -> Work | None:
     """Reduce the ranks' lists, element by element, and give each rank its entry.
 
-    output: this rank's entry of the result; the same dtype and shape on all ranks.
-    input_list: one input for each rank, in rank order, of the shape of output.
+    output: this rank's entry of the result, of any size.
+    input_list: one input for each rank, in rank order, of the size of that rank's output, and of
+        the dtype of output; the same sizes on all ranks.
     op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
     group: the process group, None for the default group.
     async_op: return a Work at once; the arrays belong to the operation until it is done.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ from mpicoll.errors import (
     UnsupportedError,
 )
 from mpicoll.groups import ProcessGroup, default_group, resolve, state
+from mpicoll.output import warn
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.signature import LIST, list_of, number_of, task_of
 from mpicoll.views import DeviceView, Parts, View
@@ -506,13 +506,7 @@ def in_order(
 def outside(name: str) -> None:
     """Warns, as torch does, that a rank outside the group made the call."""
     rank = default_group().rank()
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("mpicoll."):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"{name}: global rank {rank} is not in the group it was called with; nothing is done",
-        stacklevel=level,
-    )
+    warn(f"{name}: global rank {rank} is not in the group it was called with; nothing is done")
 
 
 def rooted(

@@ -140,8 +140,8 @@ class _Entries:
         for place, dtype in enumerate(dtypes):
             if dtype is not self.dtype:
                 raise UnsupportedError(
-                    f"{name}: different dtypes in one list: [0] is {self.dtype}, [{place}] is "
-                    f"{dtype}"
+                    f"{name}: tensors must all have the same type: different dtypes in one list: "
+                    f"[0] is {self.dtype}, [{place}] is {dtype}"
                 )
         devices = {recv.device for _, recv, _ in self._views.values() if recv is not None}
         if len(self._views) < len(outputs):

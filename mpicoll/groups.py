@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll import communicators, device
+from mpicoll import communicators, device, launch
 from mpicoll.device import Lane
 from mpicoll.errors import ArgumentError, ArgumentTypeError, ForkedError, NotInitializedError
 from mpicoll.launch.serialized import plain
@@ -184,6 +184,7 @@ class ProcessGroup:
         """Hands a task to the group's thread, which it returns; see Worker."""
         with self._giving:
             if self.worker is None:
+                launch.warn_of_turns(self.ranks[self._rank])
                 self.worker = Worker(f"mpicoll-{self.group_name}")
             self.worker.give(task)
             return self.worker
@@ -193,13 +194,14 @@ class ProcessGroup:
         return self.worker is None or self.worker.stop(limit)
 
     def check_open(self) -> None:
-        """Raises ArgumentError for a group that was destroyed, ForkedError in a forked child."""
-        if self.closed is ForkedError:
-            raise ForkedError(_FORKED)
+        """Raises ArgumentError for a group that was destroyed, ForkedError in a forked child and
+        NotInitializedError once MPI was finalised.
+        """
         if self.closed is not None:
-            raise self.closed(
+            destroyed = (
                 f"process group {self.group_name!r} was destroyed; make a new one with new_group"
             )
+            raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
     def close(self, error: type[Exception] = ArgumentError) -> None:
         """Makes every later call on the group raise ``error``."""
@@ -242,6 +244,17 @@ _FORKED = (
 )
 
 
+_FINALIZED = (
+    "the program has finalised MPI, and with it all process groups have ended; call MPI.Finalize "
+    "after the last use of mpicoll, or leave it to mpicoll, which does so when the process ends"
+)
+#: Why nothing can be called any more, by the error that says so.
+_WITHOUT_MPI: dict[type[Exception], str] = {
+    ForkedError: _FORKED,
+    NotInitializedError: _FINALIZED,
+}
+
+
 class _State:
     """What is alive in this process."""
 
@@ -252,6 +265,7 @@ class _State:
         self.table = Table(openmpi=False)  # which route carries which size, of this job
         self.made = 0  # groups made since init_process_group, members or not
         self.forked = False
+        self.finalized = False
 
 
 state = _State()
@@ -273,6 +287,8 @@ def default_group() -> ProcessGroup:
     if state.default is None:
         if state.forked:
             raise ForkedError(_FORKED)
+        if state.finalized:
+            raise NotInitializedError(_FINALIZED)
         raise NotInitializedError(
             "there is no default process group; call init_process_group() first"
         )

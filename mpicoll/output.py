@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 
-__all__ = ["write_lines"]
+__all__ = ["warn", "write_lines"]
 
 
 def write_lines(text: str) -> None:
@@ -16,3 +17,14 @@ def write_lines(text: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the program that called in, past the frames of mpicoll and torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_NOT_THE_PROGRAM):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+_NOT_THE_PROGRAM = ("mpicoll.", "torch.")

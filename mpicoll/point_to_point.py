@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll import arrays, execute
+from mpicoll import arrays, execute, launch
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -304,10 +304,12 @@ def _in_background(work: MessageWork) -> MessageWork:
     """Hands a message to the poller, which moves it while nobody waits and holds its arrays."""
     global _poller
     if not work.poll():
-        work._group.in_flight.add(work)
+        group = work._group
+        group.in_flight.add(work)
         if _poller is None:
             with _poller_lock:
                 if _poller is None:
+                    launch.warn_of_turns(group.ranks[group.rank()])
                     _poller = Poller()
         _poller.add(work)
     return work

@@ -24,6 +24,7 @@ from mpicoll.errors import (
     LaunchError,
     MismatchError,
     MpicollError,
+    NotInitializedError,
     UnsupportedError,
 )
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
@@ -179,7 +180,7 @@ def init_process_group(
     rank: this process's rank, -1 where it is not given; with "mpi://" compared with MPI's own.
     store: None; MPI is the rendezvous.
     group_name: a name for the default group.
-    pg_options: None.
+    pg_options: of no effect; a warning says so.
     device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
     _ranks: None.
     comm: a communicator of mpi4py: its ranks, numbered as it numbers them, are all ranks, and no
@@ -191,9 +192,9 @@ def init_process_group(
 
     Raises ArgumentError (a ValueError) when called twice and for a value that cannot be,
     ArgumentTypeError (a TypeError) for a timeout, rank, size or comm that is none,
-    UnsupportedError (a ValueError) for store, pg_options, _ranks and another init_method,
-    LaunchError (a ValueError) where launcher, arguments and MPI disagree, and
-    CollectiveTimeoutError where ranks do not come.
+    UnsupportedError (a ValueError) for store, _ranks and another init_method, LaunchError (a
+    ValueError) where launcher, arguments and MPI disagree, and CollectiveTimeoutError where ranks
+    do not come.
     """
     where = "init_process_group"
     if state.forked:
@@ -204,8 +205,7 @@ def init_process_group(
     limit = seconds(timeout, DEFAULT_TIMEOUT, where)
     if store is not None or _ranks is not None:
         raise UnsupportedError(f"{where}: store and _ranks have no use: MPI is the rendezvous")
-    if pg_options is not None:
-        raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
+    backends.warn_of_options(pg_options, where)
     backends.check_device(device_id, where)
     if comm is not None:
         comm = communicators.taken(comm, f"{where}: comm")
@@ -254,6 +254,7 @@ def begin(
         if _guard is not None:  # of a group that was destroyed on the way of an exception
             _guard.remove()
         _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
+        launch.tell_at_finalize(_finalizing)
         try:
             agree(world)
             inner, messages = communicators.private(world), communicators.private(world)
@@ -505,3 +506,15 @@ def _close_quietly() -> None:
     _part()
     if guard is not None:
         guard.remove()
+
+
+def _finalizing() -> None:
+    """The program ends MPI itself, and with it all groups: the end of MPI in this process."""
+    if _guard is None:
+        return  # nothing was begun, or all of it has ended
+    _close_quietly()
+    for group in state.groups:
+        group.close(NotInitializedError)
+    state.groups.clear()
+    state.default = None
+    state.finalized = True

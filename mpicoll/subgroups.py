@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import backends, communicators, execute, groups
 from mpicoll.backends import Backend
-from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError, UnsupportedError
+from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.launch.serialized import plain
 from mpicoll.runtime import end, leave, member, node_size
@@ -51,7 +51,7 @@ def new_group(
         are numbered as it numbers them; the group's ``comm`` is this one, which is never freed.
     timeout: seconds or a timedelta, None for the default group's.
     backend: a name as in init_process_group, None for the default group's.
-    pg_options: None.
+    pg_options: of no effect; a warning says so.
     use_local_synchronization: only the members call; other ranks need not, and get None.
     group_desc: a description, for people.
     device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
@@ -62,14 +62,14 @@ def new_group(
     Raises NotInitializedError (a ValueError) before init_process_group, ArgumentError (a
     ValueError) for ranks that are given twice or do not exist, for a communicator that this process
     is not in, between two groups, or with ranks outside the default group, and for another backend,
-    ArgumentTypeError (a TypeError) for ranks that are no ints, and UnsupportedError (a ValueError)
-    for pg_options.
+    and ArgumentTypeError (a TypeError) for ranks that are no ints.
     """
     where = "new_group"
     world = default_group()
     chosen = world.backend if backend is None else backends.named(backend, where)
     limit = seconds(timeout, world.timeout, where)
-    _refuse_options(where, pg_options, device_id)
+    backends.warn_of_options(pg_options, where)
+    backends.check_device(device_id, where)
     size = world.size()
     named: Any = ranks
     given = None
@@ -138,12 +138,6 @@ def _rank(rank: Any, size: int, where: str) -> int:
     return found
 
 
-def _refuse_options(where: str, pg_options: Any, device_id: Any = None) -> None:
-    if pg_options is not None:
-        raise UnsupportedError(f"{where}: pg_options are not supported; leave them out")
-    backends.check_device(device_id, where)
-
-
 def new_subgroups(
     group_size: int | None = None,
     group: ProcessGroup | None = None,
@@ -158,7 +152,7 @@ def new_subgroups(
     group: the process group, None for the default group.
     timeout: seconds or a timedelta, None for the default group's.
     backend: a name as in init_process_group, None for the default group's.
-    pg_options: None.
+    pg_options: of no effect; a warning says so.
     group_desc: a description of each subgroup, for people.
 
     Returns this rank's subgroup and the list of all; in the list those that this rank is not in are
@@ -202,7 +196,7 @@ def new_subgroups_by_enumeration(
     ranks_per_subgroup_list: lists of global ranks that do not overlap.
     timeout: seconds or a timedelta, None for the default group's.
     backend: a name as in init_process_group, None for the default group's.
-    pg_options: None.
+    pg_options: of no effect; a warning says so.
     group_desc: a description of each group, for people.
 
     Returns this rank's group, None where it is in no list, and the list of all; in the list those
@@ -258,21 +252,20 @@ def split_group(
     parent_pg: the group to split, None for the default group.
     split_ranks: lists of ranks in the parent group that do not overlap; each is sorted.
     timeout: seconds or a timedelta, None for the parent's.
-    pg_options: None.
+    pg_options: of no effect; a warning says so.
     group_desc: a description of each group, for people.
     backend: a name as in init_process_group, None for the parent's.
 
     Returns this rank's new group, None where it is in no list.
 
     Raises ArgumentError (a ValueError) for lists that are empty, overlap or name ranks that the
-    parent does not have, ArgumentTypeError (a TypeError) for ranks that are no ints, and
-    UnsupportedError (a ValueError) for pg_options.
+    parent does not have, and ArgumentTypeError (a TypeError) for ranks that are no ints.
     """
     where = "split_group"
     parent = member(parent_pg, where)
     if not split_ranks:
         raise ArgumentError(f"{where}: split_ranks: expected at least one list of ranks")
-    _refuse_options(where, pg_options)
+    backends.warn_of_options(pg_options, where)
     chosen = parent.backend if backend is None else backends.named(backend, where)
     limit = seconds(timeout, parent.timeout, where)
     lists = [sorted(_rank(r, parent.size(), where) for r in ranks) for ranks in split_ranks]
@@ -317,13 +310,13 @@ def shrink_group(
     ranks_to_exclude: a list of ranks in the group.
     group: the process group, None for the default group.
     shrink_flags: SHRINK_DEFAULT, or SHRINK_ABORT: pending work of the old group is not waited for.
-    pg_options: None.
+    pg_options: of no effect; a warning says so.
 
     Returns the new group.
 
     Raises ArgumentTypeError (a TypeError) for what is no list of ints, ArgumentError (a ValueError)
-    for ranks that are not in the group, given twice, or all of them, UnsupportedError (a
-    ValueError) for pg_options, and MpicollError (a RuntimeError) on a rank that is excluded.
+    for ranks that are not in the group, given twice, or all of them, and MpicollError (a
+    RuntimeError) on a rank that is excluded.
     """
     where = "shrink_group"
     old = member(group, where)
@@ -337,7 +330,7 @@ def shrink_group(
         raise ArgumentError(
             f"{where}: shrink_flags: expected SHRINK_DEFAULT or SHRINK_ABORT, got {shrink_flags}"
         )
-    _refuse_options(where, pg_options)
+    backends.warn_of_options(pg_options, where)
     size = old.size()
     if size < 2:
         raise ArgumentError(f"{where}: a group of {size} cannot shrink")

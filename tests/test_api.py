@@ -684,7 +684,7 @@ answers = [
     told(dict(RANK="0", WORLD_SIZE="1"), init_method="env://"),
     told(backend="gloo"), told(backend="nccl"), told(backend="MPI"),
     told(backend="cpu:gloo,cuda:nccl"),
-    told(timeout=5), told(group_name="mine"),
+    told(timeout=5), told(group_name="mine"), told(pg_options=object()),
     told(rank=2),
     told(world_size=4),
     told(dict(RANK="3", WORLD_SIZE="4")),
@@ -696,15 +696,15 @@ answers = [
     told(init_method="http://x"),
     told(backend="ucc"), told(backend="mpich"), told(backend=3),
     told(timeout="5"), told(rank="0"), told(timeout=-1),
-    told(store=object()), told(pg_options=object()), told(device_id=0),
+    told(store=object()), told(device_id=0),
 ]
 print(json.dumps(answers))
 """
     done = child(ASK + code)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
-    fine, wrong = answers[:11], answers[11:]
-    assert fine == [[[], ""]] * 11
+    fine, wrong = answers[:12], answers[12:]
+    assert fine == [[[], ""]] * 12
     expected = [
         ("LaunchError", ["rank=2", "MPI's own rank, 0", "rank 0 of 1"]),
         ("LaunchError", ["world_size=4", "MPI's own world_size, 1"]),
@@ -722,7 +722,6 @@ print(json.dumps(answers))
         ("ArgumentTypeError", ["rank", "str"]),
         ("ArgumentError", ["timeout", "-1"]),
         ("UnsupportedError", ["store"]),
-        ("UnsupportedError", ["pg_options"]),
         ("UnsupportedError", ["device_id"]),
     ]
     for (error, words), (names, message) in zip(expected, wrong, strict=True):

@@ -1004,6 +1004,84 @@ def test_subgroups_of_a_group_are_the_affair_of_its_members(ended: Ended) -> Non
     assert ended.lines == ["done"] * 3
 
 
+# --- the program finalises MPI itself -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("begin", ["from mpi4py import MPI", "pass"])
+@job(
+    """
+    $begin
+    def told(call):
+        try:
+            call()
+        except dist.NotInitializedError as error:
+            assert "finalised MPI" in str(error), error
+        else:
+            say("no error")
+    before = threading.enumerate()
+    dist.init_process_group()
+    from mpi4py import MPI
+    rank = dist.get_rank()
+    group, world = dist.new_group([0, 1]), dist.group.WORLD
+    x = np.ones(1000)
+    for one in (world, group):
+        dist.all_reduce(x, group=one)
+        work = dist.all_reduce(x, group=one, async_op=True)
+        dist.irecv(np.zeros(4), tag=3, group=one)  # nobody sends it
+    work.wait()
+    MPI.Finalize()
+    assert threading.enumerate() == before, threading.enumerate()
+    assert not dist.is_initialized()
+    told(dist.barrier)
+    told(dist.get_rank)
+    told(lambda: dist.all_reduce(x, group=group))
+    told(lambda: dist.all_reduce(x, group=world, async_op=True))
+    told(lambda: dist.barrier(group))
+    told(lambda: dist.isend(x, group_dst=1 - rank, group=group))
+    told(lambda: dist.recv(x, group_src=1 - rank, group=world))
+    told(lambda: dist.all_gather_object([None, None], 1, group=group))
+    told(lambda: dist.monitored_barrier(group))
+    told(dist.new_group)
+    told(dist.destroy_process_group)
+    try:
+        dist.init_process_group()
+    except dist.LaunchError as error:
+        say("done", "MPI was finalised" in str(error))
+""",
+    options=("-W", "error"),
+)
+def test_a_finalize_of_the_program(begin: str, ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["done True"] * 2
+
+
+@job("""
+    dist.init_process_group()
+    dist.barrier()
+    from mpi4py import MPI
+    MPI.Finalize()
+    if dist.__name__ and sys.argv:
+        raise ValueError("own words")
+""")
+def test_an_exception_after_the_program_has_finalised_mpi(ended: Ended) -> None:
+    assert ended.code == 1, ended
+    assert "ValueError: own words" in ended.err and "MPI_Abort" not in ended.err, ended
+    assert ended.err.count("Traceback") == 2, ended
+
+
+@job("""
+    dist.init_process_group()
+    dist.barrier()
+    from mpi4py import MPI
+    if dist.get_rank() == 0:
+        MPI.Finalize()
+    else:
+        dist.all_reduce(np.ones(4))
+""")
+def test_a_finalize_while_another_rank_waits(ended: Ended) -> None:
+    ended.badly("rank 0 ended without making this call")
+
+
 # --- one thread at a time -----------------------------------------------------------------------
 
 
@@ -1036,8 +1114,48 @@ def test_subgroups_of_a_group_are_the_affair_of_its_members(ended: Ended) -> Non
     dist.destroy_process_group()
 """)
 def test_work_of_several_groups_at_once(level: str, ended: Ended) -> None:
-    ended.in_good_order()
+    assert ended.code == 0, ended
     assert ended.lines == ["done True"] * 2
+    warned = ended.err.count("the program must not call MPI itself")
+    assert warned == (level == "serialized"), ended
+
+
+@pytest.mark.parametrize("level", ["serialized", "multiple"])
+@job(
+    """
+    import mpi4py
+    mpi4py.rc.thread_level = "$level"
+    from mpi4py import MPI
+    from mpicoll.watch import ends, positions
+    ends._TICK = ends._SELDOM = 0.01
+    look, looks = positions.look, []
+    def watched(group):
+        looks.append(threading.current_thread().name)
+        look(group)
+    positions.look = watched
+    dist.init_process_group(timeout=60)
+    rank, x = dist.get_rank(), np.full(1000, 1.0)
+    for _ in range(100):  # the program's own calls, beside mpicoll's that are over when they return
+        dist.all_reduce(x)
+        dist.reduce_scatter_single(np.zeros(500), x)
+        looks.clear()
+        time.sleep(0.002)
+        if rank == 0:
+            MPI.COMM_WORLD.Send(x, 1)
+        else:
+            MPI.COMM_WORLD.Recv(x, 0)
+        x[:] = 1
+    looks.clear()
+    time.sleep(0.3)
+    say("done", bool(looks))
+    dist.destroy_process_group()
+""",
+    environment={"MPICOLL_SHARED_MEMORY": "0"},
+)
+def test_no_thread_is_in_mpi_beside_the_program(level: str, ended: Ended) -> None:
+    """Where one thread may be there at a time: no thread of an idle group."""
+    ended.in_good_order()
+    assert ended.lines == [f"done {level == 'multiple'}"] * 2
 
 
 @job("""

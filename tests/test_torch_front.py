@@ -285,10 +285,8 @@ def test_refused_by_name():
                 say(error)
         if OLD:
             refused("cpu:gloo,cuda:mpicoll", init_method="mpi://")
-        refused("mpicoll", pg_options=object())
         refused("mpicoll", init_method="mpi://", rank=7, world_size=9)
         dist.init_process_group("mpicoll")
-        refused(call=dist.new_group, pg_options=object())
         if OLD:
             refused(torch.ones(2).to("meta"), call=dist.all_reduce)
         refused([torch.ones(1)] * 2, call=dist.group.WORLD.broadcast)
@@ -300,11 +298,50 @@ def test_refused_by_name():
     )
     for words in (
         *(older if FOUND < (2, 15) else ()),
-        "mpicoll: pg_options are not supported",
         "init_process_group: rank=7 disagrees with MPI's own",
-        "broadcast: expected a list of one tensor (one device a process), got 2",
+        "broadcast: requires a single-element tensor list (one device a process), got 2",
     ):
         assert sum(line.startswith(words) for line in lines) >= 2, (words, lines)
+
+
+@needs_mpiexec
+def test_options_have_no_effect_and_one_warning():
+    lines = on_ranks("""
+        import warnings
+        from datetime import timedelta
+        def backend(group):
+            return group._get_backend(torch.device("cpu"))
+        def seconds(group):
+            return backend(group).options._timeout.total_seconds()
+        options = torch._C._distributed_c10d.Backend.Options("mpicoll", timedelta(seconds=7))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dist.init_process_group("mpicoll", timeout=timedelta(seconds=90), pg_options=options)
+            group = dist.new_group(pg_options=object(), timeout=timedelta(seconds=80))
+        said = [str(one.message) for one in caught if "pg_options" in str(one.message)]
+        assert len(said) == 1 and "Options" in said[0], said
+        assert [one.filename for one in caught if "pg_options" in str(one.message)] == ["<string>"]
+        world = dist.group.WORLD
+        assert isinstance(backend(world).options, type(options))
+        assert (seconds(world), seconds(group)) == (90, 80)
+        assert backend(world).options.backend == "mpicoll"
+        assert backend(world).options.global_ranks_in_group == list(range(dist.get_world_size()))
+        backend(group).options._timeout = timedelta(seconds=0.3)
+        assert seconds(group) == 0.3 and seconds(world) == 90
+        if dist.get_rank() == 0:
+            try:
+                dist.barrier(group=group)
+            except RuntimeError as error:
+                assert "timeout of 0.3 s" in str(error), error
+            else:
+                say("no error")
+        dist.barrier()
+        if dist.get_rank() != 0:
+            dist.barrier(group=group)
+        say("done")
+        dist.destroy_process_group()
+    """)
+    assert lines == ["done"] * 2, lines
 
 
 @needs_mpiexec

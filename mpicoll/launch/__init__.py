@@ -13,7 +13,14 @@ from mpicoll.launch.environment import (
 from mpicoll.launch.meeting import Meeting, loopback
 from mpicoll.launch.methods import meeting, told
 from mpicoll.launch.session import addresses, current
-from mpicoll.launch.world import leave_running, master, start
+from mpicoll.launch.world import (
+    in_turns,
+    leave_running,
+    master,
+    start,
+    tell_at_finalize,
+    warn_of_turns,
+)
 
 __all__ = [
     "Meeting",
@@ -24,11 +31,14 @@ __all__ = [
     "current",
     "fill_environment",
     "filled",
+    "in_turns",
     "leave_running",
     "local_rank",
     "loopback",
     "master",
     "meeting",
     "start",
+    "tell_at_finalize",
     "told",
+    "warn_of_turns",
 ]

@@ -10,7 +10,7 @@ import multiprocessing.util
 import os
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.errors import LaunchError
@@ -19,11 +19,12 @@ from mpicoll.launch.limit import limited
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.serialized import serialize
 from mpicoll.launch.session import Session, addresses, current, join
+from mpicoll.output import warn
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["leave_running", "master", "start"]
+__all__ = ["in_turns", "leave_running", "master", "start", "tell_at_finalize", "warn_of_turns"]
 
 _WHERE = "init_process_group"
 
@@ -82,6 +83,30 @@ def _many_threads(mpi: Any, comm: MPI.Intracomm | None) -> bool:
     if comm is None:
         _all_have_many = bool(own[0])
     return bool(own[0])
+
+
+def in_turns() -> bool:
+    """MPI lets one thread in at a time, on some rank and so on all: see launch/serialized.py."""
+    return _all_have_many is False
+
+
+_warned_of_turns = False
+
+
+def warn_of_turns(rank: int) -> None:
+    """Says, once a job, what a program must not do while threads of ours are inside MPI.
+
+    rank: this process's global one.
+    """
+    global _warned_of_turns
+    if not in_turns() or rank != 0 or _warned_of_turns:
+        return
+    _warned_of_turns = True
+    warn(
+        "MPI lets one thread in at a time here, and a thread carries asynchronous work on: until "
+        "it has been waited for, the program must not call MPI itself. Ask for more where the MPI "
+        "has it (mpi4py.rc.thread_level = 'multiple', the default), or call without async_op"
+    )
 
 
 def master(world: MPI.Intracomm) -> str:
@@ -177,6 +202,24 @@ def _check(mpi: Any, meeting: Meeting) -> None:
 
 #: Something is inside MPI for good: finalising it would wait for that.
 _left_running = False
+
+
+_asked_to_tell = False
+
+
+def tell_at_finalize(told: Callable[[], None]) -> None:
+    """Has ``told`` called at the beginning of an MPI_Finalize that Python code calls, while MPI can
+    still be used; once a process.
+
+    An attribute of MPI_COMM_SELF does it, which goes first of all (MPI-4.1 section 11.2.4).
+    """
+    global _asked_to_tell
+    if _asked_to_tell:
+        return
+    _asked_to_tell = True
+    mpi: Any = sys.modules["mpi4py.MPI"]
+    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: told())
+    mpi.COMM_SELF.Set_attr(key, None)
 
 
 def leave_running() -> None:

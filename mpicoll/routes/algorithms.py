@@ -445,19 +445,23 @@ def reduce(group: ProcessGroup, space: Space, op: ReduceOp, recv: View, root: in
     _Reduction(group, space, op, recv, pieces).carry_out(then)
 
 
-def reduce_scatter(group: ProcessGroup, space: Space, op: ReduceOp, send: View, recv: View) -> None:
-    """One block of the elements of all ranks combined on each rank: a pairwise exchange.
+def reduce_scatter(
+    group: ProcessGroup, space: Space, op: ReduceOp, send: View, recv: View, counts: Sequence[int]
+) -> None:
+    """One block of the elements of all ranks combined on each rank, ``counts`` elements each: a
+    pairwise exchange.
 
     The originals travel: (n - 1) / n times the bytes, as few as there can be, and one latency for a
     piece (Thakur and others, as above, section 4.4, for long messages).
     """
-    n, count = group.size(), recv.count
-    step = _step(n, _travelling(op, recv.dtype))
+    me, step = group.rank(), _step(group.size(), _travelling(op, recv.dtype))
     pieces = []
-    for start in range(0, count, step):
-        size = min(step, count - start)
-        cut = [(r * count + start, size) for r in range(n)]
-        pieces.append(_Piece(cut, recv.part(start, size)))
+    for done in range(0, max(counts), step):
+        cut = [
+            (start + min(done, count), min(step, max(0, count - done)))
+            for start, count in _spans(counts)
+        ]
+        pieces.append(_Piece(cut, recv.part(min(done, recv.count), cut[me][1])))
     _Reduction(group, space, op, send, pieces).carry_out()
 
 

@@ -11,7 +11,7 @@ all ranks hold the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,14 @@ from mpicoll.views import View
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["REDUCTIONS", "all_reduce", "premultiplied", "reduce", "reduce_scatter"]
+__all__ = [
+    "REDUCTIONS",
+    "all_reduce",
+    "premultiplied",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_uneven",
+]
 
 #: Bytes of the whole message up to which everybody gets everything and combines it alone: one
 #: latency instead of two.
@@ -98,6 +105,16 @@ class _Reducer:
             sources[self.me] = source.flat[start : start + mine]
             combine(self.op, self.dtype, sources, out.flat[at : at + mine], self.divisor)
 
+    def scatter(self, source: View, counts: Sequence[int], out: View) -> None:
+        """Combines each rank's block of ``source``, which has so many elements, on that rank."""
+        starts = list(accumulate(counts[:-1], initial=0))
+        for done in range(0, max(counts), self.block):
+            piece = [
+                (start + min(done, count), min(self.block, max(0, count - done)))
+                for start, count in zip(starts, counts, strict=True)
+            ]
+            self.combine_own(source, piece, out, min(done, out.count))
+
     def others(self, rank: int, view: View, start: int, count: int) -> Side:
         """A block for or from another rank; nothing where that is this one, or it is empty."""
         return (view if rank != self.me and count else None), start, count
@@ -162,13 +179,20 @@ def reduce_scatter(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
     n = group.size()
 
     def direct(send: Any, recv: Any, count: int, root: int) -> None:
-        blocks, own = reducer.view(send, n * count), reducer.view(recv, count)
-        for start in range(0, count, reducer.block):
-            size = min(reducer.block, count - start)
-            piece = [(r * count + start, size) for r in range(n)]
-            reducer.combine_own(blocks, piece, own, start)
+        reducer.scatter(reducer.view(send, n * count), [count] * n, reducer.view(recv, count))
 
     return direct
+
+
+def reduce_scatter_uneven(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Route:
+    """The same of blocks that differ."""
+    reducer = _Reducer(group, dtype, op)
+
+    def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        assert send is not None and recv is not None and blocks is not None
+        reducer.scatter(send, blocks.sends, recv)
+
+    return route
 
 
 #: By the name of the primitive.

@@ -210,7 +210,7 @@ def _native(
     agreed: Devices, primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
 ) -> Route | None:
     if op is None and primitive.name in native.MOVES:
-        uneven = native.all_gather_uneven(group, dtype) if primitive.name == "all_gather" else None
+        uneven = hosts.uneven(primitive, group, op, dtype)
         found = hosts.on_views(native.MOVES[primitive.name](group, dtype), uneven)
     elif op is not None and op.factor is None and native.reducible(op, dtype):
         if primitive.layout is not Layout.IN_PLACE:

@@ -128,7 +128,8 @@ def _reduce(group: ProcessGroup, space: Space, op: ReduceOp | None) -> Route:
 def _reduce_scatter(group: ProcessGroup, space: Space, op: ReduceOp | None) -> Route:
     def route(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         assert send is not None and recv is not None and op is not None
-        algorithms.reduce_scatter(group, space, op, send, recv)
+        counts = [recv.count] * group.size() if blocks is None else blocks.sends
+        algorithms.reduce_scatter(group, space, op, send, recv, counts)
 
     return route
 

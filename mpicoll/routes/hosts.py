@@ -24,7 +24,7 @@ from mpicoll.views import View
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
 
-__all__ = ["candidates", "choose", "on_views", "place", "told"]
+__all__ = ["candidates", "choose", "on_views", "place", "told", "uneven"]
 
 
 def choose(
@@ -45,7 +45,8 @@ def choose(
             # What is widened goes by the routes of what it is widened from: MPI's own sums of
             # float32 are not in rank order.
             row = _row((primitive, group, ReduceOp.SUM, dtype))
-            return on_views(_BySize((primitive, group, ReduceOp.SUM, wide), row).directed())
+            kind = primitive, group, ReduceOp.SUM, wide
+            return on_views(_BySize(kind, row).directed(), uneven(*kind))
 
         everywhere = not primitive.root
         route = composed.premultiplied(group, HOST, dtype, op.factor, everywhere, summed)
@@ -59,9 +60,20 @@ def choose(
         return Way(native.barrier(group))
     assert dtype is not None
     kind = primitive, group, op, dtype
-    uneven = native.all_gather_uneven(group, dtype) if primitive.name == "all_gather" else None
     by_size = _BySize(kind, _row(kind)).directed()
-    return Way(on_views(by_size, uneven), by_size, prompt)
+    return Way(on_views(by_size, uneven(*kind)), by_size, prompt)
+
+
+def uneven(
+    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Route | None:
+    """What carries out calls whose blocks differ; None for primitives that have no such calls."""
+    if primitive.name == "all_gather":
+        return native.all_gather_uneven(group, dtype)
+    if primitive.name == "reduce_scatter":
+        assert op is not None
+        return composed.reduce_scatter_uneven(group, dtype, op)
+    return None
 
 
 def on_views(direct: Direct, uneven: Route | None = None) -> Route:

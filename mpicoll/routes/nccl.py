@@ -89,7 +89,7 @@ def route(nccl: Nccl, primitive: Primitive, op: ReduceOp | None, dtype: DType) -
         return None
     if op.name == "AVG" and dtype.kind is Kind.INTEGER:
         return None
-    return _reductions(nccl, primitive, _OPERATIONS[op.name], _DTYPES[dtype.name])
+    return _reductions(nccl, primitive, _OPERATIONS[op.name], dtype)
 
 
 def _on(view: View | None) -> DeviceView:
@@ -161,9 +161,9 @@ def _moves(nccl: Nccl, primitive: Primitive, dtype: DType) -> Route:
     return moves
 
 
-def _reductions(nccl: Nccl, primitive: Primitive, operation: int, kind: int) -> Route:
+def _reductions(nccl: Nccl, primitive: Primitive, operation: int, dtype: DType) -> Route:
     """NCCL's own."""
-    name = primitive.name
+    name, kind = primitive.name, _DTYPES[dtype.name]
 
     def reductions(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         out, stream = _on(recv), nccl.lane.work
@@ -172,8 +172,14 @@ def _reductions(nccl: Nccl, primitive: Primitive, operation: int, kind: int) -> 
                 nccl.comm.allReduce(out.address, out.address, out.count, kind, operation, stream)
             elif name == "reduce":
                 nccl.comm.reduce(out.address, out.address, out.count, kind, operation, root, stream)
-            else:
+            elif blocks is None:
                 given = _on(send).address
                 nccl.comm.reduceScatter(given, out.address, out.count, kind, operation, stream)
+            else:  # one rank's block after another
+                given = _on(send).address
+                for rank, count in enumerate(blocks.sends):
+                    if count:
+                        nccl.comm.reduce(given, out.address, count, kind, operation, rank, stream)
+                    given += count * dtype.itemsize
 
     return reductions

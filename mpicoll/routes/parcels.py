@@ -14,6 +14,7 @@ from mpi4py import MPI
 from mpicoll.calls import Blocks
 from mpicoll.errors import MismatchError
 from mpicoll.primitives import Primitive
+from mpicoll.signature import number_of
 from mpicoll.views import View, address
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Parcel(NamedTuple):
 
     places: blocks in the slot of a rank that has most of them.
     most:   elements of the largest block of all ranks.
-    total:  elements that all ranks must have alike.
+    total:  what all ranks must have alike of the sizes, as a number; see mpicoll.signature.
     gives, takes: blocks. Where there is an operation, the blocks taken are combined into the place
             of the first.
     """
@@ -87,6 +88,7 @@ def _reduce(group: Any, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
 
 def _gather(group: Any, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
     counts = [send.count] * group.size() if blocks is None else list(blocks.receives)
+    total = sum(counts) if blocks is None else number_of(counts)
     takes = []
     if recv is not None:
         starts = accumulate(counts[:-1], initial=0)
@@ -94,7 +96,7 @@ def _gather(group: Any, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
             Taken(rank, 0, address(recv) + start * recv.dtype.itemsize, count)
             for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
         ]
-    return Parcel(1, max(counts), sum(counts), [Given(address(send), send.count)], takes)
+    return Parcel(1, max(counts), total, [Given(address(send), send.count)], takes)
 
 
 def _scatter(group: Any, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
@@ -105,8 +107,10 @@ def _scatter(group: Any, send: Any, recv: Any, root: int, blocks: Any) -> Parcel
 
 def _reduce_scatter(group: Any, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:
     count = recv.count
+    counts = [count] * group.size() if blocks is None else list(blocks.sends)
+    total = count if blocks is None else number_of(counts)
     takes = [Taken(rank, group.rank(), address(recv), count) for rank in range(group.size())]
-    return Parcel(group.size(), count, count, _blocks(send, [count] * group.size()), takes)
+    return Parcel(group.size(), max(counts), total, _blocks(send, counts), takes)
 
 
 def _all_to_all(group: Any, send: Any, recv: Any, root: int, blocks: Any) -> Parcel:

@@ -63,10 +63,6 @@ _CALLS = (
 )
 
 
-#: Seconds, a hundred years: C++ counts milliseconds, and has no word for never.
-_LONGEST = 3e9
-
-
 class _Made(threading.local):
     """The Work of this thread's latest call of a backend."""
 
@@ -94,14 +90,6 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     def supports_tensor_alloc(self, device: Any) -> bool:
         """False: tensors need no memory of a kind."""
         return False
-
-    @property
-    def options(self) -> Any:
-        """torch's ``Backend.Options`` of the group: its name and its timeout."""
-        limit = _LONGEST if self.core.timeout is None else self.core.timeout
-        made = C.Backend.Options(self._backend_name, timedelta(seconds=min(limit, _LONGEST)))
-        made.global_ranks_in_group = list(self.core.ranks)
-        return made
 
     def get_error(self) -> Any:
         """torch's ErrorType: COMM_ERROR once the group cannot be used any more, else SUCCESS."""

@@ -18,12 +18,13 @@ from torch.autograd import _profiler_enabled
 
 from mpicoll import collectives, execute, point_to_point
 from mpicoll.dtypes import OPERATIONS, ReduceOp
-from mpicoll.errors import ArgumentError
+from mpicoll.errors import ArgumentError, EmptyListError
 from mpicoll.execute import run_plain
 from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import cores, profiling, sparse
 from mpicoll.torch.compilation import uncompiled
+from mpicoll.torch.options import Options
 from mpicoll.torch.works import Done, Pending, Received, flat, joined
 from mpicoll.work import Work, seconds
 
@@ -91,6 +92,11 @@ class Collectives:
         """Sets the timeout of all calls to come."""
         self.core.timeout = seconds(timeout, None, "set_timeout")
 
+    @property
+    def options(self) -> Options:
+        """What the group was made with; its timeout can be set."""
+        return Options(self.core)
+
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
@@ -130,8 +136,8 @@ class Collectives:
     ) -> c10d.Work:
         if not 0 <= root < self.core.size():
             raise ArgumentError(
-                f"{primitive.name}: {primitive.root}: rank {root} is not in the group of "
-                f"{self.core.size()} ranks"
+                f"{primitive.name}: {primitive.root}: invalid root rank: {root} is not in the "
+                f"group of {self.core.size()} ranks"
             )
         asynchronous, limit = options.asyncOp, options.timeout
         if (
@@ -169,7 +175,7 @@ class Collectives:
                 f"{len(outputs)}"
             )
         if not outputs:
-            return _done(())
+            raise EmptyListError(f"{name}: requires non-empty tensor list, got an empty one")
         asynchronous, limit = options.asyncOp, options.timeout
         read = outputs if inputs is None else inputs
         if asynchronous or limit > _NOW:
@@ -242,7 +248,7 @@ class Collectives:
     ) -> c10d.Work:
         """The root's tensor to all."""
         opts = _options(c10d.BroadcastOptions, opts, "root", root=root, timeout=timeout)
-        return self._call(_BROADCAST, opts, _one("broadcast", tensors), root=opts.rootRank)
+        return self._call(_BROADCAST, opts, _one("broadcast", tensors, opts), root=opts.rootRank)
 
     def allreduce(
         self,
@@ -300,7 +306,7 @@ class Collectives:
         return self._call(
             _REDUCE,
             opts,
-            _one("reduce", tensors),
+            _one("reduce", tensors, opts),
             op=_operation(opts.reduceOp),
             root=opts.rootRank,
         )
@@ -502,15 +508,18 @@ def _timed(opts: Any, timeout: timedelta | None = None) -> Any:
     return opts
 
 
-def _one(name: str, tensors: Any) -> Any:
-    """The tensor of a list of one, or the tensor itself."""
+def _one(name: str, tensors: Any, opts: Any = None) -> Any:
+    """The tensor of a list of one, or the tensor itself; ``opts`` may say which one of a list."""
     if isinstance(tensors, (list, tuple)):
         if len(tensors) != 1:
             raise ArgumentError(
-                f"{name}: expected a list of one tensor (one device a process), got "
+                f"{name}: requires a single-element tensor list (one device a process), got "
                 f"{len(tensors)}; call {name} for each, or its coalesced form"
             )
-        return tensors[0]
+        (tensors,) = tensors
+    which = getattr(opts, "rootTensor", 0)
+    if which != 0:
+        raise ArgumentError(f"{name}: invalid root tensor: {which}; there is one, number 0")
     return tensors
 
 

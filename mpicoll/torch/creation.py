@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from mpicoll import backends
 from mpicoll.errors import UnsupportedError
 from mpicoll.torch import NAME, backend, cores
 from mpicoll.torch.callers import variable
@@ -22,15 +23,15 @@ def create(
 ) -> TorchGroup | backend.BackedGroup | backend.TorchBackend:
     """The group that torch's ``_DistributedBackendOptions`` describe; only its members call.
 
-    Where it is of other backends as well, only its backend.
+    Where it is of other backends as well, only its backend. pg_options have no effect, as on
+    torch's Gloo.
 
-    Raises UnsupportedError for pg_options, before torch 2.15 for a mix of backends, and for a part
-    of the ranks where the default group is of another backend.
+    Raises UnsupportedError before torch 2.15 for a mix of backends, and for a part of the ranks
+    where the default group is of another backend.
     """
     asked = str(variable("_new_process_group_helper", "backend") or NAME)
     mixed = _mixed(asked)
-    if pg_options is not None:
-        raise UnsupportedError("mpicoll: pg_options are not supported; leave them out")
+    backends.warn_of_options(pg_options, "mpicoll")
     _record_if_asked(asked)
     limit = seconds(options.timeout, None, "timeout")
     ranks = list(options.global_ranks_in_group)

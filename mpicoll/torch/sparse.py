@@ -30,7 +30,8 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp) -> Work:
     """
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UnsupportedError(
-            f"all_reduce: op: {op.name} of a sparse tensor is not supported; expected SUM or AVG"
+            f"all_reduce: op: unsupported reduction operation: {op.name} of a sparse tensor; "
+            "expected SUM or AVG"
         )
 
     stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None

@@ -267,7 +267,9 @@ class Guard:
 
     def _look_around(self, stuck: dict[ProcessGroup, _Wait]) -> None:
         now = time.monotonic()
-        if now > self._look_at_all:  # what others tell a rank that never waits must not pile up
+        # What others tell a rank that never waits must not pile up. Where MPI lets one thread in at
+        # a time, the program may be inside it now.
+        if now > self._look_at_all and not launch.in_turns():
             self._look_at_all = now + _SELDOM
             for group in list(state.groups):
                 positions.look(group)

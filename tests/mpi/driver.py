@@ -217,6 +217,39 @@ class Call:
         self.check()
 
 
+class Uneven(Call):
+    """reduce_scatter of blocks of different sizes, one a rank of the group or more."""
+
+    def __init__(
+        self,
+        team: Team,
+        dtype: DType,
+        sizes: Sequence[int],
+        op: ReduceOp,
+        make: Maker = guarded,
+    ) -> None:
+        self.sizes = list(sizes)[: team.size]
+        super().__init__("reduce_scatter", team, dtype, 0, op, make=make)
+        self.what += f", sizes {self.sizes}"
+
+    def given(self, rank: int) -> Array:
+        """The input of a rank in the group."""
+        assert self.op is not None
+        return oracle.operands(self.op, self.dtype, sum(self.sizes), self.team.ranks[rank])
+
+    def _scattered(self, row: Primitive, mine: Array, rooted: bool) -> None:
+        spans = [(sum(self.sizes[:r]), size) for r, size in enumerate(self.sizes)]
+        expected = self.result().part(*spans[self.me])
+        self.arguments["output"] = self._one("output", (self.sizes[self.me],), None, expected)
+        self.arguments["input_list"] = [
+            self._one(f"input_list[{r}]", (size,), part, Between(part))
+            for r, (start, size) in enumerate(spans)
+            for part in [mine[start : start + size]]
+        ]
+
+    _LAYOUTS: ClassVar = {Layout.SCATTERED: _scattered}
+
+
 class Exact(Call):
     """On numbers whose sums and products are exact, whatever their order, before they are rounded
     to a narrow float: more digits than it has.
@@ -274,4 +307,15 @@ def same_on_all(mpi: Any, calls: Sequence[Call]) -> None:
             )
 
 
-__all__ = ["DTYPES", "MOVES", "NAMES", "REDUCTIONS", "Call", "Kind", "legal", "meet", "same_on_all"]
+__all__ = [
+    "DTYPES",
+    "MOVES",
+    "NAMES",
+    "REDUCTIONS",
+    "Call",
+    "Kind",
+    "Uneven",
+    "legal",
+    "meet",
+    "same_on_all",
+]

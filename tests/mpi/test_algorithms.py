@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import team as group_of
-from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, legal, meet, same_on_all
+from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal, meet, same_on_all
 
 import mpicoll as dist
 from mpicoll import routes
@@ -203,6 +203,17 @@ def test_uneven_blocks(places, mpi, monkeypatch, gathered):
             dist.all_gather(outputs, blocks[team.me], team.group)
             for r, (output, block) in enumerate(zip(outputs, blocks, strict=True)):
                 oracle.same_bits(output, block, f"{sizes} from {r} in {team.name}")
+
+
+@pytest.mark.parametrize("dtype", [by_name["int32"], by_name["bfloat16"], by_name["complex64"]])
+def test_uneven_reduce_scatter(places, mpi, seams, dtype):
+    for sizes in ([5, 70, 3, 40, 1], [61, 0, 1, 130, 0], [0, 200, 0, 0, 0], [0, 0, 0, 0, 7]):
+        meet(mpi)
+        for team in places:
+            if team.me is None:
+                continue
+            for op in legal(dtype):
+                Uneven(team, dtype, sizes, op).run()
 
 
 def test_all_to_all_of_blocks_of_any_size(places, mpi):

@@ -10,7 +10,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from driver import DTYPES, NAMES, Call, guarded, legal
+from driver import DTYPES, NAMES, Call, Uneven, guarded, legal
 
 import mpicoll as dist
 from mpicoll.dtypes import ReduceOp, by_name
@@ -478,7 +478,7 @@ def test_refused_mixtures(world, row):
             wrong.append((other, "different dtypes"))
         if isinstance(good, list):
             wrong += [(good[:-1], "one array for each"), ([*good, good[0]], "one array for each")]
-            if row.name not in ("all_gather", "all_to_all"):
+            if row.name not in ("all_gather", "reduce_scatter", "all_to_all"):
                 longer = spoilt(row, world, argument, lambda good: np.zeros(3, np.float32))
                 wrong.append((longer, "shape"))
         elif row.layout is not Layout.EXCHANGED:
@@ -630,6 +630,51 @@ def test_uneven_all_to_all(teams, dtype, async_op):
             if async_op:
                 work.wait()
             assert (into == np.concatenate(expected)).all()
+
+
+#: Sizes of the blocks of reduce_scatter, one a rank.
+SIZES = ([3, 0, 7, 1], [0, 0, 5, 0], [1, 2, 3, 4], [0, 9000, 1, 20000])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+def test_uneven_reduce_scatter(teams, dtype):
+    for team in teams:
+        if team.me is None:
+            continue
+        for turn, op in enumerate(legal(dtype)):
+            for sizes in SIZES[: 4 if op is ReduceOp.SUM else 3]:
+                call = Uneven(team, dtype, sizes, op)
+                work = call.start(async_op=turn % 2 == 1)
+                if work is not None:
+                    work.wait()
+                call.check()
+
+
+def test_uneven_reduce_scatter_of_arrays_that_lie_apart(world):
+    """The shapes may differ as well; an output among the inputs."""
+    n, me = world.size, world.me
+    blocks = [block(me, r, 6 * r, np.float64).reshape(2, -1) for r in range(n)]
+    totals = [sum(block(k, r, 6 * r, np.float64) for k in range(n)).reshape(2, -1)
+              for r in range(n)]  # fmt: skip
+    output = np.zeros((3 * me, 2)).T
+    dist.reduce_scatter(output, [np.asfortranarray(one) for one in blocks], dist.ReduceOp.SUM)
+    assert (output == totals[me]).all()
+    dist.reduce_scatter(blocks[me], blocks)
+    assert (blocks[me] == totals[me]).all()
+
+
+def test_ranks_that_disagree_on_the_sizes_of_reduce_scatter(world):
+    if world.size == 1:
+        return
+    n, me, group = world.size, world.me, dist.new_group()  # whose first calls are compared
+    for sizes in ([2] * n, [4, *[2] * (n - 1)]):  # even blocks on some ranks, or other uneven ones
+        theirs = list(range(1, n + 1)) if me == 0 else sizes
+        inputs, output = [np.ones(size) for size in theirs], np.zeros(theirs[me])
+        with pytest.raises(dist.MismatchError, match=r"rank 0: .* of 1 \+ 2.* elements of float64"):
+            dist.reduce_scatter(output, inputs, group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match=rf"input_list: .*\[{me}\] has shape \({me + 1},\)"):
+        dist.reduce_scatter(np.zeros(99), [np.ones(r + 1) for r in range(n)])
 
 
 def test_the_names_are_those_of_the_table():

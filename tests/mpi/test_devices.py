@@ -16,7 +16,7 @@ import pytest
 import simulated
 from conftest import TIMEOUT
 from conftest import team as group_of
-from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, legal, meet
+from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal, meet
 
 import mpicoll as dist
 from mpicoll import capabilities, device
@@ -147,6 +147,10 @@ class DeviceCall(Call):
         self.check()
 
 
+class UnevenDeviceCall(DeviceCall, Uneven):
+    """The same with blocks of different sizes."""
+
+
 # ---- Everything ----------------------------------------------------------------------------------
 
 #: Elements, the place of the group in ``teams``, layout, kind of memory, and whether the call is
@@ -223,11 +227,18 @@ def test_pieces(road, arrays, world, monkeypatch, dtype):
             op = legal(dtype)[count % len(legal(dtype))]
             if serves(road, name, dtype, op):
                 DeviceCall(arrays, name, world, dtype, count, op, count % world.size).run()
+        op = legal(dtype)[count % len(legal(dtype))]
+        if serves(road, "reduce_scatter", dtype, op):
+            UnevenDeviceCall(arrays, world, dtype, [count, 0, 7, 19], op).run()
 
 
 def test_uneven_blocks(road, arrays, world):
-    """all_gather of arrays of different sizes, and all_to_all_single with splits."""
+    """all_gather and reduce_scatter of arrays of different sizes, all_to_all_single with splits."""
     for dtype in dtypes_of(road, arrays):
+        for turn, op in enumerate(legal(dtype)):
+            if serves(road, "reduce_scatter", dtype, op):
+                for sizes in ([5, 0, 3, 17], [0, 7, 0, 1], [300, 1, 2, 40]):
+                    UnevenDeviceCall(arrays, world, dtype, sizes, op).complete(turn % 2 == 1)
         counts = [5, 0, 3, 17][: world.size]
         given = uploaded(arrays, oracle.any_bits(dtype, counts[world.me], world.me))
         outputs = [uploaded(arrays, np.zeros(count, dtype.numpy)) for count in counts]

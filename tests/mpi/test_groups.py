@@ -16,7 +16,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll import groups
+from mpicoll import backends, groups
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 
@@ -148,9 +148,21 @@ def test_refused_ranks(world):
     assert_works(dist.new_group(), range(n))
 
 
+def test_options_have_no_effect_and_one_warning(world, monkeypatch):
+    monkeypatch.setattr(backends, "_warned_of_options", False)
+    everybody = list(range(world.size))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = dist.new_group(pg_options=object())
+        split = dist.split_group(None, [everybody], pg_options=object())
+    assert [str(one.message)[:34] for one in caught] == ["new_group: pg_options (object) have"[:34]]
+    assert caught[0].filename == __file__
+    for group in (made, split):
+        assert_works(group, everybody)
+        dist.destroy_process_group(group)
+
+
 def test_refused_options(world):
-    with pytest.raises(ValueError, match="pg_options"):
-        dist.new_group(pg_options=object())
     with pytest.raises(ValueError, match="device_id"):
         dist.new_group(device_id=0)
     with pytest.raises(ValueError, match="'ucc' is not available"):
@@ -539,8 +551,6 @@ def test_refused_splits(world):
     ):
         with pytest.raises(ValueError, match=word):
             dist.split_group(None, lists)
-    with pytest.raises(ValueError, match="pg_options"):
-        dist.split_group(None, [[0]], pg_options=object())
     assert dist.get_pg_count() == 1
 
 
@@ -595,8 +605,6 @@ def test_refused_shrinks(world):
             dist.shrink_group(wrong, group)
     with pytest.raises(ValueError, match="shrink_flags"):
         dist.shrink_group([1], group, shrink_flags=2)
-    with pytest.raises(ValueError, match="pg_options"):
-        dist.shrink_group([1], group, pg_options=object())
     assert_works(group, range(n))
 
 

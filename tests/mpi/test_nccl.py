@@ -11,7 +11,7 @@ from conftest import TIMEOUT, Team, team
 from driver import MOVES, REDUCTIONS, legal
 from mpi4py import MPI
 from simulated import Simulated, elements
-from test_devices import DeviceCall, got, uploaded
+from test_devices import DeviceCall, UnevenDeviceCall, got, uploaded
 
 import mpicoll as dist
 from mpicoll import capabilities, device
@@ -224,6 +224,14 @@ def test_what_nccl_does_not_compute_takes_another_route(arrays, cuda, world):
         row, operation = by_name[dtype], getattr(dist.ReduceOp, op)
         DeviceCall(arrays, "all_reduce", world, row, 100, operation).run()
         assert cuda.asked == before
+
+
+def test_uneven_reduce_scatter(arrays, cuda, world):
+    before = cuda.asked
+    for name in ("SUM", "MAX"):
+        call = by_name["int32"], [3, 0, 1000, 5], getattr(dist.ReduceOp, name)
+        UnevenDeviceCall(arrays, world, *call).complete(False)
+    assert cuda.asked > before, "another route was taken"
 
 
 def test_uneven_blocks(arrays, world):

@@ -8,7 +8,18 @@ import numpy as np
 import oracle
 import pytest
 from conftest import team as group_of
-from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Exact, legal, meet, same_on_all
+from driver import (
+    DTYPES,
+    MOVES,
+    NAMES,
+    REDUCTIONS,
+    Call,
+    Exact,
+    Uneven,
+    legal,
+    meet,
+    same_on_all,
+)
 
 import mpicoll as dist
 from mpicoll import tables
@@ -159,6 +170,8 @@ def test_seams_between_uneven_blocks(cut, dtype):
         dist.all_gather(outputs, mine, cut.group)
         for r, output in enumerate(outputs):
             oracle.same_bits(output, oracle.any_bits(dtype, counts[r], r), f"{counts} from {r}")
+        for op in legal(dtype):
+            Uneven(cut, dtype, counts, op).run()
 
 
 def test_real_blocks(world, mpi, monkeypatch):

@@ -162,7 +162,8 @@ def test_refused(world):
         group.allreduce_coalesced([*mine, torch.ones(3).to_sparse()])
     with pytest.raises(RuntimeError, match="expected one output for each"):
         group.allgather_into_tensor_coalesced([torch.ones(3)], mine)
-    assert group.allreduce_coalesced([]).is_completed()
+    with pytest.raises(RuntimeError, match="requires non-empty tensor list"):
+        group.allreduce_coalesced([])
     assert calls_made() == begun
     for one in mine:
         equal(one, torch.ones(3))

@@ -77,6 +77,65 @@ def test_allreduce(world, group, async_op):
     near(mine, sum(parts))
 
 
+def test_what_gloo_refuses_in_the_same_words(world, group):
+    """The words that PyTorch's own tests of Gloo ask for; all found before anything is sent."""
+    n, me = world.size, world.me
+    one, other, two = torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(2)
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], size=(4,), check_invariants=True)
+
+    def at(kind, root, tensor=0):
+        made = options(kind, True, rootRank=root)
+        if tensor:
+            made.rootTensor = tensor
+        return made
+
+    product = options(AllreduceOptions, True, reduceOp=ReduceOp.PRODUCT)
+    refused = [
+        ("invalid root rank: -1", lambda: group.broadcast([one], at(BroadcastOptions, -1))),
+        (f"invalid root rank: {n}", lambda: group.reduce([one], at(ReduceOptions, n))),
+        ("invalid root tensor: -1", lambda: group.broadcast([one], at(BroadcastOptions, 0, -1))),
+        ("invalid root tensor: 1", lambda: group.broadcast([one], at(BroadcastOptions, 0, 1))),
+        ("invalid root tensor: 1", lambda: group.reduce([one], at(ReduceOptions, 0, 1))),
+        ("requires a single-element", lambda: group.reduce([one, one], at(ReduceOptions, 0))),
+        ("tensors must all have the same type", lambda: group.allreduce_coalesced([one, other])),
+        ("unsupported reduction operation", lambda: group.allreduce([sparse], product)),
+        (
+            "invalid tensor type",
+            lambda: group.scatter([one], [[other] * n], at(ScatterOptions, me)),
+        ),
+        ("invalid tensor size", lambda: group.scatter([one], [[two] * n], at(ScatterOptions, me))),
+        ("invalid tensor type", lambda: group.gather([[other] * n], [one], at(GatherOptions, me))),
+        ("invalid tensor size", lambda: group.gather([[two] * n], [one], at(GatherOptions, me))),
+    ]
+    if n > 1:
+        away = (me + 1) % n
+        refused += [
+            (
+                "requires empty input on non-root",
+                lambda: group.scatter([one], [[one] * n], at(ScatterOptions, away)),
+            ),
+            (
+                "requires empty output on non-root",
+                lambda: group.gather([[one] * n], [one], at(GatherOptions, away)),
+            ),
+        ]
+    for words, call in refused:
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    for call in (
+        lambda: group.allreduce_coalesced([]),
+        lambda: group.allgather_coalesced([[]] * n, []),
+        lambda: group.reduce_scatter_tensor_coalesced([], []),
+        lambda: group.allgather_into_tensor_coalesced([], []),
+    ):
+        with pytest.raises(RuntimeError, match="|".join(EMPTY)):
+            call()
+
+
+#: What is said of an empty list: with Gloo torch's dispatcher says it.
+EMPTY = "requires non-empty tensor list", "expected at least one array", "no tensor arguments"
+
+
 @ASYNC
 def test_allreduce_coalesced(world, group, async_op):
     shapes = [(3,), (4, 2), (0,), (100,)]

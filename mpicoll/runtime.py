@@ -402,6 +402,7 @@ def abandon(group: ProcessGroup) -> None:
 
 def _give_up(group: ProcessGroup, why: str) -> None:
     error = DistBackendError(f"process group {group.group_name!r} {why}")
+    group.close()  # before looking for what is under way: nothing begins any more
     for work in [*group.pending, *group.in_flight]:
         work.give_up(error)
     leave(group)

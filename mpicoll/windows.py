@@ -24,6 +24,7 @@ from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
+    DistBackendError,
     MpicollError,
     UnsupportedError,
 )
@@ -44,6 +45,8 @@ _SIGNAL = 0
 #: How often a look after a window lets MPI move what is on its way. One piece moves each time, and
 #: MPICH cuts a put of 4 MiB into 500; so a look takes some 30 µs.
 _MOVES = 32
+#: Seconds that an asynchronous wait has, beyond its timeout, to tell who did not signal.
+_GRACE = 1.0
 #: Windows with memory that others may still write into. It must not go with its owner.
 _registered: set[Window] = set()
 
@@ -218,6 +221,8 @@ class Window:
             work = self._signal(peer, receives=True)
             work.limit = limit
             self.group.in_flight.add(work)  # an abort ends it
+            if self.group.closed is not None:
+                work.give_up(DistBackendError(f"{work.description}: the group was destroyed"))
             try:
                 work.finish_now()
             except CollectiveTimeoutError as error:
@@ -233,7 +238,7 @@ class Window:
             wait()
             return None
         work = self._waits = execute.submit(self.group, wait, where, ())
-        work.limit = limit
+        work.limit = None if limit is None else limit + _GRACE
         if async_op:
             return work
         work.wait()

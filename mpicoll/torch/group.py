@@ -25,6 +25,7 @@ from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import profiling, sparse
 from mpicoll.torch.compilation import uncompiled
+from mpicoll.torch.windows import TorchWindow
 from mpicoll.torch.works import Done, Pending, Received, flat, joined
 from mpicoll.work import Work, seconds
 
@@ -87,7 +88,8 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # What torch asks a backend before it asks it for more than collectives.
     supports_splitting = supports_shrinking = supports_coalescing = False
     supports_time_estimate = _supports_time_estimate = supports_tensor_alloc = False
-    supports_reconfigure = supports_window = False
+    supports_reconfigure = False
+    supports_window = True
     supports_abort_hooks = supports_completion_hooks = False
 
     # Where these are C++'s, they want a backend in C++, or keep hooks that nobody calls.
@@ -97,7 +99,6 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     register_abort_hook = _refusal("register_abort_hook")
     get_reconfigure_handle = _refusal("get_reconfigure_handle")
     reconfigure = _refusal("reconfigure")
-    new_window = _refusal("new_window")
 
     def __init__(
         self,
@@ -175,6 +176,10 @@ class TorchGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def _wait_for_pending_works(self) -> None:
         if self.core.worker is not None:
             execute.submit(self.core, lambda: None, "wait", ()).wait()
+
+    def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
+        """A window, and ``tensor`` registered with it; every member calls."""
+        return TorchWindow(self.core, tensor)
 
     def shutdown(self) -> None:
         """Waits for what is pending and ends the group; the default group ends everything.

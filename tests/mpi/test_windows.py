@@ -7,8 +7,6 @@ What is to be there is worked out by each rank alone, from the numbers that ever
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import time
 import weakref
 from datetime import timedelta
@@ -374,43 +372,3 @@ def test_many_windows(world):
         window.deregister()
         window.free()
         world.group.windows.remove(window)
-
-
-PROGRAM = """
-import sys
-import numpy as np
-import mpicoll as dist
-from mpicoll.windows import Window
-dist.init_process_group()
-window = Window(dist.group.WORLD)
-memory = np.zeros(4)
-window.register(memory)
-window.put(np.full(4, 5.0), 0, 0, False)
-window.signal(0, False)
-window.wait_signal(0, False)
-assert memory[3] == 5
-if "wait" in sys.argv:
-    window.wait_signal(0, True)
-    dist.distributed = None
-    from mpicoll import runtime
-    runtime.abandon(dist.group.WORLD)
-if "destroy" in sys.argv:
-    dist.destroy_process_group()
-print("end", flush=True)
-"""
-
-
-@pytest.mark.parametrize("how", ["destroy", "leave", "wait"])
-def test_the_end_of_a_program(how, world):
-    """Destroyed, left as it is, and aborted while a signal is waited for."""
-    if world.size > 1:
-        pytest.skip("starts a process of its own, without a launcher")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0 and done.stdout.startswith("end\n"), done.stderr
-    assert "Traceback" not in done.stderr

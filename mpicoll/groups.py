@@ -56,6 +56,7 @@ class ProcessGroup:
     shared:   memory that the ranks share; None before it was looked for, False where there is none.
     lanes:    the streams and the memory that collectives have of each CUDA device.
     ferries:  what takes messages to and from each CUDA device.
+    windows:  memory that ranks of the group put into; see windows.py.
     devices:  how device memory goes; None before the ranks have agreed on it.
     sequence: number of collectives begun that are compared between the ranks.
     formed:   number of the others: groups made of this one.
@@ -96,6 +97,7 @@ class ProcessGroup:
         self.shared: Any = None
         self.lanes: dict[int, Lane] = {}
         self.ferries: dict[int, Any] = {}
+        self.windows: list[Any] = []
         self.devices: Any = None
         self.sequence = 0
         self.formed = 0

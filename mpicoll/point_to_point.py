@@ -23,7 +23,7 @@ from mpicoll.errors import (
 )
 from mpicoll.groups import ProcessGroup, default_group, resolve
 from mpicoll.pickles import Bytes
-from mpicoll.progress import Poller
+from mpicoll.progress import Pollable, Poller
 from mpicoll.views import DeviceView, View
 from mpicoll.watch import positions
 from mpicoll.work import Work, deadline
@@ -32,12 +32,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "MessageWork",
     "P2POp",
     "batch_isend_irecv",
     "drain",
     "exchange_bytes",
+    "in_background",
     "irecv",
     "isend",
+    "look_after",
     "post",
     "recv",
     "recv_async",
@@ -245,7 +248,7 @@ class MessageWork(Work):
             if self._receives:
                 self._give_up(error)
             elif not self._finished:
-                _in_background(self)
+                in_background(self)
             raise
 
     def source_rank(self) -> int:
@@ -300,19 +303,23 @@ def _packed(
     return packed, partial(view.fill, packed)
 
 
-def _in_background(work: MessageWork) -> MessageWork:
+def in_background(work: MessageWork) -> MessageWork:
     """Hands a message to the poller, which moves it while nobody waits and holds its arrays."""
-    global _poller
     if not work.poll():
-        group = work._group
-        group.in_flight.add(work)
-        if _poller is None:
-            with _poller_lock:
-                if _poller is None:
-                    launch.warn_of_turns(group.ranks[group.rank()])
-                    _poller = Poller()
-        _poller.add(work)
+        work._group.in_flight.add(work)
+        look_after(work)
     return work
+
+
+def look_after(item: Pollable) -> None:
+    """Hands what MPI has to be called for to the poller."""
+    global _poller
+    if _poller is None:
+        with _poller_lock:
+            if _poller is None:
+                launch.warn_of_turns(default_group().rank())
+                _poller = Poller()
+    _poller.add(item)
 
 
 def post(
@@ -322,7 +329,7 @@ def post(
     tag = _check_tag(group, name, tag)
     if peer is None:
         peer = _source(name, group, None, None)
-    return _in_background(_message(group, name, tensor, peer, tag, receives))
+    return in_background(_message(group, name, tensor, peer, tag, receives))
 
 
 def drain(group: ProcessGroup, limit: float) -> None:

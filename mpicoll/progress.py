@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Poller", "Worker"]
+__all__ = ["Pollable", "Poller", "Worker"]
 
 
 #: What is to be done; it must not raise.

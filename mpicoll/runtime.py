@@ -13,7 +13,16 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import backends, communicators, groups, launch, point_to_point, settings, tables
+from mpicoll import (
+    backends,
+    communicators,
+    groups,
+    launch,
+    point_to_point,
+    settings,
+    tables,
+    windows,
+)
 from mpicoll.agreement import agree
 from mpicoll.backends import Backend
 from mpicoll.errors import (
@@ -411,6 +420,8 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
             f"destroy_process_group: {group.group_name}: asynchronous work is still pending after "
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
         )
+    if not group.broken and sys.exc_info()[1] is None:
+        windows.free_all(group)
     point_to_point.drain(group, limit)
     try:
         if group.devices is not None:
@@ -454,6 +465,7 @@ def give_up(group: ProcessGroup, why: str = "was aborted") -> None:
 
 
 def _give_up(group: ProcessGroup, why: str) -> None:
+    group.close()  # before looking for what is under way: nothing begins any more
     give_up(group, why)
     leave(group)
 

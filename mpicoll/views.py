@@ -18,6 +18,7 @@ from mpicoll.errors import UnsupportedError
 __all__ = [
     "CARRIERS",
     "Alias",
+    "Array",
     "DeviceView",
     "Parts",
     "View",

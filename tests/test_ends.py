@@ -1368,3 +1368,35 @@ def test_an_exception_in_a_block_ends_the_job(before: str, waiting: str, ended: 
 def test_a_block_in_good_order(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["True 2.0 False"] * 2
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+#: How a rank leaves a window in which memory is registered.
+LEAVING = {
+    "destroy": "dist.destroy_process_group()",
+    "nothing": "",
+    "abort": "waiting = window.wait_signal(1 - me, True); runtime.abandon(dist.group.WORLD)",
+}
+
+
+@pytest.mark.parametrize("leaving", LEAVING.values(), ids=list(LEAVING))
+@job("""
+    from mpicoll import runtime
+    from mpicoll.windows import Window
+    dist.init_process_group()
+    me = dist.get_rank()
+    window, memory = Window(dist.group.WORLD), np.zeros(4)
+    window.register(memory)
+    window.put(np.full(4, 5.0), 1 - me, 0, False)
+    window.signal(1 - me, False)
+    window.wait_signal(1 - me, False)
+    assert memory[3] == 5
+    window.signal(1 - me, False) if "abandon" not in '''$leaving''' else None
+    $leaving
+    say("end")
+""")
+def test_windows_at_the_end(leaving: str, ended: Ended) -> None:
+    """The MPI library may say that memory is in use; nobody hangs or fails."""
+    assert ended.code == 0 and ended.out.count("end\n") == 2, ended
+    assert HUNG not in ended.err and "Traceback" not in ended.err, ended

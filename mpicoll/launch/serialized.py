@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["plain", "serialize"]
+__all__ = ["plain", "serialize", "window"]
 
 _lock = threading.RLock()
 #: Seconds between two tests of what is not complete yet, at the longest.
@@ -30,6 +30,18 @@ def serialize(comm: MPI.Intracomm) -> MPI.Intracomm:
 def plain(comm: MPI.Intracomm) -> MPI.Intracomm:
     """The communicator as mpi4py made it."""
     return comm._comm if isinstance(comm, _Communicator) else comm
+
+
+def window(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
+    """A window of ``memory``, in bytes, as the communicator is: under the lock or not. A flush
+    moves what the others wait for, so the one that blocks in it holds up nobody for good.
+    """
+    from mpi4py import MPI
+
+    if isinstance(comm, _Communicator):
+        with _lock:
+            return cast("MPI.Win", _Locked(MPI.Win.Create(memory, 1, MPI.INFO_NULL, comm._comm)))
+    return MPI.Win.Create(memory, 1, MPI.INFO_NULL, comm)
 
 
 class _Request:
@@ -53,23 +65,31 @@ class _Request:
             self._request.Cancel()
 
 
-class _Communicator:
-    """The calls of a communicator that mpicoll makes.
+class _Locked:
+    """Something of MPI's, whose every call is under the lock, and blocks with it held."""
 
-    What has no twin below, creating communicators above all, blocks with the lock held.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._comm, name)
+        method = getattr(self._inner, name)
 
         def locked(*args: Any, **kwargs: Any) -> Any:
             with _lock:
                 return method(*args, **kwargs)
 
         return locked
+
+
+class _Communicator(_Locked):
+    """The calls of a communicator that mpicoll makes.
+
+    What has no twin below, creating communicators above all, blocks with the lock held.
+    """
+
+    @property
+    def _comm(self) -> MPI.Intracomm:
+        return self._inner  # type: ignore[no-any-return]
 
     def _begin(self, start: Callable[..., MPI.Request], *args: Any) -> _Request:
         with _lock:

@@ -7,6 +7,7 @@ import mmap
 import os
 import secrets
 import sys
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from mpicoll.routes.wire import all_gather_bytes, broadcast_bytes
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Segment", "share"]
+__all__ = ["Segment", "allocate", "attach", "place", "share"]
 
 
 class Segment(NamedTuple):
@@ -64,6 +65,62 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     if memory is None or not all(has and theirs == region for has, theirs, _ in everybody):
         return None
     return Segment(memory, len(set().union(*(each for *_, each in everybody))))
+
+
+# --- memory of one rank that others may map -----------------------------------------------------
+
+#: Where what ``allocate`` has given begins, with its size, and the file's name and descriptor.
+_allocated: dict[int, tuple[int, str, int]] = {}
+
+
+def allocate(nbytes: int) -> mmap.mmap | None:
+    """Memory of this process, zeros, which others of this node can map; None where there is none.
+
+    It is a file like that of ``share``, which stays open as long as the memory is used, for others
+    to find.
+    """
+    name, size = f"mpicoll-{secrets.token_hex(16)}", max(nbytes, 1)
+    file = _made(name, size)
+    if file is None:
+        return None
+    try:
+        os.posix_fallocate(file, 0, size)
+        memory = mmap.mmap(file, size, **_without_file)
+    except OSError:
+        os.close(file)
+        return None
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    _allocated[start] = (size, name, file)
+    weakref.finalize(memory, _forget, start, file).atexit = False
+    return memory
+
+
+def _forget(start: int, file: int) -> None:
+    del _allocated[start]
+    os.close(file)
+
+
+def place(start: int, nbytes: int) -> list[Any] | None:
+    """Where other processes find memory of ``allocate``: name, path, and where in it ``start`` is;
+    None for other memory.
+    """
+    for begin, (size, name, file) in list(_allocated.items()):
+        if begin <= start and start + nbytes <= begin + size:
+            return [name, f"/proc/{os.getpid()}/fd/{file}", start - begin]
+    return None
+
+
+def attach(name: str, where: str) -> mmap.mmap | None:
+    """Maps what another process has allocated; None where it is not on this node."""
+    file = _opened(name, where)
+    if file is None:
+        return None
+    try:
+        return mmap.mmap(file, os.fstat(file).st_size, **_without_file)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
 
 
 #: The mapping needs no open file, but before Python 3.13 it keeps one.

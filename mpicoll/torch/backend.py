@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from mpicoll.errors import ArgumentError
@@ -27,14 +28,17 @@ from mpicoll.torch import cores, versions
 from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.devices import devices
+from mpicoll.torch.windows import TorchWindow
 from mpicoll.work import seconds
 
-__all__ = ["AVAILABLE", "BackedGroup", "TorchBackend"]
+__all__ = ["AVAILABLE", "SUCCESS", "BackedGroup", "TorchBackend"]
 
 
 C: Any = torch._C._distributed_c10d  # the stubs are those of the torch that is installed
 
 
+#: What a backend says while nothing is wrong.
+SUCCESS = C.ErrorType.SUCCESS
 #: Whether this torch lets Python make a backend. 2.14 does, but asks it for ever what it supports.
 AVAILABLE = versions.FOUND >= (2, 15)
 
@@ -80,12 +84,20 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     supports_splitting = supports_shrinking = True
     supports_abort_hooks = True
     supports_coalescing = supports_completion_hooks = False
-    supports_reconfigure = supports_window = False
+    supports_window = True
+    supports_reconfigure = False
     _supports_time_estimate = False
 
     def __init__(self, core: ProcessGroup, backend: str) -> None:
         super().__init__(core, backend)
         self._abort_hooks: dict[int, Callable[[], None]] = {}
+
+    def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
+        """A window for one-sided communication; every member calls at the same place.
+
+        tensor: registered at once, None: later. C++ cannot call this: its windows are in C++.
+        """
+        return TorchWindow(self.core, tensor)
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         """False: tensors need no memory of a kind."""
@@ -93,7 +105,7 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
 
     def get_error(self) -> Any:
         """torch's ErrorType: COMM_ERROR once the group cannot be used any more, else SUCCESS."""
-        return C.ErrorType.COMM_ERROR if self.core.broken else C.ErrorType.SUCCESS
+        return C.ErrorType.COMM_ERROR if self.core.broken else SUCCESS
 
     def eager_connect_single_device(self, device: Any) -> None:
         """Nothing: the ranks are connected when the group has been made."""
@@ -103,9 +115,12 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Runs the abort hooks; ends the group without waiting for anything."""
+        self._call_abort_hooks()
+        super().abort()
+
+    def _call_abort_hooks(self) -> None:
         for hook in list(self._abort_hooks.values()):
             hook()
-        super().abort()
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
         """Calls ``hook`` before the group is aborted."""
@@ -265,6 +280,10 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to agree on: every group begins at 0."""
+
+    def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
+        """A window for one-sided communication; every member calls at the same place."""
+        return self.backend.new_window(tensor)
 
     @property
     def supports_reconfigure(self) -> bool:

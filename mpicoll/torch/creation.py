@@ -43,6 +43,10 @@ def create(
     name = NAME if ":" in asked else asked
     if not backend.AVAILABLE:
         return TorchGroup(core, options.store, name)
+    if options.enable_reconfigure:
+        from mpicoll.torch.reconfigure import ReconfigurableBackend, ReconfigurableGroup
+
+        return ReconfigurableGroup(ReconfigurableBackend(core, name), options.store)
     made = backend.TorchBackend(core, name)
     return made if mixed else backend.BackedGroup(made, options.store)
 

@@ -1,0 +1,208 @@
+"""Reconfigure: groups of changing members, made by them alone, one after the other.
+
+Every rank runs every test; who is not named does nothing until the others are through.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from itertools import count
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicoll as dist
+from mpicoll import runtime
+from mpicoll.groups import state
+from mpicoll.reconfigure import Reconfigurable
+
+_uuids = count(1000, 100)
+
+
+@pytest.fixture
+def uuid():
+    """The first of a hundred that no other test has, the same on all ranks."""
+    return next(_uuids)
+
+
+@pytest.fixture(scope="module")
+def made(world):
+    """What makes the groups, and all handles."""
+    found = Reconfigurable(world.group)
+    return found, MPI.COMM_WORLD.allgather(found.handle())
+
+
+def together():
+    MPI.COMM_WORLD.Barrier()
+
+
+def check(group, members):
+    """The group is that of those ranks of the job, in that order, and works."""
+    me = MPI.COMM_WORLD.rank
+    assert (group.rank(), group.size()) == (members.index(me), len(members))
+    x = np.array([2.0**me])
+    dist.all_reduce(x, group=group)
+    assert x[0] == sum(2.0**r for r in members)
+    names = [None] * len(members)
+    dist.all_gather_object(names, me, group=group)
+    assert names == members
+
+
+def test_all(made, uuid):
+    one, handles = made
+    n = len(handles)
+    assert len(set(handles)) == n
+    check(one.reconfigure(uuid, handles), list(range(n)))
+    check(one.reconfigure(uuid + 1, handles[::-1]), list(range(n))[::-1])
+    check(one.reconfigure(uuid + 2, set(handles), timedelta(seconds=30)), list(range(n)))
+
+
+def test_fewer_and_all_again(made, uuid):
+    """Only those that are named call."""
+    one, handles = made
+    me, n = MPI.COMM_WORLD.rank, len(handles)
+    everybody = list(range(n))
+    for out in everybody if n > 1 else []:
+        rest = [r for r in everybody if r != out]
+        if me != out:
+            check(one.reconfigure(uuid + 2 * out, [handles[r] for r in rest]), rest)
+        check(one.reconfigure(uuid + 2 * out + 1, handles), everybody)
+
+
+def test_each_alone_then_all(made, uuid):
+    one, handles = made
+    me = MPI.COMM_WORLD.rank
+    check(one.reconfigure(uuid + me, [one.handle()]), [me])
+    check(one.reconfigure(uuid + 50, handles), list(range(len(handles))))
+    check(one.reconfigure(uuid + 60 + me, {one.handle()}), [me])
+
+
+def test_halves_at_once_then_merged(made, uuid):
+    one, handles = made
+    me, n = MPI.COMM_WORLD.rank, len(handles)
+    for turn in range(5):
+        half = [r for r in range(n) if r % 2 == me % 2]
+        # the two halves may have one uuid
+        check(one.reconfigure(uuid + 2 * turn, [handles[r] for r in half]), half)
+        check(one.reconfigure(uuid + 2 * turn + 1, handles), list(range(n)))
+
+
+def test_late(made, uuid):
+    """Who comes later is waited for, whoever it is."""
+    one, handles = made
+    for late in range(len(handles)):
+        if MPI.COMM_WORLD.rank == late:
+            time.sleep(0.3)
+        check(one.reconfigure(uuid + late, handles), list(range(len(handles))))
+
+
+def test_after_an_abort(made, uuid):
+    """What is pending in the group that was aborted is given up, and the next one works."""
+    one, handles = made
+    n = len(handles)
+    group = one.reconfigure(uuid, handles)
+    check(group, list(range(n)))
+    pending = dist.irecv(np.zeros(1), group_src=0, group=group, tag=7)
+    runtime.abandon(group)
+    with pytest.raises(dist.DistBackendError, match="aborted"):
+        pending.wait()
+    check(one.reconfigure(uuid + 1, handles), list(range(n)))
+
+
+def test_pending_work_of_the_group_before_is_given_up(made, uuid):
+    one, handles = made
+    group = one.reconfigure(uuid, handles)
+    pending = dist.irecv(np.zeros(1), group_src=0, group=group, tag=7)
+    check(one.reconfigure(uuid + 1, handles), list(range(len(handles))))
+    with pytest.raises(dist.DistBackendError, match="aborted"):
+        pending.wait()
+    with pytest.raises(dist.ArgumentError, match="destroyed"):
+        dist.barrier(group)
+
+
+def test_a_member_that_does_not_come(made, uuid):
+    """The others say who it was, within the timeout, and can go on without; its words come late."""
+    one, handles = made
+    me, n = MPI.COMM_WORLD.rank, len(handles)
+    if n == 1:
+        pytest.skip("needs another rank")
+    everybody = list(range(n))
+    group = one.reconfigure(uuid, handles)
+    for turn, absent in enumerate((n - 1, 0)):
+        if me != absent:
+            words = rf"rank.*\b{absent}\b" if me == 0 or absent == 0 else "not all"
+            with pytest.raises(dist.CollectiveTimeoutError, match=words):
+                one.reconfigure(uuid + 1 + 10 * turn, handles, 0.5)
+            assert one.group is group
+        together()
+        if me == absent:  # too late
+            with pytest.raises(dist.CollectiveTimeoutError):
+                one.reconfigure(uuid + 1 + 10 * turn, handles, 0.2)
+        together()
+        check(group, everybody)  # it is as it was
+        group = one.reconfigure(uuid + 5 + 10 * turn, handles)
+        check(group, everybody)
+
+
+def test_times_that_cross(made, uuid):
+    """Ranks come at about the time at which others give up: all go, or none does."""
+    one, handles = made
+    me, n = MPI.COMM_WORLD.rank, len(handles)
+    for turn in range(12):
+        together()
+        time.sleep(me * (0.04 + 0.01 * turn) if turn % 2 else (n - me) * (0.04 + 0.01 * turn))
+        try:
+            one.reconfigure(uuid + 2 * turn, handles, 0.1)
+            went = True
+        except dist.CollectiveTimeoutError:
+            went = False
+        assert len(set(MPI.COMM_WORLD.allgather(went))) == 1
+        check(one.reconfigure(uuid + 2 * turn + 1, handles), list(range(n)))
+
+
+def test_other_handles(made, uuid):
+    """Of the last rank: another order; the first members, who are asked, are the same."""
+    one, handles = made
+    n = len(handles)
+    if n < 3:
+        pytest.skip("needs three ranks")
+    mine = handles if MPI.COMM_WORLD.rank != n - 1 else [handles[0], *handles[:0:-1]]
+    with pytest.raises(dist.MismatchError, match="other handles"):
+        one.reconfigure(uuid, mine, 10)
+    check(one.reconfigure(uuid + 1, handles), list(range(n)))
+
+
+def test_mistakes(made, uuid):
+    one, handles = made
+    own = one.handle()
+    one.reconfigure(uuid + MPI.COMM_WORLD.rank, [own])
+    before = one.group
+    for arguments, error, words in (
+        ((uuid + MPI.COMM_WORLD.rank, [own]), dist.ArgumentError, "already used"),
+        ((uuid + 50, []), dist.ArgumentError, "not among them"),
+        ((uuid + 50, [own, own]), dist.ArgumentError, "each process once"),
+        ((uuid + 50, [own, "mpicoll:0:0"]), dist.ArgumentError, "no process of this job"),
+        ((uuid + 50, own), dist.ArgumentTypeError, "list or a set"),
+        (("a", [own]), dist.ArgumentTypeError, "uuid.*int"),
+    ):
+        with pytest.raises(error, match=words):
+            one.reconfigure(*arguments)
+    if len(handles) > 1:
+        others = [h for h in handles if h != own]
+        with pytest.raises(dist.ArgumentError, match="not among them"):
+            one.reconfigure(uuid + 50, others)
+    assert one.group is before
+    one.reconfigure(uuid + 50 + MPI.COMM_WORLD.rank, [own])  # was not used by the mistakes
+
+
+def test_many(made):
+    """Communicators are given back: MPICH has 2048 of them, a group two."""
+    one, handles = made
+    groups, threads = len(state.groups), threading.active_count()
+    for i in range(1100):
+        one.reconfigure(-1 - i, handles)
+    check(one.group, list(range(len(handles))))
+    assert len(state.groups) <= groups + 1 and threading.active_count() <= threads

@@ -1,0 +1,374 @@
+"""Windows: what is put arrives, before the signal that follows it, wherever the target is; local
+mistakes; timeouts; memory that is mapped; the end.
+
+What is to be there is worked out by each rank alone, from the numbers that every rank would put.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import team
+
+import mpicoll as dist
+from mpicoll import windows
+from mpicoll.dtypes import DTYPES
+from mpicoll.windows import Window
+
+
+def numbers(rank, count, dtype=np.float64, turn=0):
+    """What a rank puts: different for each rank, place and turn."""
+    return ((np.arange(count) * 7 + 13 * rank + 3 * turn) % 120).astype(dtype)
+
+
+@pytest.fixture
+def window(world):
+    """A window of 1000 float64 of each rank, and the memory of this one."""
+    memory = np.full(1000, -1.0)
+    made = Window(world.group)
+    made.register(memory)
+    yield made, memory
+    made.deregister()
+
+
+# ---- Put, signal, wait ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_ring(teams, async_op):
+    """Each rank puts at the place in the next one's memory that is its own, several times."""
+    for one in teams:
+        if one.me is None:
+            continue
+        n, me, count = one.size, one.me, 33
+        left, right = (me - 1) % n, (me + 1) % n
+        memory = np.full(n * count, -1, np.int32)
+        window = Window(one.group)
+        window.register(memory)
+        for turn in range(5):
+            works = [
+                window.put(numbers(me, count, np.int32, turn), right, me * count, async_op),
+                window.signal(right, async_op),
+                window.wait_signal(left, async_op),
+            ]
+            for work in works:
+                assert work is None or work.wait()
+            expected = np.full(n * count, -1, np.int32)
+            expected[left * count : (left + 1) * count] = numbers(left, count, np.int32, turn)
+            assert (memory == expected).all()
+            dist.barrier(one.group)  # or the next turn's put would be in the comparison
+        window.deregister()
+
+
+def test_everybody_to_everybody(world):
+    """Into windows of different sizes and shapes; what nobody puts stays."""
+    n, me = world.size, world.me
+    memory = np.full((n, 5 + me), -1, np.int64)
+    window = Window(world.group)
+    window.register(memory)
+    for r in range(n):
+        window.put(numbers(me, 5 + r, np.int64).reshape(-1, 1), r, me * (5 + r), False)
+        window.signal(r, False)
+    for r in range(n):
+        window.wait_signal(r, False)
+    for r in range(n):
+        assert (memory[r] == numbers(r, 5 + me, np.int64)).all()
+    window.deregister()
+
+
+@pytest.mark.parametrize("dtype", [row.name for row in DTYPES if row.numpy is not None])
+def test_dtypes(world, dtype):
+    row = next(row for row in DTYPES if row.name == dtype)
+    size = row.itemsize
+    source = (np.arange(10 * size) % 2).astype(np.uint8)  # bytes that are bools, too
+    memory = np.zeros(12 * size, np.uint8)
+    window = Window(world.group)
+    window.register(memory.view(row.numpy))
+    peer = (world.me + 1) % world.size
+    window.put(source.view(row.numpy), peer, 2, False)
+    window.signal(peer, False)
+    window.wait_signal((world.me - 1) % world.size, False)
+    assert memory.tolist() == [0] * (2 * size) + [i % 2 for i in range(10 * size)]
+    window.deregister()
+
+
+def test_gaps_and_nothing(world, window):
+    """An array with gaps is put in its order; none at all is put nowhere."""
+    made, memory = window
+    peer = (world.me + 1) % world.size
+    made.put(numbers(world.me, 60).reshape(6, 10).T[::2], peer, 100, False)
+    made.put(np.empty(0), peer, 1000, False)
+    made.signal(peer, False)
+    left = (world.me - 1) % world.size
+    made.wait_signal(left, False)
+    expected = np.full(1000, -1.0)
+    for i in range(5):
+        for j in range(6):
+            expected[100 + 6 * i + j] = (7 * (10 * j + 2 * i) + 13 * left) % 120
+    assert (memory == expected).all()
+
+
+def test_the_target_computes(world, window):
+    """A put is through though its target calls nothing; a large one is, too."""
+    made, memory = window
+    if world.size == 1:
+        pytest.skip("needs another rank")
+    large = np.zeros(1 << 20)
+    second = Window(world.group)
+    second.register(large)
+    store = world.size - 1
+    if world.me == 0:
+        made.put(numbers(0, 1000), store, 0, False)
+        second.put(numbers(0, 1 << 20), store, 0, False)
+        made.signal(store, False)
+    if world.me == store:
+        end = time.monotonic() + 60
+        while large[-1] != numbers(0, 1 << 20)[-1] or memory[-1] != numbers(0, 1000)[-1]:
+            assert sum(range(100)) == 4950
+            assert time.monotonic() < end, "no progress"
+        made.wait_signal(0, False)
+        assert (large == numbers(0, 1 << 20)).all()
+        assert (memory == numbers(0, 1000)).all()
+    second.deregister()
+
+
+def test_waiting_first(world, window):
+    """A rank that begins to wait can put and signal; waits come in their order."""
+    made, memory = window
+    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
+    waits = [made.wait_signal(left, True) for _ in range(3)]
+    for turn in range(3):
+        made.put(numbers(world.me, 10, turn=turn), right, 10 * turn, False)
+        made.signal(right, False)
+    waits[2].wait()
+    assert waits[0].is_success() and waits[1].is_success()
+    for turn in range(3):
+        assert (memory[10 * turn : 10 * turn + 10] == numbers(left, 10, turn=turn)).all()
+
+
+def test_a_signal_comes_after_what_was_put_before(world, window):
+    """Asynchronous puts, of what is large enough to take its time, then a signal at once."""
+    made, _ = window
+    n, me = world.size, world.me
+    right, left = (me + 1) % n, (me - 1) % n
+    big = np.zeros(1 << 19)
+    second = Window(world.group)
+    second.register(big)
+    for turn in range(1, 4):
+        source = numbers(me, 1 << 19, turn=turn)
+        work = second.put(source, right, 0, True)
+        second.signal(right, False)
+        assert work.is_success()
+        second.wait_signal(left, False)
+        assert (big == numbers(left, 1 << 19, turn=turn)).all()
+        dist.barrier()
+    second.deregister()
+    made.signal(me, True)
+    made.wait_signal(me, True).wait()
+
+
+def test_signals_are_counted(world, window):
+    """Each is waited for once, and no more of them come than were sent."""
+    made, _ = window
+    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
+    for _ in range(4):
+        made.signal(right, True)
+    for _ in range(4):
+        made.wait_signal(left, False)
+    with pytest.raises(dist.CollectiveTimeoutError, match=f"rank {left} .* not signalled"):
+        made.wait_signal(left, False, 0.2)
+
+
+def test_signals_of_different_ranks_are_told_apart(world, window):
+    made, _ = window
+    if world.size == 1:
+        pytest.skip("needs another rank")
+    me, n = world.me, world.size
+    made.signal((me + 1) % n, False)
+    if n > 2:
+        with pytest.raises(dist.CollectiveTimeoutError):
+            made.wait_signal((me + 1) % n, False, 0.2)
+    made.wait_signal((me - 1) % n, False)
+
+
+def test_windows_are_told_apart(world, window):
+    """Neither memory nor signals of one are those of another."""
+    made, memory = window
+    other = Window(world.group)
+    space = np.zeros(1000)
+    other.register(space)
+    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
+    other.put(numbers(world.me, 1000), right, 0, False)
+    other.signal(right, False)
+    with pytest.raises(dist.CollectiveTimeoutError):
+        made.wait_signal(left, False, 0.2)
+    other.wait_signal(left, False)
+    assert (memory == -1).all()
+    assert (space == numbers(left, 1000)).all()
+    other.deregister()
+
+
+# ---- Timeouts ------------------------------------------------------------------------------------
+
+
+def test_a_wait_that_timed_out_can_be_made_again(world, window):
+    made, memory = window
+    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
+    work = made.wait_signal(left, True, 0.2)
+    with pytest.raises(dist.CollectiveTimeoutError):
+        work.wait(timedelta(seconds=30))
+    dist.barrier()  # nobody has signalled until here
+    made.put(numbers(world.me, 5), right, 0, False, 30.0)
+    made.signal(right, False, 30.0)
+    made.wait_signal(left, False, 30.0)
+    assert (memory[:5] == numbers(left, 5)).all()
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+def test_signals_that_nobody_waited_for_are_gone(world, window):
+    made, memory = window
+    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
+    for _ in range(3):
+        made.signal(right, False)
+    made.wait_signal(left, False)
+    made.deregister()
+    made.register(memory)
+    with pytest.raises(dist.CollectiveTimeoutError):
+        made.wait_signal(left, False, 0.2)
+
+
+def test_who_holds_the_memory(world):
+    """The window until the end, or, where it does not own it, the caller."""
+    window = Window(world.group)
+    held = weak(np.zeros(10))
+    window.register(held[1].pop())
+    gc.collect()
+    assert held[0]() is not None
+    window.deregister()
+    gc.collect()
+    assert held[0]() is None
+    kept = weak(np.zeros(10))
+    window.register(kept[1][0], owning=False)
+    dist.barrier()
+    window.deregister()
+    kept[1].clear()
+    gc.collect()
+    assert kept[0]() is None
+
+
+def weak(array):
+    return weakref.ref(array), [array]
+
+
+def test_mapped_memory(world):
+    """What ``allocate`` gave can be read and written by the others; other memory is refused."""
+    n, me = world.size, world.me
+    whole = windows.allocate(4096 * 2 + 24).view(np.int64)
+    memory = whole[3:].reshape(2, -1)
+    window = Window(world.group)
+    window.register(memory)
+    memory[:] = 10 * me
+    dist.barrier()
+    for r in range(n):
+        found, dtype, shape = window.mapped(r)
+        theirs = found.view(dtype).reshape(shape)
+        assert (dtype, shape) == ("int64", (2, 512))
+        assert theirs[1, 5 + n] == 10 * r
+        theirs[1, me] = 100 * r + me
+    dist.barrier()
+    assert memory[1, :n].tolist() == [100 * me + r for r in range(n)]
+    window.put(np.array([7, 8]), (me + 1) % n, 0, False)
+    dist.barrier()
+    assert window.mapped((me + 1) % n)[0].view(np.int64)[:2].tolist() == [7, 8]
+    window.deregister()
+    window.register(np.zeros(3))
+    with pytest.raises(dist.UnsupportedError, match=r"map_remote_tensor.*allocate_tensor"):
+        window.mapped((me + 1) % n)
+    window.deregister()
+
+
+def test_allocated_memory_is_given_back():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        assert not windows.allocate(10_000).any()
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_found_here(world, window):
+    """Before anything is sent: the window is as it was, and all ranks' memory."""
+    made, memory = window
+    n = world.size
+    x = np.zeros(10)
+    for call, error, words in (
+        (lambda: made.put(x, n, 0, False), dist.ArgumentError, f"dst_rank: rank {n} is not in"),
+        (lambda: made.put(x, -1, 0, False), dist.ArgumentError, "dst_rank: rank -1"),
+        (lambda: made.put(x, "0", 0, False), dist.ArgumentTypeError, "dst_rank.*int.*str"),
+        (lambda: made.put(x, 0, 991, True), dist.ArgumentError, "10 elements from element 991"),
+        (lambda: made.put(x, 0, -1, False), dist.ArgumentError, "from element -1"),
+        (lambda: made.put(x, 0, 0.5, False), dist.ArgumentTypeError, "target_offset_nelems"),
+        (lambda: made.put(x.astype("f4"), 0, 0, False), dist.UnsupportedError, "float64.*float32"),
+        (lambda: made.put([1.0], 0, 0, False), dist.ArgumentTypeError, "put: tensor"),
+        (lambda: made.signal(n, False), dist.ArgumentError, "signal: peer_rank"),
+        (lambda: made.wait_signal(-1, True), dist.ArgumentError, "wait_signal: peer_rank"),
+        (lambda: made.mapped(n), dist.ArgumentError, "map_remote_tensor: rank"),
+        (lambda: made.unified(n), dist.ArgumentError, "get_attr: peer_rank"),
+        (lambda: made.register(x), dist.ArgumentError, "has one already"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    dist.barrier()
+    assert (memory == -1).all()
+    empty = Window(world.group)
+    for call in (
+        lambda: empty.put(x, 0, 0, False),
+        lambda: empty.signal(0, False),
+        lambda: empty.wait_signal(0, False),
+        lambda: empty.mapped(0),
+        empty.deregister,
+    ):
+        with pytest.raises(dist.ArgumentError, match="tensor_register"):
+            call()
+    read_only = np.zeros(3)
+    read_only.flags.writeable = False
+    with pytest.raises(dist.ArgumentError, match="tensor_register: tensor"):
+        empty.register(read_only)
+    with pytest.raises(dist.UnsupportedError, match="contiguous"):
+        empty.register(np.zeros((4, 4)).T[::2])
+
+
+# ---- The end -------------------------------------------------------------------------------------
+
+
+def test_a_group_ends_with_its_windows(world):
+    """Registered or not; a window of it can be used no more."""
+    part = team("part", range(world.size))
+    window, unused = Window(part.group), Window(part.group)
+    window.register(np.zeros(10))
+    window.signal(part.me, False)
+    dist.destroy_process_group(part.group)
+    for one in window, unused:
+        with pytest.raises(dist.ArgumentError, match="was destroyed"):
+            one.put(np.zeros(1), 0, 0, False)
+    assert window not in windows._registered
+
+
+def test_many_windows(world):
+    for i in range(100):
+        window = Window(world.group)
+        window.register(np.zeros(10))
+        window.put(np.full(1, float(i)), 0, 0, False)
+        window.deregister()
+        window.free()
+        world.group.windows.remove(window)

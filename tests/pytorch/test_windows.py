@@ -1,0 +1,139 @@
+"""One-sided windows, as torch 2.15 defines them: torch.distributed._new_window.
+
+The bar is what torch's own backends do: a put and a signal, waited for; the tensor itself back from
+map_remote_tensor. (Gloo of torch 2.15 has no windows.)
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import BACKEND
+from inputs import equal
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(dist, "_new_window"), reason="torch before 2.15 has no windows"),
+    pytest.mark.skipif(BACKEND == "gloo", reason="Gloo has no windows"),
+]
+
+
+def options(kind, seconds):
+    from torch._C import _distributed_c10d as c10d
+
+    found = getattr(c10d, kind)()
+    found.timeout = timedelta(seconds=seconds)
+    return found
+
+
+def test_windows_are_supported(world):
+    assert dist._supports_window()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_put_and_signal(teams, dtype, async_op):
+    """A ring: each rank's part of the next one's tensor, which comes back as it is."""
+    for team in teams:
+        if team.me is None:
+            continue
+        n, me, count = team.size, team.me, 16
+        memory = torch.zeros(n * count, dtype=dtype)
+        window = dist._new_window(memory, group=team.group)
+        right, left = (me + 1) % n, (me - 1) % n
+        works = [
+            window.put(torch.ones(4, 4, dtype=dtype), right, me * count, async_op),
+            window.signal(right, async_op),
+            window.wait_signal(left, async_op),
+        ]
+        for work in works:
+            assert work.wait()
+            assert work.is_completed()
+        expected = torch.zeros(n, count, dtype=dtype)
+        expected[left] = 1
+        mine = window.map_remote_tensor(me)
+        assert mine.data_ptr() == memory.data_ptr()
+        equal(mine, expected.reshape(-1))
+        dist.barrier(team.group)
+        window.tensor_deregister()
+
+
+def test_registered_later_and_again(world):
+    window = dist._new_window()
+    with pytest.raises(RuntimeError, match="tensor_register"):
+        window.signal(0, False)
+    for size in 3, 5:
+        memory = torch.zeros(size)
+        window.tensor_register(memory)
+        window.put(torch.full((size,), 2.0), (world.me + 1) % world.size, 0, False)
+        window.signal((world.me + 1) % world.size, False)
+        window.wait_signal((world.me - 1) % world.size, False)
+        equal(memory, torch.full((size,), 2.0))
+        window.tensor_deregister()
+
+
+def test_timeouts(world):
+    window = dist._new_window(torch.zeros(4))
+    short = options("WaitSignalOptions", 0.2)
+    with pytest.raises(RuntimeError, match=r"not signalled within 0\.2 s"):
+        window.wait_signal(0, False, short)
+    with pytest.raises(RuntimeError, match=r"not signalled within 0\.2 s"):
+        window.wait_signal(0, True, short).wait(timedelta(seconds=30))
+    dist.barrier()
+    window.put(torch.ones(2), world.me, 2, False, options("PutOptions", 30))
+    window.signal(world.me, False, options("SignalOptions", 30))
+    window.wait_signal(world.me, False, opts=options("WaitSignalOptions", 30))
+    equal(window.map_remote_tensor(world.me), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    window.tensor_deregister()
+
+
+def test_remote_tensors_of_allocated_memory(world):
+    from mpicoll.torch.windows import allocate_tensor
+
+    n, me = world.size, world.me
+    memory = allocate_tensor(6, torch.bfloat16).view(2, 3)
+    equal(memory, torch.zeros(2, 3, dtype=torch.bfloat16))
+    window = dist._new_window(memory)
+    memory.fill_(me + 1)
+    dist.barrier()
+    for r in range(n):
+        equal(window.map_remote_tensor(r), torch.full((2, 3), r + 1.0, dtype=torch.bfloat16))
+    dist.barrier()
+    window.map_remote_tensor((me + 1) % n)[1, 2] = 64.0
+    dist.barrier()
+    assert memory[1, 2] == 64
+    window.tensor_deregister()
+    other = dist._new_window(torch.zeros(4))
+    if n > 1:
+        with pytest.raises(RuntimeError, match="allocate_tensor"):
+            other.map_remote_tensor((me + 1) % n)
+    other.tensor_deregister()
+
+
+def test_attributes(world):
+    from torch._C._distributed_c10d import WindowAccessType
+
+    window = dist._new_window(torch.zeros(4))
+    kinds = WindowAccessType.UNIFIED, WindowAccessType.SEPARATE
+    assert window.get_attr(world.size - 1).access_type in kinds
+    with pytest.raises(ValueError, match="peer_rank"):
+        window.get_attr(world.size)
+    window.tensor_deregister()
+
+
+def test_mistakes_are_found_here(world):
+    memory = torch.zeros(8)
+    window = dist._new_window(memory)
+    for bad, where, words in (
+        (torch.ones(4), 5, "4 elements from element 5"),
+        (torch.ones(4, dtype=torch.float64), 0, "float32.*float64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            window.put(bad, 0, where, False)
+    with pytest.raises(ValueError, match="dst_rank"):
+        window.put(torch.ones(1), world.size, 0, True)
+    window.tensor_deregister()
+    with pytest.raises(ValueError, match="contiguous"):
+        window.tensor_register(torch.zeros(4, 4).t())

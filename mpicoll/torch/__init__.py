@@ -33,7 +33,7 @@ def register() -> None:
     from mpicoll.torch import rendezvous
 
     c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    _unrecorded(NAME)
+    _unrecorded()
     rendezvous.register()
     if os.environ.get(INSTALL_AS):
         install_as(os.environ[INSTALL_AS])
@@ -58,23 +58,23 @@ def autoload() -> None:
         )
 
 
-def install_as(name: str) -> None:
-    """Lets mpicoll serve scripts that say ``backend="mpi"``, which stock wheels do not have.
+def install_as(names: str) -> None:
+    """Has torch's own backends of these names mean mpicoll, for scripts that say ``"gloo"``.
 
-    name: "mpi". Call it before init_process_group, or set MPICOLL_INSTALL_AS=mpi and leave the
-    script as it is. Raises ArgumentError (a ValueError) for any other name: Gloo and NCCL are in
-    the wheels, and a script that names them may rely on what only they have.
+    names: "gloo", "nccl", "mpi" or several of them, with commas between. Call it before
+    init_process_group, or set MPICOLL_INSTALL_AS and leave the script as it is. Names by device,
+    as in "cpu:gloo,cuda:nccl", are mpicoll for each device whose name is installed. get_backend()
+    says what the script asked for; name() of a group says who carries it.
+
+    Raises ArgumentError (a ValueError) for any other name.
     """
-    if name.lower() != "mpi":
-        raise ArgumentError(
-            f"install_as: expected 'mpi', got {name!r}; for other backends change the script's "
-            f"init_process_group to backend={NAME!r}"
-        )
+    found = settings.INSTALL_AS.value({INSTALL_AS: names})
+    if not found:
+        raise ArgumentError(f"install_as: expected {settings.INSTALL_AS.takes}, got {names!r}")
     from mpicoll.torch import stand_in
 
     register()
-    stand_in.install()
-    _unrecorded(name.lower())
+    stand_in.install(set(found.split(",")))
 
 
 def _create(options: Any, pg_options: Any) -> Any:
@@ -83,8 +83,8 @@ def _create(options: Any, pg_options: Any) -> Any:
     return create(options, pg_options)
 
 
-def _unrecorded(name: str) -> None:
-    """Tells torch, from 2.15 on, not to hook its flight recorder into the groups of a backend.
+def _unrecorded() -> None:
+    """Tells torch, from 2.15 on, not to hook its flight recorder into mpicoll's groups.
 
     The hooks are called by the methods in C++ that those in Python stand in the place of, and want
     a backend in C++ to begin with. torch leaves out backends of this set; a group in Python that
@@ -93,4 +93,4 @@ def _unrecorded(name: str) -> None:
     from torch.distributed import distributed_c10d
 
     if hasattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS"):
-        distributed_c10d._FR_SELF_RECORDING_BACKENDS.add(name)
+        distributed_c10d._FR_SELF_RECORDING_BACKENDS.add(NAME)

@@ -9,6 +9,7 @@ import sys
 
 from mpicoll.cli import first, refuse
 from mpicoll.settings import INSTALL_AS
+from mpicoll.torch import MARK
 
 __all__ = ["add_arguments", "run"]
 
@@ -39,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Becomes the script: another program in this process, which the launcher goes on to watch.
 
-    So __main__, sys.argv, sys.path, signals and how exceptions end are those of the script alone,
-    and what it starts has the variable, too.
+    So __main__, sys.argv, sys.path, signals and how exceptions end are those of the script alone.
+    What it starts inherits the variable, and not the option -X, which marks this process.
     """
     if not options.script:
         return refuse("run", "expected a script, or -m and a module", first(), 2)
@@ -50,10 +51,11 @@ def run(options: argparse.Namespace) -> int:
     module = ["-m"] if options.m else []
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     unbuffered = ["-u"] if getattr(sys.stdout, "write_through", False) else []
+    words = [sys.executable, *flags, *unbuffered, "-X", MARK, *module, *options.script]
     os.environ[INSTALL_AS.name] = options.backend
     sys.stdout.flush()
     sys.stderr.flush()
-    return os.execv(sys.executable, [sys.executable, *flags, *unbuffered, *module, *options.script])
+    return os.execv(sys.executable, words)
 
 
 def _names(text: str) -> str:

@@ -6,19 +6,23 @@ import anything of mpicoll. MPI is loaded by init_process_group, not before.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import warnings
 from typing import Any
 
 from mpicoll import settings
 from mpicoll.errors import ArgumentError
 
-__all__ = ["NAME", "autoload", "install_as", "register"]
+__all__ = ["MARK", "NAME", "autoload", "install_as", "register"]
 
 #: The name of the backend.
 NAME = "mpicoll"
 #: Environment variable: names that mpicoll serves besides its own, as ``install_as`` does.
 INSTALL_AS = settings.INSTALL_AS.name
+#: The option -X of the interpreter that runs a script for ``python -m mpicoll run``.
+MARK = "mpicoll_run"
 
 
 def register() -> None:
@@ -37,6 +41,10 @@ def register() -> None:
     rendezvous.register()
     if os.environ.get(INSTALL_AS):
         install_as(os.environ[INSTALL_AS])
+    if MARK in sys._xoptions:
+        from mpicoll.torch import stand_in
+
+        atexit.register(stand_in.tell_if_unused)
 
 
 def autoload() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,15 @@ import torch.distributed as c10d
 from torch.distributed import distributed_c10d
 
 from mpicoll import launch
+from mpicoll.output import write_lines
 from mpicoll.torch import NAME
 
-__all__ = ["install", "served"]
+__all__ = ["install", "served", "tell_if_unused"]
 
 #: The names that mean mpicoll besides its own.
 _installed: set[str] = set()
+#: A group was asked for, of whatever backend.
+_used = False
 
 
 def install(names: set[str]) -> None:
@@ -40,12 +44,13 @@ def served(asked: str) -> str:
     """The backend, or backends by device, that a group of the one asked for is made of.
 
     "gloo" and "cpu:gloo,cuda:nccl" are "mpicoll" where those names are installed, and so is no
-    name at all where torch would choose among them. Any other name stays what it is.
+    name at all where torch would choose among them. Any other name stays what it is, and all do in
+    processes that ranks of mpirun start, such as those of asynchronous checkpoints.
     """
-    if not _installed:
+    if not _installed or launch.beside_ranks():
         return asked
     if asked == c10d.Backend.UNDEFINED:
-        parts = str(c10d.distributed_c10d.BackendConfig(asked)).split(",")
+        parts = str(distributed_c10d.BackendConfig(asked)).split(",")
     else:
         parts = asked.lower().split(",")
     pairs = [part.rpartition(":") for part in parts]
@@ -62,6 +67,8 @@ def _standing_in(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def make(*positional: Any, **named: Any) -> Any:
+        global _used
+        _used = True
         given = signature.bind(*positional, **named).arguments
         asked = given["backend"]
         if served(asked) == asked:
@@ -92,3 +99,19 @@ def _meet(timeout: Any) -> Any:
 
         store, rank, size = meet(timeout)
     return c10d.PrefixStore("default_pg", store), rank, size
+
+
+def tell_if_unused() -> None:
+    """At the end: says on rank 0 that all ranks of a launcher ran the script each for itself.
+
+    That is what libraries do, and do not say, that were not told to look for other ranks.
+    """
+    rank, size, _ = launch.said()
+    failed = hasattr(sys, "last_type")  # which the interpreter has said
+    if rank != "0" or size == "1" or _used or failed or "mpi4py.MPI" in sys.modules:
+        return
+    write_lines(
+        f"python -m mpicoll run: warning: {size} ranks were started, and the script made no "
+        "process group: each ran it alone. Where a library is to make it, tell it so (Accelerate "
+        "on the CPU: Accelerator(cpu=True) or ACCELERATE_USE_CPU=1)"
+    )

@@ -8,7 +8,6 @@ process. Who carried the calls is told by the counters of mpicoll's groups.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "scripts"
@@ -40,8 +38,6 @@ def start(
     library: str, launcher: list[str], folder: Path, *words: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs the script of a library."""
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
     variables = os.environ | {"OUTCOMES": str(folder), "OMP_NUM_THREADS": "1"} | environment
     if launcher is SRUN:
         variables["MPICOLL_INSTALL_AS"] = "gloo,mpi"

@@ -92,11 +92,11 @@ test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo;
 
 # Their newest versions, beside a torch that they are not to replace.
 CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics
-test-clients: VENV := .venv-clients
 test-clients:  ## scripts of libraries that people run, such as Lightning, with their newest versions
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade -e '.[test]' mpich '$(or $(TORCH),torch)' $(CLIENTS)
-	TEST_MPICOLL_CLIENTS=1 $(VENV)/bin/python -m pytest -q tests/clients $(ARGS)
+	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	    -e '.[test]' mpich '$(or $(TORCH),torch)' $(CLIENTS)
+	TEST_MPICOLL_CLIENTS=1 .venv-clients/bin/python -m pytest -q tests/clients $(ARGS)
 
 # What git tracks, or, where there is no checkout, the folders of the project: not what users add.
 TRACKED = $(wildcard $(shell git ls-files '*.py' '*.md' pyproject.toml 2>/dev/null))

@@ -445,6 +445,14 @@ def test_run_says_that_ranks_were_alone(script, tmp_path):
     assert told == (script.endswith("\n")), done.stderr
 
 
+def test_run_says_nothing_of_ranks_that_met_without_mpi(tmp_path):
+    start = [*TORCHRUN, "2", "-m"]
+    done = carried(STOCK, tmp_path, start, "--backend", "mpi", "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "['__main__', 'train.py'] 2.0 gloo gloo\n" * 2, done.stdout
+    assert "ranks were started" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "environment", "why"),
     [

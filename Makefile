@@ -56,7 +56,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo torch test test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
+.PHONY: help demo torch test test-clients test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
 .PHONY: bench-environment gpu-environment clean
 
 help:  ## list the targets
@@ -95,6 +95,14 @@ test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDE
 # The ranks start without mpiexec, which wants a library of the MPICH family.
 test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo; ARGS='--help'
 	$(VENV)/bin/python tests/torch_suite/run.py $(ARGS)
+
+# Their newest versions, beside a torch that they are not to replace.
+CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics
+test-clients:  ## scripts of libraries that people run, such as Lightning, with their newest versions
+	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	    -e '.[test]' mpich '$(or $(TORCH),torch)' $(CLIENTS)
+	TEST_MPICOLL_CLIENTS=1 .venv-clients/bin/python -m pytest -q tests/clients $(ARGS)
 
 # What git tracks, or, where there is no checkout, the folders of the project: not what users add.
 TRACKED = $(wildcard $(shell git ls-files '*.py' '*.md' pyproject.toml 2>/dev/null))

@@ -42,24 +42,28 @@ class Setting(NamedTuple):
     values: those that it may have, in lower case; none: any text.
     takes:  what its value is, in words.
     what:   what it does.
+    several: it may have more than one of ``values``, with commas between.
     """
 
     name: str
     values: Sequence[str]
     takes: str
     what: str
+    several: bool = False
 
     def value(self, environment: Mapping[str, str] = os.environ) -> str:
-        """The value, one of ``values`` where those are given; "" where it is not set.
+        """The value, of ``values`` where those are given; "" where it is not set.
 
         Raises ArgumentError (a ValueError) for any other.
         """
         found = environment.get(self.name, "")
         if not self.values:
             return found
-        if found and found.lower() not in self.values:
+        parts = found.split(",") if self.several else [found]
+        chosen = [part.strip().lower() for part in parts]
+        if found and not set(chosen) <= set(self.values):
             raise ArgumentError(f"{self.name}: expected {self.takes}, got {found!r}")
-        return found.lower()
+        return ",".join(chosen)
 
     def says(self, value: str, environment: Mapping[str, str] = os.environ) -> bool:
         """It has this value, in whatever case; never raises, for use before ``check``."""
@@ -109,9 +113,11 @@ ALLOW_SINGLETON = _one_of(
     "MPICOLL_ALLOW_SINGLETON", ("0", "1"),
     "1: runs a single rank where a launcher announced several",
 )  # fmt: skip
-INSTALL_AS = _one_of(
-    "MPICOLL_INSTALL_AS", ("mpi",), "serves PyTorch scripts that name this backend; see pytorch.md"
-)
+INSTALL_AS = Setting(
+    "MPICOLL_INSTALL_AS", ("gloo", "mpi", "nccl"),
+    "gloo, mpi, nccl or several, with commas between",
+    "serves PyTorch scripts that name these backends; see pytorch.md", several=True,
+)  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, KERNELS, DEVICE_ROUTE, CUDA_AWARE, SECRET,

@@ -49,7 +49,8 @@ def test_a_misspelt_name(name: str, hint: str) -> None:
         ("MPICOLL_DEBUG", "VERBOSE", "OFF, INFO or DETAIL"),
         ("TORCH_DISTRIBUTED_DEBUG", "1", "OFF, INFO or DETAIL"),
         ("MPICOLL_SHARED_MEMORY", "no", "0 or 1"),
-        ("MPICOLL_INSTALL_AS", "nccl", "mpi"),
+        ("MPICOLL_INSTALL_AS", "ucc", "gloo, mpi, nccl or several, with commas between"),
+        ("MPICOLL_INSTALL_AS", "gloo;mpi", "gloo, mpi, nccl or several, with commas between"),
     ],
 )
 def test_a_wrong_value(name: str, value: str, expected: str) -> None:
@@ -65,6 +66,10 @@ def test_each_value_is_taken(setting: settings.Setting) -> None:
             assert settings.problems({setting.name: text}) == {}
             assert setting.says(value, {setting.name: text})
     assert setting.value({}) == setting.value({setting.name: ""}) == ""
+
+
+def test_several_values() -> None:
+    assert settings.INSTALL_AS.value({"MPICOLL_INSTALL_AS": "Gloo, mpi"}) == "gloo,mpi"
 
 
 def test_the_secret_is_not_told() -> None:

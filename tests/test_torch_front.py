@@ -18,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 FOUND = tuple(map(int, torch.__version__.split(".")[:2]))
 
+ROOT = Path(__file__).resolve().parent.parent
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
@@ -111,11 +112,25 @@ def test_what_mpicoll_cannot_do_never_breaks_import_torch():
     assert "AttributeError" in done.stdout, done.stdout
 
 
-def test_only_mpi_is_stood_in_for():
+@pytest.mark.parametrize("names", ["ucc", "gloo;nccl", "gloo,", ""])
+def test_other_names_are_not_stood_in_for(names):
     import mpicoll.torch
 
-    with pytest.raises(ValueError, match="install_as: expected 'mpi', got 'nccl'"):
-        mpicoll.torch.install_as("nccl")
+    with pytest.raises(ValueError, match=f"expected gloo, mpi, nccl or several.*got '{names}'"):
+        mpicoll.torch.install_as(names)
+
+
+def test_what_names_mean_by_device():
+    done = python(
+        """
+        from mpicoll.torch.stand_in import served
+        for asked in ("gloo", "cpu:gloo,cuda:nccl", "CPU:Gloo", "undefined", "nccl", "ucc"):
+            say(served(asked))
+        """,
+        MPICOLL_INSTALL_AS="gloo",
+    )
+    expected = ["mpicoll", "cpu:mpicoll,cuda:nccl", "mpicoll", "mpicoll", "nccl", "ucc"]
+    assert done.stdout.split() == expected, done.stdout + done.stderr
 
 
 # ---- under mpiexec -------------------------------------------------------------------------------
@@ -248,29 +263,222 @@ def test_mpi_rendezvous_for_another_backend():
 
 @needs_mpiexec
 @pytest.mark.parametrize("how", ["environment", "call"])
-def test_in_place_of_torchs_own_mpi_backend(how):
+def test_in_place_of_torchs_own_backends(how):
+    """get_backend says what was asked for, and name() who carries it; new groups inherit both."""
     script = """
-        dist.init_process_group(backend="mpi")
-        from torch.distributed import distributed_c10d
-        assert isinstance(dist.HashStore(), distributed_c10d.Store)
-        assert not isinstance(dist, distributed_c10d.Store)
-        x = torch.full((2,), dist.get_rank() + 1.0)
-        dist.all_reduce(x)
-        pair = dist.new_group([0, 1])
-        gloo = dist.new_group(backend="gloo")
-        y = torch.ones(1)
-        if dist.get_rank() < 2:
-            dist.all_reduce(y, group=pair)
-        dist.all_reduce(y, group=gloo)
-        say(x.tolist(), y.tolist(), dist.get_backend(), dist.get_backend(gloo))
-        dist.destroy_process_group()
+        for name in "gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl", None:
+            dist.init_process_group(name)
+            x = torch.full((2,), dist.get_rank() + 1.0)
+            dist.all_reduce(x)
+            pair = dist.new_group([0, 1])
+            beside = dist.new_group(backend="mpicoll")
+            y = torch.ones(1)
+            if dist.get_rank() < 2:
+                dist.all_reduce(y, group=pair)
+                assert dist.get_backend(pair) == dist.get_backend()
+                assert pair.name() == "mpicoll"
+            dist.all_reduce(y, group=beside)
+            found = [None] * 3
+            dist.all_gather_object(found, dist.get_rank())
+            say(x.tolist(), y.tolist(), found, dist.get_backend(), dist.group.WORLD.name())
+            dist.destroy_process_group()
     """
     if how == "call":
-        call = "import mpicoll.torch; mpicoll.torch.install_as('mpi')\n"
+        call = "import mpicoll.torch; mpicoll.torch.install_as('gloo,nccl,mpi')\n"
         lines = on_ranks(call + textwrap.dedent(script), 3)
     else:
-        lines = on_ranks(script, 3, MPICOLL_INSTALL_AS="mpi")
-    assert lines == ["[6.0, 6.0] [5.0] mpi gloo"] * 3
+        lines = on_ranks(script, 3, MPICOLL_INSTALL_AS="Gloo, nccl,mpi")
+    # Without a name torch itself says "undefined".
+    names = "gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl", "undefined"
+    told = [f"[6.0, 6.0] [5.0] [0, 1, 2] {name} mpicoll" for name in names for _ in range(3)]
+    assert lines == sorted(told)
+
+
+@needs_mpiexec
+def test_other_names_stay_torchs_own():
+    lines = on_ranks(
+        """
+        dist.init_process_group("mpi")
+        gloo = dist.new_group(backend="gloo")
+        y = torch.ones(1)
+        dist.all_reduce(y, group=gloo)
+        say(y.tolist(), dist.get_backend(gloo), gloo.name())
+        dist.destroy_process_group()
+        """,
+        MPICOLL_INSTALL_AS="mpi",
+    )
+    assert lines == ["[2.0] gloo gloo"] * 2
+
+
+@needs_mpiexec
+def test_what_torch_does_for_gloo_alone_is_there():
+    """monitored_barrier, and a checkpoint with a group of its own."""
+    lines = on_ranks(
+        """
+        import tempfile
+        from datetime import timedelta
+        import torch.distributed.checkpoint as checkpoint
+        dist.init_process_group("gloo")
+        dist.monitored_barrier(timeout=timedelta(seconds=30))
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        held = {"w": torch.arange(4.0)}
+        group = dist.new_group(backend="gloo")
+        checkpoint.async_save(held, checkpoint_id=folder[0], process_group=group).result()
+        found = {"w": torch.zeros(4)}
+        checkpoint.load(found, checkpoint_id=folder[0], process_group=group)
+        say(found["w"].tolist(), group.name())
+        dist.destroy_process_group()
+        """,
+        MPICOLL_INSTALL_AS="gloo",
+    )
+    assert lines == ["[0.0, 1.0, 2.0, 3.0] mpicoll"] * 2
+
+
+CHILDREN = """
+import os, sys
+import torch.distributed as dist
+import torch.multiprocessing
+
+def beside(index, rank, port):
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+    found = [None] * 2
+    dist.all_gather_object(found, rank)
+    os.write(1, f"{found} {dist.group.WORLD.name()}\\n".encode())
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = [store.port]
+    del store
+    dist.broadcast_object_list(port)
+    torch.multiprocessing.spawn(beside, (dist.get_rank(), port[0]))
+    dist.destroy_process_group()
+"""
+
+
+@needs_mpiexec
+def test_a_process_beside_a_rank_keeps_gloo(tmp_path):
+    """As asynchronous checkpoints have one. It is no rank of the job that mpiexec started."""
+    done = carried(CHILDREN, tmp_path, [*MPIEXEC, "-n", "2"], "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "[0, 1] gloo\n" * 2, done.stdout + done.stderr
+
+
+# ---- python -m mpicoll run -----------------------------------------------------------------------
+
+
+def carried(
+    script: str, folder: Path, start: list[str], *words: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A job of ``python -m mpicoll run``; words go before the script's name."""
+    (folder / "train.py").write_text(textwrap.dedent(script))
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    path = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
+    python = [] if start[-1:] == ["-m"] else [sys.executable, "-m"]
+    return subprocess.run(
+        [*start, *python, "mpicoll", "run", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env=variables | {"PYTHONPATH": path} | environment,
+    )
+
+
+STOCK = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+def words():
+    return [__name__, os.path.basename(sys.argv[0]), *sys.argv[1:]]
+
+if __name__ == "__main__":
+    assert sys.modules["__main__"].words is words
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    os.write(1, f"{words()} {x.item()} {dist.get_backend()} {dist.group.WORLD.name()}\\n".encode())
+    dist.destroy_process_group()
+    sys.exit("fail" in sys.argv)
+"""
+SAYS = "['__main__', 'train.py', '-m', '--backend', 'x'] 2.0 gloo "
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["train.py"], "mpicoll"),
+        (["-m", "train"], "mpicoll"),
+        (["--backend", "nccl,gloo", "train.py"], "mpicoll"),
+        (["--backend", "mpi", "train.py"], "gloo"),
+    ],
+)
+def test_run(words, name, tmp_path):
+    done = carried(STOCK, tmp_path, [*MPIEXEC, "-n", "2"], *words, "-m", "--backend", "x")
+    if name == "gloo":  # torch's own finds no ranks under mpiexec
+        assert done.returncode != 0 and "environment variable RANK expected" in done.stderr, done
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"{SAYS}{name}\n" * 2, done.stdout + done.stderr
+
+
+def test_run_under_torchrun(tmp_path):
+    if family() == "Open MPI":
+        pytest.skip("torchrun needs a library of the MPICH family")
+    start = [*TORCHRUN, "2", "-m"]
+    done = carried(STOCK, tmp_path, start, "train.py", "-m", "--backend", "x")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"{SAYS}mpicoll\n" * 2, done.stdout + done.stderr
+
+
+@needs_mpiexec
+def test_run_ends_as_the_script_does(tmp_path):
+    start = [*MPIEXEC, "-n", "2"]
+    done = carried(STOCK, tmp_path, start, "train.py", "fail")
+    assert done.returncode == 1, done.stdout + done.stderr
+    script = STOCK.replace(
+        "    x = torch", "    dist.get_rank() or {}['the reason']\n    x = torch"
+    )
+    done = carried(script, tmp_path, start, "train.py")
+    assert done.returncode != 0 and "KeyError: 'the reason'" in done.stderr, done.stderr
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("script", ["", "1 / 0", "dist.init_process_group('mpicoll')"])
+def test_run_says_that_ranks_were_alone(script, tmp_path):
+    script = f"import torch\nimport torch.distributed as dist\n{script}"
+    done = carried(script, tmp_path, [*MPIEXEC, "-n", "2"], "train.py")
+    told = done.stderr.count("2 ranks were started, and the script made no process group")
+    assert told == (script.endswith("\n")), done.stderr
+
+
+def test_run_says_nothing_of_ranks_that_met_without_mpi(tmp_path):
+    start = [*TORCHRUN, "2", "-m"]
+    done = carried(STOCK, tmp_path, start, "--backend", "mpi", "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "['__main__', 'train.py'] 2.0 gloo gloo\n" * 2, done.stdout
+    assert "ranks were started" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "why"),
+    [
+        ([], {}, "expected a script, or -m and a module"),
+        (["--backend", "ucc", "x.py"], {}, "expected gloo, mpi, nccl or several"),
+        (["x.py"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "keeps torch from loading mpicoll"),
+    ],
+)
+def test_run_refuses(words, environment, why, tmp_path):
+    done = carried("", tmp_path, [], *words, **environment)
+    assert done.returncode == 2 and why in done.stderr, done.stdout + done.stderr
+
+
+# ---- under mpiexec, refused ----------------------------------------------------------------------
 
 
 @needs_mpiexec

@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "bench": "what collectives take here, and whether they are right",
     "doctor": "what was found here, how calls are carried out, and what to change",
     "hello": "one line from each rank",
+    "run": "a PyTorch script as it is, with mpicoll for the backend that it names",
     "tune": "what carries messages of which size best here, measured, for later jobs to go by",
 }
 

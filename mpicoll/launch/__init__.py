@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from mpicoll.launch.environment import (
+    beside_ranks,
     by_mpi,
     by_torchrun,
     check_world,
     fill_environment,
     filled,
     local_rank,
+    said,
 )
 from mpicoll.launch.meeting import Meeting, loopback
 from mpicoll.launch.methods import meeting, told
@@ -25,6 +27,7 @@ from mpicoll.launch.world import (
 __all__ = [
     "Meeting",
     "addresses",
+    "beside_ranks",
     "by_mpi",
     "by_torchrun",
     "check_world",
@@ -37,6 +40,7 @@ __all__ = [
     "loopback",
     "master",
     "meeting",
+    "said",
     "start",
     "tell_at_finalize",
     "told",

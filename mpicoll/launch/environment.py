@@ -18,6 +18,7 @@ __all__ = [
     "SINGLETON",
     "Launcher",
     "Way",
+    "beside_ranks",
     "by_mpi",
     "by_torchrun",
     "check_world",
@@ -150,6 +151,17 @@ def inherited(environment: Mapping[str, str] = os.environ) -> bool:
         return not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode)
     except OSError:
         return True
+
+
+def beside_ranks(environment: Mapping[str, str] = os.environ) -> bool:
+    """True in a process of multiprocessing that one of several ranks of MPI's launcher started: it
+    is no rank of that job, and only a library of the MPICH family could give it a world.
+    """
+    return (
+        multiprocessing.parent_process() is not None
+        and not by_torchrun(environment)
+        and any(_announced(openmpi, environment) not in (None, 1) for openmpi in (False, True))
+    )
 
 
 class Way(enum.Enum):

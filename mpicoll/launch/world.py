@@ -192,7 +192,8 @@ def _check(mpi: Any, meeting: Meeting) -> None:
         raise LaunchError(
             f"{_WHERE}: this process is to be {asked}, but MPI was started before, as a world of "
             "its own: call init_process_group before anything imports mpi4py.MPI (python -m mpi4py "
-            "does), or start the job with mpirun"
+            "does, and so does Lightning's Trainer without plugins=[LightningEnvironment()] or "
+            "torchrun), or start the job with mpirun"
         )
     raise LaunchError(
         f"{_WHERE}: this process is to be {asked}, but MPI sees rank {rank} of {size}: leave out "

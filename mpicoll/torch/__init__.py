@@ -6,19 +6,23 @@ import anything of mpicoll. MPI is loaded by init_process_group, not before.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import warnings
 from typing import Any
 
 from mpicoll import settings
 from mpicoll.errors import ArgumentError
 
-__all__ = ["NAME", "autoload", "install_as", "register"]
+__all__ = ["MARK", "NAME", "autoload", "install_as", "register"]
 
 #: The name of the backend.
 NAME = "mpicoll"
 #: Environment variable: names that mpicoll serves besides its own, as ``install_as`` does.
 INSTALL_AS = settings.INSTALL_AS.name
+#: The option -X of the interpreter that runs a script for ``python -m mpicoll run``.
+MARK = "mpicoll_run"
 
 
 def register() -> None:
@@ -37,6 +41,10 @@ def register() -> None:
     rendezvous.register()
     if os.environ.get(INSTALL_AS):
         install_as(os.environ[INSTALL_AS])
+    if MARK in sys._xoptions:
+        from mpicoll.torch import stand_in
+
+        atexit.register(stand_in.tell_if_unused)
 
 
 def autoload() -> None:
@@ -58,22 +66,23 @@ def autoload() -> None:
         )
 
 
-def install_as(name: str) -> None:
-    """Lets mpicoll serve scripts that say ``backend="mpi"``, which stock wheels do not have.
+def install_as(names: str) -> None:
+    """Has torch's own backends of these names mean mpicoll, for scripts that say ``"gloo"``.
 
-    name: "mpi". Call it before init_process_group, or set MPICOLL_INSTALL_AS=mpi and leave the
-    script as it is. Raises ArgumentError (a ValueError) for any other name: Gloo and NCCL are in
-    the wheels, and a script that names them may rely on what only they have.
+    names: "gloo", "nccl", "mpi" or several of them, with commas between. Call it before
+    init_process_group, or set MPICOLL_INSTALL_AS and leave the script as it is. Names by device,
+    as in "cpu:gloo,cuda:nccl", are mpicoll for each device whose name is installed. get_backend()
+    says what the script asked for; name() of a group says who carries it.
+
+    Raises ArgumentError (a ValueError) for any other name.
     """
-    if name.lower() != "mpi":
-        raise ArgumentError(
-            f"install_as: expected 'mpi', got {name!r}; for other backends change the script's "
-            f"init_process_group to backend={NAME!r}"
-        )
+    found = settings.INSTALL_AS.value({INSTALL_AS: names})
+    if not found:
+        raise ArgumentError(f"install_as: expected {settings.INSTALL_AS.takes}, got {names!r}")
     from mpicoll.torch import stand_in
 
     register()
-    stand_in.install()
+    stand_in.install(set(found.split(",")))
 
 
 def _create(options: Any, pg_options: Any) -> Any:

@@ -1,8 +1,8 @@
 """Where torch.distributed gets rank, size and store from when MPI's launcher started the ranks.
 
 ``mpi://`` serves any backend, Gloo and NCCL included. ``env://``, which is torch's default, does
-the same for ``init_process_group("mpicoll")`` where RANK and WORLD_SIZE are not set; for other
-backends, and where they are set, it stays what it was.
+the same for ``init_process_group("mpicoll")``, and for the names that mpicoll stands in for, where
+RANK and WORLD_SIZE are not set; for other backends, and where they are set, it stays what it was.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mpicoll import launch
 from mpicoll.errors import LaunchError
 from mpicoll.torch import NAME
 from mpicoll.torch.callers import variable
+from mpicoll.torch.stand_in import served
 
 __all__ = ["meet", "register"]
 
@@ -49,7 +50,7 @@ def _env(url: str, **settings: Any) -> Iterator[Found]:
     told = "?" in url or any(
         name in os.environ and not launch.filled(name) for name in ("RANK", "WORLD_SIZE")
     )
-    asked = str(variable("init_process_group", "backend"))
+    asked = served(str(variable("init_process_group", "backend")))
     if told or NAME not in {part.rpartition(":")[2] for part in asked.split(",")}:
         return _original_env(url, **settings)  # type: ignore[no-any-return]
     return _mpi("mpi://", **settings)

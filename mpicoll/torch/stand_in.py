@@ -1,85 +1,117 @@
-"""A stand-in for torch's own MPI backend, which its wheels do not have.
+"""mpicoll in the place of backends of torch's own, for scripts that name those.
 
-Where torch was built with MPI, it makes the groups of backend "mpi" by ``ProcessGroupMPI.create``,
-without a store or a timeout. Stock wheels lack that class; here is one that makes mpicoll's groups.
+Every group of torch.distributed is made by one function of it, which is told the name of the
+backend. What stands in its place says "mpicoll" to it where the name is installed, and enters the
+name that was asked for in torch's table of groups: libraries compare it.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from datetime import timedelta
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as c10d
 from torch.distributed import distributed_c10d
 
 from mpicoll import launch
-from mpicoll.torch.callers import variable
+from mpicoll.output import write_lines
+from mpicoll.torch import NAME
 
-__all__ = ["install"]
+__all__ = ["install", "served", "tell_if_unused"]
 
-
-class _ProcessGroupMPI:
-    """What torch.distributed calls for backend "mpi"."""
-
-    @staticmethod
-    def create(ranks: list[int]) -> Any:
-        """The group of those global ranks, of all ranks where the list is empty."""
-        from mpicoll.torch.creation import create
-
-        options: Any = distributed_c10d._DistributedBackendOptions()
-        options.timeout = variable("_new_process_group_helper", "timeout")
-        options.group_id = variable("_new_process_group_helper", "group_name")
-        options.global_ranks_in_group = list(ranks)
-        if ranks:
-            options.store = variable("_new_process_group_helper", "prefix_store")
-            options.group_rank, options.group_size = ranks.index(c10d.get_rank()), len(ranks)
-        else:
-            options.store, options.group_rank, options.group_size = _met()
-        return create(options, None)
+#: The names that mean mpicoll besides its own.
+_installed: set[str] = set()
+#: A group was asked for, of whatever backend.
+_used = False
 
 
-_found: Any = None
+def install(names: set[str]) -> None:
+    """Has these backends, in lower case, mean mpicoll in every group made from now on."""
+    if not _installed:
+        distributed_c10d._new_process_group_helper = _standing_in(
+            distributed_c10d._new_process_group_helper
+        )
+    _installed.update(names)
+    if "mpi" in _installed:
+        distributed_c10d._MPI_AVAILABLE = True  # scripts ask, and so does init_process_group
+
+
+def served(asked: str) -> str:
+    """The backend, or backends by device, that a group of the one asked for is made of.
+
+    "gloo" and "cpu:gloo,cuda:nccl" are "mpicoll" where those names are installed, and so is no
+    name at all where torch would choose among them. Any other name stays what it is, and all do in
+    processes that ranks of mpirun start, such as those of asynchronous checkpoints.
+    """
+    if not _installed or launch.beside_ranks():
+        return asked
+    if asked == c10d.Backend.UNDEFINED:
+        parts = str(distributed_c10d.BackendConfig(asked)).split(",")
+    else:
+        parts = asked.lower().split(",")
+    pairs = [part.rpartition(":") for part in parts]
+    if not any(name in _installed for *_, name in pairs):
+        return asked
+    names = [NAME if name in _installed else name for *_, name in pairs]
+    if set(names) == {NAME}:
+        return NAME
+    return ",".join("".join((*pair[:2], name)) for pair, name in zip(pairs, names, strict=True))
+
+
+def _standing_in(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def make(*positional: Any, **named: Any) -> Any:
+        global _used
+        _used = True
+        given = signature.bind(*positional, **named).arguments
+        asked = given["backend"]
+        if served(asked) == asked:
+            return original(*positional, **named)
+        given["backend"] = served(asked)
+        if given["group_size"] < 0:  # torch leaves its own MPI backend to find the ranks
+            given["store"], given["group_rank"], given["group_size"] = _meet(given["timeout"])
+        group, store = original(**given)
+        if store is not None:  # a member
+            world = distributed_c10d._world
+            world.pg_map[group] = asked, store
+            world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(asked))
+        return group, store
+
+    return make
 
 
 #: What env:// needs.
 _ENVIRONMENT = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def _met() -> Any:
-    global _found
-    found, _found = _found, None
-    return found
-
-
-class _AnyStore(type(c10d.Store)):  # type: ignore[misc]
-    """Every store is an instance of ``_Store``, as it was of what that takes the place of."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, c10d.Store)
-
-
-class _Store(c10d.Store, metaclass=_AnyStore):  # type: ignore[misc]
-    """torch passes ``Store()``, which stores nothing, for backend "mpi"; here it is a real one, so
-    that groups of other backends can be made beside.
-    """
-
-    def __new__(cls) -> Any:
-        global _found
-        _found = _meet()
-        return _found[0]
-
-
-def _meet() -> Any:
+def _meet(timeout: Any) -> Any:
+    """A store, this rank and size: MPI's own, unless a launcher of another kind told them."""
     if not launch.by_mpi() and os.environ.keys() >= _ENVIRONMENT:
-        return next(c10d.rendezvous("env://"))
-    from mpicoll.torch.rendezvous import meet
+        store, rank, size = next(c10d.rendezvous("env://", timeout=timeout))
+    else:
+        from mpicoll.torch.rendezvous import meet
 
-    return meet(timedelta(minutes=30))
+        store, rank, size = meet(timeout)
+    return c10d.PrefixStore("default_pg", store), rank, size
 
 
-def install() -> None:
-    """Puts the stand-in where torch.distributed looks for its MPI backend."""
-    distributed_c10d.ProcessGroupMPI = _ProcessGroupMPI
-    distributed_c10d._MPI_AVAILABLE = True
-    distributed_c10d.Store = _Store
+def tell_if_unused() -> None:
+    """At the end: says on rank 0 that all ranks of a launcher ran the script each for itself.
+
+    That is what libraries do, and do not say, that were not told to look for other ranks.
+    """
+    rank, size, _ = launch.said()
+    failed = hasattr(sys, "last_type")  # which the interpreter has said
+    if rank != "0" or size == "1" or _used or failed or "mpi4py.MPI" in sys.modules:
+        return
+    write_lines(
+        f"python -m mpicoll run: warning: {size} ranks were started, and the script made no "
+        "process group: each ran it alone. Where a library is to make it, tell it so (Accelerate "
+        "on the CPU: Accelerator(cpu=True) or ACCELERATE_USE_CPU=1)"
+    )

@@ -1,0 +1,65 @@
+"""``python -m mpicoll run``: a PyTorch script that nobody edits, carried by mpicoll."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+from mpicoll.cli import first, refuse
+from mpicoll.settings import INSTALL_AS
+from mpicoll.torch import MARK
+
+__all__ = ["add_arguments", "run"]
+
+#: Where it is 0, torch loads no plug-ins: nothing would be installed, and nothing said.
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.usage = "python -m mpicoll run [--backend NAMES] [-m] SCRIPT [ARGUMENT ...]"
+    parser.epilog = (
+        "Start it on all ranks: mpirun -n 2 python -m mpicoll run train.py, or torchrun "
+        "--nproc-per-node 2 -m mpicoll run train.py."
+    )
+    parser.add_argument(
+        "--backend",
+        type=_names,
+        default=",".join(INSTALL_AS.values),
+        metavar="NAMES",
+        help=f"the names that mean mpicoll: {INSTALL_AS.takes}; default: all",
+    )
+    parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Becomes the script: another program in this process, which the launcher goes on to watch.
+
+    So __main__, sys.argv, sys.path, signals and how exceptions end are those of the script alone.
+    What it starts inherits the variable, and not the option -X, which marks this process.
+    """
+    if not options.script:
+        return refuse("run", "expected a script, or -m and a module", first(), 2)
+    if os.environ.get(_AUTOLOAD) == "0":
+        why = f"{_AUTOLOAD}=0 keeps torch from loading mpicoll: unset it"
+        return refuse("run", why, first(), 2)
+    module = ["-m"] if options.m else []
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    unbuffered = ["-u"] if getattr(sys.stdout, "write_through", False) else []
+    words = [sys.executable, *flags, *unbuffered, "-X", MARK, *module, *options.script]
+    os.environ[INSTALL_AS.name] = options.backend
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.execv(sys.executable, words)
+
+
+def _names(text: str) -> str:
+    try:
+        return INSTALL_AS.value({INSTALL_AS.name: text})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None

@@ -1,0 +1,164 @@
+"""Scripts of libraries that people run, unchanged, on two ranks: ``make test-clients``.
+
+Each is started by mpiexec, by mpiexec with the variables of srun, and by torchrun; Ray starts ranks
+itself. All train the same few parameters, see scripts/task.py, and the oracle trains them in this
+process. Who carried the calls is told by the counters of mpicoll's groups.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = HERE / "scripts"
+BIN = Path(sys.executable).parent
+RUN = ["-m", "mpicoll", "run"]
+MPIRUN = [str(BIN / "mpiexec"), "-n", "2", sys.executable, *RUN]
+#: By the variable, not by the command: both do the same.
+SRUN = [str(BIN / "mpiexec"), "-n", "2", sys.executable, str(HERE / "as_srun.py")]
+TORCHRUN = [
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *RUN
+]  # fmt: skip
+PLAIN = [sys.executable, *RUN]
+LAUNCHERS = {"mpirun": MPIRUN, "srun": SRUN, "torchrun": TORCHRUN}
+
+Outcomes = list[dict[str, Any]]
+
+
+def start(
+    library: str, launcher: list[str], folder: Path, *words: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the script of a library."""
+    variables = os.environ | {"OUTCOMES": str(folder), "OMP_NUM_THREADS": "1"} | environment
+    if launcher is SRUN:
+        variables["MPICOLL_INSTALL_AS"] = "gloo,mpi"
+    return subprocess.run(
+        [*launcher, str(SCRIPTS / f"with_{library}.py"), *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=variables,
+    )
+
+
+def outcomes(*words: Any, **more: Any) -> Outcomes:
+    """What the two ranks of a job that ends well tell."""
+    done = start(*words, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((words[2] / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    """The parameters after the same steps in one process, and the mean loss of the last."""
+    sys.path.insert(0, str(SCRIPTS))
+    import task
+
+    network = task.network()
+    x, y = task.data()
+    for _ in range(task.STEPS):
+        network.zero_grad()
+        loss = ((network(x) - y) ** 2).mean()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter -= task.RATE * parameter.grad
+    values = [value for p in network.parameters() for value in p.detach().flatten().tolist()]
+    error = ((network(x) - y) ** 2).mean().item()
+    return {"parameters": values, "loss": loss.item(), "error": error}
+
+
+def check(found: Outcomes, expected: dict[str, Any], backend: str) -> None:
+    assert found[0]["parameters"] == found[1]["parameters"]  # the same bits
+    for one in found:
+        assert one["ranks"] == 2
+        assert one["parameters"] == pytest.approx(expected["parameters"], rel=1e-4)
+        assert one["carried"] >= 5, one  # one a step at least
+        assert one["backend"] == backend
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest) -> list[str]:
+    return LAUNCHERS[request.param]
+
+
+def test_accelerate(launcher: list[str], tmp_path: Path, expected: Any) -> None:
+    """It takes "mpi" where torch has it."""
+    found = outcomes("accelerate", launcher, tmp_path)
+    check(found, expected, "mpi")
+    assert all(one["gathered"] == 2 for one in found)
+
+
+def test_accelerate_that_looks_for_no_ranks(tmp_path: Path) -> None:
+    done = start("accelerate", MPIRUN, tmp_path, "alone")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks were started, and the script made no process group" in done.stderr, done.stderr
+    assert "ACCELERATE_USE_CPU=1" in done.stderr, done.stderr
+
+
+def test_accelerate_told_by_its_variable(tmp_path: Path, expected: Any) -> None:
+    found = outcomes("accelerate", MPIRUN, tmp_path, "alone", ACCELERATE_USE_CPU="1")
+    check(found, expected, "mpi")
+
+
+def test_transformers(launcher: list[str], tmp_path: Path, expected: Any) -> None:
+    found = outcomes("transformers", launcher, tmp_path)
+    check(found, expected, "mpi")
+    for one in found:
+        assert one["evaluated"] == pytest.approx(expected["error"], rel=1e-4)
+
+
+def test_lightning(launcher: list[str], tmp_path: Path, expected: Any) -> None:
+    found = outcomes("lightning", launcher, tmp_path)
+    check(found, expected, "gloo")
+    assert [one["mean"] for one in found] == [5.0, 5.0]  # of 4 and 6
+
+
+def test_lightning_by_plain_python(tmp_path: Path, expected: Any) -> None:
+    """What it looks for starts MPI on each rank alone, unless it is told what there is."""
+    done = start("lightning", PLAIN, tmp_path)
+    assert done.returncode != 0
+    assert "plugins=[LightningEnvironment()]" in done.stderr, done.stderr
+    check(outcomes("lightning", PLAIN, tmp_path, "plain"), expected, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "stage"),
+    [("mpirun", "1"), ("mpirun", "3"), ("srun", "1"), ("torchrun", "1")],
+    indirect=["launcher"],
+)
+def test_deepspeed(launcher: list[str], stage: str, tmp_path: Path, expected: Any) -> None:
+    """ZeRO; the first job compiles an operation of DeepSpeed's own."""
+    check(outcomes("deepspeed", launcher, tmp_path, stage), expected, "gloo")
+
+
+def test_ray(tmp_path: Path, expected: Any) -> None:
+    """It starts the ranks itself, on nodes that it knows."""
+    check(outcomes("ray", PLAIN, tmp_path), expected, "gloo")
+
+
+def test_torchmetrics(launcher: list[str], tmp_path: Path, expected: Any) -> None:
+    found = outcomes("torchmetrics", launcher, tmp_path)
+    check(found, expected, "gloo")
+    for one in found:
+        assert one["mean"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert one["error"] == pytest.approx(expected["error"], rel=1e-4)
+        assert one["cat"] == [0, 0, 1]
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Says what was tested."""
+    libraries = "torch", "accelerate", "transformers", "lightning", "deepspeed", "ray"
+    found = {name: importlib.metadata.version(name) for name in (*libraries, "torchmetrics")}
+    with capsys.disabled():
+        print("", *(f"{name} {version}" for name, version in found.items()), sep="\n")

@@ -88,8 +88,8 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     supports_reconfigure = False
     _supports_time_estimate = False
 
-    def __init__(self, core: ProcessGroup, backend: str) -> None:
-        super().__init__(core, backend)
+    def __init__(self, core: ProcessGroup) -> None:
+        super().__init__(core)
         self._abort_hooks: dict[int, Callable[[], None]] = {}
 
     def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
@@ -148,7 +148,7 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
                 "members call, or use new_group"
             )
         chosen = [self.core.ranks[rank] for rank in ranks]
-        return TorchBackend(cores.part(chosen, limit, name), self._backend_name)
+        return TorchBackend(cores.part(chosen, limit, name))
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> TorchBackend:
         """The backend of some ranks of the group, made by them alone; torch's split_group."""
@@ -160,7 +160,7 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
 
         flags: 1 gives up what is pending.
         """
-        return TorchBackend(cores.without(self.core, excluded, flags != 0), self._backend_name)
+        return TorchBackend(cores.without(self.core, excluded, flags != 0))
 
 
 def _kept(name: str) -> Callable[..., Any]:
@@ -222,13 +222,11 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
             or self in distributed_c10d._world.pg_flight_recorder_hooks
         )
 
-    def getBackendName(self) -> str:
-        """The name of the backend, as it was asked for."""
+    def name(self) -> str:
+        """The name of the backend, whatever name of another was asked for."""
         return self.backend.name()
 
-    def name(self) -> str:
-        """The name of the backend, as it was asked for."""
-        return self.backend.name()
+    getBackendName = name  # for C++
 
     def shutdown(self) -> None:
         """Waits for what is pending and ends the group; the default group ends everything."""

@@ -22,7 +22,7 @@ from mpicoll.errors import ArgumentError, EmptyListError
 from mpicoll.execute import run_plain
 from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
-from mpicoll.torch import cores, profiling, sparse
+from mpicoll.torch import NAME, cores, profiling, sparse
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.options import Options
 from mpicoll.torch.works import Done, Pending, Received, flat, joined
@@ -69,24 +69,20 @@ class Collectives:
     """What torch's ProcessGroup and its Backend have in common, carried out by a group of the core.
 
     core:  the group that carries everything out.
-    backend: the name that was asked for.
     """
 
-    def __init__(self, core: ProcessGroup, backend: str) -> None:
+    def __init__(self, core: ProcessGroup) -> None:
         super().__init__(core.rank(), core.size())  # type: ignore[call-arg]  # torch's class
         self.core = core
-        self._backend_name = backend
         self._batch: list[Pending] | None = None
 
     # --- who and how ---------------------------------------------------------------------------
 
-    def getBackendName(self) -> str:
-        """The name of the backend, as it was asked for."""
-        return self._backend_name
-
     def name(self) -> str:
-        """The name of the backend, as it was asked for."""
-        return self._backend_name
+        """The name of the backend, whatever name of another was asked for."""
+        return NAME
+
+    getBackendName = name  # for C++
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of all calls to come."""
@@ -218,7 +214,7 @@ class Collectives:
         """The call as an event of the profiler, if there is one."""
         if not _profiler_enabled():
             return _NO_EVENT
-        return profiling.event(self._backend_name, name, flat(inputs))
+        return profiling.event(name, flat(inputs))
 
     def _coalesce(self, pending: Pending) -> None:
         """Puts what was begun into the batch, if there is one.

@@ -32,7 +32,7 @@ def create(
     asked = str(variable("_new_process_group_helper", "backend") or NAME)
     mixed = _mixed(asked)
     backends.warn_of_options(pg_options, "mpicoll")
-    _record_if_asked(asked)
+    _record_if_asked()
     limit = seconds(options.timeout, None, "timeout")
     ranks = list(options.global_ranks_in_group)
     rank, size, group = options.group_rank, options.group_size, options.group_id
@@ -40,14 +40,13 @@ def create(
         core = cores.some(options.store, rank, ranks, limit, group)
     else:
         core = cores.whole(options.store, rank, size, limit, group)
-    name = NAME if ":" in asked else asked
     if not backend.AVAILABLE:
-        return TorchGroup(core, options.store, name)
+        return TorchGroup(core, options.store)
     if options.enable_reconfigure:
         from mpicoll.torch.reconfigure import ReconfigurableBackend, ReconfigurableGroup
 
-        return ReconfigurableGroup(ReconfigurableBackend(core, name), options.store)
-    made = backend.TorchBackend(core, name)
+        return ReconfigurableGroup(ReconfigurableBackend(core), options.store)
+    made = backend.TorchBackend(core)
     return made if mixed else backend.BackedGroup(made, options.store)
 
 
@@ -55,7 +54,7 @@ def create(
 _RECORDER = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
-def _record_if_asked(asked: str) -> None:
+def _record_if_asked() -> None:
     """Has torch, from 2.15 on, hook its flight recorder into a group where somebody wants it.
 
     torch does so with every group of a backend that does not record by itself, and then a call of
@@ -64,7 +63,7 @@ def _record_if_asked(asked: str) -> None:
     recording = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recording is not None:
         change = recording.discard if any(map(os.environ.get, _RECORDER)) else recording.add
-        change(NAME if ":" in asked else asked)
+        change(NAME)
 
 
 def _mixed(asked: str) -> bool:

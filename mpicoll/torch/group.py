@@ -45,8 +45,8 @@ class TorchGroup(Collectives, c10d.ProcessGroup):  # type: ignore[misc]
     # Where this is C++'s, it keeps hooks that nobody calls.
     _register_on_completion_hook = _refusal("_register_on_completion_hook")
 
-    def __init__(self, core: ProcessGroup, store: c10d.Store, backend: str) -> None:
-        super().__init__(core, backend)
+    def __init__(self, core: ProcessGroup, store: c10d.Store) -> None:
+        super().__init__(core)
         self.store = store
         self._name = core.group_name
         self._description = core.group_desc

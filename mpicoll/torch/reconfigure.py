@@ -26,9 +26,9 @@ class ReconfigurableBackend(TorchBackend):
 
     supports_reconfigure = True
 
-    def __init__(self, base: ProcessGroup, backend: str) -> None:
+    def __init__(self, base: ProcessGroup) -> None:
         self._groups = Reconfigurable(base)
-        super().__init__(base, backend)
+        super().__init__(base)
 
     @property
     def core(self) -> ProcessGroup:

@@ -110,35 +110,16 @@ def test_trace_file(world, folder):
     assert f'"{BACKEND}:all_reduce"' in path.read_text()
 
 
-def test_an_event_ends_without_a_thread_of_torch(monkeypatch):
-    """They may all be in calls whose events wait for such a thread."""
-    monkeypatch.setattr(profiling, "_script", lambda: lambda go: None)
-    monkeypatch.setattr(profiling, "_PATIENCE", 0.02)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        with profiling.event("mpi", "alone", []):
-            time.sleep(0.03)
-        time.sleep(0.05)
-    (event,) = (event for event in profiler.events() if event.name == "mpi:alone")
-    assert event.time_range.elapsed_us() >= 30_000
-    assert not profiling._open
-
-
-@pytest.mark.parametrize("backend", ["mpicoll", "mpi"])
-def test_an_event_by_itself(backend):
-    """For "mpi" it is marked as asynchronous, as by torch's own; other than that there is no
-    difference.
-    """
+def test_an_event_by_itself():
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         for seconds in (0.03, 0.0):
-            with profiling.event(backend, "nap", [torch.ones(2, 7)]):
+            with profiling.event("nap", [torch.ones(2, 7)]):
                 time.sleep(seconds)
             time.sleep(0.02)
-        with pytest.raises(ZeroDivisionError), profiling.event(backend, "error", []):
+        with pytest.raises(ZeroDivisionError), profiling.event("error", []):
             _ = 1 / 0
-    long, short = (event for event in profiler.events() if event.name == f"{backend}:nap")
+    long, short = (event for event in profiler.events() if event.name == "mpicoll:nap")
     assert long.input_shapes == short.input_shapes == [[2, 7]]
     assert long.time_range.elapsed_us() >= 30_000
     assert long.time_range.end + 20_000 <= short.time_range.start
-    assert long.is_async is short.is_async is (backend == "mpi")
-    assert any(event.name == f"{backend}:error" for event in profiler.events())
-    assert not profiling._open
+    assert any(event.name == "mpicoll:error" for event in profiler.events())

@@ -1,0 +1,123 @@
+"""A default group whose members change: torch 2.15's ``enable_reconfigure``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import BACKEND, not_gloo
+from mpi4py import MPI
+from torch.distributed import distributed_c10d as c10d
+
+from mpicoll.errors import DistBackendError
+from mpicoll.torch.backend import AVAILABLE
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="torch 2.15 is the first to have it")
+
+
+@pytest.fixture
+def handles(mpi):
+    """A group before its first members have met, and what names the processes of the job."""
+    not_gloo("is PyTorch's to test")
+    dist.init_process_group(
+        BACKEND, init_method="mpi://", enable_reconfigure=True, timeout=timedelta(seconds=60)
+    )
+    yield mpi.allgather(dist._get_reconfigure_handle())
+    mpi.Barrier()
+    dist.destroy_process_group()
+
+
+def meet(uuid, handles, **more):
+    dist._reconfigure(uuid, handles, **more).wait()
+
+
+def check(ranks):
+    """The group is of those processes, in that order: numbers from all of them add up."""
+    me = ranks.index(MPI.COMM_WORLD.rank)
+    assert (dist.get_rank(), dist.get_world_size()) == (me, len(ranks))
+    x = torch.tensor([2.0**me])
+    dist.all_reduce(x)
+    assert x.item() == 2.0 ** len(ranks) - 1
+    y = torch.tensor([float(ranks[me])])
+    dist.broadcast(y, group_src=len(ranks) - 1)
+    assert y.item() == ranks[-1]
+
+
+def test_nobody_is_there_at_first(handles):
+    assert dist._supports_reconfigure()
+    for call in (
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.barrier(async_op=True),
+        lambda: dist.send(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size()),
+    ):
+        with pytest.raises(DistBackendError, match=r"no members: .*_reconfigure"):
+            call()
+
+
+def test_all_some_alone_and_all_again(handles, mpi):
+    n, me = mpi.size, mpi.rank
+    meet(1, handles)
+    check(list(range(n)))
+    if me != 1:  # the others without one of them
+        rest = [rank for rank in range(n) if rank != 1]
+        meet(2, [handles[rank] for rank in rest])
+        check(rest)
+    meet(3 + me, [handles[me]])
+    check([me])
+    meet(100, handles[::-1])
+    check(list(range(n))[::-1])
+    meet(101, set(handles))
+    check(list(range(n)))
+
+
+def test_a_uuid_serves_once(handles):
+    meet(7, handles)
+    with pytest.raises(RuntimeError, match="uuid 7 was already used"):
+        meet(7, handles)
+    meet(8, handles)
+
+
+def test_after_an_abort(handles, mpi):
+    meet(1, handles)
+    called = []
+    group = c10d._get_default_group()
+    group.register_abort_hook(0, lambda: called.append("aborted"))
+    group.abort()
+    assert called == ["aborted"]
+    assert (
+        group._get_backend(torch.device("cpu")).get_error()
+        == torch._C._distributed_c10d.ErrorType.SUCCESS
+    )
+    with pytest.raises(DistBackendError, match="no members"):
+        dist.all_reduce(torch.ones(1))
+    meet(2, handles)
+    check(list(range(mpi.size)))
+
+
+def test_a_member_that_does_not_come(handles, mpi):
+    """The others hear of it in time, and go on without it."""
+    if mpi.rank != 1:
+        with pytest.raises(RuntimeError, match=r"within 0\.5 s"):
+            meet(1, handles, timeout=timedelta(seconds=0.5))
+        rest = [rank for rank in range(mpi.size) if rank != 1]
+        meet(2, [handles[rank] for rank in rest])
+        check(rest)
+
+
+def test_handles_that_cannot_be(handles):
+    for wrong, words in (
+        (["elsewhere"], "names no process of this job"),
+        ([dist._get_reconfigure_handle()] * 2, "each process once"),
+        ([], "is not among them"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            meet(1, wrong)
+
+
+def test_the_timeout_holds_in_groups_to_come(handles):
+    meet(1, handles)
+    c10d._get_default_group().set_timeout(timedelta(seconds=33))
+    meet(2, handles)
+    assert c10d._get_default_group().core.timeout == 33

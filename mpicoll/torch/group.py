@@ -13,6 +13,7 @@ from mpicoll.groups import ProcessGroup
 from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.devices import devices
+from mpicoll.torch.windows import TorchWindow
 
 __all__ = ["TorchGroup"]
 
@@ -41,9 +42,16 @@ class TorchGroup(Collectives, c10d.ProcessGroup):  # type: ignore[misc]
     # What torch asks a backend before it asks it for more than collectives.
     supports_splitting = supports_shrinking = supports_coalescing = False
     supports_time_estimate = _supports_time_estimate = supports_tensor_alloc = False
+    supports_abort_hooks = supports_completion_hooks = supports_reconfigure = False
+    supports_window = True
 
-    # Where this is C++'s, it keeps hooks that nobody calls.
+    # Where these are C++'s, they want a backend in C++, or keep hooks that nobody calls.
     _register_on_completion_hook = _refusal("_register_on_completion_hook")
+    register_pre_hook = _refusal("register_pre_hook")
+    register_post_hook = _refusal("register_post_hook")
+    register_abort_hook = _refusal("register_abort_hook")
+    get_reconfigure_handle = _refusal("get_reconfigure_handle")
+    reconfigure = _refusal("reconfigure")
 
     def __init__(self, core: ProcessGroup, store: c10d.Store) -> None:
         super().__init__(core)
@@ -83,6 +91,10 @@ class TorchGroup(Collectives, c10d.ProcessGroup):  # type: ignore[misc]
     def get_group_store(self) -> c10d.Store:
         """torch's store of the group."""
         return self.store
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> TorchWindow:
+        """A window for one-sided communication, as torch has them from 2.14 on."""
+        return TorchWindow(self.core, tensor)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.start_coalescing()

@@ -11,6 +11,8 @@ from conftest import BACKEND, not_gloo, start
 from inputs import equal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mpicoll.torch.backend import AVAILABLE
+
 
 def sum_of_ranks(group):
     """Add the members' global ranks over the group."""
@@ -250,3 +252,16 @@ def test_rank_and_size_that_disagree_with_mpi(nothing, mpi):
     dist.init_process_group("mpicoll", timeout=timedelta(seconds=60))
     assert (dist.get_rank(), dist.get_world_size()) == (mpi.rank, mpi.size)
     dist.destroy_process_group()
+
+
+@pytest.mark.skipif(AVAILABLE, reason="from torch 2.15 on it offers most of it")
+def test_what_an_older_torch_cannot_offer_is_refused_by_name(world):
+    """torch asks before it asks for more."""
+    not_gloo("offers some of it")
+    group = dist.distributed_c10d._get_default_group()
+    asked = {name for name in dir(group) if name.lstrip("_").startswith("supports_")}
+    assert not any(getattr(group, name) for name in asked - {"supports_window"})
+    for kind in "pre", "post", "abort":
+        name = f"register_{kind}_hook"
+        with pytest.raises(RuntimeError, match=f"{name}: torch .* for backends in C.. alone"):
+            getattr(group, name)(1, print)

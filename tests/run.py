@@ -278,7 +278,9 @@ def parse_arguments() -> argparse.Namespace:
                         help="of the MPIs but the first, fewer numbers of ranks")  # fmt: skip
     parser.add_argument("--mpiexec", default="", help="instead of the one of the environment")
     parser.add_argument("--keep-going", action="store_true", help="past a launch that fails")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds a launch (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=1200, help="seconds a launch (%(default)s)"
+    )
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments = parser.parse_args(sys.argv[1:split])
     arguments.pytest = sys.argv[split + 1 :]

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 
 from mpicoll.errors import ArgumentError
 from mpicoll.groups import ProcessGroup
-from mpicoll.torch import cores, versions
+from mpicoll.torch import cores
 from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.devices import devices
@@ -40,7 +40,7 @@ C: Any = torch._C._distributed_c10d  # the stubs are those of the torch that is 
 #: What a backend says while nothing is wrong.
 SUCCESS = C.ErrorType.SUCCESS
 #: Whether this torch lets Python make a backend. 2.14 does, but asks it for ever what it supports.
-AVAILABLE = versions.FOUND >= (2, 15)
+AVAILABLE = hasattr(C.Backend, "supports_completion_hooks")
 
 #: The calls that torch's dispatcher hands to a backend. Their older names are C++'s, which calls
 #: these by them.

@@ -503,6 +503,9 @@ def in_order(
     return result[0]
 
 
+state.in_order = in_order
+
+
 def outside(name: str) -> None:
     """Warns, as torch does, that a rank outside the group made the call."""
     rank = default_group().rank()

@@ -149,9 +149,7 @@ class ProcessGroup:
         if self._given is not None:
             return self._given
         if self._lent is None:
-            from mpicoll import execute  # which stands on this module
-
-            self._lent = execute.in_order(
+            self._lent = state.in_order(
                 self, "ProcessGroup.comm", lambda: communicators.private(self.inner), root=-1
             )
         return plain(self._lent)
@@ -161,9 +159,8 @@ class ProcessGroup:
         from mpi4py import MPI
 
         for one in (self._lent, self.messages, self.inner):
-            if (
-                one is not None and plain(one) != MPI.COMM_NULL
-            ):  # the program may have freed its own
+            # The program may have freed what it was lent.
+            if one is not None and plain(one) != MPI.COMM_NULL:
                 one.Free()
 
     @property
@@ -268,6 +265,9 @@ class _State:
         self.made = 0  # groups made since init_process_group, members or not
         self.forked = False
         self.finalized = False
+        #: Runs a task in the order of a group's collectives: execute.in_order, which stands above
+        #: this module and enters itself here.
+        self.in_order: Callable[..., Any]
 
 
 state = _State()

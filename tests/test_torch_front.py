@@ -123,7 +123,7 @@ def test_other_names_are_not_stood_in_for(names):
 def test_what_names_mean_by_device():
     done = python(
         """
-        from mpicoll.torch.stand_in import served
+        from mpicoll.torch.names import served
         for asked in ("gloo", "cpu:gloo,cuda:nccl", "CPU:Gloo", "undefined", "nccl", "ucc"):
             say(served(asked))
         """,

@@ -20,7 +20,7 @@ from mpicoll import launch
 from mpicoll.errors import LaunchError
 from mpicoll.torch import NAME
 from mpicoll.torch.callers import variable
-from mpicoll.torch.stand_in import served
+from mpicoll.torch.names import served
 
 __all__ = ["meet", "register"]
 

@@ -19,47 +19,24 @@ from torch.distributed import distributed_c10d
 
 from mpicoll import launch
 from mpicoll.output import write_lines
-from mpicoll.torch import NAME
+from mpicoll.torch.names import installed, served
+from mpicoll.torch.rendezvous import meet
 
-__all__ = ["install", "served", "tell_if_unused"]
+__all__ = ["install", "tell_if_unused"]
 
-#: The names that mean mpicoll besides its own.
-_installed: set[str] = set()
 #: A group was asked for, of whatever backend.
 _used = False
 
 
 def install(names: set[str]) -> None:
     """Has these backends, in lower case, mean mpicoll in every group made from now on."""
-    if not _installed:
+    if not installed:
         distributed_c10d._new_process_group_helper = _standing_in(
             distributed_c10d._new_process_group_helper
         )
-    _installed.update(names)
-    if "mpi" in _installed:
+    installed.update(names)
+    if "mpi" in installed:
         distributed_c10d._MPI_AVAILABLE = True  # scripts ask, and so does init_process_group
-
-
-def served(asked: str) -> str:
-    """The backend, or backends by device, that a group of the one asked for is made of.
-
-    "gloo" and "cpu:gloo,cuda:nccl" are "mpicoll" where those names are installed, and so is no
-    name at all where torch would choose among them. Any other name stays what it is, and all do in
-    processes that ranks of mpirun start, such as those of asynchronous checkpoints.
-    """
-    if not _installed or launch.beside_ranks():
-        return asked
-    if asked == c10d.Backend.UNDEFINED:
-        parts = str(distributed_c10d.BackendConfig(asked)).split(",")
-    else:
-        parts = asked.lower().split(",")
-    pairs = [part.rpartition(":") for part in parts]
-    if not any(name in _installed for *_, name in pairs):
-        return asked
-    names = [NAME if name in _installed else name for *_, name in pairs]
-    if set(names) == {NAME}:
-        return NAME
-    return ",".join("".join((*pair[:2], name)) for pair, name in zip(pairs, names, strict=True))
 
 
 def _standing_in(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,8 +72,6 @@ def _meet(timeout: Any) -> Any:
     if not launch.by_mpi() and os.environ.keys() >= _ENVIRONMENT:
         store, rank, size = next(c10d.rendezvous("env://", timeout=timeout))
     else:
-        from mpicoll.torch.rendezvous import meet
-
         store, rank, size = meet(timeout)
     return c10d.PrefixStore("default_pg", store), rank, size
 

@@ -448,10 +448,13 @@ class Collectives:
         """Waits for all ranks."""
         return self._call(_BARRIER, _timed(opts, **short), None)
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """A barrier that names who is missing."""
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names who is missing.
+
+        timeout: a timedelta, or torch's BarrierOptions with one, as C++ gives them.
+        """
+        if isinstance(timeout, c10d.BarrierOptions):
+            timeout = timeout.timeout if timeout.timeout > _NOW else None
         collectives.monitored_barrier(self.core, timeout, wait_all_ranks)
 
     # --- messages --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
 import pytest
 import torch
@@ -229,6 +230,8 @@ def test_one_backend_a_device(world):
     mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
     assert type(mixed) is dist.ProcessGroup
     total(mixed)
+    dist.monitored_barrier(mixed, timedelta(seconds=20))
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
     work = dist.all_reduce(torch.ones(2), group=mixed, async_op=True)
     work.wait()
     assert work.get_future().done()

@@ -350,13 +350,9 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if chosen is not default:
         end(chosen)
         return
-    _end_all(default, _LAST_CHANCE)
-
-
-def _end_all(default: ProcessGroup, limit: float) -> None:
     until = time.monotonic() + positions.PATIENCE
     others = [one for one in reversed(list(state.groups)) if one is not default]
-    wrong = [end(one, limit, until) for one in (*others, default)]
+    wrong = [end(one, until=until) for one in (*others, default)]
     _over()
     if any(wrong):
         raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
@@ -369,11 +365,11 @@ def _until_the_end() -> Iterator[ProcessGroup]:
         yield default_group()
     except BaseException:
         # Other ranks may be anywhere. What this rank had begun is no reason to keep its error back.
+        # They hear that it makes no more calls; if the program goes on, they would not otherwise.
         if state.default is not None:
-            try:
-                _end_all(state.default, _A_MOMENT)
-            except Exception:
-                abandon(state.default)
+            for group in state.groups:
+                positions.tell(group, positions.ENDS)
+            abandon(state.default)
         raise
     if state.default is not None:  # the program may have done it
         destroy_process_group()

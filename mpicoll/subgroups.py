@@ -12,7 +12,7 @@ from mpicoll.backends import Backend
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
 from mpicoll.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.launch.serialized import plain
-from mpicoll.runtime import end, leave, member, node_size
+from mpicoll.runtime import end, give_up, leave, member, node_size
 from mpicoll.work import seconds
 
 if TYPE_CHECKING:
@@ -377,6 +377,7 @@ def shrink_group(
     )
     for one in [*others, old] if is_default else [old]:
         if shrink_flags == SHRINK_ABORT:
+            give_up(one)
             leave(one)
         else:
             end(one)

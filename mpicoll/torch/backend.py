@@ -12,6 +12,7 @@ behind torch's own ProcessGroup; in a group of its own behind ``BackedGroup``, w
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -67,13 +68,26 @@ _CALLS = (
 )
 
 
-class _Made(threading.local):
-    """The Work of this thread's latest call of a backend."""
+class _Dispatched:
+    """A call of a group on its way through the dispatcher, and the Work that its backend makes."""
 
-    work: Any = None
+    __slots__ = ("backend", "name", "work")
+
+    def __init__(self, backend: TorchBackend, name: str) -> None:
+        self.backend = backend
+        self.name = name
+        self.work: Any = None
 
 
-_made = _Made()
+class _Thread(threading.local):
+    """What of a thread's calls is on its way: the innermost, for hooks may make calls."""
+
+    call: _Dispatched | None = None
+
+
+_thread = _Thread()
+#: Backends that have not ended. C++ may hold their C++ half alone, as torch's debug wrapper does.
+_living: set[TorchBackend] = set()
 
 
 class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
@@ -91,6 +105,7 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     def __init__(self, core: ProcessGroup) -> None:
         super().__init__(core)
         self._abort_hooks: dict[int, Callable[[], None]] = {}
+        _living.add(self)
 
     def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
         """A window for one-sided communication; every member calls at the same place.
@@ -116,7 +131,16 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     def abort(self) -> None:
         """Runs the abort hooks; ends the group without waiting for anything."""
         self._call_abort_hooks()
+        self._let_go()
         super().abort()
+
+    def shutdown(self) -> None:
+        """Waits for what is pending and ends the group; the default group ends everything."""
+        self._let_go()
+        super().shutdown()
+
+    def _let_go(self) -> None:
+        _living.discard(self)
 
     def _call_abort_hooks(self) -> None:
         for hook in list(self._abort_hooks.values()):
@@ -160,16 +184,18 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
 
         flags: 1 gives up what is pending.
         """
-        return TorchBackend(cores.without(self.core, excluded, flags != 0))
+        return TorchBackend(cores.without(self.core, excluded, flags))
 
 
 def _kept(name: str) -> Callable[..., Any]:
-    """A call of the backend, whose Work is kept for ``BackedGroup``."""
+    """A call of the backend, whose Work is kept for a ``BackedGroup`` that waits for it."""
     call = getattr(Collectives, name)
 
     def keep(self: TorchBackend, *arguments: Any, **named: Any) -> Any:
-        _made.work = call(self, *arguments, **named)
-        return _made.work
+        work, waiting = call(self, *arguments, **named), _thread.call
+        if waiting is not None and waiting.backend is self and waiting.name == name:
+            waiting.work = work
+        return work
 
     keep.__doc__ = call.__doc__
     return keep
@@ -182,10 +208,13 @@ def _dispatched(name: str) -> Callable[..., Any]:
     def method(self: BackedGroup, *arguments: Any, **named: Any) -> Any:
         if not self.watched():
             return call(self.backend, *arguments, **named)
-        _made.work = None
-        hidden = dispatch(self, *arguments, **named)
-        work, _made.work = _made.work, None
-        return hidden if work is None else work
+        outer, mine = _thread.call, _Dispatched(self.backend, name)
+        _thread.call = mine
+        try:
+            hidden = dispatch(self, *arguments, **named)
+        finally:
+            _thread.call = outer
+        return hidden if mine.work is None else mine.work
 
     method.__doc__ = call.__doc__
     # C++ calls the Python method of the name, unless it was called from that: it looks at the
@@ -204,7 +233,9 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
     def __init__(self, backend: TorchBackend, store: c10d.Store) -> None:
         super().__init__(store, backend.rank(), backend.size())
         self.backend = backend
-        self._hooks: set[tuple[str, int]] = set()
+        # torch hooks its look for NaNs in where Python does not see it.
+        nan = os.environ.get("TORCH_DIST_NAN_CHECK") == "1"
+        self._hooks: set[tuple[str, int]] = {("nan", 0)} if nan else set()
         for kind in devices():
             self._register_backend(torch.device(kind), self.BackendType.CUSTOM, backend)
         self._set_default_backend(self.BackendType.CUSTOM)

@@ -7,18 +7,16 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from mpicoll import execute, groups, launch, runtime
+from mpicoll import execute, groups, launch, runtime, subgroups
 from mpicoll.errors import UnsupportedError
 from mpicoll.groups import ProcessGroup, state
 from mpicoll.torch import NAME, versions
 
 __all__ = ["abort", "end", "part", "some", "whole", "without"]
 
-#: The core's default group where it is none of torch's: torch's default group is of another
-#: backend, or was shrunk. Nobody is given it, so that every group can end alone.
+#: The core's default group where torch's is of another backend: nobody is given it, so that every
+#: group can end alone.
 _base: ProcessGroup | None = None
-#: What torch's default group was shrunk to: torch counts its global ranks in that.
-_shrunk: ProcessGroup | None = None
 #: The stores of rank 0, kept until the process ends: a rank that is through with its destroy before
 #: rank 0 may begin anew at the same port, with the store of before.
 _stores: list[Any] = []
@@ -30,7 +28,7 @@ def whole(store: Any, rank: int, size: int, limit: float | None, name: str) -> P
     limit: seconds after which an operation has failed, None never.
     """
     if state.default is not None:
-        return part(_global(range(size)), limit, name)
+        return part(range(size), limit, name)
     if rank == 0:
         versions.warn_if_newer()  # once a job
         _stores.append(store)
@@ -68,11 +66,6 @@ def part(ranks: Sequence[int], limit: float | None, name: str) -> ProcessGroup:
     )
 
 
-def _global(ranks: Sequence[int]) -> list[int]:
-    """The core's global ranks of some of torch's."""
-    return [rank if _shrunk is None else _shrunk.ranks[rank] for rank in ranks]
-
-
 def some(
     store: Any, rank: int, ranks: Sequence[int], limit: float | None, name: str
 ) -> ProcessGroup:
@@ -91,25 +84,18 @@ def some(
                 "init_process_group('mpicoll')"
             )
         _base = whole(store, rank, world, limit, name)
-    return part(_global(ranks), limit, name)
+    return part(ranks, limit, name)
 
 
-def without(group: ProcessGroup, excluded: Sequence[int], aborted: bool) -> ProcessGroup:
-    """The group of the ranks of ``group`` but some, made by them alone.
+def without(group: ProcessGroup, excluded: Sequence[int], flags: int) -> ProcessGroup:
+    """The group of the ranks of ``group`` but some, made by them alone; ``group`` is gone.
 
     excluded: ranks in the group.
-    aborted:  what is pending in the group is given up.
+    flags: SHRINK_ABORT gives up what is pending in it.
 
-    If the group is the default one it goes on, unseen, as what the new one stands on.
+    In the place of the default group it is that, and global ranks count anew, in torch as here.
     """
-    global _base, _shrunk
-    ranks = [rank for i, rank in enumerate(group.ranks) if i not in excluded]
-    if aborted:
-        runtime.give_up(group)
-    made = part(ranks, group.timeout, f"{group.group_name}:{'-'.join(map(str, ranks))}")
-    if group in (state.default, _shrunk):
-        _base, _shrunk = state.default, made
-    return made
+    return subgroups.shrink_group(list(excluded), group, flags)
 
 
 def end(group: ProcessGroup) -> None:
@@ -131,7 +117,7 @@ def abort(group: ProcessGroup) -> None:
 
 def _end_base() -> None:
     """With the last group that stands on it ends the one that nobody was given."""
-    global _base, _shrunk
+    global _base
     if _base is not None and state.groups == [_base]:
-        _base = _shrunk = None
+        _base = None
         runtime.destroy_process_group()

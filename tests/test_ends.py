@@ -1360,6 +1360,22 @@ def test_an_exception_in_a_block_ends_the_job(before: str, waiting: str, ended: 
 
 
 @job("""
+    try:
+        with dist.init_process_group(timeout=100):
+            if dist.get_rank() == 1:
+                raise KeyError("mine")
+            dist.all_reduce(np.ones(4))
+            say("not reached")
+    except KeyError:
+        say("caught")
+""")
+def test_the_others_hear_of_a_block_that_was_left(ended: Ended) -> None:
+    """By an exception that the program catches, and goes on to its end without them."""
+    ended.badly("rank 1 ended without making this call")
+    assert "caught" in ended.out and "not reached" not in ended.out
+
+
+@job("""
     with dist.init_process_group():
         x = np.ones(2)
         work = dist.all_reduce(x, async_op=True)

@@ -205,6 +205,56 @@ def test_shrink_group(of):
 
 
 @needs_mpiexec
+@first_class
+@pytest.mark.parametrize("of", ["None", "dist.new_group([0, 1, 2])"])
+def test_shrink_group_gives_up_what_is_pending(of):
+    lines = on_ranks(
+        f"""
+        import time
+        dist.init_process_group("mpicoll")
+        me, wide = dist.get_rank(), {of}
+        if me != 1:
+            work = dist.all_reduce(torch.ones(1), group=wide, async_op=True)
+            small = dist.shrink_group([1], wide, shrink_flags=1)
+            x = torch.full((1,), me + 1.0)
+            dist.all_reduce(x, group=small)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                say(x.item(), "aborted" in str(error))
+            time.sleep(0.5 * me)
+        else:
+            time.sleep(3)
+        dist.destroy_process_group()
+        """,
+        3,
+    )
+    assert [line for line in lines if not line.startswith("mpicoll:")] == ["4.0 True"] * 2
+
+
+@needs_mpiexec
+@first_class
+@pytest.mark.parametrize("backend", ["mpicoll", "cpu:mpicoll,cuda:gloo"])
+def test_torchs_own_wrapper_for_debugging(backend):
+    """It holds what torch's C++ has of a backend, and lets go of the rest."""
+    lines = on_ranks(
+        f"""
+        import gc
+        dist.init_process_group("{backend}")
+        gc.collect()
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(1, 2)).sum().backward()
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        say(x.item(), model.module.weight.grad.tolist())
+        dist.destroy_process_group()
+        """,
+        TORCH_DISTRIBUTED_DEBUG="DETAIL",
+    )
+    assert lines == ["2.0 [[1.0, 1.0]]"] * 2
+
+
+@needs_mpiexec
 def test_the_facade_beside():
     """``import mpicoll`` has the same default group."""
     lines = on_ranks("""

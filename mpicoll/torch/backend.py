@@ -86,8 +86,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-#: Backends that have not ended. C++ may hold their C++ half alone, as torch's debug wrapper does.
-_living: set[TorchBackend] = set()
 
 
 class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
@@ -105,7 +103,6 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     def __init__(self, core: ProcessGroup) -> None:
         super().__init__(core)
         self._abort_hooks: dict[int, Callable[[], None]] = {}
-        _living.add(self)
 
     def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
         """A window for one-sided communication; every member calls at the same place.
@@ -131,16 +128,7 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     def abort(self) -> None:
         """Runs the abort hooks; ends the group without waiting for anything."""
         self._call_abort_hooks()
-        self._let_go()
         super().abort()
-
-    def shutdown(self) -> None:
-        """Waits for what is pending and ends the group; the default group ends everything."""
-        self._let_go()
-        super().shutdown()
-
-    def _let_go(self) -> None:
-        _living.discard(self)
 
     def _call_abort_hooks(self) -> None:
         for hook in list(self._abort_hooks.values()):

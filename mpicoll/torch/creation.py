@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as c10d
 from torch.distributed import distributed_c10d
 
 from mpicoll import backends
@@ -47,7 +48,16 @@ def create(
 
         return ReconfigurableGroup(ReconfigurableBackend(core), options.store)
     made = backend.TorchBackend(core)
-    return made if mixed else backend.BackedGroup(made, options.store)
+    if not mixed:
+        return backend.BackedGroup(made, options.store)
+    if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
+        _wrapped.append(made)
+    return made
+
+
+#: Backends around which torch puts a wrapper in C++, which holds their half in C++ and no more. It
+#: may ask them to its own end.
+_wrapped: list[backend.TorchBackend] = []
 
 
 #: The variables by which torch's flight recorder gets its size.

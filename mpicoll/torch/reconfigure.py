@@ -87,7 +87,6 @@ class ReconfigurableBackend(TorchBackend):
 
     def shutdown(self) -> None:
         """Ends the group that stands, and MPI's part in the job."""
-        self._let_go()
         if self._groups.base.closed is None:
             runtime.destroy_process_group(self._groups.base)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -156,6 +158,56 @@ def test_hooks(world, group):
     total()
     assert [name for name, _ in before] == [C.HookOpName.ALLREDUCE, C.HookOpName.BARRIER]
     assert before == after
+
+
+def test_calls_made_by_hooks_have_works_of_their_own(world, group):
+    """A hook may call another group, of whatever kind, and the same call."""
+    outer, watched = dist.new_group(), dist.new_group()
+    mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
+    watched.register_pre_hook(1, lambda args: None)
+    inner = []
+    for other in mixed, watched, None:
+        big, small = torch.ones(1 << 18), torch.ones(2)
+
+        def hook(args, small=small, other=other):
+            inner.append(dist.all_reduce(small, group=other, async_op=True))
+
+        outer.register_pre_hook(1, hook)
+        outer.register_post_hook(1, hook)
+        work = dist.all_reduce(big, group=outer, async_op=True)
+        outer.unregister_pre_hook(1)
+        outer.unregister_post_hook(1)
+        work.wait()
+        assert work.is_completed() and work.result()[0] is big
+        assert (big == world.size).all()
+        for each in inner:
+            each.wait()
+        assert (small == world.size**2).all()
+
+
+def test_numbers_that_are_none_are_found(world, monkeypatch):
+    """torch's check, which it hooks into every group where the variable is set."""
+    not_gloo("is PyTorch's to test")
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    checked = dist.new_group(list(range(world.size)))
+    monkeypatch.delenv("TORCH_DIST_NAN_CHECK")
+    total(checked)
+    with pytest.raises(RuntimeError, match="NaN"):
+        dist.all_reduce(torch.tensor([1.0, float("nan")]), group=checked)
+    total(checked)
+
+
+def test_nothing_is_kept_of_groups_that_have_ended(world, group):
+    for backend in "mpicoll", "cpu:mpicoll,cuda:gloo":
+        one = dist.new_group(backend=backend)
+        alive = weakref.ref(dist.get_backend_impl(one, torch.device("cpu")))
+        x = torch.ones(1000)
+        held = weakref.ref(x)
+        dist.all_reduce(x, group=one)
+        dist.destroy_process_group(one)
+        del x, one
+        gc.collect()
+        assert alive() is None and held() is None
 
 
 def test_the_flight_recorder_has_the_calls(world, group, monkeypatch):

@@ -208,7 +208,10 @@ def test_shrink_group(of):
 @first_class
 @pytest.mark.parametrize("of", ["None", "dist.new_group([0, 1, 2])"])
 def test_shrink_group_gives_up_what_is_pending(of):
-    lines = on_ranks(
+    """What is stuck stays inside MPI, so the ranks end without finalising it. Some launchers kill
+    the others then: how the job ends is not asked.
+    """
+    done = python(
         f"""
         import time
         dist.init_process_group("mpicoll")
@@ -222,14 +225,15 @@ def test_shrink_group_gives_up_what_is_pending(of):
                 work.wait()
             except RuntimeError as error:
                 say(x.item(), "aborted" in str(error))
-            time.sleep(0.5 * me)
+            dist.barrier(small)
         else:
-            time.sleep(3)
-        dist.destroy_process_group()
+            time.sleep(30)
         """,
-        3,
+        *MPIEXEC,
+        "-n",
+        "3",
     )
-    assert [line for line in lines if not line.startswith("mpicoll:")] == ["4.0 True"] * 2
+    assert done.stdout.count("4.0 True") == 2, done.stdout + done.stderr
 
 
 @needs_mpiexec

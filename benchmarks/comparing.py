@@ -48,7 +48,7 @@ def main() -> None:
         for _ in range(consistency.FIRST):
             mpicoll.barrier(group)
         rows = [{stride: loop(group, stride) for stride in STRIDES} for _ in range(TURNS)]
-        slowest = np.max(world.comm.allgather([[row[s] for s in STRIDES] for row in rows]), axis=0)
+        slowest = np.max(world.mpi.allgather([[row[s] for s in STRIDES] for row in rows]), axis=0)
         if world.me == 0:
             print(f"{world.facts()['mpi']}, {'shared memory' if group.shared else 'by MPI'}")
             for stride, column in zip(STRIDES, slowest.T, strict=True):

@@ -144,7 +144,7 @@ class World:
     """The process group of all ranks, and who makes calls in it.
 
     torch: also those of torch, where it is installed.
-    comm:  a communicator of MPI with the same ranks.
+    mpi:   a communicator of MPI with the same ranks.
     gloo:  the group of torch with the same ranks; None where there is none.
     """
 
@@ -158,7 +158,7 @@ class World:
             mpicoll.init_process_group()
         for _ in range(FIRST):  # the first calls of a group are compared between the ranks
             mpicoll.barrier()
-        self.comm = comm = MPI.COMM_WORLD.Dup()
+        self.mpi = comm = MPI.COMM_WORLD.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of them
         self.contestants = {MPI4PY: Mpi4py(comm), FACADE: Facade(), **self.contestants}
         self.n, self.me = comm.Get_size(), comm.Get_rank()
@@ -187,7 +187,7 @@ class World:
 
     def close(self) -> None:
         """Ends what was begun."""
-        self.comm.Free()
+        self.mpi.Free()
         self._api.destroy_process_group()
 
     def facts(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def main() -> None:
     case = world.case(options.primitive, options.size)
     call = world.contestants[options.who].call(case, Buffers(case, PLACE))
     assert call is not None
-    world.comm.Barrier()
+    world.mpi.Barrier()
     forget_peak()
     before = peak()
     for _ in range(CALLS):

@@ -27,11 +27,11 @@ def main() -> None:
         array = np.zeros(size // 4, np.float32)
         ready = [array, array.size, MPI.FLOAT]
         cases = {
-            "MPI_Allreduce": lambda ready=ready: world.comm.Allreduce(MPI.IN_PLACE, ready),
+            "MPI_Allreduce": lambda ready=ready: world.mpi.Allreduce(MPI.IN_PLACE, ready),
             "mpicoll": lambda array=array: mpicoll.all_reduce(array),
         }
         try:
-            request = world.comm.Allreduce_init(MPI.IN_PLACE, ready)
+            request = world.mpi.Allreduce_init(MPI.IN_PLACE, ready)
         except NotImplementedError:
             if world.me == 0:
                 print(f"{world.facts()['mpi']} has no MPI_Allreduce_init")

@@ -85,11 +85,11 @@ class Bench:
             works = False
         else:
             works = True
-        return all(self.world.comm.allgather(works))
+        return all(self.world.mpi.allgather(works))
 
     def _wrong(self, call: Call, case: Case, buffers: Buffers) -> bool:
         variant = variants(case.row)[0]
-        return bool(self.world.comm.allreduce(count_wrong(call, case, buffers, variant, PLACE)))
+        return bool(self.world.mpi.allreduce(count_wrong(call, case, buffers, variant, PLACE)))
 
     def left_out(self, what: str) -> None:
         """Says once what is not measured."""

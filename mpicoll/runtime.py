@@ -368,6 +368,7 @@ def _until_the_end() -> Iterator[ProcessGroup]:
         # They hear that it makes no more calls; if the program goes on, they would not otherwise.
         if state.default is not None:
             for group in state.groups:
+                group.finish(_A_MOMENT)  # what all ranks have joined
                 positions.tell(group, positions.ENDS)
             abandon(state.default)
         raise

@@ -37,9 +37,9 @@ _HOMES = {
     "dtypes": ("ReduceOp",),
     "errors": (
         "ArgumentError", "ArgumentTypeError", "CollectiveTimeoutError", "DistBackendError",
-        "DistError", "EmptyListError", "ForkedError", "LaunchError", "MPIError", "MismatchError",
-        "MpicollError", "NotInitializedError", "RefusedPickleError", "UnsupportedError",
-        "UsageError",
+        "DistError", "EmptyListError", "ForkedError", "LaunchError", "LostRankError", "MPIError",
+        "MismatchError", "MpicollError", "NotInitializedError", "RefusedPickleError",
+        "UnsupportedError", "UsageError",
     ),
     "groups": (
         "GroupMember", "ProcessGroup", "get_global_rank", "get_group_rank",

@@ -80,6 +80,7 @@ struct mpicoll_shared {
     uint32_t round; /* rounds ended */
     uint32_t calls; /* calls begun */
     uint32_t looks; /* at a counter before the thread sleeps */
+    atomic_uint left; /* this rank waits for nobody any more: calls return 0 */
 };
 
 /* What all calls of one kind share; mpicoll/routes/shared.py has the same. */
@@ -195,7 +196,8 @@ static uint64_t now(void)
     return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
 }
 
-/* Waits until another rank has counted to `target`, or, returning 0, until the time `end`. */
+/* Waits until another rank has counted to `target`, or, returning 0, until the time `end`, or until
+ * this rank is told to leave. */
 static int wait_until(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target,
                       uint64_t end)
 {
@@ -217,7 +219,7 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
         if (reached(value, target))
             return 1;
         const uint64_t time = end == FOREVER ? 0 : now();
-        if (time >= end)
+        if (time >= end || atomic_load(&shared->left))
             return 0;
         atomic_store(&counter->sleepers, 1);
         if (atomic_load(&counter->value) == value)
@@ -225,15 +227,17 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
     }
 }
 
-static void wait_for(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target)
+static int wait_for(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target)
 {
-    wait_until(shared, counter, target, FOREVER);
+    return wait_until(shared, counter, target, FOREVER);
 }
 
-static void wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
+static int wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
 {
     for (uint32_t i = 1; i < shared->n; i++)
-        wait_for(shared, &header(shared, (shared->me + i) % shared->n)->given, target);
+        if (!wait_for(shared, &header(shared, (shared->me + i) % shared->n)->given, target))
+            return 0;
+    return 1;
 }
 
 /* ---- Calls ------------------------------------------------------------------------------------- */
@@ -312,7 +316,8 @@ EXPORT int mpicoll_shared_agree(struct mpicoll_shared *shared, uint32_t number, 
 
     announce(shared, number, what, count);
     count_up(&mine->given, base + 1);
-    wait_for_given(shared, base + 1);
+    if (!wait_for_given(shared, base + 1))
+        return 0;
     if (!agreed(shared))
         return differed(shared, base);
     count_up(&mine->combined, base + 1);
@@ -351,7 +356,8 @@ static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank
 /* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements.
  *
  * number: of the call among the group's collectives, the same on every rank.
- * Returns 0 without doing so, on all ranks, if they do not have the same count and kind. */
+ * Returns 0 without doing so, on all ranks, if they do not have the same count and kind, and on this
+ * one if it was told to leave: then the segment is of no more use to it. */
 EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *array, size_t elements,
                                      uint32_t number)
 {
@@ -384,7 +390,8 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
                 const uint32_t rank = (me + k) % n;
                 const size_t start = share_start(piece, size, n, rank);
                 const size_t end = share_start(piece, size, n, rank + 1);
-                wait_for(shared, &header(shared, rank)->combined, base + i - 1);
+                if (!wait_for(shared, &header(shared, rank)->combined, base + i - 1))
+                    return 0;
                 memcpy(piece.data + start * size, second_slot(shared, rank, base + i - 2),
                        (end - start) * size);
             }
@@ -393,7 +400,8 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
             const struct piece piece = piece_of(array, size, count, step, i - 1);
             const size_t start = split ? share_start(piece, size, n, me) : 0;
             const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
-            wait_for_given(shared, base + i);
+            if (!wait_for_given(shared, base + i))
+                return 0;
             if (i == 1 && !agreed(shared))
                 return differed(shared, base);
             for (size_t at = start; at < end; at += BLOCK / size) {
@@ -504,7 +512,8 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
             continue;
         const uint32_t round = base + (uint32_t)i - 1;
         const size_t start = (i - 1) * step;
-        wait_for_given(shared, round + 1);
+        if (!wait_for_given(shared, round + 1))
+            return 0;
         if (i == 1 && !agreed(shared))
             return differed(shared, base);
         for (size_t k = 0; k < taken; k++)

@@ -11,7 +11,7 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["is_communicator", "members", "private", "spans_world", "taken"]
+__all__ = ["is_communicator", "members", "private", "spans_world", "taken", "tells_of_loss"]
 
 
 def is_communicator(candidate: Any) -> bool:
@@ -73,6 +73,14 @@ def members(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:
         ours.Free()
         theirs.Free()
     return [None if rank == MPI.UNDEFINED else rank for rank in found]
+
+
+def tells_of_loss(error: MPI.Exception) -> bool:
+    """A call ended because a rank is lost, or because another rank has said that one is (ULFM)."""
+    from mpi4py import MPI
+
+    losses = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+    return error.Get_error_class() in losses
 
 
 def spans_world(comm: MPI.Comm) -> bool:

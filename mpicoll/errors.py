@@ -25,6 +25,7 @@ written for PyTorch keep working.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 
 __all__ = [
     "ArgumentError",
@@ -35,6 +36,7 @@ __all__ = [
     "EmptyListError",
     "ForkedError",
     "LaunchError",
+    "LostRankError",
     "MPIError",
     "MismatchError",
     "MpicollError",
@@ -97,6 +99,19 @@ class MPIError(DistBackendError):
 
     def __reduce__(self) -> tuple[type[MPIError], tuple[str, int]]:
         return type(self), (str(self), self.error_class)
+
+
+class LostRankError(DistBackendError):
+    """A rank of the group is lost, and MPI lives on; see ``mpirun --with-ft ulfm`` of Open MPI.
+    ``ranks`` are the global ranks that are known to be lost (a tuple of int).
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[type[LostRankError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
 
 
 class MismatchError(DistBackendError):

@@ -12,7 +12,13 @@ import numpy as np
 
 from mpicoll import communicators, device, launch
 from mpicoll.device import Lane
-from mpicoll.errors import ArgumentError, ArgumentTypeError, ForkedError, NotInitializedError
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistBackendError,
+    ForkedError,
+    NotInitializedError,
+)
 from mpicoll.launch.serialized import plain
 from mpicoll.progress import Worker
 from mpicoll.tables import Table
@@ -63,7 +69,7 @@ class ProcessGroup:
     keeps_time: the collective inside MPI watches its own timeout.
     recent:   the calls since the ranks' calls were last compared; see watch/consistency.py.
     next_check: the number of the call before which they are next.
-    broken:   why the group cannot be used any more; "" where it can.
+    broken:   why the group cannot be used any more; None where it can.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
     """
 
@@ -104,7 +110,7 @@ class ProcessGroup:
         self.keeps_time = False
         self.recent = [(0, 0, 0, 0)]
         self.next_check = 0
-        self.broken = ""
+        self.broken: DistBackendError | None = None
         self.monitored = 0
         self.splits = 0
         self.closed: type[Exception] | None = None
@@ -348,20 +354,23 @@ def create(
     name: str,
     description: str,
     given: MPI.Intracomm | None = None,
+    inner: MPI.Intracomm | None = None,
 ) -> ProcessGroup:
     """Makes and registers the group of ``members``, ranks of ``parent``, in that order.
 
-    ranks: the global ranks of the members. given: the program's communicator of the same. Only
-    members call (MPI_Comm_create_group, MPI-4.1 section 7.4.2), each with the same arguments.
+    ranks: the global ranks of the members. given: the program's communicator of the same. inner:
+    the group's own, where it is there already. Only members call (MPI_Comm_create_group, MPI-4.1
+    section 7.4.2), each with the same arguments.
     """
-    parent_group = parent.inner.Get_group()
-    chosen = parent_group.Incl(list(members))
-    try:
-        # The tag keeps groups apart that two threads make at once out of the same parent.
-        inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
-    finally:
-        chosen.Free()
-        parent_group.Free()
+    if inner is None:
+        parent_group = parent.inner.Get_group()
+        chosen = parent_group.Incl(list(members))
+        try:
+            # The tag keeps groups apart that two threads make at once out of the same parent.
+            inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
+        finally:
+            chosen.Free()
+            parent_group.Free()
     messages = inner.Dup()
     made = ProcessGroup(inner, messages, ranks, backend, timeout, name, description, given)
     return register(made)

@@ -25,6 +25,7 @@ from mpicoll.errors import (
     MPIError,
 )
 from mpicoll.groups import ProcessGroup
+from mpicoll.watch import losses
 from mpicoll.work import deadline, seconds
 
 if TYPE_CHECKING:
@@ -216,15 +217,33 @@ class Reconfigurable:
     # --- the groups -------------------------------------------------------------------------------
 
     def _make(self, uuid: int, members: list[int]) -> ProcessGroup:
+        name = f"{self.base.group_name}:{uuid}"
         return groups.create(
             self.base,
             members,
             range(len(members)),
+            inner=self._without_parent(members, name) if losses.survives() else None,
             backend=self.base.backend,
             timeout=self.base.timeout,
-            name=f"{self.base.group_name}:{uuid}",
+            name=name,
             description=self.base.group_desc,
         )
+
+    def _without_parent(self, members: list[int], name: str) -> MPI.Intracomm:
+        """A communicator of the members alone (MPI_Comm_create_from_group, MPI-4.1 section 7.4.2).
+
+        A rank that is lost spoils every communicator that it was in, and which of the others know
+        of it already is chance: what is made of survivors must not be made out of one.
+        """
+        from mpi4py import MPI
+
+        everybody = self.base.inner.Get_group()
+        chosen = everybody.Incl(members)
+        try:
+            return MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
+        finally:
+            chosen.Free()
+            everybody.Free()
 
     def _retire(self, made: ProcessGroup) -> None:
         """Ends the group that stood: together where all its members are in the new one and come

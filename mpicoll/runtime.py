@@ -31,6 +31,7 @@ from mpicoll.errors import (
     CollectiveTimeoutError,
     DistBackendError,
     LaunchError,
+    LostRankError,
     MismatchError,
     MpicollError,
     NotInitializedError,
@@ -407,6 +408,9 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
 
     Work that somebody has waited for in vain is not waited for again: the group is left with it.
     """
+    if isinstance(group.broken, LostRankError):
+        _give_up(group, "has lost a rank")
+        return ""
     if any(work.overdue for work in group.pending):
         limit = _A_MOMENT
     if not group.finish(limit):

@@ -7,6 +7,7 @@ the C library, on every rank.
 from __future__ import annotations
 
 import ctypes
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mpi4py import MPI
 from mpicoll import settings
 from mpicoll.calls import Direct
 from mpicoll.dtypes import DType, ReduceOp
-from mpicoll.errors import MismatchError
+from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels import kernels
 from mpicoll.primitives import Primitive, by_name
 from mpicoll.reduction import loop
@@ -58,6 +59,7 @@ class _Hold(ctypes.Structure):
         ("round", ctypes.c_uint32),
         ("calls", ctypes.c_uint32),
         ("looks", ctypes.c_uint32),
+        ("left", ctypes.c_uint32),
     )
 
 
@@ -88,7 +90,7 @@ class Shared:
         self._kernels = kernels
         self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as anybody may be inside
         n = group.size()
-        self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank(), 0, 0, 0)
+        self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank())
         self._pointer = ctypes.addressof(self._hold)
         self._kinds: dict[Any, _Kind] = {}  # the C library has their addresses
         self._crowded = segment.processors < n
@@ -112,7 +114,7 @@ class Shared:
             if group.worker is not None:
                 self._look_as_often_as_is_good()
             if not all_reduce(at, address(recv), count, group.sequence):
-                raise self._mismatch()
+                raise self._failure()
 
         def direct(send: Any, recv: Any, count: int, root: int) -> None:
             if group.worker is not None:
@@ -120,7 +122,7 @@ class Shared:
             here = None if recv is None else address(recv)
             there = here if send is None else address(send)
             if not blocks(at, there, here, count, root, group.sequence):
-                raise self._mismatch()
+                raise self._failure()
 
         return in_place if primitive is _ALL_REDUCE else direct
 
@@ -145,7 +147,7 @@ class Shared:
             takes.ctypes.data, len(takes), root, group.sequence, parcel.total * parts,
         )  # fmt: skip
         if not done:
-            raise self._mismatch()
+            raise self._failure()
 
     def _kind(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> int:
         """The address of the description of a kind of call."""
@@ -201,9 +203,9 @@ class Shared:
         self._look_as_often_as_is_good()
         if self._kernels.shared_agree(self._pointer, self._group.sequence, kind, number):
             return True
-        if all(is_compared(each) for each, _ in self._calls()):
+        if not self._hold.left and all(is_compared(each) for each, _ in self._calls()):
             return False
-        raise self._mismatch()
+        raise self._failure()
 
     def _calls(self) -> list[tuple[int, int]]:
         """Kind and numbers of each rank's call, after one that was not agreed on."""
@@ -216,7 +218,16 @@ class Shared:
             found.append((what.value, count.value))
         return found
 
-    def _mismatch(self) -> MismatchError:
+    def leave(self) -> None:
+        """This rank waits for no other here any more: the call at hand, and all that come, raise
+        what the group is ``broken`` with.
+        """
+        self._hold.left = 1
+
+    def _failure(self) -> DistBackendError:
+        if self._hold.left:
+            assert self._group.broken is not None
+            return copy(self._group.broken)
         texts = [told(kind, count // parts_of(kind)) for kind, count in self._calls()]
         name = texts[self._hold.me].partition(" ")[0]
         return MismatchError(

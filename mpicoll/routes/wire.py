@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll import communicators
 from mpicoll.dtypes import DType, by_name
-from mpicoll.errors import MismatchError, MPIError
+from mpicoll.errors import LostRankError, MismatchError, MPIError
 from mpicoll.pickles import Bytes
+from mpicoll.watch import losses
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -187,6 +190,8 @@ def explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
     """An exception of MPI as MPIError with operation and rank; any other as it is."""
     if not isinstance(error, MPI.Exception):
         return error
+    if communicators.tells_of_loss(error) and losses.look(group):
+        return copy(cast("LostRankError", group.broken))
     return MPIError(
         f"{name} on rank {group.rank()} of group {group.group_name}: MPI: "
         f"{error.Get_error_string()} "

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from copy import copy
 from typing import TYPE_CHECKING
 
 from mpicoll.errors import MismatchError
@@ -53,8 +54,8 @@ def check(group: ProcessGroup) -> None:
     All ranks call it with the group's lock held, before the call that is last in their records.
     Raises MismatchError on all of them alike.
     """
-    if group.broken:
-        raise MismatchError(group.broken)
+    if group.broken is not None:
+        raise copy(group.broken)
     calls = tuple(group.recent)
     number = calls[-1][0]
     level = int(get_debug_level())
@@ -115,7 +116,7 @@ def _difference(group: ProcessGroup, calls: tuple[Call, ...]) -> str:
             "be wrong on any rank; the group cannot be used any more. MPICOLL_DEBUG=DETAIL "
             "compares every call before it is carried out"
         )
-        group.broken = text
+        group.broken = MismatchError(text)
         group.next_check = 0
     return text
 

@@ -25,9 +25,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpicoll import launch
+from mpicoll.errors import LostRankError
 from mpicoll.groups import state
 from mpicoll.output import write_lines
-from mpicoll.watch import positions
+from mpicoll.watch import losses, positions
 
 if TYPE_CHECKING:
     from mpicoll.groups import ProcessGroup
@@ -273,7 +274,10 @@ class Guard:
             self._look_at_all = now + _SELDOM
             for group in list(state.groups):
                 positions.look(group)
-        inside = self._inside()
+        if losses.survives() and not launch.in_turns():
+            for group in list(state.groups):
+                losses.look(group)
+        inside = [one for one in self._inside() if not isinstance(one.broken, LostRankError)]
         for group in [group for group in stuck if group not in inside]:
             del stuck[group]
         for group in inside:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpicoll import communicators
 from mpicoll.watch.consistency import digest, words
 
 if TYPE_CHECKING:
@@ -101,16 +102,20 @@ def look(group: ProcessGroup) -> None:
     from mpi4py import MPI
 
     status = MPI.Status()
-    with lock:
-        while group.closed is None and group.messages.Iprobe(
-            MPI.ANY_SOURCE, group.leave_tag, status
-        ):
-            box = np.zeros(len(Position._fields), np.int64)
-            source = status.Get_source()
-            group.messages.Irecv(box, source, group.leave_tag).Wait()
-            found = Position(*box.tolist())
-            if found.group == _mark(group):
-                group.positions[source] = found
+    try:
+        with lock:
+            while group.closed is None and group.messages.Iprobe(
+                MPI.ANY_SOURCE, group.leave_tag, status
+            ):
+                box = np.zeros(len(Position._fields), np.int64)
+                source = status.Get_source()
+                group.messages.Irecv(box, source, group.leave_tag).Wait()
+                found = Position(*box.tolist())
+                if found.group == _mark(group):
+                    group.positions[source] = found
+    except MPI.Exception as error:
+        if not communicators.tells_of_loss(error):  # that is for losses.look
+            raise
 
 
 def left(group: ProcessGroup, how: tuple[int, ...] = (ENDS, DESTROYS)) -> set[int]:

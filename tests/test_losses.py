@@ -1,0 +1,131 @@
+"""Ranks that are killed one after the other, in a job whose MPI outlives them (Open MPI's ULFM): the
+others hear of it in the call that they are in, whatever it is, and go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from mpicoll.torch.backend import AVAILABLE
+
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
+SURVIVES = ["--with-ft", "ulfm"]
+LIMIT = 90
+
+
+def _can() -> bool:
+    if not MPIEXEC:
+        return False
+    said = subprocess.run([*MPIEXEC, "--version"], capture_output=True, text=True, check=False)
+    return "Open MPI" in said.stdout
+
+
+pytestmark = pytest.mark.skipif(not _can(), reason="needs an MPI that outlives a lost rank")
+
+#: Each rank but the first is killed, the last one first, while the others are in another call.
+NUMPY = """
+import os, signal, sys, time
+import numpy as np
+import mpicoll as dist
+from mpicoll.reconfigure import Reconfigurable
+
+dist.init_process_group(timeout=60)
+one, me, n = Reconfigurable(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
+handles = [None] * n
+dist.all_gather_object(handles, one.handle())
+many = np.ones(3_000_000)
+calls = [
+    lambda group: dist.all_reduce(np.ones(1), group=group),
+    lambda group: dist.recv(np.ones(1), group_src=1 - dist.get_rank(group), group=group)
+        if dist.get_rank(group) < 2 else dist.barrier(group),
+    lambda group: dist.broadcast(many, group_src=group.size() - 1, group=group),
+    lambda group: dist.all_reduce(many, group=group, async_op=True).wait(),
+]
+for turn, call in enumerate(calls):
+    left = n - turn
+    group = one.reconfigure(turn, handles[:left], 30)
+    x = np.ones(5)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [left] * 5, x
+    if me == left - 1:
+        time.sleep(0.3)  # the others are in the call
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        call(group)
+    except dist.LostRankError as error:
+        assert set(error.ranks) <= {left - 1}, error
+        assert "group 0:%d has lost" % turn in str(error), error
+    else:
+        raise AssertionError("call %d of a lost rank ended well" % turn)
+    try:
+        dist.all_reduce(x, group=group)
+    except dist.LostRankError:
+        pass
+    else:
+        raise AssertionError("a group that has lost a rank is used")
+group = one.reconfigure(99, handles[:1])
+dist.all_reduce(x, group=group)
+dist.destroy_process_group()
+open(sys.argv[1], "w").write('"went on"')
+"""
+
+TORCH = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+dist.init_process_group("mpicoll", init_method="mpi://", enable_reconfigure=True,
+                        timeout=timedelta(seconds=60))
+me, n = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+handles = MPI.COMM_WORLD.allgather(dist._get_reconfigure_handle())
+model = torch.nn.Linear(4, 4)
+for left in range(n, 0, -1):
+    dist._reconfigure(left, handles[:left]).wait()
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert dist.get_world_size() == left
+    if left == 1:
+        break
+    if me == left - 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ddp(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        assert "has lost" in str(error), error
+    else:
+        raise AssertionError("a step with a lost rank ended well")
+dist.destroy_process_group()
+open(sys.argv[1], "w").write('"went on"')
+"""
+
+
+def _run(script: str, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(script)
+    told = tmp_path / "told"
+    command = [*MPIEXEC, *SURVIVES, "-n", "5", sys.executable, tmp_path / "job.py", told]
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
+    )
+    assert told.exists(), done.stdout + done.stderr
+    assert json.loads(told.read_text()) == "went on"
+
+
+def test_arrays(tmp_path: Path) -> None:
+    _run(NUMPY, tmp_path)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="torch 2.15 is the first to have it")
+def test_torch(tmp_path: Path) -> None:
+    _run(TORCH, tmp_path)

@@ -13,6 +13,7 @@
     ├── LaunchError (ValueError)         the job was started in a way that MPI does not see
     ├── DistBackendError                 something failed between the ranks
     │   ├── MPIError                         the MPI library returned an error
+    │   ├── LostRankError                    a rank is lost, and the job goes on without it (ULFM)
     │   ├── MismatchError                    the ranks made calls that do not belong together
     │   └── CollectiveTimeoutError (TimeoutError)  somebody did not come in time
     └── RefusedPickleError (pickle.UnpicklingError)  a received object that is not allowed, or none

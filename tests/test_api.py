@@ -434,6 +434,7 @@ def test_the_tree_of_errors_is_as_it_is_drawn() -> None:
         ("ForkedError", RuntimeError),
         ("MismatchError", dist.DistBackendError),
         ("MPIError", dist.DistBackendError),
+        ("LostRankError", dist.DistBackendError),
     ],
 )
 def test_an_except_clause_written_for_torch_catches(name: str, standard: type) -> None:

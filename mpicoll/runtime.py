@@ -410,6 +410,9 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
     """
     if isinstance(group.broken, LostRankError):
         _give_up(group, "has lost a rank")
+        if launch.leave_running():  # MPI_Finalize may wait for the one that is lost
+            keep_exit_code()
+            atexit.register(_end_without_mpi)
         return ""
     if any(work.overdue for work in group.pending):
         limit = _A_MOMENT
@@ -483,11 +486,14 @@ def leave(group: ProcessGroup) -> None:
     if not group.finish(_A_MOMENT):
         launch.leave_running()
         keep_exit_code()
-        atexit.register(_end_without_mpi)  # for mpi4py would finalise what it has initialised
+        # What is stuck may wake up while the interpreter ends.
+        why = "work that was given up is still inside MPI; MPI is not finalised"
+        atexit.register(_end_without_mpi, why)
 
 
-def _end_without_mpi() -> None:
-    write_lines("mpicoll: work that was given up is still inside MPI; MPI is not finalised")
+def _end_without_mpi(why: str = "") -> None:
+    if why:
+        write_lines(f"mpicoll: {why}")
     sys.stdout.flush()
     _part()
     os._exit(exit_code() or 0)

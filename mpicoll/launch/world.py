@@ -201,7 +201,7 @@ def _check(mpi: Any, meeting: Meeting) -> None:
     )
 
 
-#: Something is inside MPI for good: finalising it would wait for that.
+#: Something is inside MPI for good, or a rank is lost: finalising it would wait for that.
 _left_running = False
 
 
@@ -223,10 +223,14 @@ def tell_at_finalize(told: Callable[[], None]) -> None:
     mpi.COMM_SELF.Set_attr(key, None)
 
 
-def leave_running() -> None:
-    """MPI is not finalised any more, for something is inside it for good."""
+def leave_running() -> bool:
+    """MPI is not finalised any more, for that would wait for ever.
+
+    Returns True where mpi4py, which has started it, finalises it all the same, once no Python runs.
+    """
     global _left_running
     _left_running = True
+    return sys.modules["mpi4py"].rc.finalize is not False
 
 
 def _finalize(process: int) -> None:

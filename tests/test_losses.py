@@ -1,5 +1,6 @@
-"""Ranks that are killed one after the other, in a job whose MPI outlives them (Open MPI's ULFM): the
-others hear of it in the call that they are in, whatever it is, and go on.
+"""Ranks that are killed one after the other, in a job whose MPI outlives them (Open MPI's ULFM).
+
+The others hear of it in the call that they are in, whatever it is, and go on.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NUMPY = """
 import os, signal, sys, time
 import numpy as np
 import mpicoll as dist
-from mpicoll.reconfigure import Reconfigurable
+from mpicoll.api.reconfigure import Reconfigurable
 
 dist.init_process_group(timeout=60)
 one, me, n = Reconfigurable(dist.group.WORLD), dist.get_rank(), dist.get_world_size()

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.calls import Blocks
+from mpicoll.arrays.views import View, address
+from mpicoll.core.calls import Blocks
+from mpicoll.core.signature import number_of
 from mpicoll.errors import MismatchError
 from mpicoll.primitives import Primitive
-from mpicoll.signature import number_of
-from mpicoll.views import View, address
 
 if TYPE_CHECKING:
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["Given", "Parcel", "Taken", "parcel_of"]
 

@@ -16,17 +16,18 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 
-from mpicoll import collectives, execute, point_to_point
+from mpicoll.api import collectives, point_to_point
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.work import Work, seconds
+from mpicoll.dispatch import execute
+from mpicoll.dispatch.execute import run_plain
 from mpicoll.dtypes import OPERATIONS, ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError
-from mpicoll.execute import run_plain
-from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import NAME, cores, profiling, sparse
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.options import Options
 from mpicoll.torch.works import Done, Pending, Received, flat, joined
-from mpicoll.work import Work, seconds
 
 __all__ = ["Collectives"]
 

@@ -16,7 +16,8 @@ from conftest import team as group_of
 from driver import DTYPES, Call, guarded, legal, meet, same_on_all
 
 import mpicoll as dist
-from mpicoll import capabilities, device, execute, fusing
+from mpicoll.cuda import capabilities, device
+from mpicoll.dispatch import execute, fusing
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.primitives import by_name as primitives

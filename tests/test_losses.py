@@ -1,5 +1,6 @@
-"""Ranks that are killed one after the other, in a job whose MPI outlives them (Open MPI's ULFM): the
-others hear of it in the call that they are in, whatever it is, and go on.
+"""Ranks that are killed one after the other, in a job whose MPI outlives them (Open MPI's ULFM).
+
+The others hear of it in the call that they are in, whatever it is, and go on.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["agree"]
 
 #: The modules, besides those of routes, whose constants decide how bytes go over the wire.
-_MODULES = ("calls", "dtypes", "fusing", "pickles", "primitives", "signature", "tables")
+_MODULES = (
+    "core.calls", "core.pickles", "core.signature", "core.tables", "dispatch.fusing", "dtypes",
+    "primitives",
+)  # fmt: skip
 _WATCHING = ("watch.consistency", "watch.positions", "watch.arrivals")
 
 
@@ -69,13 +72,13 @@ def _facts() -> dict[str, str]:
     """The version, and all constants, in words."""
     from mpicoll import routes
 
-    below = [f"routes.{module.name}" for module in pkgutil.iter_modules(routes.__path__)]
+    below = [module.name for module in pkgutil.walk_packages(routes.__path__, "mpicoll.routes.")]
     found = {
         "the version of mpicoll": mpicoll.__version__,
         **{table: " ".join(row.name for row in rows) for table, rows in _TABLES.items()},
     }
-    for name in (*below, *_MODULES, *_WATCHING):
-        module = import_module(f"mpicoll.{name}")
+    for path in (*below, *(f"mpicoll.{name}" for name in (*_MODULES, *_WATCHING))):
+        module, name = import_module(path), path.removeprefix("mpicoll.")
         for constant, value in vars(module).items():
             if constant.isupper() and _is_plain(value):
                 found[f"{name}.{constant}"] = repr(value)

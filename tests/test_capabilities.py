@@ -240,7 +240,7 @@ FAULTS = {
 MARK = f"tries of {os.getpid()}"
 LIBRARY = subprocess.run(
     [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
-     "from mpi4py import MPI; from mpicoll import capabilities\n"
+     "from mpi4py import MPI; from mpicoll.cuda import capabilities\n"
      "print(MPI.get_vendor()[0]); print(capabilities._library())"],
     stdout=subprocess.PIPE, text=True, check=False,
 ).stdout.splitlines()  # fmt: skip

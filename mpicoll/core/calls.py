@@ -49,7 +49,7 @@ class Plan:
     on_device: they are on a CUDA device, on every rank on one of its own.
     route, direct, prompt: how it is carried out; see Way.
     piece:     elements of a block that go at a time where an array is a list; None for all.
-    kind:      the signature of such calls, without the root; see mpicoll.signature.
+    kind:      the signature of such calls, without the root; see mpicoll.core.signature.
     even:      the count of a block is the same on all ranks, and part of the signature.
     """
 

@@ -118,7 +118,7 @@ def _is_openmpi(mpirun: Path, environment: dict[str, str]) -> bool:
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of processes that become a world of their own."""
     kept = {name: value for name, value in environment.items() if not LAUNCHED.match(name)}
-    paths = [*filter(None, [kept.get("PYTHONPATH")]), str(Path(__file__).parent.parent)]
+    paths = [*filter(None, [kept.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
     # Two processes, wherever they find room; from Open MPI 5 on, and before.
     return kept | {
         "PYTHONPATH": os.pathsep.join(paths),

@@ -44,7 +44,7 @@ class Parcel(NamedTuple):
 
     places: blocks in the slot of a rank that has most of them.
     most:   elements of the largest block of all ranks.
-    total:  what all ranks must have alike of the sizes, as a number; see mpicoll.signature.
+    total:  what all ranks must have alike of the sizes, as a number; see mpicoll.core.signature.
     gives, takes: blocks. Where there is an operation, the blocks taken are combined into the place
             of the first.
     """

@@ -25,6 +25,7 @@ __all__ = [
     "Plan",
     "Prompt",
     "Route",
+    "Task",
     "Way",
     "counts",
     "operation",
@@ -42,7 +43,7 @@ LISTED = 4 * 1024 * 1024
 class Plan:
     """What all calls of one kind in one group share.
 
-    primitive: the row of the table.
+    primitive: the row of the table, of that name.
     group:     the group that calls.
     op:        the reduce operation; None where nothing is combined.
     dtype:     the dtype of the elements; None where there are none.
@@ -54,8 +55,8 @@ class Plan:
     """
 
     __slots__ = (
-        "direct", "dtype", "even", "group", "kind", "on_device", "op", "piece", "primitive",
-        "prompt", "route",
+        "direct", "dtype", "even", "group", "kind", "name", "on_device", "op", "piece",
+        "primitive", "prompt", "route",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,7 @@ class Plan:
         way: Way,
     ) -> None:
         self.primitive = primitive
+        self.name = primitive.name
         self.group = group
         self.op = op
         self.dtype = dtype
@@ -79,6 +81,15 @@ class Plan:
         if primitive.listed and primitive.even and not on_device:
             assert dtype is not None
             self.piece = max(1, LISTED // (group.size() * dtype.itemsize))
+
+
+class Task(NamedTuple):
+    """What is carried out among a group's collectives and is no primitive, as a Plan has it."""
+
+    group: ProcessGroup
+    name: str
+    kind: int
+    even: bool = False
 
 
 class Blocks(NamedTuple):

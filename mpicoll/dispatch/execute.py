@@ -12,7 +12,7 @@ from mpicoll.arrays import views
 from mpicoll.arrays.libraries import glances
 from mpicoll.arrays.views import DeviceView, Parts, View
 from mpicoll.core import calls
-from mpicoll.core.calls import Blocks, Direct, Plan
+from mpicoll.core.calls import Blocks, Direct, Plan, Task
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
 from mpicoll.core.signature import LIST, list_of, number_of, task_of
 from mpicoll.core.work import Work
@@ -65,29 +65,55 @@ def run(
     else:
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
     crossing = _crossing(plan, send, recv)
-    if not async_op and not member.busy():
-        perform(plan, send, recv, root, blocks, crossing)
-        return None
-    written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
-    at_once = (
-        at_once and async_op and _is_prompt(plan, root, calls.counts(primitive, send, recv, blocks))
+    sizes = number_of(calls.counts(primitive, send, recv, blocks))
+    how = plan, crossing, blocks
+    return _dispatch(
+        plan, async_op, output, sizes, root, _carry_out, send, recv, how, (crossing,), at_once
     )
-    task = partial(perform, plan, send, recv, root, blocks, crossing)
-    if crossing is not None:
-        crossing.asynchronous = True  # the group's thread has no part in the caller's streams
-    work = submit(member, task, primitive.name, written, at_once)
+
+
+def _dispatch(
+    plan: Plan,
+    async_op: bool,
+    output: Any,
+    sizes: int,
+    root: int,
+    carry: Carry,
+    send: Any,
+    recv: Any,
+    how: Any,
+    crossings: Sequence[Crossing | None] = (),
+    at_once: bool = True,
+    name: str = "",
+) -> Work | None:
+    """Performs a call now where the caller waits for it and nothing is pending, else as a Work.
+
+    A Work goes to the group's thread, behind what is pending there, or, where the plan says that
+    this is best, is carried out at once. name: of the operation, where it is not the primitive's.
+    """
+    group = plan.group
+    if not async_op and not group.busy():
+        perform(plan, sizes, root, carry, send, recv, how)
+        return None
+    for crossing in crossings:
+        if crossing is not None:
+            crossing.asynchronous = True  # the group's thread has no part in the caller's streams
+    at_once = at_once and async_op and _is_prompt(plan, root, sizes)
+    task = partial(perform, plan, sizes, root, carry, send, recv, how)
+    written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
+    work = submit(group, task, name or plan.name, written, at_once)
     if async_op:
         return work
     work.wait()
     return None
 
 
-def _is_prompt(plan: Plan, root: int, counts: Sequence[Any]) -> bool:
+def _is_prompt(plan: Plan, root: int, sizes: int) -> bool:
     """An asynchronous call, or a list of them, is best carried out at once."""
     group = plan.group
     if plan.prompt is None or group.busy() or (group.worker is not None and group.worker.current):
         return False  # the last is a callback, whose calls are carried out at once anyhow
-    return plan.prompt(root, list_of(counts) if root == LIST else number_of(counts))
+    return plan.prompt(root, sizes)
 
 
 def run_plain(
@@ -106,58 +132,50 @@ def run_plain(
     else, errors too, takes the way of all calls.
     """
     member: Any = state.default if group is None else group
-    send = None
-    try:
-        dtype, recv, count = glances[output.__class__](output)  # type: ignore[misc]
-        plan = member.plans[primitive, dtype, op]
-        direct = plan.direct
-        if primitive.input:
-            other, send, sent = glances[input.__class__](input)  # type: ignore[misc]
-            n = member.size()
-            blocks_in = n if primitive.many_in else 1
-            blocks_out = n if primitive.many_out else 1
-            block = sent // blocks_in
-            address = sys.modules["mpi4py.MPI"].Get_address  # MPI is loaded: there is a plan
-            start, begin = address(send), address(recv)
-            if (
-                other is not dtype
-                or sent != block * blocks_in
-                or count != block * blocks_out
-                or (begin - sent * dtype.itemsize < start < begin + count * dtype.itemsize)
-                or not (primitive.even or (len(output) % n == 0 and len(input) % n == 0))
-            ):
-                direct = None
-            count = block
-    except (KeyError, TypeError, AttributeError):
-        direct = None
+    send = direct = None
+    glance = glances.get(output.__class__)
+    seen = None if glance is None else glance(output)
+    if seen is not None:
+        dtype, recv, count = seen
+        try:
+            plan = member.plans[primitive, dtype, op]
+            direct = plan.direct
+        except (KeyError, TypeError, AttributeError):
+            pass  # the first call of its kind, an operation without a hash, no group
+    if direct is not None and primitive.input:
+        glance = glances.get(input.__class__)
+        seen = None if glance is None else glance(input)
+        other, send, sent = seen or _NOTHING_SEEN
+        n = member.size()
+        blocks_in = n if primitive.many_in else 1
+        blocks_out = n if primitive.many_out else 1
+        block = sent // blocks_in
+        address = sys.modules["mpi4py.MPI"].Get_address  # MPI is loaded: there is a plan
+        if (
+            other is not dtype
+            or sent != block * blocks_in
+            or count != block * blocks_out
+            or -sent * dtype.itemsize < address(send) - address(recv) < count * dtype.itemsize
+            or not (primitive.even or (len(output) % n == 0 and len(input) % n == 0))
+        ):
+            direct = None
+        count = block
     if direct is None or (member.worker is not None and member.busy()):
         return run(primitive, group, async_op, output, input, op, root)
+    sizes = count if plan.even else 0
     if not async_op:
-        _perform_plain(plan, direct, send, recv, count, root)
+        perform(plan, sizes, root, direct, send, recv, count)
         return None
-    if not _is_prompt(plan, root, (count,) if primitive.even else ()):
-        return run(primitive, group, async_op, output, input, op, root, at_once=False)
-    task = partial(_perform_plain, plan, direct, send, recv, count, root)
-    return submit(member, task, primitive.name, (output,), True)
+    how = direct, count, output, input  # a glance does not hold the memory of the arrays
+    return _dispatch(plan, async_op, output, sizes, root, _carry_held, send, recv, how)
 
 
-def _perform_plain(plan: Plan, direct: Direct, send: Any, recv: Any, count: int, root: int) -> None:
-    """Carries out a call of ``run_plain`` as ``perform`` does others."""
-    group = plan.group
-    group.lock.acquire()  # a with statement would take three times as long
-    try:
-        group.sequence = sequence = group.sequence + 1
-        group.recent.append((sequence, plan.kind, count if plan.even else 0, root))
-        if sequence >= group.next_check:
-            consistency.check(group)
-        direct(send, recv, count, root)
-    except Exception as error:
-        _look_at(error, plan)
-        if isinstance(error, MpicollError):
-            raise
-        raise _explained(error, plan.primitive.name, group) from error
-    finally:
-        group.lock.release()
+_NOTHING_SEEN = None, None, 0
+
+
+def _carry_held(send: Any, recv: Any, how: tuple[Direct, int, Any, Any], root: int) -> None:
+    direct, count, *_ = how
+    direct(send, recv, count, root)
 
 
 def run_all(
@@ -184,58 +202,71 @@ def run_all(
     found = fusing.fused(name, primitive, member, outputs, inputs, held=waits)
     plan = _plan(primitive, member, op, found.dtype, found.on_device)
     ready = [
-        (send, recv, 0, blocks, _crossing(plan, send, recv)) for send, recv, blocks in found.calls
+        (_crossing(plan, send, recv), send, recv, blocks) for send, recv, blocks in found.calls
     ]
-    if waits:
-        _perform_all(plan, found.counts, ready)
-        return None
-    for *_, crossing in ready:
-        if crossing is not None:
-            crossing.asynchronous = True
-    at_once = async_op and _is_prompt(plan, LIST, found.counts)
-    task = partial(_perform_all, plan, found.counts, ready)
-    work = submit(member, task, name, outputs, at_once)
-    if async_op:
-        return work
-    work.wait()
-    return None
+    sizes = list_of(found.counts)
+    how = plan, ready
+    crossings = [crossing for crossing, *_ in ready]
+    return _dispatch(
+        plan, async_op, outputs, sizes, LIST, _carry_out_all, None, None, how, crossings, True, name
+    )
 
 
-def _perform_all(plan: Plan, counts: Sequence[Any], ready: Sequence[tuple[Any, ...]]) -> None:
+def _carry_out_all(
+    send: None, recv: None, how: tuple[Plan, Sequence[tuple[Any, ...]]], root: int
+) -> None:
     """Carries a list of calls out, after comparing the whole list with the other ranks': what is
     fused must be the same on all.
     """
+    plan, ready = how
     group = plan.group
+    if len(group.recent) > 1:  # it has not been its turn just now
+        consistency.check(group)
+    for crossing, out, into, blocks in ready:
+        group.sequence += 1
+        _carry_out(out, into, (plan, crossing, blocks), 0)
+
+
+#: Carries out a call that is counted and compared, with the group's lock held: what is sent, what
+#: is received, what else the function wants to know, and the root.
+Carry = Callable[[Any, Any, Any, int], None]
+
+
+def perform(
+    call: Plan | Task, sizes: int, root: int, carry: Carry, send: Any, recv: Any, how: Any
+) -> None:
+    """The one place where a collective happens: it is put on the group's record, compared with the
+    other ranks' where it is its turn, and carried out by ``carry(send, recv, how, root)``.
+
+    sizes, root: what its signature has of them; see mpicoll.core.signature.
+
+    Returns when this rank's part is done; on a device, when the streams that it was called in wait
+    for it, or, asynchronous, when it is. Errors of MPI are raised as MPIError.
+    """
+    group = call.group
+    group.lock.acquire()  # a with statement would take three times as long
     try:
-        with group.lock:
-            _count(group, plan.kind, list_of(counts), LIST)
-            try:
-                consistency.check(group)
-                for call in ready:
-                    group.sequence += 1
-                    _carry_out(plan, *call)
-            except Exception as error:
-                _look_at(error, plan)
-                raise
-    except MpicollError:
-        raise
+        group.sequence = sequence = group.sequence + 1
+        group.recent.append((sequence, call.kind, sizes, root))
+        if sequence >= group.next_check:
+            consistency.check(group)
+        carry(send, recv, how, root)
     except Exception as error:
-        raise _explained(error, plan.primitive.name, group) from error
+        _look_at(error, call)
+        if isinstance(error, MpicollError):
+            raise
+        raise _explained(error, call.name, group) from error
+    finally:
+        group.lock.release()
 
 
-def _count(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
-    """Puts a call on the group's record, with the lock held."""
-    group.sequence = sequence = group.sequence + 1
-    group.recent.append((sequence, kind, sizes, root))
-
-
-def _look_at(error: Exception, plan: Plan) -> None:
+def _look_at(error: Exception, call: Plan | Task) -> None:
     """A call that failed because the ranks' records of it differ has been reported: it is taken off
     them. One that failed for a reason of this rank's stays, for the others have made the same.
     """
     differs = MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception
-    if plan.even and isinstance(error, differs):
-        consistency.drop(plan.group)
+    if call.even and isinstance(error, differs):
+        consistency.drop(call.group)
 
 
 def _plan(
@@ -280,44 +311,14 @@ def _crossing(plan: Plan, send: View | None, recv: View | None) -> Crossing | No
     return Crossing(device.runtime(), parts[0].device, streams)
 
 
-def perform(
-    plan: Plan,
-    send: View | None,
-    recv: View | None,
-    root: int,
-    blocks: Blocks | None,
-    crossing: Crossing | None = None,
-) -> None:
-    """Carries a call out and returns when this rank's part is done; on a device, when the streams
-    that it was called in wait for it, or, asynchronous, when it is.
-    """
-    group = plan.group
-    try:
-        with group.lock:
-            sizes = number_of(calls.counts(plan.primitive, send, recv, blocks))
-            _count(group, plan.kind, sizes, root)
-            try:
-                if group.sequence >= group.next_check:
-                    consistency.check(group)
-                _carry_out(plan, send, recv, root, blocks, crossing)
-            except Exception as error:
-                _look_at(error, plan)
-                raise
-    except MpicollError:
-        raise
-    except Exception as error:
-        raise _explained(error, plan.primitive.name, group) from error
-
-
 def _carry_out(
-    plan: Plan,
     send: View | None,
     recv: View | None,
+    how: tuple[Plan, Crossing | None, Blocks | None],
     root: int,
-    blocks: Blocks | None,
-    crossing: Crossing | None,
 ) -> None:
-    """The same of a call that is counted and compared, with the group's lock held."""
+    """Moves the bytes of a call whose plan, place among the streams, and blocks are known."""
+    plan, crossing, blocks = how
     if crossing is not None:
         with _ordered(plan.group, crossing, send, recv):
             _perform_packed(plan, send, recv, root, blocks)
@@ -478,32 +479,40 @@ def in_order(
     Returns what the task returns.
     """
     group.check_open()
-    if root is None and everybody and not keeps_time:
-        group.formed += 1
     result: list[Any] = []
 
-    def locked() -> None:
+    def carry(send: Any = None, recv: Any = None, how: Any = None, root: int = 0) -> None:
+        group.keeps_time = keeps_time
         try:
-            with group.lock:
-                if root is not None:
-                    _count(group, *task_of(name), root)
-                group.keeps_time = keeps_time
-                try:
-                    if root is not None and group.sequence >= group.next_check:
-                        consistency.check(group)
-                    result.append(task())
-                finally:
-                    group.keeps_time = False
-        except MpicollError:
-            raise
-        except Exception as error:
-            raise _explained(error, name, group) from error
+            result.append(task())
+        finally:
+            group.keeps_time = False
 
-    if group.busy():
-        submit(group, locked, name, ()).wait()
+    if root is None:
+        if everybody and not keeps_time:
+            group.formed += 1
+        whole = partial(_perform_unrecorded, group, name, carry)
     else:
-        locked()
+        kind, sizes = task_of(name)
+        whole = partial(perform, Task(group, name, kind), sizes, root, carry, None, None, None)
+    if group.busy():
+        submit(group, whole, name, ()).wait()
+    else:
+        whole()
     return result[0]
+
+
+def _perform_unrecorded(group: ProcessGroup, name: str, carry: Callable[[], None]) -> None:
+    """The same of a call that some members alone make, or that keeps its own time: the ranks'
+    records need not be alike.
+    """
+    try:
+        with group.lock:
+            carry()
+    except MpicollError:
+        raise
+    except Exception as error:
+        raise _explained(error, name, group) from error
 
 
 state.in_order = in_order

@@ -144,17 +144,28 @@ class Collectives:
         ):
             return self._begin(
                 primitive.name,
-                lambda: execute.run(primitive, self.core, True, output, input, op, root, splits),
+                lambda: self._run(primitive, True, output, input, op, root, splits),
                 asynchronous,
                 limit,
                 output if input is None else input,
             )
         with self._event(primitive.name, output if input is None else input):
-            if splits is None and primitive in _PLAIN:
-                run_plain(primitive, self.core, False, output, input, op, root)
-            else:
-                execute.run(primitive, self.core, False, output, input, op, root, splits)
+            self._run(primitive, False, output, input, op, root, splits)
         return _done(output)
+
+    def _run(
+        self,
+        primitive: Primitive,
+        asynchronous: bool,
+        output: Any,
+        input: Any,
+        op: ReduceOp | None,
+        root: int,
+        splits: Any,
+    ) -> Work | None:
+        if splits is None and primitive in _PLAIN:
+            return run_plain(primitive, self.core, asynchronous, output, input, op, root)
+        return execute.run(primitive, self.core, asynchronous, output, input, op, root, splits)
 
     def _call_all(
         self,

@@ -237,9 +237,9 @@ def counted(monkeypatch, world):
     """What calls are made: elements of the output of each."""
     found = []
 
-    def carry_out(plan, send, recv, *rest, inner=execute._carry_out):
+    def carry_out(send, recv, how, root, inner=execute._carry_out):
         found.append(recv.count)
-        inner(plan, send, recv, *rest)
+        inner(send, recv, how, root)
 
     monkeypatch.setattr(execute, "_carry_out", carry_out)
     return found

@@ -146,7 +146,7 @@ gpu-environment: environment
 	$(PIP) -e '.[cuda$(CUDA)]' libucx-cu$(CUDA)
 
 # The stamps: pip runs again when what is installed or compiled has changed.
-BUILT := pyproject.toml $(wildcard mpicoll/*.c mpicoll/*.h)
+BUILT := pyproject.toml $(wildcard mpicoll/kernels/src/*)
 
 $(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
 	$(PIP) -e . $(wheel_$(ONE)) scikit-learn
@@ -168,4 +168,4 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info mpicoll/*.so
+	rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info mpicoll/kernels/*.so

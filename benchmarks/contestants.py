@@ -24,7 +24,7 @@ from measure import FACADE, GLOO, MPI4PY, TORCH, Ranks
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import kernels, primitives, tables
+from mpicoll import primitives
 from mpicoll.cli import bench_calls
 from mpicoll.cli.bench_calls import (
     Buffers,
@@ -36,7 +36,9 @@ from mpicoll.cli.bench_calls import (
     rounded,
     variants,
 )
+from mpicoll.core import tables
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
+from mpicoll.kernels import library
 from mpicoll.watch.consistency import FIRST
 
 #: Begins a call, and returns what waits for it.
@@ -207,6 +209,6 @@ class World:
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "mpi": f"{name} {'.'.join(map(str, version))}",
             "versions": versions,
-            "reductions": kernels.how(),
+            "reductions": library.how(),
             "ranks": self.n,
         }

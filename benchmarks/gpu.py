@@ -8,7 +8,7 @@ of float32 it prints the time of all_reduce, broadcast, all_gather_single and re
 
 - each device route that these ranks and this MPI can take, in a group of its own;
 - mpi4py on the same CuPy arrays, the MPI library's own collective, where it is known to work: what
-  is not known is tried in other processes first (mpicoll.capabilities);
+  is not known is tried in other processes first (mpicoll.cuda.capabilities);
 - copy: a device-to-device copy of as many bytes on rank 0 alone, while the others wait: the limit.
 
 Times are by the host's clock, around a call and the wait for its stream. They are medians, of the
@@ -38,9 +38,9 @@ import numpy as np
 from measure import Aim, Case, Ranks, Report, Times, measure
 
 import mpicoll as dist
-from mpicoll import binding, capabilities, device
+from mpicoll.core.groups import default_group
+from mpicoll.cuda import binding, capabilities, device
 from mpicoll.errors import MpicollError, UnsupportedError
-from mpicoll.groups import default_group
 from mpicoll.primitives import by_name
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -276,7 +276,7 @@ def exchanged_all_to_all(place: Place, size: float) -> Cost:
     return Cost(size, messages=place.ranks - 1, copied=block, steps=steps)
 
 
-# --- shared memory, after _shared.c ---
+# --- shared memory, after shared.c ---
 
 
 def _slot(n: int) -> int:
@@ -284,7 +284,7 @@ def _slot(n: int) -> int:
 
 
 def _rounds(most: float, places: int, n: int) -> int:
-    """Rounds of ``exchange`` in _shared.c for a largest block of so many bytes."""
+    """Rounds of ``exchange`` in shared.c for a largest block of so many bytes."""
     return max(1, ceil(most / (_slot(n) // places)))
 
 
@@ -485,7 +485,7 @@ class Way(NamedTuple):
     """A way to carry a call out.
 
     name:  of its algorithm.
-    route: of mpicoll that may go this way, as mpicoll/tables.py names it; "" for none.
+    route: of mpicoll that may go this way, as mpicoll/core/tables.py names it; "" for none.
     """
 
     name: str
@@ -539,7 +539,7 @@ def _floats(itemsize: int, narrow: bool) -> dict[str, tuple[Way, ...]]:
 
 _PLAIN, _NARROW = _floats(4, False), _floats(2, True)
 
-#: By the kinds of call of mpicoll/tables.py; "of others" is of bfloat16.
+#: By the kinds of call of mpicoll/core/tables.py; "of others" is of bfloat16.
 WAYS: dict[str, tuple[Way, ...]] = {
     "all_reduce": _PLAIN["all_reduce"],
     "all_reduce of others": _NARROW["all_reduce"],

@@ -20,7 +20,7 @@ from measure import COPY, FACADE, KIB, MPI4PY
 from model_costs import WAYS, Cost, Machine, Rates, exchanged_all_to_all, seconds
 from model_steps import Place, Step, pairwise
 
-from mpicoll.tables import Table
+from mpicoll.core.tables import Table
 
 #: How far off a time is even if it is measured exactly: a model has few terms.
 INEXACT = 0.15
@@ -76,7 +76,7 @@ GUESSES = Rates(
 class Point(NamedTuple):
     """A measurement, and what the call may have done: whatever is fastest.
 
-    route: that it took, as mpicoll/tables.py names it; "copy".
+    route: that it took, as mpicoll/core/tables.py names it; "copy".
     """
 
     case: str

@@ -14,7 +14,7 @@ from model_costs import WAYS, Cost, Machine, Rates, Way, least, seconds
 from model_fit import route_of
 from model_steps import Place
 
-from mpicoll.tables import Table, able
+from mpicoll.core.tables import Table, able
 
 #: The greatest call that is looked at.
 LARGEST = 1 << 30
@@ -138,7 +138,7 @@ def places(cluster: Cluster, ranks: Iterable[int]) -> list[Place]:
 
 
 def where(place: Place) -> str:
-    """The place as mpicoll/tables.py names it."""
+    """The place as mpicoll/core/tables.py names it."""
     return "node" if place.nodes == 1 else "nodes" if place.each > 1 else "apart"
 
 

@@ -1,6 +1,6 @@
 """Time of the local reduction, SUM of 2 and of 4 sources, by dtype and by who computes.
 
-``compiled`` and ``numpy`` are the two implementations of mpicoll.reduction, ``plain`` is one
+``compiled`` and ``numpy`` are the two implementations of ``kernels/reduction.py``, ``plain`` is one
 whole-array np.add after the other, which for narrow floats rounds at every step, and ``torch`` is
 torch.add, which rounds at every step too, in one thread. Repetitions are interleaved; a line gives
 the median, and the spread between the quartiles. GB/s counts every source read and the result
@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll import kernels, reduction
 from mpicoll.dtypes import DType, ReduceOp, by_name
+from mpicoll.kernels import library, reduction
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--repetitions", type=int, default=31)
     arguments = parser.parse_args()
-    print(f"{kernels.how()}; {arguments.elements} elements, one thread")
+    print(f"{library.how()}; {arguments.elements} elements, one thread")
     for name in DTYPES:
         for n in (2, 4):
             report(by_name[name], n, arguments.elements, arguments.repetitions)

@@ -23,12 +23,12 @@ __version__ = "0.1.0"
 
 #: Where each public name lives.
 _HOMES = {
-    "backends": (
+    "core.backends": (
         "Backend", "get_default_backend_for_device", "is_available", "is_backend_available",
         "is_gloo_available", "is_mpi_available", "is_nccl_available", "is_torchelastic_launched",
         "is_ucc_available", "is_xccl_available",
     ),
-    "collectives": (
+    "api.collectives": (
         "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
         "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier",
         "broadcast", "gather", "monitored_barrier", "reduce", "reduce_scatter",
@@ -41,30 +41,30 @@ _HOMES = {
         "MismatchError", "MpicollError", "NotInitializedError", "RefusedPickleError",
         "UnsupportedError", "UsageError",
     ),
-    "groups": (
+    "core.groups": (
         "GroupMember", "ProcessGroup", "get_global_rank", "get_group_rank",
         "get_process_group_ranks", "get_rank", "get_world_size", "group",
     ),
-    "objects": (
+    "api.objects": (
         "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
         "scatter_object_list", "send_object_list",
     ),
-    "pickles": ("restricted_pickle",),
-    "point_to_point": (
+    "core.pickles": ("restricted_pickle",),
+    "api.point_to_point": (
         "P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_async", "send",
     ),
-    "runtime": (
+    "api.lifecycle": (
         "destroy_process_group", "get_backend", "get_backend_config", "get_node_local_rank",
         "get_pg_count", "init_process_group", "is_initialized",
     ),
-    "subgroups": (
+    "api.subgroups": (
         "SHRINK_ABORT", "SHRINK_DEFAULT", "new_group", "new_subgroups",
         "new_subgroups_by_enumeration", "shrink_group", "split_group",
     ),
     "watch.levels": (
         "DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env",
     ),
-    "work": ("Future", "Work"),
+    "core.work": ("Future", "Work"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -90,16 +90,16 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from mpicoll.backends import *  # noqa: F403
-    from mpicoll.collectives import *  # noqa: F403
+    from mpicoll.api.collectives import *  # noqa: F403
+    from mpicoll.api.lifecycle import *  # noqa: F403
+    from mpicoll.api.objects import *  # noqa: F403
+    from mpicoll.api.point_to_point import *  # noqa: F403
+    from mpicoll.api.subgroups import *  # noqa: F403
+    from mpicoll.core.backends import *  # noqa: F403
+    from mpicoll.core.groups import *  # noqa: F403
+    from mpicoll.core.pickles import restricted_pickle as restricted_pickle
+    from mpicoll.core.work import Future as Future
+    from mpicoll.core.work import Work as Work
     from mpicoll.dtypes import ReduceOp as ReduceOp
     from mpicoll.errors import *  # noqa: F403
-    from mpicoll.groups import *  # noqa: F403
-    from mpicoll.objects import *  # noqa: F403
-    from mpicoll.pickles import restricted_pickle as restricted_pickle
-    from mpicoll.point_to_point import *  # noqa: F403
-    from mpicoll.runtime import *  # noqa: F403
-    from mpicoll.subgroups import *  # noqa: F403
     from mpicoll.watch.levels import *  # noqa: F403
-    from mpicoll.work import Future as Future
-    from mpicoll.work import Work as Work

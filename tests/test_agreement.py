@@ -96,8 +96,9 @@ def test_another_version_is_refused_by_name(ended):
 
 
 CONSTANTS = [
-    "routes.shared.WHOLE", "routes.shared.SLOT", "routes.composed.SMALL", "routes.levels.PIECE",
-    "watch.consistency.FIRST", "watch.consistency.STRIDE", "fusing.SMALL", "calls.LISTED",
+    "routes.host.shared.WHOLE", "routes.host.shared.SLOT", "routes.host.composed.SMALL",
+    "routes.host.levels.PIECE", "watch.consistency.FIRST", "watch.consistency.STRIDE",
+    "dispatch.fusing.SMALL", "core.calls.LISTED",
 ]  # fmt: skip
 
 

@@ -297,7 +297,7 @@ def test_work_has_the_methods_of_torch() -> None:
 
 
 def test_every_timeout_takes_seconds_or_a_timedelta() -> None:
-    from mpicoll.work import seconds
+    from mpicoll.core.work import seconds
 
     assert seconds(timedelta(minutes=1), None, "x") == 60
     assert seconds(0.5, None, "x") == 0.5

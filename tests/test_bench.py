@@ -1,7 +1,7 @@
 """python -m mpicoll bench, as whole jobs: the table, its sums, the check, and who says no.
 
 What others (mpi4py, gloo) are called for is held against the bench's own check; the check against
-mpicoll.reduction, which computes in another way.
+mpicoll.kernels.reduction, which computes in another way.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import test_cli
 from test_cli import LIMIT, needs_mpiexec
 from whole_jobs import made_by
 
-from mpicoll import cli, reduction
+from mpicoll import cli
 from mpicoll.cli import bench, bench_calls, bench_check, bench_measure, bench_plot
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtype_of
+from mpicoll.kernels import reduction
 from mpicoll.primitives import PRIMITIVES, by_name
 
 pytest_plugins = ["whole_jobs"]
@@ -256,7 +257,7 @@ def test_gloo_makes_the_same_calls(ended: Ended) -> None:
 
 #: On rank 1 the last element of an all_reduce is one too large.
 BREAK = """
-from mpicoll import collectives
+from mpicoll.api import collectives
 whole = collectives.all_reduce
 def all_reduce(tensor, op=None, group=None, async_op=False):
     import mpicoll
@@ -444,11 +445,11 @@ class cuda:
             pass
     get_current_stream = Stream
 ''')
-import mpicoll.device
+import mpicoll.cuda.device
 from types import SimpleNamespace
 fake = SimpleNamespace(count=lambda: 1, use=lambda index: None, name=lambda index: "Fake",
                        identity=lambda index: "0000:00:00.0")
-mpicoll.device.runtime = lambda: fake
+mpicoll.cuda.device.runtime = lambda: fake
 """
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll import binding, device
-from mpicoll.binding import bind, device_for, idle, warn
-from mpicoll.capabilities import Capabilities, Cuda
+from mpicoll.cuda import binding, device
+from mpicoll.cuda.binding import bind, device_for, idle, warn
+from mpicoll.cuda.capabilities import Capabilities, Cuda
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.launch.environment import LAUNCHERS
 

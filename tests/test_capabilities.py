@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll import capabilities, kernels
-from mpicoll.capabilities import Capabilities, Cuda, forced_route, judged, routes
+from mpicoll.cuda import capabilities
+from mpicoll.cuda.capabilities import Capabilities, Cuda, forced_route, judged, routes
+from mpicoll.cuda.trial import LAUNCHED, OK, Trial, attempt
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
-from mpicoll.trial import LAUNCHED, OK, Trial, attempt
+from mpicoll.kernels import library
 
 FAKE = Path(__file__).with_name("fake_gpu")
 #: Seconds after which a try counts as hanging. It takes two or three.
@@ -149,11 +150,11 @@ def test_judged(claims, outcome, cuda, problem):
     assert "q: yes" in found.why if claims else "does not say" in found.why
 
 
-@pytest.mark.skipif(kernels.kernels is None, reason=kernels.how())
+@pytest.mark.skipif(library.kernels is None, reason=library.how())
 def test_ucx_with_cuda_is_seen_by_its_files(tmp_path):
-    library = shutil.copy(kernels.how()[len("compiled (") : -1], tmp_path / "libuct.so.0")
+    copied = shutil.copy(library.how()[len("compiled (") : -1], tmp_path / "libuct.so.0")
     (tmp_path / "ucx").mkdir()
-    held = ctypes.CDLL(library)
+    held = ctypes.CDLL(copied)
     assert not capabilities._ucx_with_cuda()
     (tmp_path / "ucx" / "libuct_cuda.so.0").touch()
     assert capabilities._ucx_with_cuda()
@@ -239,7 +240,7 @@ FAULTS = {
 MARK = f"tries of {os.getpid()}"
 LIBRARY = subprocess.run(
     [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
-     "from mpi4py import MPI; from mpicoll import capabilities\n"
+     "from mpi4py import MPI; from mpicoll.cuda import capabilities\n"
      "print(MPI.get_vendor()[0]); print(capabilities._library())"],
     stdout=subprocess.PIPE, text=True, check=False,
 ).stdout.splitlines()  # fmt: skip
@@ -278,7 +279,7 @@ def test_no_try_leaves_a_process(trials):
 
 def test_where_two_cannot_be_started_one_tries_alone(monkeypatch):
     environment = {**os.environ, "FAKE_GPU": "nothing", "PYTHONPATH": str(FAKE)}
-    monkeypatch.setattr("mpicoll.trial._mpirun", lambda *_: None)
+    monkeypatch.setattr("mpicoll.cuda.trial._mpirun", lambda *_: None)
     if LIBRARY[0] == "Open MPI":
         assert attempt(True, Path(LIBRARY[1]), LIMIT, environment) == Trial(1, OK, OK, OK)
     else:  # this library, taken for Open MPI without an mpirun
@@ -291,7 +292,7 @@ PROBE = """
 import os
 import mpicoll as dist
 dist.init_process_group()
-from mpicoll import capabilities, trial
+from mpicoll.cuda import capabilities, trial
 capabilities.SWITCHES = ()  # some libraries take no device memory unless they are asked
 tries = []
 def attempt(*what):

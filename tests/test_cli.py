@@ -150,7 +150,7 @@ rank = next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "H
             if name in os.environ)
 who, _, stuck = "$WHO".partition("|")
 def interrupt():
-    while "mpicoll.execute" not in sys.modules:
+    while "mpicoll.dispatch.execute" not in sys.modules:
         time.sleep(0.05)
     time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGINT)

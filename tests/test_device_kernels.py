@@ -19,10 +19,10 @@ import types
 import numpy as np
 import pytest
 
-from mpicoll import device_kernels, reduction
-from mpicoll.device_kernels import DeviceKernels
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp, by_name, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpicoll.kernels import device_kernels, reduction
+from mpicoll.kernels.device_kernels import DeviceKernels
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 STREAM = 4711

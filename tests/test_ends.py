@@ -24,7 +24,7 @@ import pytest
 from whole_jobs import made_by
 
 import mpicoll
-from mpicoll.kernels import kernels
+from mpicoll.kernels.library import kernels
 
 pytest_plugins = ["whole_jobs"]
 
@@ -1392,14 +1392,14 @@ def test_a_block_in_good_order(ended: Ended) -> None:
 LEAVING = {
     "destroy": "dist.destroy_process_group()",
     "nothing": "",
-    "abort": "waiting = window.wait_signal(1 - me, True); runtime.abandon(dist.group.WORLD)",
+    "abort": "waiting = window.wait_signal(1 - me, True); lifecycle.abandon(dist.group.WORLD)",
 }
 
 
 @pytest.mark.parametrize("leaving", LEAVING.values(), ids=list(LEAVING))
 @job("""
-    from mpicoll import runtime
-    from mpicoll.windows import Window
+    from mpicoll.api import lifecycle
+    from mpicoll.api.windows import Window
     dist.init_process_group()
     me = dist.get_rank()
     window, memory = Window(dist.group.WORLD), np.zeros(4)

@@ -27,7 +27,7 @@ import pytest
 from whole_jobs import made_by
 
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
-from mpicoll.kernels import kernels
+from mpicoll.kernels.library import kernels
 from mpicoll.launch import server, session
 from mpicoll.launch.environment import Way, by_mpi, choose, fill_environment
 from mpicoll.launch.meeting import NotThere, Place

@@ -36,7 +36,7 @@ NUMPY = """
 import os, signal, sys, time
 import numpy as np
 import mpicoll as dist
-from mpicoll.reconfigure import Reconfigurable
+from mpicoll.api.reconfigure import Reconfigurable
 
 dist.init_process_group(timeout=60)
 one, me, n = Reconfigurable(dist.group.WORLD), dist.get_rank(), dist.get_world_size()

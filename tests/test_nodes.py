@@ -50,7 +50,7 @@ import json, sys
 import numpy as np
 import ml_dtypes
 import mpicoll as dist
-from mpicoll.routes import hosts, levels
+from mpicoll.routes.host import hosts, levels
 
 dist.init_process_group(timeout=30)
 rank, n = dist.get_rank(), dist.get_world_size()

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll import pickles
+from mpicoll.core import pickles
+from mpicoll.core.pickles import decode, encode
 from mpicoll.dtypes import DTYPES
-from mpicoll.pickles import decode, encode
 
 
 class Config:
@@ -321,7 +321,7 @@ def test_what_is_refused_is_named():
 # --- hostile pickles ----------------------------------------------------------------------------
 
 STOP = pickle.STOP
-ARRAYS = "mpicoll.pickles"
+ARRAYS = "mpicoll.core.pickles"
 
 
 def whole(data, *buffers):
@@ -581,7 +581,7 @@ import sys
 sys.path[:0] = {sys.path!r}
 import numpy as np, struct, pickle
 from test_pickles import call, name, plain, whole, POINTERS, TRUE
-from mpicoll.pickles import decode
+from mpicoll.core.pickles import decode
 mine = ["here"]
 dtype = call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE) + POINTERS + pickle.BUILD
 sent = plain(struct.pack("P", id(mine)))

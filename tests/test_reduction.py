@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpicoll import kernels, reduction
 from mpicoll.dtypes import DTYPES, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpicoll.kernels import library, reduction
 
 NARROW = [dtype for dtype in DTYPES if dtype.kind is Kind.NARROW_FLOAT]
 WIDE = [dtype for dtype in DTYPES if dtype.kind is not Kind.NARROW_FLOAT]
@@ -29,8 +29,8 @@ def either(request, monkeypatch):
     """Either implementation in turn."""
     if request.param == "numpy":
         monkeypatch.setattr(reduction, "_compiled", None)
-    elif not kernels.kernels:
-        pytest.skip(kernels.how())
+    elif not library.kernels:
+        pytest.skip(library.how())
     return request.param
 
 
@@ -527,15 +527,15 @@ def test_errors():
 
 def test_the_environment_forces_numpy(monkeypatch):
     monkeypatch.setenv("MPICOLL_KERNELS", "numpy")
-    assert kernels._load() == (None, "numpy (MPICOLL_KERNELS=numpy)")
+    assert library._load() == (None, "numpy (MPICOLL_KERNELS=numpy)")
 
 
 def test_a_broken_library_is_not_used(monkeypatch, tmp_path):
     broken = tmp_path / "_kernels.so"
     broken.write_bytes(b"nothing")
     spec = type("Spec", (), {"origin": str(broken)})
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda _: spec)
     monkeypatch.delenv("MPICOLL_KERNELS", raising=False)
-    assert "does not load" in kernels._load()[1]
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None)
-    assert "not built" in kernels._load()[1]
+    assert "does not load" in library._load()[1]
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda _: None)
+    assert "not built" in library._load()[1]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll import capabilities, settings
+from mpicoll import settings
+from mpicoll.cuda import capabilities
 from mpicoll.errors import ArgumentError
 from mpicoll.settings import SETTINGS
 

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpicoll.kernels import how, kernels
+from mpicoll.kernels.library import how, kernels
 
 pytestmark = pytest.mark.skipif(kernels is None, reason=how())
 

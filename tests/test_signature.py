@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mpicoll import signature
+from mpicoll.core import signature
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.primitives import by_name as primitives

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll import tables
+from mpicoll.core import tables
+from mpicoll.core.tables import KINDS, PLACES, Table
 from mpicoll.errors import ArgumentError
 from mpicoll.primitives import by_name
-from mpicoll.tables import KINDS, PLACES, Table
 
 KIB, MIB = 1 << 10, 1 << 20
 MPI = "An MPI 1.2"

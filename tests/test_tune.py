@@ -21,7 +21,7 @@ import test_cli
 from test_cli import needs_mpiexec
 from whole_jobs import made_by
 
-from mpicoll import cli, tables
+from mpicoll import cli
 from mpicoll.cli import tune
 from mpicoll.cli.tune_measure import Outcome
 from mpicoll.cli.tune_steps import (
@@ -35,7 +35,8 @@ from mpicoll.cli.tune_steps import (
     spliced,
     unrest,
 )
-from mpicoll.groups import state
+from mpicoll.core import tables
+from mpicoll.core.groups import state
 
 pytest_plugins = ["whole_jobs"]
 

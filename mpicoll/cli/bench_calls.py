@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 import mpicoll
-from mpicoll import binding, device
+from mpicoll.cuda import binding, device
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import UnsupportedError
 from mpicoll.primitives import Layout, Primitive
@@ -182,7 +182,7 @@ class Host:
 
 
 class Gpu:
-    """CuPy arrays on the GPU that mpicoll.binding gives the rank.
+    """CuPy arrays on the GPU that mpicoll.cuda.binding gives the rank.
 
     Raises UnsupportedError where there is no CuPy or no GPU.
     """

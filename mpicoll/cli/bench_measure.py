@@ -17,11 +17,13 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import cli, kernels, tables
+from mpicoll import cli
 from mpicoll.cli import bench_table, doctor_machine
 from mpicoll.cli.bench_calls import Buffers, Call, Case, Other, Place, op_name, own_call, variants
 from mpicoll.cli.bench_check import contents, expected, fill, wrong
 from mpicoll.cli.bench_table import PERCENTILES, Result
+from mpicoll.core import tables
+from mpicoll.kernels import library
 from mpicoll.primitives import Layout
 
 __all__ = ["Bench", "count_wrong"]
@@ -205,7 +207,7 @@ class Bench:
             "mpi4py": mpi4py.__version__,
             "NumPy": np.__version__,
             "Python": platform.python_version(),
-            "reductions": kernels.how(),
+            "reductions": library.how(),
             "arrays": self._place.name,
             "crowded": doctor_machine.crowded(self._comm.allgather(doctor_machine.Place.own())),
         }

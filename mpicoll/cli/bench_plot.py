@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpicoll.tables import shown
+from mpicoll.core.tables import shown
 
 __all__ = ["COLOURS", "draw", "figure_of", "unable"]
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpicoll.tables import shown
+from mpicoll.core.tables import shown
 
 __all__ = [
     "PERCENTILES",

@@ -21,8 +21,8 @@ from mpicoll import cli, settings
 from mpicoll.cli.doctor_machine import Place, crowded, memory, ranges, small_memory, system
 
 if TYPE_CHECKING:
-    from mpicoll.capabilities import Capabilities
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
+    from mpicoll.cuda.capabilities import Capabilities
 
 __all__ = ["ADVICE", "Seen", "add_arguments", "run"]
 
@@ -92,10 +92,10 @@ class Seen:
 def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, Seen]:
     """What the ranks of the world find out together; True on rank 0."""
     import mpicoll as dist
-    from mpicoll import binding
-    from mpicoll.capabilities import exchange, forced_route, routes
+    from mpicoll.core.groups import default_group
+    from mpicoll.cuda import binding
+    from mpicoll.cuda.capabilities import exchange, forced_route, routes
     from mpicoll.errors import MpicollError
-    from mpicoll.groups import default_group
     from mpicoll.primitives import PRIMITIVES, Layout
 
     group, n, me = default_group(), dist.get_world_size(), dist.get_rank()
@@ -134,7 +134,7 @@ def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, S
 def _here() -> Facts:
     """What is known without MPI."""
     import mpicoll
-    from mpicoll import kernels
+    from mpicoll.kernels import library
 
     return {
         "host": socket.gethostname(),
@@ -150,7 +150,7 @@ def _here() -> Facts:
         "threads": "",
         "NumPy": _version("numpy"),
         "ml_dtypes": _version("ml_dtypes"),
-        "C library": kernels.how(),
+        "C library": library.how(),
         "torch": _version("torch"),
         "CuPy": _version("cupy", "cupy-cuda13x", "cupy-cuda12x"),
         "driver": _driver(),
@@ -161,7 +161,7 @@ def _mpi(seen: Seen, me: int) -> Facts:
     """What is known with MPI."""
     from mpi4py import MPI
 
-    from mpicoll.groups import state
+    from mpicoll.core.groups import state
 
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     level = next(name for name in levels if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
@@ -229,7 +229,7 @@ def _host_routes(group: ProcessGroup) -> Routes:
     """
     from mpicoll.dtypes import ReduceOp, by_name
     from mpicoll.primitives import PRIMITIVES
-    from mpicoll.routes.hosts import told
+    from mpicoll.routes.host.hosts import told
 
     found = {}
     for primitive in PRIMITIVES:
@@ -321,7 +321,7 @@ def _not_shared(seen: Seen) -> Sequence[str]:
 
 def _remedies(seen: Seen) -> Sequence[str]:
     """Towards a better device route, where there are GPUs."""
-    from mpicoll.capabilities import Cuda
+    from mpicoll.cuda.capabilities import Cuda
 
     told = {f"{own.why}: {own.remedy}" for own in seen.all_ranks if own.remedy}
     for own in seen.all_ranks:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from mpicoll import tables
+from mpicoll.core import tables
 
 __all__ = ["Place", "crowded", "memory", "ranges", "small_memory", "system"]
 

@@ -23,10 +23,10 @@ def run(options: argparse.Namespace) -> int:
             write_lines(f"mpicoll hello: {wrong}")
         return 1
     import mpicoll as dist
-    from mpicoll.binding import device_for
-    from mpicoll.capabilities import exchange, forced_route, routes
-    from mpicoll.groups import default_group
-    from mpicoll.runtime import node_size
+    from mpicoll.api.lifecycle import node_size
+    from mpicoll.core.groups import default_group
+    from mpicoll.cuda.binding import device_for
+    from mpicoll.cuda.capabilities import exchange, forced_route, routes
 
     all_ranks = exchange(default_group().inner)
     route = routes(all_ranks, forced_route(all_ranks))[0]

@@ -2,7 +2,7 @@
 where init_process_group finds it.
 
 Here are the command line and the file. ``tune_measure`` measures, ``tune_steps`` makes steps of
-what was measured, and ``mpicoll.tables`` knows the format.
+what was measured, and ``mpicoll.core.tables`` knows the format.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll import __version__, cli, settings, tables
+from mpicoll import __version__, cli, settings
 from mpicoll.cli.tune_steps import changes, chosen, spliced, unrest
+from mpicoll.core import tables
+from mpicoll.core.groups import default_group, state
+from mpicoll.core.tables import DEFAULT, Rows, Steps, shown
 from mpicoll.errors import ArgumentError
-from mpicoll.groups import default_group, state
-from mpicoll.tables import DEFAULT, Rows, Steps, shown
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -137,7 +138,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
     from mpi4py import MPI
 
     from mpicoll.cli.tune_measure import FULL, QUICK, kinds_of, measure
-    from mpicoll.routes.hosts import place
+    from mpicoll.routes.host.hosts import place
 
     group = default_group()
     comm, first = group.inner, group.rank() == 0

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll import views
-from mpicoll.calls import Direct
+from mpicoll.arrays import views
 from mpicoll.cli.bench_calls import rounded
 from mpicoll.cli.tune_steps import Figure
+from mpicoll.core.calls import Direct
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.tables import primitive_of, shown
 from mpicoll.dtypes import DType, ReduceOp, by_name
-from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import Primitive
-from mpicoll.routes import hosts
-from mpicoll.tables import primitive_of, shown
+from mpicoll.routes.host import hosts
 
 __all__ = ["FULL", "QUICK", "Effort", "Kind", "Outcome", "kinds_of", "measure", "room"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mpicoll import communicators
-from mpicoll.kernels import kernels
+from mpicoll.kernels.library import kernels
 from mpicoll.launch.environment import said
 from mpicoll.launch.meeting import Meeting
 from mpicoll.launch.session import node

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mpicoll.routes import devices, hosts
+from mpicoll.routes.device import devices
+from mpicoll.routes.host import hosts
 from mpicoll.routes.wire import explained
 
 __all__ = ["devices", "explained", "hosts"]

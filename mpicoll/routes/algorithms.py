@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mpi4py import MPI
 
-from mpicoll import reduction
-from mpicoll.calls import Blocks
+from mpicoll.arrays.views import Parts, View, overlapping, scratch
+from mpicoll.core.calls import Blocks
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
+from mpicoll.kernels import reduction
 from mpicoll.routes.wire import Message, exchange, message
-from mpicoll.views import Parts, View, overlapping, scratch
 
 if TYPE_CHECKING:
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
     "HOST",

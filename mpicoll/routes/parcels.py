@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.calls import Blocks
+from mpicoll.arrays.views import View, address
+from mpicoll.core.calls import Blocks
+from mpicoll.core.signature import number_of
 from mpicoll.errors import MismatchError
 from mpicoll.primitives import Primitive
-from mpicoll.signature import number_of
-from mpicoll.views import View, address
 
 if TYPE_CHECKING:
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["Given", "Parcel", "Taken", "parcel_of"]
 
@@ -44,7 +44,7 @@ class Parcel(NamedTuple):
 
     places: blocks in the slot of a rank that has most of them.
     most:   elements of the largest block of all ranks.
-    total:  what all ranks must have alike of the sizes, as a number; see mpicoll.signature.
+    total:  what all ranks must have alike of the sizes, as a number; see mpicoll.core.signature.
     gives, takes: blocks. Where there is an operation, the blocks taken are combined into the place
             of the first.
     """

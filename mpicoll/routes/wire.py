@@ -11,13 +11,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import communicators
+from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, by_name
 from mpicoll.errors import LostRankError, MismatchError, MPIError
-from mpicoll.pickles import Bytes
 from mpicoll.watch import losses
 
 if TYPE_CHECKING:
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
     "INT_MAX",

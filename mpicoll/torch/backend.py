@@ -23,14 +23,14 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.work import seconds
 from mpicoll.errors import ArgumentError
-from mpicoll.groups import ProcessGroup
 from mpicoll.torch import cores
 from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.devices import devices
 from mpicoll.torch.windows import TorchWindow
-from mpicoll.work import seconds
 
 __all__ = ["AVAILABLE", "SUCCESS", "BackedGroup", "TorchBackend"]
 

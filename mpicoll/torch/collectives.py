@@ -16,17 +16,18 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 
-from mpicoll import collectives, execute, point_to_point
+from mpicoll.api import collectives, point_to_point
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.work import Work, seconds
+from mpicoll.dispatch import execute
+from mpicoll.dispatch.execute import run_plain
 from mpicoll.dtypes import OPERATIONS, ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError
-from mpicoll.execute import run_plain
-from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.torch import NAME, cores, profiling, sparse
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.options import Options
 from mpicoll.torch.works import Done, Pending, Received, flat, joined
-from mpicoll.work import Work, seconds
 
 __all__ = ["Collectives"]
 
@@ -143,17 +144,28 @@ class Collectives:
         ):
             return self._begin(
                 primitive.name,
-                lambda: execute.run(primitive, self.core, True, output, input, op, root, splits),
+                lambda: self._run(primitive, True, output, input, op, root, splits),
                 asynchronous,
                 limit,
                 output if input is None else input,
             )
         with self._event(primitive.name, output if input is None else input):
-            if splits is None and primitive in _PLAIN:
-                run_plain(primitive, self.core, False, output, input, op, root)
-            else:
-                execute.run(primitive, self.core, False, output, input, op, root, splits)
+            self._run(primitive, False, output, input, op, root, splits)
         return _done(output)
+
+    def _run(
+        self,
+        primitive: Primitive,
+        asynchronous: bool,
+        output: Any,
+        input: Any,
+        op: ReduceOp | None,
+        root: int,
+        splits: Any,
+    ) -> Work | None:
+        if splits is None and primitive in _PLAIN:
+            return run_plain(primitive, self.core, asynchronous, output, input, op, root)
+        return execute.run(primitive, self.core, asynchronous, output, input, op, root, splits)
 
     def _call_all(
         self,

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from mpicoll import execute, groups, launch, runtime, subgroups
+from mpicoll import launch
+from mpicoll.api import lifecycle, subgroups
+from mpicoll.core import groups
+from mpicoll.core.groups import ProcessGroup, state
+from mpicoll.dispatch import execute
 from mpicoll.errors import UnsupportedError
-from mpicoll.groups import ProcessGroup, state
 from mpicoll.torch import NAME, versions
 
 __all__ = ["abort", "end", "part", "some", "whole", "without"]
@@ -34,7 +37,7 @@ def whole(store: Any, rank: int, size: int, limit: float | None, name: str) -> P
         _stores.append(store)
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
     meeting = launch.Meeting(store, rank, size, host=launch.loopback(_host(store)))
-    return runtime.begin(NAME, limit, "0", meeting=meeting, expected=expected)
+    return lifecycle.begin(NAME, limit, "0", meeting=meeting, expected=expected)
 
 
 def _host(store: Any) -> str:
@@ -104,14 +107,14 @@ def end(group: ProcessGroup) -> None:
     Raises CollectiveTimeoutError where other ranks do not join what is pending.
     """
     if group.closed is None and group is not _base:
-        runtime.destroy_process_group(group)
+        lifecycle.destroy_process_group(group)
     _end_base()
 
 
 def abort(group: ProcessGroup) -> None:
     """Ends the group without waiting for anything, which other ranks may never join."""
     if group.closed is None and group is not _base:
-        runtime.abandon(group)
+        lifecycle.abandon(group)
     _end_base()
 
 
@@ -120,4 +123,4 @@ def _end_base() -> None:
     global _base
     if _base is not None and state.groups == [_base]:
         _base = None
-        runtime.destroy_process_group()
+        lifecycle.destroy_process_group()

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import distributed_c10d
 
-from mpicoll import backends
+from mpicoll.core import backends
+from mpicoll.core.work import seconds
 from mpicoll.errors import UnsupportedError
 from mpicoll.torch import NAME, backend, cores
 from mpicoll.torch.callers import variable
 from mpicoll.torch.group import TorchGroup
-from mpicoll.work import seconds
 
 __all__ = ["create"]
 

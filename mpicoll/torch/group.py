@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.errors import UnsupportedError
-from mpicoll.groups import ProcessGroup
 from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.devices import devices

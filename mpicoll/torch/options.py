@@ -7,8 +7,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Backend
 
-from mpicoll.groups import ProcessGroup
-from mpicoll.work import seconds
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.work import seconds
 
 __all__ = ["Options"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from mpicoll import runtime
+from mpicoll.api import lifecycle
+from mpicoll.api.reconfigure import Reconfigurable
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.errors import DistBackendError
-from mpicoll.groups import ProcessGroup
-from mpicoll.reconfigure import Reconfigurable
 from mpicoll.torch.backend import SUCCESS, BackedGroup, TorchBackend
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.works import Done
@@ -60,7 +60,7 @@ class ReconfigurableBackend(TorchBackend):
     def reconfigure(self, opts: Any) -> Done:
         """Makes the group of the processes that ``opts.handles`` name; they alone call.
 
-        Raises as ``mpicoll.reconfigure.Reconfigurable.reconfigure`` says.
+        Raises as ``mpicoll.api.reconfigure.Reconfigurable.reconfigure`` says.
         """
         self._batch = None
         self._groups.reconfigure(opts.uuid, opts.handles, opts.timeout)
@@ -83,12 +83,12 @@ class ReconfigurableBackend(TorchBackend):
         self._call_abort_hooks()
         group = self._groups.group
         if group is not None and group.closed is None:
-            runtime.abandon(group)
+            lifecycle.abandon(group)
 
     def shutdown(self) -> None:
         """Ends the group that stands, and MPI's part in the job."""
         if self._groups.base.closed is None:
-            runtime.destroy_process_group(self._groups.base)
+            lifecycle.destroy_process_group(self._groups.base)
 
 
 @uncompiled

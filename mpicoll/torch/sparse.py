@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from mpicoll import execute
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.work import Work
+from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
-from mpicoll.groups import ProcessGroup
 from mpicoll.primitives import by_name
-from mpicoll.work import Work
 
 __all__ = ["all_reduce"]
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpicoll import windows
+from mpicoll.api import windows
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.work import Work
 from mpicoll.errors import ArgumentError
-from mpicoll.groups import ProcessGroup
 from mpicoll.torch.compilation import uncompiled
 from mpicoll.torch.works import Done, Pending
-from mpicoll.work import Work
 
 __all__ = ["TorchWindow", "allocate_tensor"]
 

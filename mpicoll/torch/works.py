@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed import Work as TorchWork
 
-from mpicoll import work as core
-from mpicoll.groups import ProcessGroup
+from mpicoll.core import work as core
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.torch.compilation import uncompiled
 
 __all__ = ["Done", "Pending", "Received", "flat", "joined"]

@@ -13,7 +13,7 @@ from mpicoll.errors import CollectiveTimeoutError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["monitored_barrier"]
 

@@ -20,12 +20,12 @@ from collections.abc import Iterable
 from copy import copy
 from typing import TYPE_CHECKING
 
+from mpicoll.core.signature import compared, rooted, told
 from mpicoll.errors import MismatchError
-from mpicoll.signature import compared, rooted, told
 from mpicoll.watch.levels import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["FIRST", "STRIDE", "check", "digest", "drop", "listed", "words"]
 

@@ -25,13 +25,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpicoll import launch
+from mpicoll.core.groups import state
 from mpicoll.errors import LostRankError
-from mpicoll.groups import state
 from mpicoll.output import write_lines
 from mpicoll.watch import losses, positions
 
 if TYPE_CHECKING:
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["Guard", "end_job", "exit_code", "keep_exit_code"]
 

@@ -3,7 +3,7 @@
 User-level failure mitigation (W. Bland et al., "Post-failure recovery of MPI communication
 capability", IJHPCA 27, 2013): a call that needs a lost rank ends with an error. Whoever gets one
 revokes the communicator, so that nobody waits for a rank that has given up. The survivors can go
-on: ``mpicoll.reconfigure`` makes a group of them. Everywhere else a lost rank ends the job.
+on: ``mpicoll.api.reconfigure`` makes a group of them. Everywhere else a lost rank ends the job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpicoll.errors import LostRankError
 from mpicoll.watch import positions
 
 if TYPE_CHECKING:
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["look", "survives"]
 

@@ -21,7 +21,7 @@ from mpicoll.watch.consistency import digest, words
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.groups import ProcessGroup
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
     "DESTROYS", "ENDS", "GOES_ON", "PATIENCE", "Position", "differing", "end_together", "left",

@@ -18,7 +18,7 @@ NOWHERE = 4096
 
 
 class FakeGpu:
-    """The part of mpicoll.device.Runtime that finding out needs."""
+    """The part of mpicoll.cuda.device.Runtime that finding out needs."""
 
     def __init__(self):
         self.allocated = 0
@@ -71,7 +71,7 @@ class FakeGpu:
         return memory
 
     def pinned(self, index, nbytes):
-        from mpicoll.device import Memory
+        from mpicoll.cuda.device import Memory
 
         block = (ctypes.c_uint8 * nbytes)()
         return Memory(ctypes.addressof(block), nbytes, block)
@@ -84,19 +84,19 @@ class FakeGpu:
 
 
 if FAULT and "-S" not in sys.orig_argv:
-    import mpicoll.device
+    import mpicoll.cuda.device
     from mpicoll.errors import UnsupportedError
 
     fake = FakeGpu()
 
     def runtime():
-        if FAULT == "absent" and "mpicoll.trial" in sys.orig_argv:
+        if FAULT == "absent" and "mpicoll.cuda.trial" in sys.orig_argv:
             raise UnsupportedError("the fake is gone")
         return fake
 
-    mpicoll.device.runtime = runtime
+    mpicoll.cuda.device.runtime = runtime
     if os.environ.get("FAKE_CLAIM"):
-        from mpicoll import capabilities
+        from mpicoll.cuda import capabilities
 
         capabilities.SWITCHES = ()
         capabilities.QUERIES.clear()

@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 from simulated import laid_out
 
-from mpicoll import device
+from mpicoll.cuda import device
 from mpicoll.dtypes import by_numpy
 
 #: Nanoseconds that it takes to make values, and where nothing else delays them.

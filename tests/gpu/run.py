@@ -61,9 +61,9 @@ ON_UCX = {
 ASK = """
 import json, sys
 import mpicoll as dist
-from mpicoll import capabilities
+from mpicoll.cuda import capabilities
 from mpicoll.errors import MpicollError
-from mpicoll.groups import default_group
+from mpicoll.core.groups import default_group
 dist.init_process_group(timeout=60)
 found = capabilities.exchange(default_group().inner, tries=True)
 said = {"auto": ""}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from oracle import any_bits, operands
 
-from mpicoll import reduction
-from mpicoll.device_kernels import DeviceKernels
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp
+from mpicoll.kernels import reduction
+from mpicoll.kernels.device_kernels import DeviceKernels
 
 PAIRS = [
     pytest.param(op, dtype, id=f"{op.name}-{dtype}")

@@ -1,4 +1,4 @@
-"""CUDA devices that are not there: what `mpicoll.device.Runtime` promises, and no more.
+"""CUDA devices that are not there: what `mpicoll.cuda.device.Runtime` promises, and no more.
 
 Memory is the host's. What is put into a stream happens as late as the rules allow: when the host
 waits for an event, just what that event needs is done, in the order of each stream. So whoever
@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll import reduction
-from mpicoll.device import Memory
+from mpicoll.cuda.device import Memory
 from mpicoll.errors import UnsupportedError
+from mpicoll.kernels import reduction
 
 #: The stream that CUDA calls legacy; here it is a stream like others.
 LEGACY = 1
@@ -178,7 +178,7 @@ class Simulated:
         self, index: int, by: Any, sources: Any, out: int, count: int, divisor: float, stream: int
     ) -> None:
         def task() -> None:
-            from mpicoll.kernels import kernels
+            from mpicoll.kernels.library import kernels
 
             assert kernels is not None, "the simulation computes with the C library"
             addresses = (ctypes.c_void_p * len(sources))(*sources)

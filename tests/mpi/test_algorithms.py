@@ -15,11 +15,12 @@ from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal, meet, 
 
 import mpicoll as dist
 from mpicoll import routes
-from mpicoll.calls import Way
+from mpicoll.core.calls import Way
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes import algorithms, direct, wire
+from mpicoll.routes import algorithms, wire
 from mpicoll.routes.algorithms import HOST, Host
+from mpicoll.routes.device import direct
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mpicoll import capabilities, device, trial
-from mpicoll.capabilities import Cuda, exchange, forced_route, routes
+from mpicoll.cuda import capabilities, device, trial
+from mpicoll.cuda.capabilities import Cuda, exchange, forced_route, routes
+from mpicoll.cuda.trial import OK, Trial
 from mpicoll.errors import ArgumentError
-from mpicoll.trial import OK, Trial
 
 
 class Gpus:

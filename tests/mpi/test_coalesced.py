@@ -16,7 +16,8 @@ from conftest import team as group_of
 from driver import DTYPES, Call, guarded, legal, meet, same_on_all
 
 import mpicoll as dist
-from mpicoll import capabilities, device, execute, fusing
+from mpicoll.cuda import capabilities, device
+from mpicoll.dispatch import execute, fusing
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.primitives import by_name as primitives
@@ -236,9 +237,9 @@ def counted(monkeypatch, world):
     """What calls are made: elements of the output of each."""
     found = []
 
-    def carry_out(plan, send, recv, *rest, inner=execute._carry_out):
+    def carry_out(send, recv, how, root, inner=execute._carry_out):
         found.append(recv.count)
-        inner(plan, send, recv, *rest)
+        inner(send, recv, how, root)
 
     monkeypatch.setattr(execute, "_carry_out", carry_out)
     return found

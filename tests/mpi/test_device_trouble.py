@@ -13,10 +13,11 @@ from conftest import TIMEOUT
 from test_devices import got, uploaded
 
 import mpicoll as dist
-from mpicoll import capabilities, device, trial
+from mpicoll.cuda import capabilities, device, trial
+from mpicoll.cuda.trial import OK, Trial
 from mpicoll.errors import MismatchError, UnsupportedError
-from mpicoll.routes import hosts, peer, staged
-from mpicoll.trial import OK, Trial
+from mpicoll.routes.device import peer, staged
+from mpicoll.routes.host import hosts
 
 
 @pytest.fixture

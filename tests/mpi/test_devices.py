@@ -19,12 +19,13 @@ from conftest import team as group_of
 from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal, meet
 
 import mpicoll as dist
-from mpicoll import capabilities, device
+from mpicoll.cuda import capabilities, device
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
+from mpicoll.kernels.reduction import loop
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.reduction import loop
-from mpicoll.routes import native, peer, staged
+from mpicoll.routes.device import peer, staged
+from mpicoll.routes.host import native
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
 #: "auto": the one that mpicoll chooses.

@@ -16,7 +16,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll import backends, groups
+from mpicoll.core import backends, groups
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 

@@ -15,19 +15,20 @@ from driver import DTYPES, NAMES, Call, Exact, legal, same_on_all
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll import kernels, tables
+from mpicoll.core import tables
+from mpicoll.core.groups import state
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
-from mpicoll.groups import state
+from mpicoll.kernels import library
+from mpicoll.kernels.reduction import loop
 from mpicoll.launch.serialized import serialize
-from mpicoll.reduction import loop
-from mpicoll.routes import hosts, levels, shared
+from mpicoll.routes.host import hosts, levels, shared
 
 #: Two nodes, one of two ranks, have three.
 LEAST = 3
 
 needs = pytest.mark.skipif(
-    kernels.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
+    library.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
 )
 
 #: The node of each of n ranks.

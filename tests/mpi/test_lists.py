@@ -8,7 +8,8 @@ from conftest import team as group_of
 from driver import Call, legal
 
 import mpicoll as dist
-from mpicoll import calls, execute
+from mpicoll.core import calls
+from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES
 

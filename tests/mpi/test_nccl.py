@@ -14,10 +14,10 @@ from simulated import Simulated, elements
 from test_devices import DeviceCall, UnevenDeviceCall, got, uploaded
 
 import mpicoll as dist
-from mpicoll import capabilities, device
+from mpicoll.cuda import capabilities, device
 from mpicoll.dtypes import by_name
 from mpicoll.errors import UnsupportedError
-from mpicoll.routes import nccl
+from mpicoll.routes.device import nccl
 
 #: ncclDataType_t.
 KINDS = [

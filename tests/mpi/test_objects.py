@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll.pickles import decode, encode
+from mpicoll.core.pickles import decode, encode
 
 
 class Named:

@@ -15,9 +15,9 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll import runtime
-from mpicoll.groups import state
-from mpicoll.reconfigure import Reconfigurable
+from mpicoll.api import lifecycle
+from mpicoll.api.reconfigure import Reconfigurable
+from mpicoll.core.groups import state
 
 _uuids = count(1000, 100)
 
@@ -106,7 +106,7 @@ def test_after_an_abort(made, uuid):
     group = one.reconfigure(uuid, handles)
     check(group, list(range(n)))
     pending = dist.irecv(np.zeros(1), group_src=0, group=group, tag=7)
-    runtime.abandon(group)
+    lifecycle.abandon(group)
     with pytest.raises(dist.DistBackendError, match="aborted"):
         pending.wait()
     check(one.reconfigure(uuid + 1, handles), list(range(n)))

@@ -16,16 +16,18 @@ from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, legal, same_on_all
 
 import mpicoll as dist
-from mpicoll import execute, kernels, tables
+from mpicoll.core import tables
+from mpicoll.core.groups import state
+from mpicoll.core.signature import kind_of
+from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
-from mpicoll.groups import state
+from mpicoll.kernels import library
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.routes import segment, shared
-from mpicoll.signature import kind_of
+from mpicoll.routes.host import segment, shared
 
 needs = pytest.mark.skipif(
-    kernels.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
+    library.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
 )
 
 
@@ -244,7 +246,7 @@ def test_counters_wrap_around(world, monkeypatch):
         return
     hold = team.group.shared._hold
     close = 2**32 - 6
-    region = kernels.kernels.shared_region(hold.slot, hold.n)
+    region = library.kernels.shared_region(hold.slot, hold.n)
     team.group.inner.Barrier()  # MPI's own: ours would compare itself by these counters
     for line in (0, 64):  # given and combined
         ctypes.c_uint32.from_address(hold.base + hold.me * region + line).value = close

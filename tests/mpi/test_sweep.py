@@ -22,11 +22,12 @@ from driver import (
 )
 
 import mpicoll as dist
-from mpicoll import tables
+from mpicoll.core import tables
+from mpicoll.core.groups import state
 from mpicoll.dtypes import OPERATIONS, Kind, ReduceOp, by_name
-from mpicoll.groups import state
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes import composed, native, wire
+from mpicoll.routes import wire
+from mpicoll.routes.host import composed, native
 
 SMALL = [0, 1, 7, 1000]
 LARGE = 30011

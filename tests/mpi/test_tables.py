@@ -12,14 +12,14 @@ from conftest import team as group_of
 from driver import NAMES, Exact, same_on_all
 
 import mpicoll as dist
-from mpicoll import tables
 from mpicoll.cli import tune_measure
+from mpicoll.core import tables
+from mpicoll.core.groups import default_group, state
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import ArgumentError
-from mpicoll.groups import default_group, state
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes import hosts
-from mpicoll.routes.native import reducible
+from mpicoll.routes.host import hosts
+from mpicoll.routes.host.native import reducible
 
 # --- the file: before anything here makes the default group -------------------------------------
 

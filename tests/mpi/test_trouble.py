@@ -208,14 +208,14 @@ def test_a_monitored_barrier_may_take_longer_than_the_group(pair, world):
 def test_a_group_whose_end_timed_out_goes_on(world, mpi, monkeypatch):
     if world.size == 1:
         pytest.skip("takes two ranks")
-    from mpicoll import runtime
+    from mpicoll.api import lifecycle
 
     group = dist.new_group()
     x, y = np.ones(2), np.ones(2)
     if world.me == 0:
         work = dist.all_reduce(x, group=group, async_op=True)
         with pytest.raises(dist.CollectiveTimeoutError, match="still pending"):
-            runtime.end(group, 0.2)
+            lifecycle.end(group, 0.2)
         mpi.Barrier()
     else:
         mpi.Barrier()

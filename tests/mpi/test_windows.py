@@ -17,9 +17,9 @@ import pytest
 from conftest import team
 
 import mpicoll as dist
-from mpicoll import windows
+from mpicoll.api import windows
+from mpicoll.api.windows import Window
 from mpicoll.dtypes import DTYPES
-from mpicoll.windows import Window
 
 
 def numbers(rank, count, dtype=np.float64, turn=0):

@@ -13,7 +13,7 @@ import pytest
 from driver import NAMES, Call, legal, meet
 
 import mpicoll as dist
-from mpicoll import execute
+from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import Layout
 

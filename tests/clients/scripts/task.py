@@ -36,7 +36,7 @@ def tell(parameters: Iterable[Tensor], **more: object) -> None:
     """Writes this rank's outcome: its parameters, and who carried its calls."""
     import torch.distributed as dist
 
-    from mpicoll.groups import state
+    from mpicoll.core.groups import state
 
     rank = dist.get_rank()
     outcome: Mapping[str, object] = {

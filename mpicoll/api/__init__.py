@@ -1,0 +1,1 @@
+"""The public functions: what ``import mpicoll as dist`` offers."""

@@ -1,0 +1,532 @@
+"""The beginning and the end: init_process_group to destroy_process_group."""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from mpicoll import communicators, launch, settings
+from mpicoll.api import point_to_point, windows
+from mpicoll.core import backends, groups, tables
+from mpicoll.core.backends import Backend
+from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.core.work import seconds
+from mpicoll.dispatch.agreement import agree
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    DistBackendError,
+    LaunchError,
+    LostRankError,
+    MismatchError,
+    MpicollError,
+    NotInitializedError,
+    UnsupportedError,
+)
+from mpicoll.launch.serialized import plain
+from mpicoll.output import write_lines
+from mpicoll.watch import positions
+from mpicoll.watch.ends import Guard, end_job, exit_code, keep_exit_code
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "abandon",
+    "begin",
+    "destroy_process_group",
+    "end",
+    "get_backend",
+    "get_backend_config",
+    "get_node_local_rank",
+    "get_pg_count",
+    "give_up",
+    "init_process_group",
+    "is_initialized",
+    "leave",
+    "member",
+    "node_size",
+]
+
+#: Seconds after which an operation has failed, unless init_process_group says otherwise.
+DEFAULT_TIMEOUT = 1800.0
+#: Seconds that a destroy gives work that other ranks have not joined.
+_LAST_CHANCE = 5.0
+#: Seconds that a thread without work needs to end, with plenty to spare.
+_A_MOMENT = 0.5
+
+_guard: Guard | None = None
+#: Rank on the node and number of ranks on it, known from init on.
+_node: tuple[int, int] | None = None
+
+
+def is_initialized() -> bool:
+    """Tell whether there is a default process group.
+
+    Returns True between init_process_group and destroy_process_group.
+    """
+    return state.default is not None
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """Tell this process's rank among those on its node.
+
+    fallback_rank: returned where neither LOCAL_RANK nor a launcher's variable tells.
+
+    Returns the rank: of LOCAL_RANK, else of the launcher's own variable, else fallback_rank, else,
+    once there is a process group, of MPI.
+
+    Raises MpicollError (a RuntimeError) where nobody knows.
+    """
+    known = launch.local_rank()
+    if known is not None:
+        return known
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    if _node is not None:
+        return _node[0]
+    raise MpicollError(
+        "get_node_local_rank: neither LOCAL_RANK nor a launcher's variable is set; call "
+        "init_process_group first or give fallback_rank"
+    )
+
+
+def get_backend(group: ProcessGroup | None = None) -> Backend:
+    """Tell the backend that was asked for.
+
+    group: the process group, None for the default group.
+
+    Returns its name as a Backend, in lower case.
+
+    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
+    ValueError) on a rank outside the group.
+    """
+    return Backend(member(group, "get_backend").backend)
+
+
+def get_backend_config(group: ProcessGroup | None = None) -> str:
+    """Tell the backend of each kind of device.
+
+    group: the process group, None for the default group.
+
+    Returns text such as "cpu:mpi,cuda:mpi".
+
+    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
+    ValueError) on a rank outside the group.
+    """
+    backend = member(group, "get_backend_config").backend
+    return backend if ":" in backend else f"cpu:{backend},cuda:{backend}"
+
+
+def get_pg_count() -> int:
+    """Count the process groups that are alive on this rank.
+
+    Returns the number, 0 before init_process_group.
+    """
+    return len(state.groups)
+
+
+def member(group: Any, where: str) -> ProcessGroup:
+    """The group meant, of which this rank is a member; raises ArgumentError where it is not."""
+    default_group()
+    found = groups.resolve(group)
+    if found is None or found.closed is not None:
+        raise ArgumentError(f"{where}: {group!r} is not a group that this rank is in")
+    return found
+
+
+def node_size() -> int:
+    """Number of ranks on this rank's node; between init and destroy."""
+    assert _node is not None
+    return _node[1]
+
+
+# --- the beginning ------------------------------------------------------------------------------
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | float | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+    _ranks: list[int] | None = None,
+    *,
+    comm: MPI.Intracomm | None = None,
+) -> AbstractContextManager[ProcessGroup]:
+    """Start MPI and make the default group of all ranks. Every rank calls.
+
+    backend: "mpi", where None; "mpicoll" is the same; "gloo" and "nccl" are names under which
+        existing scripts run over MPI.
+    init_method: how the ranks find each other.
+        "mpi://": rank and size are MPI's own, for jobs that mpirun or srun starts.
+        "env://", "tcp://HOST:PORT", "file:///PATH": each process is told its rank and the world
+        size, by
+        None: "mpi://" under a launcher of MPI, else "env://" where RANK and WORLD_SIZE are set
+        (torchrun
+    timeout: seconds or a timedelta after which an operation has failed, this one included; half an
+        hour where None.
+    world_size: number of ranks, -1 where it is not given; with "mpi://" compared with MPI's own.
+    rank: this process's rank, -1 where it is not given; with "mpi://" compared with MPI's own.
+    store: None; MPI is the rendezvous.
+    group_name: a name for the default group.
+    pg_options: of no effect; a warning says so.
+    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
+    _ranks: None.
+    comm: a communicator of mpi4py: its ranks, numbered as it numbers them, are all ranks, and no
+        others call; None for all that MPI has started. mpicoll has duplicates of its own, and
+        never frees this one.
+
+    Returns a context manager, which may be left alone: ``with init_process_group() as group:``
+    destroys all groups when the block ends; after an exception without waiting for other ranks.
+
+    Raises ArgumentError (a ValueError) when called twice and for a value that cannot be,
+    ArgumentTypeError (a TypeError) for a timeout, rank, size or comm that is none,
+    UnsupportedError (a ValueError) for store, _ranks and another init_method, LaunchError (a
+    ValueError) where launcher, arguments and MPI disagree, and CollectiveTimeoutError where ranks
+    do not come.
+    """
+    where = "init_process_group"
+    if state.forked:
+        default_group()
+    if state.default is not None:
+        raise ArgumentError(f"{where}: the default process group exists already")
+    chosen = backends.named(backend, where)
+    limit = seconds(timeout, DEFAULT_TIMEOUT, where)
+    if store is not None or _ranks is not None:
+        raise UnsupportedError(f"{where}: store and _ranks have no use: MPI is the rendezvous")
+    backends.warn_of_options(pg_options, where)
+    backends.check_device(device_id, where)
+    if comm is not None:
+        comm = communicators.taken(comm, f"{where}: comm")
+        if init_method not in (None, "mpi://"):
+            raise ArgumentError(
+                f"{where}: init_method: the ranks of comm have found each other; expected None or "
+                f"'mpi://', got {init_method!r}"
+            )
+        init_method = "mpi://"
+    told = launch.told(init_method, _given("rank", rank), _given("world_size", world_size))
+    meeting = launch.meeting(init_method, told, DEFAULT_TIMEOUT if limit is None else limit)
+    values = {"rank": told.rank, "world_size": told.world_size}
+    expected = {what: (told.names[what], n) for what, n in values.items() if n is not None}
+    begin(chosen, limit, group_name or "0", meeting=meeting, expected=expected, comm=comm)
+    return _until_the_end()
+
+
+def begin(
+    backend: str,
+    limit: float | None,
+    name: str,
+    *,
+    meeting: launch.Meeting | None = None,
+    expected: dict[str, tuple[str, int]] | None = None,
+    comm: MPI.Intracomm | None = None,
+) -> ProcessGroup:
+    """Starts MPI and makes the default group of all ranks.
+
+    limit:    seconds after which an operation has failed.
+    meeting:  where ranks that MPI's own launcher did not start find each other.
+    expected: without a meeting, what was said of rank and size, with the name of who said it.
+    comm:     the program's communicator, if its ranks are all ranks.
+    """
+    global _guard
+    settings.check()
+    with launch.start(meeting, limit, comm) as world:
+        if meeting is None:
+            whose = "MPI" if comm is None else "comm"
+            if comm is None and (expected or {}).get("world_size", ("", -1))[1] != 1:
+                launch.check_world(world.Get_size())
+            _check(expected or {}, world.Get_rank(), world.Get_size(), whose)
+        session = launch.current()
+        if session is not None:
+            session.check()
+            session.say("busy")
+        if _guard is not None:  # of a group that was destroyed on the way of an exception
+            _guard.remove()
+        _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
+        launch.tell_at_finalize(_finalizing)
+        try:
+            agree(world)
+            inner, messages = communicators.private(world), communicators.private(world)
+            _look_around(inner)
+            ranks = range(inner.Get_size())
+            state.made = 0
+            given = plain(world)
+            state.default = groups.register(
+                ProcessGroup(inner, messages, ranks, backend, limit, name, "default_pg", given)
+            )
+        except BaseException:
+            _guard.remove()
+            _guard = None
+            raise
+    return state.default
+
+
+def _look_around(comm: MPI.Intracomm) -> None:
+    """Finds out who is on this node, tells libraries by the variables that they read, and takes
+    rank 0's table of routes.
+    """
+    global _node
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    _node = (node.Get_rank(), node.Get_size())
+    node.Free()
+    host, port = launch.master(comm), None
+    if comm.Get_rank() == 0:
+        with socket.create_server(("", 0)) as probe:  # the port is free now, if not for ever
+            port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
+    vendor, version = MPI.get_vendor()
+    name = f"{vendor} {'.'.join(map(str, version))}"
+    port, table = comm.bcast((port, tables.read(name)), 0)
+    if communicators.spans_world(plain(comm)):  # the variables speak of the whole job
+        launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
+    state.table = tables.table_of(vendor == "Open MPI", *table)
+
+
+def _given(what: str, value: Any) -> int | None:
+    """A rank or a size given as an argument; raises ArgumentTypeError for what is no number."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"init_process_group: {what}: expected an int, got {type(value).__name__}"
+        ) from None
+    return None if number == -1 else number
+
+
+def _check(expected: dict[str, tuple[str, int]], rank: int, size: int, whose: str) -> None:
+    """Raises LaunchError where rank and size, of MPI or of comm, are not what was expected."""
+    for what, own in (("rank", rank), ("world_size", size)):
+        name, value = expected.get(what, ("", own))
+        if value != own:
+            raise LaunchError(
+                f"init_process_group: {name}{value} disagrees with {whose}'s own {what}, {own} "
+                f"({whose} sees rank {rank} of {size}); leave it out, or start the job so that "
+                "both agree"
+            )
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """End a group, and with the default group all of them. Every member calls.
+
+    group: the process group, None for the default group.
+
+    Pending work is waited for, and messages that nobody has sent are taken back.
+
+    Raises NotInitializedError (a ValueError) where there is no default group, ArgumentError (a
+    ValueError) for a group that is not alive, and CollectiveTimeoutError where other ranks have not
+    joined pending work within seconds. Once all groups have ended, raises MismatchError where
+    another rank has made different calls after the last that were compared, or more of them.
+    """
+    if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
+        return
+    default = default_group()
+    chosen = default if group is None else group
+    if not isinstance(chosen, ProcessGroup) or chosen.closed is not None:
+        raise ArgumentError(f"destroy_process_group: {group!r} is not a group that is alive")
+    if chosen is not default:
+        end(chosen)
+        return
+    until = time.monotonic() + positions.PATIENCE
+    others = [one for one in reversed(list(state.groups)) if one is not default]
+    wrong = [end(one, until=until) for one in (*others, default)]
+    _over()
+    if any(wrong):
+        raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
+
+
+@contextmanager
+def _until_the_end() -> Iterator[ProcessGroup]:
+    """What init_process_group returns. Until it is entered, it is nothing."""
+    try:
+        yield default_group()
+    except BaseException:
+        # Other ranks may be anywhere. What this rank had begun is no reason to keep its error back.
+        # They hear that it makes no more calls; if the program goes on, they would not otherwise.
+        if state.default is not None:
+            for group in state.groups:
+                group.finish(_A_MOMENT)  # what all ranks have joined
+                positions.tell(group, positions.ENDS)
+            abandon(state.default)
+        raise
+    if state.default is not None:  # the program may have done it
+        destroy_process_group()
+
+
+def _over() -> None:
+    """There is no process group any more."""
+    global _guard, _node
+    state.default = None
+    state.made = 0
+    state.local.clear()
+    _node = None
+    point_to_point.stop_polling()
+    if sys.exc_info()[1] is not None:
+        return  # it may end this process yet, and then the others have to hear of it
+    _part()
+    if _guard is not None:
+        _guard.remove()
+        _guard = None
+
+
+def _part() -> None:
+    """Tells who watches over this rank that nobody needs it any more."""
+    session = launch.current()
+    if session is not None:
+        session.say("free")
+
+
+def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = None) -> str:
+    """Waits for what is pending in a group, frees its communicators, strikes it off.
+
+    until: given where all groups end: the ranks' calls are compared once more, and the others are
+           waited for until then, by time.monotonic. Returns how they differ, "" where they do not.
+
+    Work that somebody has waited for in vain is not waited for again: the group is left with it.
+    """
+    if isinstance(group.broken, LostRankError):
+        _give_up(group, "has lost a rank")
+        if launch.leave_running():  # MPI_Finalize may wait for the one that is lost
+            keep_exit_code()
+            atexit.register(_end_without_mpi)
+        return ""
+    if any(work.overdue for work in group.pending):
+        limit = _A_MOMENT
+    if not group.finish(limit):
+        if all(work.overdue for work in group.pending):
+            _give_up(group, "ended while it was pending, beyond its timeout")
+            return ""
+        raise CollectiveTimeoutError(
+            f"destroy_process_group: {group.group_name}: asynchronous work is still pending after "
+            f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
+        )
+    if not group.broken and sys.exc_info()[1] is None:
+        windows.free_all(group)
+    point_to_point.drain(group, limit)
+    try:
+        if group.devices is not None:
+            group.devices.close(limit)
+        group.leave_devices()
+    finally:
+        clean, wrong = (not group.broken, "")
+        if until is not None and clean and sys.exc_info()[1] is None:
+            clean, wrong = positions.end_together(group, until)
+        positions.look(group)
+        with positions.lock:  # the guard may be looking at the group
+            group.close()
+            state.groups.remove(group)
+            if clean:
+                group.free()
+            else:  # a message that is still under way must not meet a new group's communicator
+                _not_freed.append(group)
+    return wrong
+
+
+#: Groups whose communicators messages may still come to.
+_not_freed: list[ProcessGroup] = []
+
+
+def abandon(group: ProcessGroup) -> None:
+    """Ends a group without waiting for what is pending, which ends with an error for whoever waits;
+    with the default group everything ends.
+    """
+    chosen = list(state.groups) if group is state.default else [group]
+    for one in reversed(chosen):
+        _give_up(one, "was aborted")
+    if group is state.default:
+        _over()
+
+
+def give_up(group: ProcessGroup, why: str = "was aborted") -> None:
+    """What is pending in a group ends with an error for whoever waits for it."""
+    error = DistBackendError(f"process group {group.group_name!r} {why}")
+    for work in [*group.pending, *group.in_flight]:
+        work.give_up(error)
+
+
+def _give_up(group: ProcessGroup, why: str) -> None:
+    group.close()  # before looking for what is under way: nothing begins any more
+    give_up(group, why)
+    leave(group)
+
+
+def leave(group: ProcessGroup) -> None:
+    """Strikes a group off without waiting for what is pending in it.
+
+    What is stuck stays inside MPI, which cannot be finalised then: the process ends without.
+    """
+    group.close()
+    for lane in group.lanes.values():
+        lane.leave_behind()
+    state.groups.remove(group)
+    if not group.finish(_A_MOMENT):
+        launch.leave_running()
+        keep_exit_code()
+        # What is stuck may wake up while the interpreter ends.
+        why = "work that was given up is still inside MPI; MPI is not finalised"
+        atexit.register(_end_without_mpi, why)
+
+
+def _end_without_mpi(why: str = "") -> None:
+    if why:
+        write_lines(f"mpicoll: {why}")
+    sys.stdout.flush()
+    _part()
+    os._exit(exit_code() or 0)
+
+
+def _close_quietly() -> None:
+    """The end of a program that did not call destroy_process_group.
+
+    Nothing collective happens here: other ranks may be busy yet, and MPI_Finalize waits for them.
+    """
+    global _guard
+    guard, _guard = _guard, None
+    living = list(state.groups)
+    for group in living:
+        try:
+            done = group.finish(_LAST_CHANCE)
+            point_to_point.drain(group, _LAST_CHANCE)
+        except MpicollError:
+            done = False
+        if not done:
+            write_lines(
+                f"mpicoll: rank {group.rank()} of group {group.group_name} ends with work pending "
+                "that other ranks have not joined; ending the job"
+            )
+            end_job(1)
+    for group in living:
+        positions.tell(group, positions.ENDS)
+    point_to_point.stop_polling()
+    _part()
+    if guard is not None:
+        guard.remove()
+
+
+def _finalizing() -> None:
+    """The program ends MPI itself, and with it all groups: the end of MPI in this process."""
+    if _guard is None:
+        return  # nothing was begun, or all of it has ended
+    _close_quietly()
+    for group in state.groups:
+        group.close(NotInitializedError)
+    state.groups.clear()
+    state.default = None
+    state.finalized = True

@@ -1,0 +1,268 @@
+"""Groups whose members change: torch's ``enable_reconfigure``.
+
+The job's MPI world is all that can ever take part. On it stands one group at a time; each
+reconfigure makes the next one, of the processes that its handles name and by those alone. They meet
+first, by messages and within the timeout, and then make the communicator
+(MPI_Comm_create_group): a member that never comes costs the others the timeout, and not the job.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import zlib
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpicoll.api import lifecycle
+from mpicoll.core import groups
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.work import deadline, seconds
+from mpicoll.dispatch import execute
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    MismatchError,
+    MPIError,
+)
+from mpicoll.watch import losses
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Reconfigurable"]
+
+_WHERE = "reconfigure"
+#: What members tell the first of them, and what it answers.
+_HERE, _AWAY, _GO, _DIFFERENT = range(1, 5)
+_TAG = 0
+#: Seconds that a rank whose time is over has for the answer of the first member, which may have
+#: said "go" just then, and the first member to say so.
+_LAST_WORD = 1.0
+_PAUSE = 200e-6
+
+
+class Reconfigurable:
+    """What makes one group after the other out of the processes of a job.
+
+    base: the group of all ranks of the job, which serves nothing else. Every rank makes this at
+          the same place; from then on only members call.
+
+    group: the group that stands; None before the first reconfigure.
+    """
+
+    def __init__(self, base: ProcessGroup) -> None:
+        self.base = base
+        self.group: ProcessGroup | None = None
+        self._comm: MPI.Intracomm = execute.in_order(base, _WHERE, base.inner.Dup)
+        groups.return_errors(self._comm)
+        self._job: str = execute.in_order(
+            base, _WHERE, lambda: base.inner.bcast(secrets.token_hex(8), 0)
+        )
+        self._used: set[int] = set()
+        self._uuid = -1  # of the group that stands
+        self._mail: dict[tuple[int, int], tuple[int, int]] = {}
+        self._sent: list[tuple[MPI.Request, Any]] = []
+
+    def handle(self) -> str:
+        """What names this process in a reconfigure, the same as long as it lives."""
+        return self._handle(self.base.rank())
+
+    def _handle(self, rank: int) -> str:
+        return f"mpicoll:{self._job}:{rank}"
+
+    def reconfigure(self, uuid: int, handles: Collection[str], timeout: Any = None) -> ProcessGroup:
+        """Make the group of the processes that are named; they alone call, with the same arguments.
+
+        uuid: a number that no reconfigure here has had, one that failed included.
+        handles: the members' handles: a list in the order of their ranks, or a set, which ranks
+            them as they are in the job.
+        timeout: seconds or a timedelta; None is the job's.
+
+        Returns the group, whose ranks count from 0. The one that stood before is gone then, and
+        what was pending in it given up, unless all its members come along.
+
+        Raises ArgumentError (a ValueError) for a uuid that was used and for handles that are no
+        list of different processes of this job with this one among them, CollectiveTimeoutError
+        where members do not come in time (it names them), MismatchError where they come with other
+        handles, and MPIError; after any of them the group that stood is as it was.
+        """
+        self.base.check_open()
+        members = self._members(handles)
+        if not isinstance(uuid, int):
+            raise ArgumentTypeError(f"{_WHERE}: uuid: expected an int, got {type(uuid).__name__}")
+        if uuid in self._used:
+            raise ArgumentError(f"{_WHERE}: uuid {uuid} was already used here; give a new one")
+        limit = seconds(timeout, self.base.timeout, _WHERE)
+        self._used.add(uuid)
+        from mpi4py import MPI
+
+        try:
+            self._meet(uuid, members, limit)
+            made = self._make(uuid, members)
+            self._retire(made)
+        except MPI.Exception as error:
+            raise MPIError(
+                f"{_WHERE} of {len(members)} ranks: MPI: {error.Get_error_string()}; where a rank "
+                "was lost, name only those that live",
+                error.Get_error_class(),
+            ) from error
+        self.group, self._uuid = made, uuid
+        return made
+
+    def _members(self, handles: Collection[str]) -> list[int]:
+        """The ranks in the job that handles name, in the order of the new group."""
+        if isinstance(handles, str) or not isinstance(handles, Collection):
+            raise ArgumentTypeError(
+                f"{_WHERE}: handles: expected a list or a set of handles, got "
+                f"{type(handles).__name__}"
+            )
+        known = {self._handle(rank): rank for rank in range(self.base.size())}
+        for one in handles:
+            if one not in known:
+                raise ArgumentError(
+                    f"{_WHERE}: handles: {one!r} names no process of this job; processes that were "
+                    "started later or by another launcher cannot join an MPI world"
+                )
+        members = [known[one] for one in handles]
+        if len(set(members)) != len(members):
+            raise ArgumentError(f"{_WHERE}: handles: each process once, got {list(handles)}")
+        if self.base.rank() not in members:
+            raise ArgumentError(
+                f"{_WHERE}: handles: this process, {self.handle()!r}, is not among them; only "
+                "those that are named call"
+            )
+        return members if isinstance(handles, Sequence) else sorted(members)
+
+    # --- the meeting ------------------------------------------------------------------------------
+
+    def _meet(self, uuid: int, members: list[int], limit: float | None) -> None:
+        """Returns once all members are here and know it; raises on all of them where they are not.
+
+        Each tells the first member, and that one tells them all to go. A rank whose time is over
+        takes its word back, and has to wait for the answer: it may be "go".
+        """
+        mark = zlib.crc32(repr(members).encode())
+        me, first = self.base.rank(), members[0]
+        end = deadline(limit)
+        others = [rank for rank in members if rank != me]
+        if me == first:
+            self._gather(uuid, mark, others, limit, end)
+            return
+        self._tell(first, uuid, _HERE, mark)
+        left = False
+        while True:
+            self._look(others)
+            answer = self._mail.pop((first, uuid), (0, 0))[0]
+            if answer == _GO:
+                return
+            if answer == _DIFFERENT:
+                raise MismatchError(
+                    f"{_WHERE}: the ranks give other handles, or in another order, with uuid {uuid}"
+                )
+            if answer == _AWAY or time.monotonic() > end:
+                if answer == _AWAY or left:
+                    raise CollectiveTimeoutError(
+                        f"{_WHERE}: not all of ranks {members} came within {limit:g} s"
+                        + ("" if answer == _AWAY else f"; rank {first} is one that did not")
+                    )
+                left, end = True, time.monotonic() + _LAST_WORD
+                self._tell(first, uuid, _AWAY, mark)
+            time.sleep(_PAUSE)
+
+    def _gather(
+        self, uuid: int, mark: int, others: list[int], limit: float | None, end: float
+    ) -> None:
+        while True:
+            self._look(others)
+            said = {rank: self._mail.get((rank, uuid), (0, 0)) for rank in others}
+            different = [rank for rank, (word, theirs) in said.items() if word and theirs != mark]
+            missing = [rank for rank, (word, _) in said.items() if word != _HERE]
+            # Who has taken its word back does not come again with this uuid.
+            hopeless = different or any(word == _AWAY for word, _ in said.values())
+            if missing and not hopeless and time.monotonic() < end:
+                time.sleep(_PAUSE)
+                continue
+            answer = _DIFFERENT if different else _AWAY if missing else _GO
+            for rank in others:
+                self._mail.pop((rank, uuid), None)
+                self._tell(rank, uuid, answer, mark)
+            if different:
+                raise MismatchError(
+                    f"{_WHERE}: ranks {different} of the job give other handles than rank "
+                    f"{self.base.rank()}, or in another order, with uuid {uuid}"
+                )
+            if missing:
+                raise CollectiveTimeoutError(
+                    f"{_WHERE}: ranks {missing} of the job did not come within {limit:g} s, or "
+                    "did not wait so long"
+                )
+            return
+
+    def _tell(self, rank: int, *words: int) -> None:
+        box = np.array(words, np.int64)
+        self._sent = [one for one in self._sent if not one[0].Test()]
+        self._sent.append((self._comm.Isend(box, rank, _TAG), box))
+
+    def _look(self, sources: list[int]) -> None:
+        """Takes in what they have said; from each by itself, for one that is lost says no more."""
+        for source in sources:
+            while self._comm.Iprobe(source, _TAG):
+                box = np.zeros(3, np.int64)
+                self._comm.Irecv(box, source, _TAG).Wait()
+                uuid, word, mark = box.tolist()
+                self._mail[source, uuid] = word, mark
+
+    # --- the groups -------------------------------------------------------------------------------
+
+    def _make(self, uuid: int, members: list[int]) -> ProcessGroup:
+        name = f"{self.base.group_name}:{uuid}"
+        return groups.create(
+            self.base,
+            members,
+            range(len(members)),
+            inner=self._without_parent(members, name) if losses.survives() else None,
+            backend=self.base.backend,
+            timeout=self.base.timeout,
+            name=name,
+            description=self.base.group_desc,
+        )
+
+    def _without_parent(self, members: list[int], name: str) -> MPI.Intracomm:
+        """A communicator of the members alone (MPI_Comm_create_from_group, MPI-4.1 section 7.4.2).
+
+        A rank that is lost spoils every communicator that it was in, and which of the others know
+        of it already is chance: what is made of survivors must not be made out of one.
+        """
+        from mpi4py import MPI
+
+        everybody = self.base.inner.Get_group()
+        chosen = everybody.Incl(members)
+        try:
+            return MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
+        finally:
+            chosen.Free()
+            everybody.Free()
+
+    def _retire(self, made: ProcessGroup) -> None:
+        """Ends the group that stood: together where all its members are in the new one and come
+        from it in good order, else alone, and then its communicators stay with MPI.
+        """
+        old = self.group
+        calm = (
+            old is not None
+            and old.closed is None
+            and not (old.busy() or old.in_flight or old.broken)
+        )
+        mine = [self._uuid if calm else -1, old.size() if calm and old is not None else 0]
+        everybody = np.empty((made.size(), 2), np.int64)
+        made.inner.Allgather(np.array(mine, np.int64), everybody)
+        if old is None or old.closed is not None:
+            return
+        if calm and everybody[:, 0].tolist().count(self._uuid) == old.size():
+            lifecycle.end(old)
+        else:
+            lifecycle.abandon(old)

@@ -1,0 +1,388 @@
+"""Groups made of groups: new_group, new_subgroups, split_group, shrink_group."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from mpicoll import communicators
+from mpicoll.api.lifecycle import end, give_up, leave, member, node_size
+from mpicoll.core import backends, groups
+from mpicoll.core.backends import Backend
+from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.core.work import seconds
+from mpicoll.dispatch import execute
+from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
+from mpicoll.launch.serialized import plain
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "shrink_group",
+    "split_group",
+]
+
+SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
+
+
+def new_group(
+    ranks: Sequence[int] | MPI.Intracomm | None = None,
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> ProcessGroup | int | None:
+    """Make the group of some global ranks.
+
+    Every rank of the default group calls, in the same order, in one thread; only members
+    communicate. Threads that call collectives at once take a group each: calls of one group are
+    paired by the order in which they come.
+
+    ranks: global ranks, None for all. Or a communicator of mpi4py: its members alone call, and
+        are numbered as it numbers them; the group's ``comm`` is this one, which is never freed.
+    timeout: seconds or a timedelta, None for the default group's.
+    backend: a name as in init_process_group, None for the default group's.
+    pg_options: of no effect; a warning says so.
+    use_local_synchronization: only the members call; other ranks need not, and get None.
+    group_desc: a description, for people.
+    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
+    sort_ranks: order the ranks in the group by their global ranks; False: as ranks has them.
+
+    Returns the group, on a rank that is not a member GroupMember.NON_GROUP_MEMBER.
+
+    Raises NotInitializedError (a ValueError) before init_process_group, ArgumentError (a
+    ValueError) for ranks that are given twice or do not exist, for a communicator that this process
+    is not in, between two groups, or with ranks outside the default group, and for another backend,
+    and ArgumentTypeError (a TypeError) for ranks that are no ints.
+    """
+    where = "new_group"
+    world = default_group()
+    chosen = world.backend if backend is None else backends.named(backend, where)
+    limit = seconds(timeout, world.timeout, where)
+    backends.warn_of_options(pg_options, where)
+    backends.check_device(device_id, where)
+    size = world.size()
+    named: Any = ranks
+    given = None
+    if communicators.is_communicator(named):
+        given = communicators.taken(named, f"{where}: ranks")
+        members = _members(given, world, where)
+        use_local_synchronization, sort_ranks = True, False
+    else:
+        members = list(range(size)) if named is None else [_rank(r, size, where) for r in named]
+    if len(set(members)) != len(members):
+        raise ArgumentError(f"{where}: ranks: some rank is given twice in {members}")
+    if sort_ranks:
+        members.sort()
+    if use_local_synchronization:
+        # Others may not call, so the count of groups is no common ground: the name tells what
+        # the members know.
+        same = state.local[tuple(members)] = state.local.get(tuple(members), 0) + 1
+        name = f"local:{','.join(map(str, members))}:{same}"
+    else:
+        state.made += 1
+        name = str(state.made)
+    if world.rank() not in members:
+        if use_local_synchronization:
+            return None
+        world.formed += 1
+        return GroupMember.NON_GROUP_MEMBER
+    return execute.in_order(  # type: ignore[no-any-return]
+        world,
+        where,
+        lambda: groups.create(
+            world,
+            members,
+            members,
+            backend=chosen,
+            timeout=limit,
+            name=name,
+            description=group_desc or "undefined",
+            given=given,
+        ),
+        everybody=not use_local_synchronization,
+    )
+
+
+def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
+    """The global ranks of a communicator's members, in its order."""
+    found = communicators.members(comm, plain(world.inner))
+    outside = [rank for rank, member in enumerate(found) if member is None]
+    if outside:
+        raise ArgumentError(
+            f"{where}: ranks: rank{'s' * (len(outside) > 1)} {', '.join(map(str, outside))} of the "
+            "communicator are not in the default group; expected one of its ranks alone, or "
+            "init_process_group(comm=...) of a larger one"
+        )
+    return [member for member in found if member is not None]
+
+
+def _rank(rank: Any, size: int, where: str) -> int:
+    try:
+        found = int(rank)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"{where}: ranks: expected ints, got {type(rank).__name__}"
+        ) from None
+    if not 0 <= found < size:
+        raise ArgumentError(f"{where}: ranks: rank {found} is out of range 0 to {size - 1}")
+    return found
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | None, list[Any]]:
+    """Divide a group into subgroups of neighbouring ranks. Every rank of it calls.
+
+    group_size: ranks in a subgroup, None for the ranks of a node.
+    group: the process group, None for the default group.
+    timeout: seconds or a timedelta, None for the default group's.
+    backend: a name as in init_process_group, None for the default group's.
+    pg_options: of no effect; a warning says so.
+    group_desc: a description of each subgroup, for people.
+
+    Returns this rank's subgroup and the list of all; in the list those that this rank is not in are
+    GroupMember.NON_GROUP_MEMBER.
+
+    Raises ArgumentError (a ValueError) for a size that does not divide the group, and what
+    new_group raises.
+    """
+    where = "new_subgroups"
+    ranks = groups.get_process_group_ranks(group)
+    if group_size is None:
+        world = default_group()
+        sizes = set(execute.in_order(world, where, lambda: world.inner.allgather(node_size())))
+        if len(sizes) != 1:
+            raise ArgumentError(
+                f"{where}: the nodes run different numbers of ranks, {sorted(sizes)}; give "
+                "group_size"
+            )
+        group_size = sizes.pop()
+    if group_size <= 0:
+        raise ArgumentError(f"{where}: group_size: expected more than 0, got {group_size}")
+    if len(ranks) < group_size or len(ranks) % group_size:
+        raise ArgumentError(
+            f"{where}: group_size: {group_size} does not divide the group's {len(ranks)} ranks"
+        )
+    lists = [ranks[i : i + group_size] for i in range(0, len(ranks), group_size)]
+    # The subgroups of a group are the affair of its members, who alone call.
+    local = group is not None and group is not default_group()
+    return _enumerated(where, lists, timeout, backend, pg_options, group_desc, local)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | None, list[Any]]:
+    """Make one group of each list of global ranks. Every rank of the default group calls.
+
+    ranks_per_subgroup_list: lists of global ranks that do not overlap.
+    timeout: seconds or a timedelta, None for the default group's.
+    backend: a name as in init_process_group, None for the default group's.
+    pg_options: of no effect; a warning says so.
+    group_desc: a description of each group, for people.
+
+    Returns this rank's group, None where it is in no list, and the list of all; in the list those
+    that this rank is not in are GroupMember.NON_GROUP_MEMBER.
+
+    Raises ArgumentError (a ValueError) for no lists and for lists that overlap, before any group is
+    made, and what new_group raises.
+    """
+    where = "new_subgroups_by_enumeration"
+    if not ranks_per_subgroup_list:
+        raise ArgumentError(
+            f"{where}: ranks_per_subgroup_list: expected at least one list of ranks"
+        )
+    lists = ranks_per_subgroup_list
+    return _enumerated(where, lists, timeout, backend, pg_options, group_desc, False)
+
+
+def _enumerated(
+    where: str,
+    lists: Sequence[Sequence[int]],
+    timeout: timedelta | float | None,
+    backend: str | None,
+    pg_options: Any,
+    group_desc: str | None,
+    local: bool,
+) -> tuple[ProcessGroup | None, list[Any]]:
+    size = default_group().size()
+    owner: dict[int, int] = {}
+    for i, ranks in enumerate(lists):
+        for rank in ranks:
+            if _rank(rank, size, where) in owner:
+                raise ArgumentError(f"{where}: rank {rank} is in subgroup {owner[rank]} and in {i}")
+            owner[rank] = i
+    mine, made = None, []
+    for ranks in lists:
+        one = new_group(ranks, timeout, backend, pg_options, local, group_desc)
+        made.append(GroupMember.NON_GROUP_MEMBER if one is None else one)
+        if isinstance(one, ProcessGroup):
+            mine = one
+    return mine, made
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | float | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | Backend | None = None,
+) -> ProcessGroup | None:
+    """Split a group into new ones. Every rank of it calls.
+
+    parent_pg: the group to split, None for the default group.
+    split_ranks: lists of ranks in the parent group that do not overlap; each is sorted.
+    timeout: seconds or a timedelta, None for the parent's.
+    pg_options: of no effect; a warning says so.
+    group_desc: a description of each group, for people.
+    backend: a name as in init_process_group, None for the parent's.
+
+    Returns this rank's new group, None where it is in no list.
+
+    Raises ArgumentError (a ValueError) for lists that are empty, overlap or name ranks that the
+    parent does not have, and ArgumentTypeError (a TypeError) for ranks that are no ints.
+    """
+    where = "split_group"
+    parent = member(parent_pg, where)
+    if not split_ranks:
+        raise ArgumentError(f"{where}: split_ranks: expected at least one list of ranks")
+    backends.warn_of_options(pg_options, where)
+    chosen = parent.backend if backend is None else backends.named(backend, where)
+    limit = seconds(timeout, parent.timeout, where)
+    lists = [sorted(_rank(r, parent.size(), where) for r in ranks) for ranks in split_ranks]
+    everyone = [rank for ranks in lists for rank in ranks]
+    if not all(lists) or len(set(everyone)) != len(everyone):
+        raise ArgumentError(
+            f"{where}: split_ranks: lists must have ranks, and each rank at most once; got "
+            f"{split_ranks}"
+        )
+    parent.splits += 1
+    mine = next((ranks for ranks in lists if parent.rank() in ranks), None)
+    if mine is None:
+        parent.formed += 1
+        return None
+    name = f"{parent.group_name}:split:{parent.splits}:{mine[0]}"
+    return execute.in_order(  # type: ignore[no-any-return]
+        parent,
+        where,
+        lambda: groups.create(
+            parent,
+            mine,
+            [parent.ranks[r] for r in mine],
+            backend=chosen,
+            timeout=limit,
+            name=name,
+            description=group_desc or f"{parent.group_desc}:split:{parent.splits - 1}",
+        ),
+    )
+
+
+def shrink_group(
+    ranks_to_exclude: list[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = SHRINK_DEFAULT,
+    pg_options: Any = None,
+) -> ProcessGroup:
+    """Make the group without some of its ranks. Only the ranks that stay call.
+
+    The old group is gone afterwards. Shrinking the default group ends all others, and the result,
+    whose global ranks count anew from 0, becomes the default group.
+
+    ranks_to_exclude: a list of ranks in the group.
+    group: the process group, None for the default group.
+    shrink_flags: SHRINK_DEFAULT, or SHRINK_ABORT: pending work of the old group is not waited for.
+    pg_options: of no effect; a warning says so.
+
+    Returns the new group.
+
+    Raises ArgumentTypeError (a TypeError) for what is no list of ints, ArgumentError (a ValueError)
+    for ranks that are not in the group, given twice, or all of them, and MpicollError (a
+    RuntimeError) on a rank that is excluded.
+    """
+    where = "shrink_group"
+    old = member(group, where)
+    if not isinstance(ranks_to_exclude, list):
+        raise ArgumentTypeError(
+            f"{where}: ranks_to_exclude: expected a list, got {type(ranks_to_exclude).__name__}"
+        )
+    if not ranks_to_exclude:
+        raise ArgumentError(f"{where}: ranks_to_exclude: expected at least one rank")
+    if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+        raise ArgumentError(
+            f"{where}: shrink_flags: expected SHRINK_DEFAULT or SHRINK_ABORT, got {shrink_flags}"
+        )
+    backends.warn_of_options(pg_options, where)
+    size = old.size()
+    if size < 2:
+        raise ArgumentError(f"{where}: a group of {size} cannot shrink")
+    for rank in ranks_to_exclude:
+        if not isinstance(rank, int):
+            raise ArgumentTypeError(f"{where}: ranks_to_exclude: expected ints, got {rank!r}")
+        if not 0 <= rank < size:
+            raise ArgumentError(f"{where}: ranks_to_exclude: rank {rank} is not in 0 to {size - 1}")
+    excluded = set(ranks_to_exclude)
+    if len(excluded) != len(ranks_to_exclude) or len(excluded) == size:
+        raise ArgumentError(
+            f"{where}: ranks_to_exclude: each rank once and not all of them, got {ranks_to_exclude}"
+        )
+    if old.rank() in excluded:
+        raise MpicollError(
+            f"{where}: rank {old.rank()} is excluded and must not call; it may end by itself"
+        )
+    is_default = old is state.default
+    staying = [rank for rank in range(size) if rank not in excluded]
+    others = [one for one in state.groups if one is not old]
+    if is_default and others:
+        warnings.warn(
+            f"{where}: shrinking the default group ends {len(others)} other group(s): global ranks "
+            "count anew",
+            stacklevel=2,
+        )
+    old.splits += 1
+
+    def make() -> ProcessGroup:
+        return groups.create(
+            old,
+            staying,
+            range(len(staying)) if is_default else [old.ranks[r] for r in staying],
+            backend=old.backend,
+            timeout=old.timeout,
+            name=f"{old.group_name}:shrunk:{old.splits}",
+            description="default:shrunken" if is_default else f"{old.group_name}:shrunk",
+        )
+
+    made: ProcessGroup = (
+        make()
+        if shrink_flags == SHRINK_ABORT
+        else execute.in_order(old, where, make, everybody=False)
+    )
+    for one in [*others, old] if is_default else [old]:
+        if shrink_flags == SHRINK_ABORT:
+            give_up(one)
+            leave(one)
+        else:
+            end(one)
+    if is_default:
+        state.default = made
+    return made

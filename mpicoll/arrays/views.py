@@ -1,0 +1,316 @@
+"""What the routes see of arrays: where elements are, how many, of what dtype, on which device."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import numpy as np
+
+from mpicoll.cuda.device import Lane, Layout
+from mpicoll.dtypes import DType
+from mpicoll.errors import UnsupportedError
+
+__all__ = [
+    "CARRIERS",
+    "Alias",
+    "Array",
+    "DeviceView",
+    "Parts",
+    "View",
+    "address",
+    "of_numpy",
+    "overlap",
+    "overlapping",
+    "scratch",
+]
+
+Array = np.ndarray[Any, Any]
+
+#: The NumPy dtypes in which elements travel that NumPy's buffers have no word for, by their size.
+CARRIERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+
+
+class View:
+    """The elements of an array, as the routes see them.
+
+    owner:  the user's object, held as long as the view lives.
+    dtype:  the row of the dtype table.
+    count:  number of elements.
+    buffer: what mpi4py takes as a buffer; None where the elements are not contiguous in C
+            order, and have to be packed first.
+    device: the number of the CUDA device where they are; None: on the host.
+    """
+
+    __slots__ = ("buffer", "count", "dtype", "owner")
+    device: int | None = None
+
+    def __init__(self, owner: Any, dtype: DType, count: int, buffer: Any) -> None:
+        self.owner = owner
+        self.dtype = dtype
+        self.count = count
+        self.buffer = buffer
+
+    @property
+    def array(self) -> Array:
+        """A NumPy array of the owner's shape on the owner's memory."""
+        return self.owner  # type: ignore[no-any-return]
+
+    @property
+    def flat(self) -> Array:
+        """The elements as a one-dimensional NumPy array; for contiguous views only."""
+        return self.array.reshape(-1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return tuple(self.array.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def parts(self) -> Sequence[View]:
+        """The arrays that hold the elements, in their order."""
+        return (self,)
+
+    def part(self, start: int, count: int) -> View:
+        """The view of ``count`` elements from element ``start`` on; for contiguous views only."""
+        return of_numpy(self.flat[start : start + count], self.dtype)
+
+    def blank(self) -> View:
+        """As many elements on the same device, uninitialised; there only until the call ends."""
+        return scratch(self.dtype, self.count)
+
+    def packed(self) -> View:
+        """A contiguous copy of the elements, each array's in C order."""
+        into = self.blank()
+        self.put(into)
+        return into
+
+    def put(self, packed: View) -> None:
+        """Copies the elements into a contiguous view of as many."""
+        array = self.array
+        packed.flat.reshape(array.shape)[...] = array
+
+    def fill(self, packed: View) -> None:
+        """Takes the elements over from a contiguous view of as many."""
+        array = self.array
+        array[...] = packed.flat.reshape(array.shape)
+
+
+class Alias(View):
+    """The elements of an array that is not NumPy's, which a NumPy array is made for when needed."""
+
+    __slots__ = ("_array", "_make")
+
+    def __init__(
+        self, owner: Any, dtype: DType, count: int, buffer: Any, make: Callable[[Any], Array]
+    ) -> None:
+        self.owner = owner
+        self.dtype = dtype
+        self.count = count
+        self.buffer = buffer
+        self._make = make
+
+    @property
+    def array(self) -> Array:
+        """A NumPy array of the owner's shape on the owner's memory."""
+        try:
+            return self._array
+        except AttributeError:
+            self._array: Array = self._make(self.owner)
+            return self._array
+
+
+class DeviceView(View):
+    """The elements of an array on a CUDA device.
+
+    address, strides: where the first is, and how many bytes lie between neighbours.
+    stream: the caller's stream, as a number.
+    lane:   where the call happens; there is none before it begins.
+    """
+
+    __slots__ = ("_shape", "address", "device", "lane", "stream", "strides")
+    device: int
+
+    def __init__(
+        self,
+        owner: Any,
+        dtype: DType,
+        device: int,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        stream: int,
+    ) -> None:
+        plain = contiguous(shape, dtype.itemsize)
+        count = math.prod(shape)
+        self.owner = owner
+        self.dtype = dtype
+        self.count = count
+        self.device = device
+        self.address = address
+        self._shape = shape
+        self.strides = plain if strides is None else strides
+        self.stream = stream
+        self.lane: Lane | None = None
+        self.buffer = None
+        if not count or all(
+            own == step or extent == 1
+            for own, step, extent in zip(self.strides, plain, shape, strict=True)
+        ):
+            self.buffer = at_address(address, count * dtype.itemsize)
+
+    @property
+    def array(self) -> Array:
+        """Refused: NumPy has no arrays on a device."""
+        raise UnsupportedError(f"an array on cuda:{self.device} has no NumPy array")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self._shape
+
+    def part(self, start: int, count: int) -> DeviceView:
+        """The view of ``count`` elements from element ``start`` on; for contiguous views only."""
+        return self._near(self.address + start * self.dtype.itemsize, count, self.dtype)
+
+    def blank(self) -> DeviceView:
+        """As many elements on the same device, uninitialised; there only until the call ends."""
+        return self.room(self.count)
+
+    def room(self, count: int, dtype: DType | None = None) -> DeviceView:
+        """``count`` uninitialised elements on the same device; there only until the call ends."""
+        dtype = dtype or self.dtype
+        address = self.working.scratch(count * dtype.itemsize).address
+        return self._near(address, count, dtype)
+
+    def _near(self, address: int, count: int, dtype: DType) -> DeviceView:
+        found = DeviceView(self.owner, dtype, self.device, address, (count,), None, self.stream)
+        found.lane = self.lane
+        return found
+
+    @property
+    def working(self) -> Lane:
+        """The lane of a call that has begun."""
+        assert self.lane is not None
+        return self.lane
+
+    def put(self, packed: View) -> None:
+        """Copies the elements into a contiguous view of as many."""
+        self._move(packed, False)
+
+    def fill(self, packed: View) -> None:
+        """Takes the elements over from a contiguous view of as many."""
+        self._move(packed, True)
+
+    def _move(self, packed: View, inward: bool) -> None:
+        assert isinstance(packed, DeviceView)
+        lane, size = self.working, self.dtype.itemsize
+        own = Layout(self.address, self.strides)
+        other = Layout(packed.address, contiguous(self._shape, size))
+        into, source = (own, other) if inward else (other, own)
+        if self.buffer is not None:
+            lane.runtime.copy(lane.index, into.address, source.address, self.nbytes, lane.work)
+        else:
+            lane.runtime.copy_strided(lane.index, into, source, self._shape, size, lane.work)
+
+
+class Parts(View):
+    """The elements of a list of arrays of one dtype on one device, one after another."""
+
+    __slots__ = ("_parts", "device")
+
+    def __init__(self, parts: Sequence[View], dtype: DType) -> None:
+        super().__init__(parts, dtype, sum(part.count for part in parts), None)
+        self._parts = parts
+        self.device = parts[0].device if parts else None
+
+    @property
+    def parts(self) -> Sequence[View]:
+        """The views of the list."""
+        return self._parts
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of elements of each array."""
+        return tuple(part.count for part in self._parts)
+
+    def blank(self) -> View:
+        """As many elements on the same device, uninitialised; there only until the call ends."""
+        first = self._parts[0]
+        return first.room(self.count) if isinstance(first, DeviceView) else super().blank()
+
+    def put(self, packed: View) -> None:
+        """Copies the elements into a contiguous view of as many."""
+        for part, start in zip(self._parts, self.starts, strict=True):
+            part.put(packed.part(start, part.count))
+
+    def fill(self, packed: View) -> None:
+        """Takes the elements over from a contiguous view of as many."""
+        for part, start in zip(self._parts, self.starts, strict=True):
+            part.fill(packed.part(start, part.count))
+
+    @property
+    def starts(self) -> list[int]:
+        """The place of each array's first element among all."""
+        return [0, *accumulate(self.counts[:-1])]
+
+
+def at_address(address: int, nbytes: int) -> Any:
+    """Memory as mpi4py takes it."""
+    from mpi4py import MPI
+
+    return MPI.buffer.fromaddress(address, nbytes)
+
+
+def contiguous(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The strides of elements that lie side by side in C order, in bytes."""
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=itemsize))[::-1][: len(shape)]
+
+
+def of_numpy(array: Array, dtype: DType) -> View:
+    """The view of a C-contiguous NumPy array whose row is known."""
+    buffer: Array = array if dtype.buffers else array.view(CARRIERS[dtype.itemsize])
+    return View(array, dtype, array.size, buffer)
+
+
+def scratch(dtype: DType, count: int) -> View:
+    """The view of ``count`` new elements, uninitialised."""
+    return of_numpy(np.empty(count, dtype.numpy), dtype)
+
+
+def overlap(one: View, other: View) -> bool:
+    """True where the memory of two views overlaps; False where one of them must be packed."""
+    if one.buffer is None or other.buffer is None:
+        return False
+    start, begin = address(one), address(other)
+    return start < begin + other.nbytes and begin < start + one.nbytes
+
+
+def overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
+    """For each of some contiguous views whether its memory overlaps that of any of the others."""
+    spans = sorted((address(one), address(one) + one.nbytes) for one in others)
+    begins = [begin for begin, _ in spans]
+    ends = list(accumulate((end for _, end in spans), max))
+    found = []
+    for one in views:
+        begin = address(one)
+        before = bisect_left(begins, begin + one.nbytes)
+        found.append(before > 0 and ends[before - 1] > begin)
+    return found
+
+
+def address(view: View) -> int:
+    """Where the elements of a contiguous view begin."""
+    buffer = view.buffer
+    if isinstance(buffer, np.ndarray):
+        return buffer.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    return buffer.address  # type: ignore[no-any-return]

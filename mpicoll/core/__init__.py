@@ -1,0 +1,1 @@
+"""What a call is about: groups, checked calls, their signatures and Works."""

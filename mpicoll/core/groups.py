@@ -1,0 +1,463 @@
+"""Process groups: who is in them, their communicators, and the register of all that are alive."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpicoll import communicators, launch
+from mpicoll.core.progress import Worker
+from mpicoll.core.tables import Table
+from mpicoll.cuda import device
+from mpicoll.cuda.device import Lane
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistBackendError,
+    ForkedError,
+    NotInitializedError,
+)
+from mpicoll.launch.serialized import plain
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "GroupMember",
+    "ProcessGroup",
+    "create",
+    "default_group",
+    "get_global_rank",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "register",
+    "resolve",
+    "state",
+]
+
+
+class ProcessGroup:
+    """A group of ranks that call collectives together. Made by init_process_group and new_group.
+
+    inner:    the communicator of the collectives and of the exchanges inside them.
+    messages: the communicator of the user's own messages, so that their tags meet nobody.
+    ranks:    the global ranks, in the order of the ranks in the group.
+    timeout:  seconds after which an operation has failed; None never.
+    in_flight: the user's messages that are not through.
+    pending:  the asynchronous collectives that are not done.
+    positions: where other ranks are, as they have told; see watch/positions.py.
+    object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
+              are below them.
+    lock:     held while a collective runs.
+    worker:   carries asynchronous collectives out; None before the first.
+    plans:    the plan of each (primitive, dtype, operation) met so far.
+    scratch:  memory that routes use, one call at a time.
+    shared:   memory that the ranks share; None before it was looked for, False where there is none.
+    lanes:    the streams and the memory that collectives have of each CUDA device.
+    ferries:  what takes messages to and from each CUDA device.
+    windows:  memory that ranks of the group put into; see windows.py.
+    devices:  how device memory goes; None before the ranks have agreed on it.
+    sequence: number of collectives begun that are compared between the ranks.
+    formed:   number of the others: groups made of this one.
+    keeps_time: the collective inside MPI watches its own timeout.
+    recent:   the calls since the ranks' calls were last compared; see watch/consistency.py.
+    next_check: the number of the call before which they are next.
+    broken:   why the group cannot be used any more; None where it can.
+    monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
+    """
+
+    def __init__(
+        self,
+        inner: MPI.Intracomm,
+        messages: MPI.Intracomm,
+        ranks: Sequence[int],
+        backend: str,
+        timeout: float | None,
+        name: str,
+        description: str,
+        given: MPI.Intracomm | None = None,
+    ) -> None:
+        for one in (inner, messages):
+            return_errors(one)
+        self._given = given
+        self._lent: MPI.Intracomm | None = None
+        self.inner = inner
+        self.messages = messages
+        self.ranks = tuple(ranks)
+        self.backend = backend
+        self.timeout = timeout
+        self.group_name = name
+        self.group_desc = description
+        self.lock = threading.Lock()
+        self._giving = threading.Lock()
+        self.worker: Worker | None = None
+        self.plans: dict[Any, Any] = {}
+        self.scratch = np.empty(0, np.uint8)
+        self.shared: Any = None
+        self.lanes: dict[int, Lane] = {}
+        self.ferries: dict[int, Any] = {}
+        self.windows: list[Any] = []
+        self.devices: Any = None
+        self.sequence = 0
+        self.formed = 0
+        self.keeps_time = False
+        self.recent = [(0, 0, 0, 0)]
+        self.next_check = 0
+        self.broken: DistBackendError | None = None
+        self.monitored = 0
+        self.splits = 0
+        self.closed: type[Exception] | None = None
+        self.in_flight: set[Any] = set()
+        self.pending: set[Any] = set()
+        self.positions: dict[int, Any] = {}
+        self.object_tag = greatest_tag()
+        self.leave_tag = self.object_tag - 1
+        self._rank = inner.Get_rank()
+        self._size = inner.Get_size()
+        self._group_ranks = {rank: i for i, rank in enumerate(self.ranks)}
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks in the group."""
+        return self._size
+
+    def name(self) -> str:
+        """Return the name of the backend that was asked for."""
+        return self.backend
+
+    def group_rank(self, global_rank: int) -> int | None:
+        """Return the rank in the group of a global rank, None for one that is not a member.
+
+        global_rank: the rank in the default group.
+        """
+        return self._group_ranks.get(global_rank)
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The group as a communicator of mpi4py, for the program's own calls.
+
+        Of a group that was made of a communicator that one, of the default group of all ranks
+        MPI.COMM_WORLD. Of any other group one that is made when it is first asked for: then every
+        member asks, in the same order among the group's collectives; it is freed with the group.
+        Nothing of mpicoll's goes over it.
+        """
+        self.check_open()
+        if self._given is not None:
+            return self._given
+        if self._lent is None:
+            self._lent = state.in_order(
+                self, "ProcessGroup.comm", lambda: communicators.private(self.inner), root=-1
+            )
+        return plain(self._lent)
+
+    def free(self) -> None:
+        """Frees the group's communicators, and none that the program has handed in."""
+        from mpi4py import MPI
+
+        for one in (self._lent, self.messages, self.inner):
+            # The program may have freed what it was lent.
+            if one is not None and plain(one) != MPI.COMM_NULL:
+                one.Free()
+
+    @property
+    def begun(self) -> int:
+        """Number of collectives begun."""
+        return self.sequence + self.formed
+
+    def busy(self) -> bool:
+        """Asynchronous collectives are pending, and a caller has to queue behind them."""
+        return self.worker is not None and self.worker.busy
+
+    def lane(self, index: int) -> Lane:
+        """What collectives have of a CUDA device."""
+        found = self.lanes.get(index)
+        if found is None:
+            found = self.lanes[index] = Lane(device.runtime(), index)
+        return found
+
+    def give(self, task: Callable[[], None]) -> Worker:
+        """Hands a task to the group's thread, which it returns; see Worker."""
+        with self._giving:
+            if self.worker is None:
+                launch.warn_of_turns(self.ranks[self._rank])
+                self.worker = Worker(f"mpicoll-{self.group_name}")
+            self.worker.give(task)
+            return self.worker
+
+    def finish(self, limit: float | None) -> bool:
+        """Ends the group's thread after what is pending; False if that takes longer."""
+        return self.worker is None or self.worker.stop(limit)
+
+    def check_open(self) -> None:
+        """Raises ArgumentError for a group that was destroyed, ForkedError in a forked child and
+        NotInitializedError once MPI was finalised.
+        """
+        if self.closed is not None:
+            destroyed = (
+                f"process group {self.group_name!r} was destroyed; make a new one with new_group"
+            )
+            raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
+
+    def close(self, error: type[Exception] = ArgumentError) -> None:
+        """Makes every later call on the group raise ``error``."""
+        self.closed = error
+        self.plans = {}
+        self.shared = None
+
+    def leave_devices(self) -> None:
+        """Gives back what the group has of CUDA devices."""
+        for one in (*self.lanes.values(), *self.ferries.values()):
+            one.close()
+        self.lanes, self.ferries, self.devices = {}, {}, None
+
+    def __repr__(self) -> str:
+        return (
+            f"<mpicoll.ProcessGroup {self.group_name!r}: rank {self._rank} of {self._size}, "
+            f"global ranks {list(self.ranks)}>"
+        )
+
+
+def return_errors(comm: MPI.Intracomm) -> None:
+    """Makes errors of MPI exceptions, whatever the program chose for its own communicators."""
+    from mpi4py import MPI
+
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+def greatest_tag() -> int:
+    """The greatest tag that MPI takes (MPI_TAG_UB), which it says of MPI_COMM_WORLD."""
+    from mpi4py import MPI
+
+    found = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    assert isinstance(found, int)
+    return found
+
+
+_FORKED = (
+    "this process was forked from a rank; MPI belongs to the parent. Start it with "
+    "multiprocessing's 'spawn' method, or fork before init_process_group"
+)
+
+
+_FINALIZED = (
+    "the program has finalised MPI, and with it all process groups have ended; call MPI.Finalize "
+    "after the last use of mpicoll, or leave it to mpicoll, which does so when the process ends"
+)
+#: Why nothing can be called any more, by the error that says so.
+_WITHOUT_MPI: dict[type[Exception], str] = {
+    ForkedError: _FORKED,
+    NotInitializedError: _FINALIZED,
+}
+
+
+class _State:
+    """What is alive in this process."""
+
+    def __init__(self) -> None:
+        self.default: ProcessGroup | None = None
+        self.groups: list[ProcessGroup] = []
+        self.local: dict[tuple[int, ...], int] = {}  # groups made by their members alone
+        self.table = Table(openmpi=False)  # which route carries which size, of this job
+        self.made = 0  # groups made since init_process_group, members or not
+        self.forked = False
+        self.finalized = False
+        #: Runs a task in the order of a group's collectives: execute.in_order, which stands above
+        #: this module and enters itself here.
+        self.in_order: Callable[..., Any]
+
+
+state = _State()
+
+
+def _after_fork() -> None:
+    state.forked = state.forked or bool(state.groups)
+    for one in state.groups:
+        one.close(ForkedError)
+    state.default = None
+    state.groups = []
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def default_group() -> ProcessGroup:
+    """The group of all ranks; raises NotInitializedError where there is none."""
+    if state.default is None:
+        if state.forked:
+            raise ForkedError(_FORKED)
+        if state.finalized:
+            raise NotInitializedError(_FINALIZED)
+        raise NotInitializedError(
+            "there is no default process group; call init_process_group() first"
+        )
+    return state.default
+
+
+class _WorldMeta(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default process group, None before init_process_group."""
+        return state.default
+
+
+class group(metaclass=_WorldMeta):
+    """``group.WORLD`` is the default process group."""
+
+
+class GroupMember(metaclass=_WorldMeta):
+    """``GroupMember.WORLD`` is the default process group; ``GroupMember.NON_GROUP_MEMBER`` what
+    new_group returns on a rank that is not in the group.
+    """
+
+    NON_GROUP_MEMBER = -100
+
+
+def resolve(candidate: Any) -> ProcessGroup | None:
+    """The group meant by a ``group`` argument; None on a rank outside of it.
+
+    Raises NotInitializedError without a default group and ArgumentTypeError for what is no group.
+    """
+    if candidate is None:
+        return default_group()
+    if isinstance(candidate, ProcessGroup):
+        return candidate
+    if isinstance(candidate, int) and candidate == GroupMember.NON_GROUP_MEMBER:
+        return None
+    raise ArgumentTypeError(
+        f"group: expected a process group made by new_group, got {type(candidate).__name__}"
+    )
+
+
+def register(made: ProcessGroup) -> ProcessGroup:
+    """Puts a new group on the register."""
+    state.groups.append(made)
+    return made
+
+
+def create(
+    parent: ProcessGroup,
+    members: Sequence[int],
+    ranks: Sequence[int],
+    *,
+    backend: str,
+    timeout: float | None,
+    name: str,
+    description: str,
+    given: MPI.Intracomm | None = None,
+    inner: MPI.Intracomm | None = None,
+) -> ProcessGroup:
+    """Makes and registers the group of ``members``, ranks of ``parent``, in that order.
+
+    ranks: the global ranks of the members. given: the program's communicator of the same. inner:
+    the group's own, where it is there already. Only members call (MPI_Comm_create_group, MPI-4.1
+    section 7.4.2), each with the same arguments.
+    """
+    if inner is None:
+        parent_group = parent.inner.Get_group()
+        chosen = parent_group.Incl(list(members))
+        try:
+            # The tag keeps groups apart that two threads make at once out of the same parent.
+            inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
+        finally:
+            chosen.Free()
+            parent_group.Free()
+    messages = inner.Dup()
+    made = ProcessGroup(inner, messages, ranks, backend, timeout, name, description, given)
+    return register(made)
+
+
+def _registered(candidate: Any, where: str) -> ProcessGroup:
+    found = resolve(candidate)
+    if found is None or found.closed is not None:
+        raise ArgumentError(f"{where}: {candidate!r} is not a group that this rank is in")
+    return found
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """Tell this process's rank in a group.
+
+    group: the process group, None for the default group.
+
+    Returns the rank, 0 to the size less one, and -1 on a rank outside the group.
+
+    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentTypeError (a
+    TypeError) for what is no group.
+    """
+    found = default_group() and resolve(group)
+    return -1 if found is None else found.rank()
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Tell the number of ranks in a group.
+
+    group: the process group, None for the default group.
+
+    Returns the number, and -1 on a rank outside the group.
+
+    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentTypeError (a
+    TypeError) for what is no group.
+    """
+    found = default_group() and resolve(group)
+    return -1 if found is None else found.size()
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """Tell the rank in a group of a global rank.
+
+    group: a process group that this rank is in.
+    global_rank: the rank in the default group.
+
+    Returns the rank in the group.
+
+    Raises ArgumentError (a ValueError) where the group is not alive or the rank not in it.
+    """
+    found = _registered(group, "get_group_rank")
+    rank = found.group_rank(global_rank)
+    if rank is None:
+        raise ArgumentError(
+            f"get_group_rank: global rank {global_rank} is not in the group, which holds "
+            f"{list(found.ranks)}"
+        )
+    return rank
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """Tell the global rank of a rank in a group.
+
+    group: a process group that this rank is in.
+    group_rank: the rank in the group.
+
+    Returns the rank in the default group.
+
+    Raises ArgumentError (a ValueError) where the group is not alive or the rank not in it.
+    """
+    found = _registered(group, "get_global_rank")
+    if not 0 <= group_rank < found.size():
+        raise ArgumentError(
+            f"get_global_rank: group rank {group_rank} is not in the group; expected 0 to "
+            f"{found.size() - 1}"
+        )
+    return found.ranks[group_rank]
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """List the global ranks of a group.
+
+    group: the process group, None for the default group.
+
+    Returns them in the order of the ranks in the group.
+
+    Raises ArgumentError (a ValueError) for a group that is not alive or that this rank is not in.
+    """
+    return list(_registered(group, "get_process_group_ranks").ranks)

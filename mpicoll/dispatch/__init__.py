@@ -1,0 +1,1 @@
+"""The way of every call: from checked arguments to its route and, if asked for, its Work."""

@@ -1,0 +1,100 @@
+"""What decides how bytes go over the wire is the same on all ranks, or the job does not begin.
+
+Ranks that run different versions of mpicoll, or the same with other constants, would choose
+different routes for the same call, or cut a message into other pieces: they would hang, or give
+wrong results in silence. All constants of the modules that move data are taken, so that none can be
+forgotten. Environment variables need no comparing: rank 0 hands its table out, and each of the
+others is agreed on where it is used (docs/api.md lists them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pkgutil
+from array import array
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import mpicoll
+from mpicoll.dtypes import DTYPES, OPERATIONS
+from mpicoll.errors import LaunchError
+from mpicoll.primitives import PRIMITIVES
+from mpicoll.watch.consistency import listed
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["agree"]
+
+#: The modules, besides those of routes, whose constants decide how bytes go over the wire.
+_MODULES = (
+    "core.calls", "core.pickles", "core.signature", "core.tables", "dispatch.fusing", "dtypes",
+    "primitives",
+)  # fmt: skip
+_WATCHING = ("watch.consistency", "watch.positions", "watch.arrivals")
+
+
+def agree(comm: MPI.Intracomm) -> None:
+    """Raises LaunchError, on all ranks alike, where they do not run the same. All ranks call.
+
+    The exchange is one of 16 bytes where all is well. It must stay what it is in later versions,
+    for it is how two versions find out that they are two.
+    """
+    from mpi4py import MPI
+
+    mine = _facts()
+    words = repr(sorted(mine.items())).encode()
+    digest = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
+    both = array("q", (digest, -digest))
+    comm.Allreduce(MPI.IN_PLACE, [both, MPI.INT64_T], MPI.MAX)
+    if both[0] == -both[1]:
+        return
+    everybody = comm.allgather(mine)
+    names = sorted({name for facts in everybody for name in facts})
+    told = [
+        f"{name} is {listed(facts.get(name, 'not there') for facts in everybody)}"
+        for name in names
+        if len({facts.get(name) for facts in everybody}) > 1
+    ]
+    raise LaunchError(
+        "init_process_group: the ranks do not run the same mpicoll: "
+        f"{' | '.join(told[:_FEW])}{' ...' if len(told) > _FEW else ''}. Install the same version "
+        "on every node, and set the same values on every rank"
+    )
+
+
+#: Differences that a message names.
+_FEW = 5
+
+
+def _facts() -> dict[str, str]:
+    """The version, and all constants, in words."""
+    from mpicoll import routes
+
+    below = [module.name for module in pkgutil.walk_packages(routes.__path__, "mpicoll.routes.")]
+    found = {
+        "the version of mpicoll": mpicoll.__version__,
+        **{table: " ".join(row.name for row in rows) for table, rows in _TABLES.items()},
+    }
+    for path in (*below, *(f"mpicoll.{name}" for name in (*_MODULES, *_WATCHING))):
+        module, name = import_module(path), path.removeprefix("mpicoll.")
+        for constant, value in vars(module).items():
+            if constant.isupper() and _is_plain(value):
+                found[f"{name}.{constant}"] = repr(value)
+    return found
+
+
+#: Their rows are known to other ranks by their places.
+_TABLES: dict[str, Sequence[Any]] = {
+    "primitives": PRIMITIVES, "dtypes": DTYPES, "operations": OPERATIONS,
+}  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    """Nothing but numbers, strings, and containers of such: alike where it is written alike."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
+    return value is None or isinstance(value, (bool, int, float, str, bytes))

@@ -1,0 +1,388 @@
+"""Many small arrays in one collective: packed side by side, carried out as one, and unpacked.
+
+A call on little data costs its latency, and packing costs two copies that stay in the cache: worth
+it for small arrays, for large ones not. What is packed together follows from the sizes alone, which
+all ranks have alike; how its own arrays lie in memory is each rank's affair.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from ctypes import memmove
+from itertools import accumulate
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpicoll.arrays import views
+from mpicoll.arrays.libraries import glances, same_device
+from mpicoll.arrays.views import CARRIERS, Alias, DeviceView, Parts, View
+from mpicoll.core import calls
+from mpicoll.core.calls import Views
+from mpicoll.dtypes import DType, by_numpy
+from mpicoll.errors import MpicollError, UnsupportedError
+from mpicoll.kernels.library import kernels
+from mpicoll.primitives import Layout, Primitive
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused"]
+
+Array = np.ndarray[Any, Any]
+
+#: Bytes of the larger side of a call up to which it is fused with others.
+SMALL = 16 * 1024
+#: Bytes of the larger side of what they are fused to, at the most.
+CHUNK = 512 * 1024
+
+
+class Fused(NamedTuple):
+    """What a list of calls comes to.
+
+    calls:  the views of each call to be made, in their order.
+    dtype, on_device: of all elements.
+    counts: what all ranks must agree on: the elements of each entry of the list; of an entry whose
+            blocks differ from rank to rank, those of each block.
+    """
+
+    calls: list[Views]
+    dtype: DType
+    on_device: bool
+    counts: Sequence[Any]
+
+
+def fused(
+    name: str,
+    primitive: Primitive,
+    group: ProcessGroup,
+    outputs: Sequence[Any],
+    inputs: Sequence[Any] | None,
+    held: bool,
+) -> Fused:
+    """Checks a call without a root on each output and its input, and fuses small ones.
+
+    inputs: as many as outputs; None for calls in place.
+    held: the caller leaves the arrays where they are until all calls are over.
+    Raises what the calls raise, and UnsupportedError where dtypes or devices of the list differ.
+    """
+    entries = _Entries(name, primitive, group, outputs, inputs, held)
+    made = [entries.views_of(batch) for batch in batches(entries.sizes())]
+    return Fused(made, entries.dtype, entries.on_device, entries.counts)
+
+
+def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
+    """Which calls of a list are made together, by the bytes of each: the places of each batch.
+
+    A function of the sizes alone. Each place is in one batch, a large one in a batch of its own.
+    """
+    large = [place for place, size in enumerate(sizes) if size > SMALL]
+    made: list[Sequence[int]] = [[place] for place in large]
+    small: Sequence[int] = range(len(sizes))
+    if large:
+        small = [place for place in small if sizes[place] <= SMALL]
+        sizes = [sizes[place] for place in small]
+    ends = [0, *accumulate(sizes)]
+    start = 0
+    while start < len(small):
+        end = bisect_right(ends, ends[start] + CHUNK) - 1
+        made.append(small[start:end])
+        start = end
+    return sorted(made, key=itemgetter(0))
+
+
+class _Entries:
+    """The calls of a list, checked.
+
+    dtype, on_device, counts: see Fused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        primitive: Primitive,
+        group: ProcessGroup,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any] | None,
+        held: bool,
+    ) -> None:
+        self._layout = primitive.layout
+        in_place = self._layout is Layout.IN_PLACE
+        #: Those that have a block in the larger side of a call.
+        self._ranks = 1 if in_place else group.size()
+        #: The views of entries that took more than a glance; of the others the output is a buffer.
+        self._views: dict[int, Views] = {}
+        self._outputs = outputs
+        if in_place and _all_plain(self._outputs):
+            self.dtype = by_numpy[self._outputs[0].dtype]
+            self.counts: Sequence[Any] = list(map(_size, self._outputs))
+            self.on_device = False
+            return
+        looks = {} if not in_place else glances if held else _HOLDING
+        seen: list[Any] = [looks.get(one.__class__, _nothing)(one) for one in outputs]
+        for place, output in enumerate(outputs):
+            if seen[place] is None:
+                input = None if inputs is None else inputs[place]
+                try:
+                    found = calls.views(primitive, group, output, input, 0, None)
+                except MpicollError as error:
+                    raise type(error)(f"{name}: [{place}]: {error}") from error
+                send, recv, blocks = self._views[place] = found
+                assert recv is not None
+                agreed = calls.counts(primitive, send, recv, blocks)
+                seen[place] = recv.dtype, recv, agreed[0] if blocks is None else tuple(agreed)
+        dtypes, self._outputs, self.counts = zip(*seen, strict=True)
+        self.dtype = dtypes[0]
+        for place, dtype in enumerate(dtypes):
+            if dtype is not self.dtype:
+                raise UnsupportedError(
+                    f"{name}: tensors must all have the same type: different dtypes in one list: "
+                    f"[0] is {self.dtype}, [{place}] is {dtype}"
+                )
+        devices = {recv.device for _, recv, _ in self._views.values() if recv is not None}
+        if len(self._views) < len(outputs):
+            devices.add(None)
+        if len(devices) > 1:
+            first, *others = (self._output(place) for place in range(len(outputs)))
+            for place, other in enumerate(others, 1):
+                same_device(name, f"[{place}]", other, "[0]", first)
+        self.on_device = None not in devices
+
+    def sizes(self) -> list[int]:
+        """The bytes of the larger side of each call; too many where blocks differ."""
+        unit = self._ranks * self.dtype.itemsize
+        if not self._views:
+            return [unit * count for count in self.counts]
+        return [unit * n if n.__class__ is int else SMALL + 1 for n in self.counts]
+
+    def views_of(self, batch: Sequence[int]) -> Views:
+        """The views of the calls at these places, made as one."""
+        first = batch[0]
+        if len(batch) == 1:
+            return self._views.get(first) or (None, self._output(first), None)
+        widths, outputs = _at(batch, self.counts), _at(batch, self._outputs)
+        if self._layout is Layout.IN_PLACE:
+            return None, _side(outputs, widths, 1, self.dtype), None
+        inputs: Any = [self._views[place][0] for place in batch]
+        outward, inward = 1, self._ranks
+        if self._layout is Layout.SCATTERED:
+            outward, inward = inward, outward
+        send = _side(inputs, widths, outward, self.dtype)
+        return send, _side(outputs, widths, inward, self.dtype), None
+
+    def _output(self, place: int) -> View:
+        output, dtype = self._outputs[place], self.dtype
+        if isinstance(output, View):
+            return output
+        count: int = self.counts[place]
+        return Alias(output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy))
+
+
+def _at(places: Sequence[int], items: Sequence[Any]) -> Sequence[Any]:
+    if isinstance(places, range):
+        return items[places.start : places.stop]
+    return [items[place] for place in places]
+
+
+def _all_plain(arrays: Sequence[Any]) -> bool:
+    """The usual list: NumPy's arrays of one dtype that buffers know, contiguous and writable."""
+    if set(map(type, arrays)) != {np.ndarray}:
+        return False
+    known = by_numpy.get(arrays[0].dtype)
+    if known is None or not known.buffers:
+        return False
+    return len(set(map(_dtype, arrays))) == 1 and all(map(_plain, arrays))
+
+
+#: C-contiguous, aligned and writeable, in one look.
+_dtype, _plain, _size = attrgetter("dtype"), attrgetter("flags.carray"), attrgetter("size")
+
+
+#: Glances whose buffers hold the memory, whatever the caller does with the array.
+_HOLDING = {np.ndarray: glances[np.ndarray]}
+
+
+def _nothing(array: Any) -> None:
+    """What is seen of an array of a kind that takes more than a glance."""
+
+
+def _carried(buffer: Any, dtype: DType) -> Array:
+    """The elements in a buffer, as NumPy's buffers have them."""
+    if isinstance(buffer, np.ndarray):
+        return buffer
+    return np.frombuffer(buffer, dtype.numpy if dtype.buffers else CARRIERS[dtype.itemsize])
+
+
+# --- packing ------------------------------------------------------------------------------------
+
+
+def _side(items: Sequence[Any], widths: Sequence[int], rows: int, dtype: DType) -> View:
+    """One side of several calls as that of one call.
+
+    items: of each call the view, or a buffer, of ``rows`` blocks, or the view of a list of blocks.
+    widths: of each call the elements of a block.
+    """
+    lines: Sequence[Sequence[Any]] = [items]
+    if isinstance(items[0], Parts):
+        lines, rows = list(zip(*(item.parts for item in items), strict=True)), 1
+    first = lines[0][0]
+    if isinstance(first, DeviceView):
+        return _OnDevice(lines, widths, rows, dtype, first.device)
+    return _OnHost(lines, widths, rows, dtype)
+
+
+class _Side(View):
+    """A table of blocks: a column for each call and, where ranks have blocks, a row for each rank.
+
+    lines:  views, or buffers, of one block each, row by row; or one line of some that have a block
+            in each of so many ``rows``.
+    widths: elements of a block, column by column.
+    """
+
+    __slots__ = ("_lines", "_rows", "_widths", "device")
+
+    def __init__(
+        self,
+        lines: Sequence[Sequence[Any]],
+        widths: Sequence[int],
+        rows: int,
+        dtype: DType,
+        device: int | None = None,
+    ) -> None:
+        self._lines = lines
+        self._widths = widths
+        self._rows = rows
+        super().__init__(lines, dtype, len(lines) * rows * sum(widths), None)
+        self.device = device
+
+
+class _OnHost(_Side):
+    """The blocks are copied from and to addresses: those of the views, or, where a view is not
+    contiguous, of memory beside it.
+    """
+
+    __slots__ = ("_addresses", "_counts", "_scattered")
+
+    def __init__(self, *table: Any) -> None:
+        super().__init__(*table)
+        self._scattered: list[tuple[View, View]] = []
+        buffers = [
+            self._buffer(one) if isinstance(one, View) else one
+            for line in self._lines
+            for one in line
+        ]
+        # The MPI library is loaded, for there is a group.
+        self._addresses = array("L", map(sys.modules["mpi4py.MPI"].Get_address, buffers))
+        self._counts = array("L", self._widths)
+
+    def _buffer(self, one: View) -> Any:
+        if one.buffer is None:
+            beside = views.scratch(self.dtype, one.count)
+            self._scattered.append((one, beside))
+            one = beside
+        return one.buffer
+
+    def blank(self) -> View:
+        """As many elements, uninitialised; there until the next call of this thread."""
+        return _room(1, self.dtype, self.count)
+
+    def packed(self) -> View:
+        """A copy of the elements; there until the next call of this thread."""
+        into = _room(0, self.dtype, self.count)
+        self.put(into)
+        return into
+
+    def put(self, packed: View) -> None:
+        """Copies the elements into a contiguous view of as many."""
+        for one, beside in self._scattered:
+            one.put(beside)
+        self._move(packed, inward=False)
+
+    def fill(self, packed: View) -> None:
+        """Takes the elements over from a contiguous view of as many."""
+        self._move(packed, inward=True)
+        for one, beside in self._scattered:
+            one.fill(beside)
+
+    def _move(self, packed: View, inward: bool) -> None:
+        at = sys.modules["mpi4py.MPI"].Get_address(packed.buffer)
+        addresses, counts, n = self._addresses, self._counts, len(self._counts)
+        rows, size = self._rows, self.dtype.itemsize
+        if kernels is not None:
+            move = kernels.unpack if inward else kernels.pack
+            starts = addresses.buffer_info()[0], counts.buffer_info()[0]
+            move(*starts, n, len(self._lines), rows, size, at)
+            return
+        for start in range(0, len(addresses), n):
+            for row in range(rows):
+                for begin, count in zip(addresses[start : start + n], counts, strict=True):
+                    place = begin + row * count * size
+                    memmove(*((place, at) if inward else (at, place)), count * size)
+                    at += count * size
+
+
+class _OnDevice(_Side):
+    """Each block is copied by itself."""
+
+    __slots__ = ()
+
+    @property
+    def parts(self) -> Sequence[View]:
+        """The views of the arrays."""
+        return [one for line in self._lines for one in line]
+
+    def blank(self) -> View:
+        """As many elements on the same device, uninitialised; there only until the call ends."""
+        room: View = self._lines[0][0].room(self.count)
+        return room
+
+    def put(self, packed: View) -> None:
+        """Copies the elements into a contiguous view of as many."""
+        wholes = [one if self._has_blocks(one) else one.packed() for one in self.parts]
+        for block, place in self._blocks(wholes, packed):
+            block.put(place)
+
+    def fill(self, packed: View) -> None:
+        """Takes the elements over from a contiguous view of as many."""
+        wholes = [one if self._has_blocks(one) else one.blank() for one in self.parts]
+        for block, place in self._blocks(wholes, packed):
+            block.fill(place)
+        for one, whole in zip(self.parts, wholes, strict=True):
+            if whole is not one:
+                one.fill(whole)
+
+    def _has_blocks(self, one: View) -> bool:
+        """Its blocks are to be had as views."""
+        return self._rows == 1 or one.buffer is not None
+
+    def _blocks(self, wholes: Sequence[View], packed: View) -> Iterator[tuple[View, View]]:
+        """Each block, and its place among the packed ones."""
+        starts, rows, width = [0, *accumulate(self._widths)], self._rows, sum(self._widths)
+        for i, whole in enumerate(wholes):
+            line, column = divmod(i, len(self._widths))
+            size = self._widths[column]
+            for row in range(rows):
+                block = whole if rows == 1 else whole.part(row * size, size)
+                yield block, packed.part((line * rows + row) * width + starts[column], size)
+
+
+class _Rooms(threading.local):
+    """Memory for what is packed and for what is to be unpacked, kept: fresh memory takes longer to
+    get than to fill.
+    """
+
+    def __init__(self) -> None:
+        self.memory = np.empty((2, CHUNK), np.uint8)
+
+
+_rooms = _Rooms()
+
+
+def _room(which: int, dtype: DType, count: int) -> View:
+    flat = _rooms.memory[which, : count * dtype.itemsize].view(dtype.numpy)
+    return views.of_numpy(flat, dtype)

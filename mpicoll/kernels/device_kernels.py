@@ -1,0 +1,218 @@
+"""Reductions by kernels on a CUDA device, with the bits of ``reduction.py`` on the host.
+
+The kernels are in ``device.cu``. They are compiled when they are first used, by NVRTC through
+CuPy, which keeps them on disk for later processes: a fraction of a second each.
+
+The bits are those of ``reduction.py``, but for what it leaves open as well: which NaN a sum or
+product of float32 and float64 is, and how products of complex numbers are rounded (here once each,
+then their sum).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
+from mpicoll.errors import ArgumentError, UnsupportedError
+from mpicoll.kernels.reduction import Loop, factor_of, loop
+
+__all__ = ["DeviceKernels", "external"]
+
+#: Threads of a block.
+_THREADS = 256
+
+#: Most blocks, by the device's multiprocessors, which hold 8 of them at once. A few rounds more let
+#: those that are done early go on.
+_BLOCKS = 32
+
+#: How many sources a kernel's arguments have room for. Most calls have few. All devices take 4 KiB
+#: of arguments, and from CUDA 12.1 on 32 KiB.
+_CAPACITIES = (16, 500, 4000)
+
+#: Bytes that a thread reads or writes at once; LENGTH in device.cu.
+_PIECE = 16
+
+_SOURCES = ("formats.h", "device.cu")
+
+# CuPy appends -ftz=true, and the last such option counts: device.cu does not mind.
+_OPTIONS = ("--fmad=false", "--std=c++17")
+
+
+class DeviceKernels:
+    """The kernels of one CUDA device, which CuPy calls ``device``.
+
+    Addresses are numbers, of memory that the device reaches, and multiples of the size of what is
+    there. Streams are handles of cudaStream_t; everything is enqueued in one, and nothing is waited
+    for. May be called from several threads at once.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._kernels: dict[str, Any] = {}
+
+    def combine(
+        self, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float, stream: int
+    ) -> None:
+        """Enqueues ``out = ((s0 op s1) op s2 ...) / divisor``, as ``reduction.combine``.
+
+        by:      what ``reduction.loop`` tells of the operation and the dtype.
+        sources: addresses of ``count`` elements each.
+        out:     address of the result; it may be one of the sources, and overlaps no other.
+
+        ArgumentError: there is no source, or an address lies between two elements.
+        UnsupportedError: there are more than 4000 sources, or integers are to be divided.
+        """
+        dtype, n = by_name[by.format], len(sources)
+        if not sources:
+            raise ArgumentError("there is nothing to combine")
+        if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
+            raise UnsupportedError(f"{dtype} cannot be divided")
+        capacity = next((most for most in _CAPACITIES if n <= most), None)
+        if capacity is None:
+            raise UnsupportedError(
+                f"a kernel combines {_CAPACITIES[-1]} arrays at most, got {n}; "
+                "combine them in smaller groups"
+            )
+        size = dtype.itemsize
+        cut = _cut(count * by.elements, [(out, size), *((source, size) for source in sources)])
+        addresses = struct.pack(f"{n}Q{8 * (capacity - n)}x", *sources)
+        # NumPy's array of one element is passed by value.
+        by_value = np.frombuffer(addresses, f"V{len(addresses)}")
+        arguments = by_value, np.int32(n), out, np.float64(divisor)
+        line = f"COMBINE({by.format}, {by.operation}, {capacity})"
+        self._launch("combine", line, arguments, cut, stream)
+
+    def scale(
+        self, dtype: DType, source: int, factor: Any, out: int, count: int, stream: int
+    ) -> None:
+        """Enqueues ``out = source * factor``, as ``reduction.scale``.
+
+        source: address of ``count`` elements of ``dtype``.
+        factor: a number that ``reduction.scale`` takes.
+        out:    address of as many elements of ``dtype.accumulate``; it may be ``source`` if the
+                dtypes are the same, and does not overlap it otherwise.
+
+        ArgumentError: an address lies between two elements.
+        ArgumentTypeError: the factor cannot be one.
+        UnsupportedError: there is no kernel for ``dtype``.
+        """
+        has_meaning = dtype.kind in ReduceOp.PREMUL_SUM.kinds
+        by = loop(ReduceOp.PREMUL_SUM, dtype) if has_meaning else None
+        if by is None:
+            raise UnsupportedError(f"no kernel scales {dtype}")
+        with np.errstate(all="ignore"):
+            number = factor_of(dtype, factor)[()]
+        given, result = dtype.itemsize, dtype.accumulate.itemsize
+        if np.iscomplexobj(number):
+            line = f"SCALE_COMPLEX({by.format})"
+            factors: tuple[Any, ...] = (number.real, number.imag)
+            cut = _cut(count, [(source, given), (out, result)], by.elements)
+        else:  # either part of a complex number is a number of its own
+            line, factors = f"SCALE({by.format})", (number,)
+            arrays = [(source, given // by.elements), (out, result // by.elements)]
+            cut = _cut(count * by.elements, arrays)
+        self._launch("scale", line, (source, *factors, out), cut, stream)
+
+    def narrow(self, dtype: DType, source: int, out: int, count: int, stream: int) -> None:
+        """Enqueues the rounding of float32 to a narrow float, as ``reduction.narrow``.
+
+        source: address of ``count`` float32.
+        out:    address of as many elements of ``dtype``; it does not overlap ``source``.
+
+        ArgumentError: an address lies between two elements.
+        UnsupportedError: there is no kernel for ``dtype``.
+        """
+        by = loop(ReduceOp.SUM, dtype)
+        if dtype.kind is not Kind.NARROW_FLOAT or by is None:
+            raise UnsupportedError(f"no kernel rounds to {dtype}")
+        cut = _cut(count, [(source, dtype.accumulate.itemsize), (out, dtype.itemsize)])
+        self._launch("narrow", f"NARROW({by.format})", (source, out), cut, stream)
+
+    def _launch(
+        self, name: str, line: str, arguments: Sequence[Any], cut: _Cut, stream: int
+    ) -> None:
+        """Enqueues the kernel that ``line`` defines, which is called ``name``."""
+        import cupy
+
+        if not cut.elements:
+            return
+        device = cupy.cuda.Device(self._device)
+        most = _BLOCKS * device.attributes["MultiProcessorCount"]
+        blocks = min(-(-cut.steps // _THREADS), most)
+        with device, external(stream):
+            kernel = self._kernels.get(line)
+            if kernel is None:
+                module = cupy.RawModule(code=f"{_source()}\n{line}\n", options=_OPTIONS)
+                kernel = self._kernels[line] = module.get_function(name)
+            kernel((blocks,), (_THREADS,), (*arguments, cut.head, cut.pieces, cut.elements))
+
+
+def external(stream: int) -> Any:
+    """CuPy's stream of a handle, which stays its owner's."""
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_Handle(stream))
+
+
+class _Handle:
+    """A handle, as CuPy takes it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+class _Cut(NamedTuple):
+    """How a kernel goes over elements.
+
+    head:     elements before the first piece.
+    pieces:   how many pieces are read and written at once.
+    elements: all of them; those outside of pieces are taken one by one.
+    steps:    of the longer of the kernel's two loops.
+    """
+
+    head: int
+    pieces: int
+    elements: int
+    steps: int
+
+
+def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:
+    """Cuts ``count`` elements into pieces; into none if the arrays do not lie alike.
+
+    arrays: the address of each, and the bytes of its elements.
+    parts:  how many numbers make up an element.
+
+    A piece is as many elements as there are in 16 bytes of the largest.
+
+    ArgumentError: an address lies between two numbers.
+    """
+    length = _PIECE // max(size for _, size in arrays)
+    heads = set()
+    for address, size in arrays:
+        if address % (size // parts):
+            raise ArgumentError(
+                f"expected a device address that is a multiple of {size // parts} bytes, the size "
+                f"of a number, got {address:#x}; copy the array"
+            )
+        between, beyond = address % size, address // size
+        heads.add(None if between else -beyond % length)
+    (head,) = heads if len(heads) == 1 else (None,)
+    if head is None or head >= count:
+        return _Cut(0, 0, count, count)
+    pieces = (count - head) // length
+    return _Cut(head, pieces, count, max(pieces, count - pieces * length))
+
+
+@cache
+def _source() -> str:
+    folder = files("mpicoll.kernels") / "src"
+    return "".join((folder / name).read_text("utf-8") for name in _SOURCES)

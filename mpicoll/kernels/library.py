@@ -1,0 +1,86 @@
+"""The small C library for loops that NumPy has not: found, or said why not."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from typing import Any
+
+from mpicoll import settings
+
+__all__ = ["Kernels", "how", "kernels"]
+
+
+class Kernels:
+    """The functions of the C library at ``path``; OSError or AttributeError if it is none.
+
+    See ``src/reduction.c``, ``packing.c``, ``shared.c`` and ``limit.c`` for what they do.
+    ``short_combine`` is combine with the GIL held.
+    """
+
+    def __init__(self, path: str) -> None:
+        library, library_with_gil = ctypes.CDLL(path), ctypes.PyDLL(path)
+        pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        sources = pointer, size, pointer, size, ctypes.c_double
+        self.format = _function(library, "format", ctypes.c_char_p, result=integer)
+        self.widen = _function(library, "widen", integer, pointer, pointer, size)
+        self.narrow = _function(library, "narrow", integer, pointer, pointer, size)
+        self.combine = _function(library, "combine", integer, integer, *sources)
+        self.short_combine = _function(library_with_gil, "combine", integer, integer, *sources)
+        blocks = pointer, pointer, size, size, size, size, pointer
+        self.pack = _function(library, "pack", *blocks)
+        self.unpack = _function(library, "unpack", *blocks)
+        self.shared_region = _function(library, "shared_region", size, size, result=size)
+        self.shared_ask = _function(
+            library, "shared_ask", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
+            ctypes.c_uint64, result=integer,
+        )  # fmt: skip
+        self.shared_agree = _function(
+            library, "shared_agree", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
+            result=integer,
+        )  # fmt: skip
+        self.shared_call = _function(
+            library, "shared_call", pointer, ctypes.c_uint32, pointer, pointer
+        )
+        self.shared_all_reduce = _function(
+            library, "shared_all_reduce", pointer, pointer, size, ctypes.c_uint32, result=integer
+        )
+        self.shared_blocks = _function(
+            library, "shared_blocks", pointer, pointer, pointer, size, ctypes.c_uint32,
+            ctypes.c_uint32, result=integer,
+        )  # fmt: skip
+        self.shared_exchange = _function(
+            library, "shared_exchange", pointer, size, size, pointer, size, pointer, size,
+            ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, result=integer,
+        )  # fmt: skip
+        text = ctypes.c_char_p
+        self.limit = _function(
+            library, "limit", integer, integer, ctypes.c_longlong, text, text, text, integer
+        )
+
+
+def _function(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Any:
+    function = library[f"mpicoll_{name}"]
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+def _load() -> tuple[Kernels | None, str]:
+    if settings.KERNELS.says("numpy"):
+        return None, "numpy (MPICOLL_KERNELS=numpy)"
+    # Found as the extension module that it was built as, but it is none, and is not imported.
+    spec = importlib.util.find_spec("mpicoll.kernels._library")
+    if spec is None or spec.origin is None:
+        return None, "numpy (the C library was not built)"
+    try:
+        return Kernels(spec.origin), f"compiled ({spec.origin})"
+    except (OSError, AttributeError) as error:
+        return None, f"numpy (the C library does not load: {error})"
+
+
+kernels, _how = _load()
+
+
+def how() -> str:
+    """Who computes what NumPy cannot, or not fast: "compiled" or "numpy", and why."""
+    return _how

@@ -1,0 +1,407 @@
+"""The local part of a reduction: combine arrays of one rank, scale one, round one.
+
+MPI cannot compute with half and 8-bit floats, and a ring that rounded them at every step would lose
+digits at every step. Here they are accumulated in float32 and rounded once, by a small C library
+where one was built (``src/reduction.c``) and by NumPy otherwise, with the same bits. The other
+dtypes are combined as they are, in C as well but for products of complex numbers, which NumPy
+rounds in a way of its own.
+
+The bits of a result depend on the operands and their order alone, neither on how a message is cut
+into blocks nor on who computes. For narrow floats that takes a rule for NaN, because of two NaN
+operands processors and compilers keep the one or the other: **a NaN that is rounded to a narrow
+float becomes the NaN that** ``float32("nan")`` **becomes**, without its sign and payload.
+
+Everything here may be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicoll.dtypes import DTYPES, DType, Kind, ReduceOp, by_numpy
+from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpicoll.kernels.library import Kernels, kernels
+
+__all__ = ["Loop", "combine", "factor_of", "loop", "narrow", "scale"]
+
+Array = npt.NDArray[Any]
+
+_FLOAT32 = np.dtype(np.float32)
+_INTP = np.dtype(np.intp)
+_UINT32 = np.dtype(np.uint32)
+
+# Bytes of one temporary: few enough for all of them to stay in a second-level cache, and enough for
+# the number of NumPy's calls not to count.
+_SCRATCH = 1 << 17
+
+# Up to this many elements the C library is called with the GIL held: it is faster than the GIL
+# would come back from another thread. Sources are copied, as bytes have an address at hand and
+# arrays take their time to tell it.
+_SHORT = 1 << 10
+
+
+def combine(
+    op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int = 1
+) -> None:
+    """Reduce ``sources`` into ``out``: ``((s0 op s1) op s2) ...``, then divided by ``divisor``.
+
+    op:      what combines two elements. PREMUL_SUM is SUM here: its factor was applied before.
+    dtype:   the dtype of all arrays.
+    sources: one or more arrays of shape (count,), C-contiguous.
+    out:     shape (count,), C-contiguous, writeable. It may be the very memory of one of the
+             sources; it must not overlap any in part.
+    divisor: the number of ranks for AVG; for floats and complex numbers only. The division happens
+             before the rounding.
+
+    Narrow floats are accumulated in float32 and rounded once, to nearest even. Integers wrap. bool
+    uses the logical operations. MIN and MAX propagate NaN; of 0.0 and -0.0 they take the later
+    (for float32 and float64 the one that NumPy takes; on x86-64 that is the same).
+
+    ArgumentError: there is no source, or shapes or memory layouts are not as above.
+    ArgumentTypeError: an array has another dtype.
+    UnsupportedError: ``op``, or a divisor, has no meaning for ``dtype``.
+    """
+    if dtype.kind not in op.kinds:
+        raise UnsupportedError(f"ReduceOp.{op.name} is not defined for {dtype}")
+    if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
+        raise UnsupportedError(f"{dtype} cannot be divided")
+    if not sources:
+        raise ArgumentError("there is nothing to combine")
+    count = _check_out(out, dtype.numpy)
+    for source in sources:
+        _check(source, dtype.numpy, count)
+    by = loop(op, dtype)
+    if _compiled is not None and by is not None:
+        _compiled.combine(by, sources, out, divisor)
+    elif dtype.kind is Kind.NARROW_FLOAT:
+        _numpy.combine(op, dtype, sources, out, divisor)
+    else:
+        _combine_wide(op, dtype, sources, out, divisor)
+
+
+def scale(dtype: DType, source: Array, factor: Any, out: Array) -> None:
+    """``out = source * factor``, for PREMUL_SUM.
+
+    source: shape (count,), C-contiguous, of ``dtype``.
+    factor: a number. For integers an integer, and the product wraps; otherwise it is first rounded
+            to the dtype in which ``dtype`` accumulates. Only complex arrays take a complex factor.
+    out:    shape (count,), C-contiguous, writeable, of ``dtype`` or of ``dtype.accumulate``: a
+            narrow float's products are float32, and rounded if ``out`` is narrow. It may be the
+            very memory of ``source`` if it has its dtype; it must not overlap it otherwise.
+
+    ArgumentError: shapes or memory layouts are not as above.
+    ArgumentTypeError: an array has another dtype, or the factor cannot be one.
+    UnsupportedError: ``dtype`` is bool.
+    """
+    if dtype.kind not in ReduceOp.PREMUL_SUM.kinds:
+        raise UnsupportedError(f"{dtype} cannot be scaled")
+    rounds = out.dtype == dtype.numpy != dtype.accumulate
+    count = _check_out(out, dtype.numpy if rounds else dtype.accumulate)
+    _check(source, dtype.numpy, count)
+    with np.errstate(all="ignore"):
+        factor = factor_of(dtype, factor)
+        if dtype.kind is Kind.NARROW_FLOAT:
+            converter, scratch = _converter(dtype), _scratch(_ACCUMULATOR)
+            for block in _blocks(count):
+                target = scratch[: block.stop - block.start] if rounds else out[block]
+                converter.widen(dtype, source[block], target)
+                np.multiply(target, factor, out=target)
+                if rounds:
+                    converter.narrow(dtype, target, out[block])
+        elif dtype.kind is Kind.COMPLEX and not np.iscomplexobj(factor):
+            # A real factor must not meet the imaginary part's zeros: inf * 0 is NaN.
+            np.multiply(_parts(source), factor, out=_parts(out))
+        else:
+            np.multiply(source, factor, out=out)
+
+
+def narrow(source: Array, out: Array) -> None:
+    """Round float32 to the narrow float of ``out``: to nearest even, NaN without its sign.
+
+    source: shape (count,), C-contiguous, float32.
+    out:    shape (count,), C-contiguous, writeable, of a narrow float. It does not overlap source.
+
+    ArgumentError: shapes or memory layouts are not as above.
+    ArgumentTypeError: ``source`` is not float32 or ``out`` not a narrow float.
+    """
+    dtype = by_numpy.get(out.dtype)
+    if dtype is None or dtype.kind is not Kind.NARROW_FLOAT:
+        raise ArgumentTypeError(f"{out.dtype} is not a narrow float")
+    _check(source, _FLOAT32, _check_out(out, dtype.numpy))
+    with np.errstate(all="ignore"):
+        _converter(dtype).narrow(dtype, source, out)
+
+
+def _check(array: Array, dtype: np.dtype[Any], count: int) -> None:
+    if array.dtype != dtype:
+        raise ArgumentTypeError(f"expected an array of {dtype}, got one of {array.dtype}")
+    if array.ndim != 1 or array.size != count:
+        raise ArgumentError(f"expected an array of shape ({count},), got {array.shape}")
+    if not array.flags.c_contiguous:
+        raise ArgumentError("expected a contiguous array")
+
+
+def _check_out(out: Array, dtype: np.dtype[Any]) -> int:
+    _check(out, dtype, out.size)
+    if not out.flags.writeable:
+        raise ArgumentError("the array for the result is read-only")
+    return out.size
+
+
+def _blocks(count: int, dtype: np.dtype[Any] = _FLOAT32) -> Iterator[slice]:
+    step = _SCRATCH // dtype.itemsize
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+class _Scratch(threading.local):
+    """Temporaries, kept because the system takes its time to hand out fresh memory.
+
+    They are an accumulator, an operand that was widened or is to be narrowed, and indices.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty((3, _SCRATCH), np.uint8)
+
+    def __call__(self, which: int, dtype: np.dtype[Any] = _FLOAT32) -> Array:
+        memory: Array = self._memory[which]
+        return memory.view(dtype)
+
+
+_scratch = _Scratch()
+_ACCUMULATOR, _OPERAND, _INDICES = range(3)
+
+
+def _parts(array: Array) -> Array:
+    """The real and imaginary parts of complex numbers, one after the other."""
+    return array.view(array.real.dtype)
+
+
+def factor_of(dtype: DType, factor: Any) -> Any:
+    """What numbers of ``dtype`` are multiplied by; raises ArgumentTypeError for what cannot be."""
+    try:
+        if dtype.kind is Kind.INTEGER:
+            # Wrapping is what a multiplication of the residue does.
+            residue = operator.index(factor) % (1 << 8 * dtype.itemsize)
+            return np.array(residue, f"u{dtype.itemsize}").view(dtype.numpy)
+        if dtype.kind is Kind.COMPLEX and not np.iscomplexobj(factor):
+            return np.finfo(dtype.numpy).dtype.type(factor)
+        return dtype.accumulate.type(factor)
+    except TypeError as error:
+        raise ArgumentTypeError(f"{dtype} cannot be scaled by {factor!r}") from error
+
+
+def _combine_wide(
+    op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int
+) -> None:
+    """``combine`` for the dtypes in which NumPy accumulates as they are."""
+    ufunc = op.logical if dtype.kind is Kind.BOOL else op.ufunc
+    assert ufunc is not None  # an operation without one was refused for bool
+    one_pass = len(sources) <= 2 and divisor == 1
+    blocks = [slice(0, out.size)] if one_pass else _blocks(out.size, dtype.numpy)
+    scratch = _scratch(_ACCUMULATOR, dtype.numpy)
+    with np.errstate(all="ignore"):
+        for block in blocks:
+            accumulator, *operands = (source[block] for source in sources)
+            target = out[block]
+            # Only the last step may write to the result, as it may be any source. And NumPy takes
+            # one element that is multiplied in place for a reduction, which rounds complex numbers
+            # differently: no step is in place there.
+            in_place = target.size > 1
+            temporary = scratch[: target.size] if in_place else None
+            for operand in operands[:-1]:
+                accumulator = ufunc(accumulator, operand, out=temporary)
+            if operands:
+                accumulator = ufunc(accumulator, operands[-1], out=target if in_place else None)
+            if accumulator is not target:
+                np.copyto(target, accumulator)
+            if divisor != 1:
+                # By parts: a complex division would multiply by the reciprocal.
+                parts = _parts(target) if dtype.kind is Kind.COMPLEX else target
+                np.divide(parts, parts.dtype.type(divisor), out=parts)
+
+
+class Loop(NamedTuple):
+    """A loop of the C library.
+
+    format:    the dtype that it computes with, by name.
+    operation: the number of the operation.
+    elements:  how many numbers of that dtype make up one element.
+    """
+
+    format: str
+    operation: int
+    elements: int
+
+
+@cache
+def loop(op: ReduceOp, dtype: DType) -> Loop | None:
+    """What combines elements of ``dtype`` by ``op`` where there is the C library; None: NumPy does.
+
+    The same on every rank, whether it has the library or not.
+    """
+    if dtype.name == "float8_e8m0fnu":
+        # It is a scale rather than a number, and how ml_dtypes rounds to it has changed from
+        # version to version.
+        return None
+    if dtype.kind is Kind.BOOL:
+        assert op.logical is not None
+        return Loop("bool", _OPERATIONS[op.logical], 1)
+    if dtype.kind is Kind.COMPLEX:
+        part = "float32" if dtype.itemsize == 8 else "float64"
+        return Loop(part, _OPERATIONS[np.add], 2) if op.ufunc is np.add else None
+    return Loop(dtype.name, _OPERATIONS[op.ufunc], 1)
+
+
+#: The C library's numbers of operations; on bool the bitwise are logical.
+_OPERATIONS: dict[np.ufunc, int] = {
+    np.add: 0,
+    np.multiply: 1,
+    np.minimum: 2,
+    np.maximum: 3,
+    np.bitwise_and: 4,
+    np.logical_and: 4,
+    np.bitwise_or: 5,
+    np.logical_or: 5,
+    np.bitwise_xor: 6,
+    np.logical_xor: 6,
+}
+
+
+class _Converter(Protocol):
+    """What there is to do with narrow floats; the arguments have been checked."""
+
+    def widen(self, dtype: DType, source: Array, out: Array) -> None:
+        """Out is float32."""
+
+    def narrow(self, dtype: DType, source: Array, out: Array) -> None:
+        """Source is float32."""
+
+
+def _converter(dtype: DType) -> _Converter:
+    compiled = _compiled is not None and dtype.name in _compiled.formats
+    return _compiled if compiled else _numpy  # type: ignore[return-value]
+
+
+class _NumPy:
+    """Narrow floats in NumPy."""
+
+    def combine(
+        self, op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int
+    ) -> None:
+        accumulators, operands = _scratch(_ACCUMULATOR), _scratch(_OPERAND)
+        with np.errstate(all="ignore"):
+            for block in _blocks(out.size):
+                length = block.stop - block.start
+                accumulator, operand = accumulators[:length], operands[:length]
+                self.widen(dtype, sources[0][block], accumulator)
+                for source in sources[1:]:
+                    self.widen(dtype, source[block], operand)
+                    op.ufunc(accumulator, operand, out=accumulator)
+                if divisor != 1:
+                    np.divide(accumulator, np.float32(divisor), out=accumulator)
+                self.narrow(dtype, accumulator, out[block])
+
+    def widen(self, dtype: DType, source: Array, out: Array) -> None:
+        if dtype.name == "bfloat16":
+            np.copyto(out, source)
+        else:
+            _take(_widened(dtype), _bits(source), out)
+
+    def narrow(self, dtype: DType, source: Array, out: Array) -> None:
+        for block in _blocks(out.size):
+            if dtype.itemsize == 1:
+                _take(_narrowed(dtype), _leading(source[block]), _bits(out[block]))
+            else:
+                np.copyto(out[block], _without_nan_bits(source[block]), casting="unsafe")
+
+
+def _take(table: Array, indices: Array, out: Array) -> None:
+    """``out = table[indices]``, without NumPy's temporary for indices as long as pointers."""
+    scratch = _scratch(_INDICES, _INTP)
+    for block in _blocks(out.size, _INTP):
+        index = scratch[: block.stop - block.start]
+        np.copyto(index, indices[block])
+        np.take(table, index, out=out[block], mode="wrap")
+
+
+def _bits(array: Array) -> Array:
+    return array.view(f"u{array.itemsize}")
+
+
+@cache
+def _widened(dtype: DType) -> Array:
+    """All numbers of a narrow float, as float32, in the order of their bits."""
+    numbers = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype.numpy)
+    return numbers.astype(_FLOAT32)
+
+
+@cache
+def _narrowed(dtype: DType) -> Array:
+    """The bits of an 8-bit float by the leading bits of a float32."""
+    leading = np.arange(1 << 16, dtype=_UINT32) << 16
+    with np.errstate(all="ignore"):
+        return _bits(_without_nan_bits(leading.view(_FLOAT32)).astype(dtype.numpy))
+
+
+def _leading(source: Array) -> Array:
+    """The upper 16 bits of float32; the lowest of them is set if any below it is.
+
+    This is rounding to odd. It keeps at least two bits more than an 8-bit float has, and so all
+    that a later rounding to nearest needs to know.
+    """
+    bits = _bits(source)
+    sticky = _scratch(_INDICES, _UINT32)[: bits.size]
+    np.bitwise_and(bits, 0xFFFF, out=sticky)
+    np.minimum(sticky, 1, out=sticky)
+    leading = _scratch(_OPERAND, _UINT32)[: bits.size]
+    np.right_shift(bits, 16, out=leading)
+    return np.bitwise_or(leading, sticky, out=leading)
+
+
+def _without_nan_bits(source: Array) -> Array:
+    """``source`` with one NaN for all."""
+    greatest = np.maximum.reduce(source)
+    if greatest == greatest:  # there is none: it would be this
+        return source
+    return np.where(np.isnan(source), _FLOAT32.type(np.nan), source)
+
+
+class _Compiled:
+    """The loops of the C library. formats: the numbers by which it knows dtypes, by their names."""
+
+    def __init__(self, library: Kernels) -> None:
+        self._library = library
+        numbers = {dtype.name: library.format(dtype.name.encode()) for dtype in DTYPES}
+        self.formats = {name: number for name, number in numbers.items() if number >= 0}
+
+    def combine(self, by: Loop, sources: Sequence[Array], out: Array, divisor: int) -> None:
+        n, count = len(sources), out.size * by.elements
+        which = self.formats[by.format], by.operation
+        if count <= _SHORT:
+            copies = (ctypes.c_char_p * n)(*[source.tobytes() for source in sources])
+            self._library.short_combine(*which, copies, n, out.ctypes.data, count, divisor)
+        else:
+            addresses = struct.pack(f"{n}P", *[source.ctypes.data for source in sources])
+            self._library.combine(*which, addresses, n, out.ctypes.data, count, divisor)
+
+    def widen(self, dtype: DType, source: Array, out: Array) -> None:
+        self._library.widen(self.formats[dtype.name], source.ctypes.data, out.ctypes.data, out.size)
+
+    def narrow(self, dtype: DType, source: Array, out: Array) -> None:
+        self._library.narrow(
+            self.formats[dtype.name], source.ctypes.data, out.ctypes.data, out.size
+        )
+
+
+_numpy = _NumPy()
+_compiled = _Compiled(kernels) if kernels is not None else None

@@ -1,0 +1,376 @@
+/* Reductions on a CUDA device, to the bits of reduction.py on the host: see there what they are.
+ *
+ * device_kernels.py puts formats.h before this text, and behind it one line for the kernel that is
+ * asked for: COMBINE(...) or another of the macros at the end. NVRTC compiles the whole; so does any
+ * C++ compiler that is told what a thread is.
+ *
+ * Where all arrays lie alike, most elements are read and written in pieces of 16 bytes. A thread
+ * reads a piece of all sources before it writes the result, and no other touches it, so the result
+ * may be the memory of any source.
+ *
+ * CuPy compiles everything with -ftz=true, which takes subnormal float32 for zero. Instructions of
+ * PTX say themselves what they do, and are never contracted: arithmetic and comparisons of floats
+ * are written as such. (Those in formats.h do not mind.)
+ */
+
+#ifdef __CUDACC__
+#define METHOD __device__ __forceinline__
+#else
+#define METHOD inline
+#endif
+
+#ifdef __CUDA_ARCH__
+#define ARITHMETIC(NAME, PTX, OPERATOR)                                                            \
+    INLINE float NAME(float a, float b)                                                            \
+    {                                                                                              \
+        float result;                                                                              \
+        asm(PTX ".rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));                            \
+        return result;                                                                             \
+    }                                                                                              \
+    INLINE double NAME(double a, double b)                                                         \
+    {                                                                                              \
+        double result;                                                                             \
+        asm(PTX ".rn.f64 %0, %1, %2;" : "=d"(result) : "d"(a), "d"(b));                            \
+        return result;                                                                             \
+    }
+#else
+#define ARITHMETIC(NAME, PTX, OPERATOR)                                                            \
+    INLINE float NAME(float a, float b)                                                            \
+    {                                                                                              \
+        return a OPERATOR b;                                                                       \
+    }                                                                                              \
+    INLINE double NAME(double a, double b)                                                         \
+    {                                                                                              \
+        return a OPERATOR b;                                                                       \
+    }
+#endif
+ARITHMETIC(sum, "add", +)
+ARITHMETIC(difference, "sub", -)
+ARITHMETIC(product, "mul", *)
+ARITHMETIC(quotient, "div", /)
+
+template <class Number> INLINE bool less(Number a, Number b)
+{
+    return a < b;
+}
+
+#ifdef __CUDA_ARCH__
+INLINE bool less(float a, float b)
+{
+    int result;
+    asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }"
+        : "=r"(result)
+        : "f"(a), "f"(b));
+    return result;
+}
+#endif
+
+/* ---- Formats ---------------------------------------------------------------------------------
+ *
+ * A format has an element as it is in memory, a number to compute with, the ways from the one to
+ * the other, fold, which is one operation, and divided, which changes floats only.
+ */
+
+/* Of equal numbers (0.0 and -0.0) the later is taken; the first NaN stays. */
+template <class Number> INLINE Number minimum(Number a, Number b)
+{
+    return less(a, b) || a != a ? a : b;
+}
+
+template <class Number> INLINE Number maximum(Number a, Number b)
+{
+    return less(b, a) || a != a ? a : b;
+}
+
+template <class Type> struct Plain {
+    typedef Type element;
+    typedef Type number;
+
+    INLINE number widen(element value)
+    {
+        return value;
+    }
+    INLINE element narrow(number value)
+    {
+        return value;
+    }
+    INLINE number divided(number value, double)
+    {
+        return value;
+    }
+};
+
+template <class Type, class Wide> struct FLOAT : Plain<Type> {
+    INLINE Type divided(Type value, double divisor)
+    {
+        return quotient(value, (Type)divisor);
+    }
+    template <int operation> INLINE Type fold(Type a, Type b)
+    {
+        switch (operation) {
+        case SUM:
+            return sum(a, b);
+        case PRODUCT:
+            return product(a, b);
+        case MIN:
+            return minimum(a, b);
+        default:
+            return maximum(a, b);
+        }
+    }
+};
+
+/* Integers wrap around, in a type that arithmetic does not widen. */
+template <class Type, class Wide> struct INTEGER : Plain<Type> {
+    template <int operation> INLINE Type fold(Type a, Type b)
+    {
+        switch (operation) {
+        case SUM:
+            return (Type)((Wide)a + (Wide)b);
+        case PRODUCT:
+            return (Type)((Wide)a * (Wide)b);
+        case MIN:
+            return minimum(a, b);
+        case MAX:
+            return maximum(a, b);
+        case BAND:
+            return (Type)(a & b);
+        case BOR:
+            return (Type)(a | b);
+        default:
+            return (Type)(a ^ b);
+        }
+    }
+};
+
+/* Any byte but 0 is true. */
+template <class Type, class Wide> struct BOOL : Plain<Type> {
+    template <int operation> INLINE Type fold(Type a, Type b)
+    {
+        switch (operation) {
+        case BAND:
+            return (a != 0) & (b != 0);
+        case BOR:
+            return (a != 0) | (b != 0);
+        default:
+            return (a != 0) ^ (b != 0);
+        }
+    }
+};
+
+#define WIDE_FORMAT(NAME, TYPE, WIDE, KIND)                                                        \
+    struct format_##NAME : KIND<TYPE, WIDE> {                                                      \
+    };
+WIDE_FORMATS(WIDE_FORMAT)
+
+#define NARROW_FORMAT(NAME, WIDTH, ...)                                                            \
+    struct format_##NAME : format_float32 {                                                        \
+        typedef uint##WIDTH##_t element;                                                           \
+        INLINE float widen(element bits)                                                           \
+        {                                                                                          \
+            return widen_##NAME(bits);                                                             \
+        }                                                                                          \
+        INLINE element narrow(float value)                                                         \
+        {                                                                                          \
+            return (element)narrow_##NAME(value);                                                  \
+        }                                                                                          \
+    };
+FORMATS(NARROW_FORMAT)
+
+/* ---- Places ----------------------------------------------------------------------------------
+ *
+ * The elements from `head` on make up `pieces` pieces of as many as a Work takes at once; those
+ * before and behind them, up to `count`, are taken one by one.
+ */
+
+/* Elements of which the larger of two that belong together make up 16 bytes. */
+#define LENGTH(BYTES) (16 / (int)(BYTES))
+
+template <class Element, int n>
+struct alignas(n > 1 ? n * sizeof(Element) : alignof(Element)) Piece {
+    Element of[n];
+};
+
+template <int n, class Element> INLINE Piece<Element, n> *piece(Element *array, int64_t place)
+{
+    return (Piece<Element, n> *)(array + place);
+}
+
+template <int n, class Element>
+INLINE const Piece<Element, n> *piece(const Element *array, int64_t place)
+{
+    return (const Piece<Element, n> *)(array + place);
+}
+
+/* work.at<n>(place), for n elements from `place` on, until all are done. */
+template <class Work>
+INLINE void each_place(const Work &work, int64_t head, int64_t pieces, int64_t count)
+{
+    const int64_t threads = (int64_t)gridDim.x * blockDim.x;
+    const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    const int64_t inside = pieces * Work::length;
+
+    for (int64_t i = thread; i < pieces; i += threads)
+        work.template at<Work::length>(head + i * Work::length);
+    for (int64_t i = thread; i < count - inside; i += threads)
+        work.template at<1>(i < head ? i : i + inside);
+}
+
+/* ---- Work ------------------------------------------------------------------------------------ */
+
+/* Addresses that travel with a kernel's arguments, of which there may be 4 KiB, or 32 KiB. */
+template <class Element, int capacity> struct Sources {
+    const Element *of[capacity];
+};
+
+/* out = ((s0 op s1) op s2 ...) / divisor */
+template <class Format, int operation, int capacity> struct Combine {
+    typedef typename Format::element element;
+    typedef typename Format::number number;
+    enum { length = LENGTH(sizeof(element)) };
+
+    const Sources<element, capacity> &sources;
+    int in_use;
+    element *out;
+    double divisor;
+
+    template <int n> METHOD void at(int64_t place) const
+    {
+        Piece<element, n> result = *piece<n>(sources.of[0], place);
+        number numbers[n];
+
+#pragma unroll
+        for (int i = 0; i < n; i++)
+            numbers[i] = Format::widen(result.of[i]);
+#pragma unroll 4
+        for (int k = 1; k < in_use; k++) {
+            const Piece<element, n> next = *piece<n>(sources.of[k], place);
+#pragma unroll
+            for (int i = 0; i < n; i++)
+                numbers[i] = Format::template fold<operation>(numbers[i],
+                                                              Format::widen(next.of[i]));
+        }
+        if (divisor != 1) {
+#pragma unroll
+            for (int i = 0; i < n; i++)
+                numbers[i] = Format::divided(numbers[i], divisor);
+        }
+#pragma unroll
+        for (int i = 0; i < n; i++)
+            result.of[i] = Format::narrow(numbers[i]);
+        *piece<n>(out, place) = result;
+    }
+};
+
+/* out, of numbers, = source * factor */
+template <class Format> struct Scale {
+    typedef typename Format::element element;
+    typedef typename Format::number number;
+    enum { length = LENGTH(sizeof(number)) };
+
+    const element *source;
+    number factor;
+    number *out;
+
+    template <int n> METHOD void at(int64_t place) const
+    {
+        const Piece<element, n> given = *piece<n>(source, place);
+        Piece<number, n> result;
+
+#pragma unroll
+        for (int i = 0; i < n; i++)
+            result.of[i] = Format::template fold<PRODUCT>(Format::widen(given.of[i]), factor);
+        *piece<n>(out, place) = result;
+    }
+};
+
+template <class Type> struct Complex {
+    Type real, imaginary;
+};
+
+/* The same for a complex factor: each product and each sum is rounded. */
+template <class Type> struct ScaleComplex {
+    typedef Complex<Type> number;
+    enum { length = LENGTH(sizeof(number)) };
+
+    const number *source;
+    number factor;
+    number *out;
+
+    template <int n> METHOD void at(int64_t place) const
+    {
+        Piece<number, n> result = *piece<n>(source, place);
+
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            const Type a = result.of[i].real, b = result.of[i].imaginary;
+            const Type c = factor.real, d = factor.imaginary;
+            result.of[i].real = difference(product(a, c), product(b, d));
+            result.of[i].imaginary = sum(product(a, d), product(b, c));
+        }
+        *piece<n>(out, place) = result;
+    }
+};
+
+/* out, of elements, = source, of numbers, rounded */
+template <class Format> struct Narrow {
+    typedef typename Format::element element;
+    typedef typename Format::number number;
+    enum { length = LENGTH(sizeof(number)) };
+
+    const number *source;
+    element *out;
+
+    template <int n> METHOD void at(int64_t place) const
+    {
+        const Piece<number, n> given = *piece<n>(source, place);
+        Piece<element, n> result;
+
+#pragma unroll
+        for (int i = 0; i < n; i++)
+            result.of[i] = Format::narrow(given.of[i]);
+        *piece<n>(out, place) = result;
+    }
+};
+
+/* ---- Kernels --------------------------------------------------------------------------------- */
+
+#define KERNEL(NAME) extern "C" __global__ void __launch_bounds__(256) NAME
+
+/* Where the elements lie, for each_place; the last arguments of every kernel. */
+#define PLACES int64_t head, int64_t pieces, int64_t count
+
+#define COMBINE(NAME, OPERATION, CAPACITY)                                                         \
+    KERNEL(combine)                                                                                \
+    (const __grid_constant__ Sources<format_##NAME::element, CAPACITY> sources, int n,             \
+     format_##NAME::element *out, double divisor, PLACES)                                          \
+    {                                                                                              \
+        const Combine<format_##NAME, OPERATION, CAPACITY> work = {sources, n, out, divisor};       \
+        each_place(work, head, pieces, count);                                                     \
+    }
+
+#define SCALE(NAME)                                                                                \
+    KERNEL(scale)                                                                                  \
+    (const format_##NAME::element *source, format_##NAME::number factor,                           \
+     format_##NAME::number *out, PLACES)                                                           \
+    {                                                                                              \
+        const Scale<format_##NAME> work = {source, factor, out};                                   \
+        each_place(work, head, pieces, count);                                                     \
+    }
+
+#define SCALE_COMPLEX(NAME)                                                                        \
+    KERNEL(scale)                                                                                  \
+    (const Complex<format_##NAME::number> *source, format_##NAME::number real,                     \
+     format_##NAME::number imaginary, Complex<format_##NAME::number> *out, PLACES)                 \
+    {                                                                                              \
+        const ScaleComplex<format_##NAME::number> work = {source, {real, imaginary}, out};         \
+        each_place(work, head, pieces, count);                                                     \
+    }
+
+#define NARROW(NAME)                                                                               \
+    KERNEL(narrow)                                                                                 \
+    (const format_##NAME::number *source, format_##NAME::element *out, PLACES)                     \
+    {                                                                                              \
+        const Narrow<format_##NAME> work = {source, out};                                          \
+        each_place(work, head, pieces, count);                                                     \
+    }

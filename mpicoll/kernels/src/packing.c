@@ -1,0 +1,35 @@
+/* Blocks that lie apart, side by side, and back: what small arrays are fused with.
+ *
+ * This is plain C for ctypes: it does not include Python.h and defines no module.
+ */
+
+#include "kernels.h"
+
+#include <string.h>
+
+/* Copies, line by line, block r of every array, for each r of `rows`, to one place after another.
+ *
+ * arrays: of so many `lines` of `n`; array k of each has `rows` blocks of counts[k] elements.
+ * size:   of an element. */
+EXPORT void mpicoll_pack(const char *const *arrays, const size_t *counts, size_t n, size_t lines,
+                         size_t rows, size_t size, char *into)
+{
+    for (size_t line = 0; line < lines; line++, arrays += n)
+        for (size_t row = 0; row < rows; row++)
+            for (size_t k = 0; k < n; k++) {
+                memcpy(into, arrays[k] + row * counts[k] * size, counts[k] * size);
+                into += counts[k] * size;
+            }
+}
+
+/* The way back. */
+EXPORT void mpicoll_unpack(char *const *arrays, const size_t *counts, size_t n, size_t lines,
+                           size_t rows, size_t size, const char *from)
+{
+    for (size_t line = 0; line < lines; line++, arrays += n)
+        for (size_t row = 0; row < rows; row++)
+            for (size_t k = 0; k < n; k++) {
+                memcpy(arrays[k] + row * counts[k] * size, from, counts[k] * size);
+                from += counts[k] * size;
+            }
+}

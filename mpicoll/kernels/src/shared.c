@@ -1,0 +1,585 @@
+/* Collectives of ranks that share memory.
+ *
+ * A segment is mapped by all n ranks of a group. Each rank has a region in it: three counters, a
+ * description of its call, and SLOTS slots for what it gives to the others, and as many for what it
+ * has combined for them. A message goes through in rounds of at most one slot; in round k
+ *
+ *   1. every rank copies its elements into slot k, and counts `given` up;
+ *   2. when all have, it combines elements of all slots in the order of the ranks. Either all of
+ *      them, straight into its array, or its own share of them, which it also puts into its second
+ *      slot k, counting `combined` up;
+ *   3. in the latter case it copies the others' shares, when they are there, into its array.
+ *
+ * The steps of neighbouring rounds are interleaved (1 of round k, 3 of k - 2, 2 of k - 1), so that
+ * a rank seldom finds that another has not yet come as far. Combining everything on every rank
+ * costs a copy and a wait less, and more arithmetic: best for little data.
+ *
+ * Why four slots are enough. A rank fills slot k once it has seen `given` k - 2 of all others, who
+ * by then had ended step 2 of round k - 4, the last to read the slot. It combines into its second
+ * slot k once it has seen `given` k of all, who by then had ended step 3 of round k - 3.
+ *
+ * Rounds are numbered on from call to call, so that a rank may begin a call while others still end
+ * the one before. Counters are of 32 bits and wrap around; they are compared by their difference.
+ *
+ * This is plain C for ctypes: it does not include Python.h and defines no module.
+ */
+
+#include "kernels.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
+
+/* How often a rank gives the processor up to whoever else wants it before it sleeps. To be woken takes
+ * several times as long as to get one's turn: with more ranks than processors, calls on little data
+ * take a quarter of the time. */
+enum { YIELDS = 50 };
+
+#define FOREVER UINT64_MAX
+
+/* Bytes that are combined and copied on before the first-level cache loses them, and bytes of a
+ * result that caches lose before it is there. */
+enum { BLOCK = 8192, LARGE = 32 << 20 };
+
+/* A number that its rank counts up and others wait for. */
+struct counter {
+    _Alignas(LINE) atomic_uint value;
+    atomic_uint sleepers; /* somebody asked to be woken since the last change */
+};
+
+/* What a call is about. */
+struct call {
+    _Alignas(LINE) uint64_t what, count;
+};
+
+struct header {
+    struct counter given, combined;
+    struct counter asked; /* the number of the last call asked for, begun or not */
+    /* The calls that were begun, and those that were asked for: of either the last two, in turn. */
+    struct call calls[2], asked_for[2];
+};
+
+/* A rank's hold on a segment; mpicoll/routes/shared.py has the same. */
+struct mpicoll_shared {
+    char *base;     /* where the segment is mapped */
+    size_t slot;    /* bytes of a slot, a multiple of LINE */
+    uint32_t n, me; /* ranks, and this one */
+    uint32_t round; /* rounds ended */
+    uint32_t calls; /* calls begun */
+    uint32_t looks; /* at a counter before the thread sleeps */
+    atomic_uint left; /* this rank waits for nobody any more: calls return 0 */
+};
+
+/* What all calls of one kind share; mpicoll/routes/shared.py has the same. */
+struct mpicoll_kind {
+    struct mpicoll_shared *shared;
+    uint64_t what;   /* tells this kind of call from others */
+    double divisor;  /* of what was combined */
+    size_t size;     /* bytes of a number */
+    size_t parts;    /* numbers that make up an element */
+    size_t whole;    /* numbers of an array up to which every rank combines everything */
+    int32_t format;  /* of the numbers that are combined; negative: they are copied */
+    int32_t operation;
+    int32_t blocks;  /* as many blocks as ranks are given by each, instead of one */
+    int32_t giver, taker; /* only the root gives, or takes */
+};
+
+static size_t rounded(size_t size, size_t unit)
+{
+    return (size + unit - 1) / unit * unit;
+}
+
+/* Bytes of a second slot: a share of a slot, of at most one line more than the n-th part. */
+static size_t share_slot(size_t slot, size_t n)
+{
+    return rounded(slot / n, LINE) + LINE;
+}
+
+/* Bytes of one rank's region: a segment has n of them. */
+EXPORT size_t mpicoll_shared_region(size_t slot, size_t n)
+{
+    return rounded(rounded(sizeof(struct header), PAGE) + SLOTS * (slot + share_slot(slot, n)),
+                   PAGE);
+}
+
+static char *region(const struct mpicoll_shared *shared, uint32_t rank)
+{
+    return shared->base + rank * mpicoll_shared_region(shared->slot, shared->n);
+}
+
+static struct header *header(const struct mpicoll_shared *shared, uint32_t rank)
+{
+    return (struct header *)region(shared, rank);
+}
+
+static char *slot(const struct mpicoll_shared *shared, uint32_t rank, uint32_t round)
+{
+    return region(shared, rank) + rounded(sizeof(struct header), PAGE) +
+           round % SLOTS * shared->slot;
+}
+
+static char *second_slot(const struct mpicoll_shared *shared, uint32_t rank, uint32_t round)
+{
+    return slot(shared, rank, 0) + SLOTS * shared->slot +
+           round % SLOTS * share_slot(shared->slot, shared->n);
+}
+
+/* ---- Counting and waiting ---------------------------------------------------------------------- */
+
+/* Sleeping is for waits that last, beside ranks or threads that want the core: whoever sleeps leaves
+ * it to them, and is put back on one at once when he is woken. */
+#ifdef __linux__
+static void sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
+{
+    const struct timespec limit = {0, (long)nanoseconds};
+    syscall(SYS_futex, &counter->value, FUTEX_WAIT, value, &limit, NULL, 0);
+}
+
+static void wake(struct counter *counter)
+{
+    syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+#else
+static void sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
+{
+    (void)counter, (void)value, (void)nanoseconds;
+    sched_yield();
+}
+
+static void wake(struct counter *counter)
+{
+    (void)counter;
+}
+#endif
+
+static void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void count_up(struct counter *counter, uint32_t value)
+{
+    /* Either this sees that somebody is about to sleep, or he sees the new value. */
+    atomic_store(&counter->value, value);
+    if (atomic_load(&counter->sleepers)) {
+        atomic_store(&counter->sleepers, 0);
+        wake(counter);
+    }
+}
+
+static int reached(unsigned value, uint32_t target)
+{
+    return (int32_t)(value - target) >= 0;
+}
+
+static uint64_t now(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
+}
+
+/* Waits until another rank has counted to `target`, or, returning 0, until the time `end`, or until
+ * this rank is told to leave. */
+static int wait_until(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target,
+                      uint64_t end)
+{
+    /* Should a wake-up be lost with the rank that owed it, look again now and then. */
+    const uint64_t nap = 50000000;
+
+    for (uint32_t i = 0; i < shared->looks; i++) {
+        if (reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
+            return 1;
+        relax();
+    }
+    for (int i = 0; i < YIELDS && (end == FOREVER || now() < end); i++) {
+        sched_yield();
+        if (reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
+            return 1;
+    }
+    for (;;) {
+        const unsigned value = atomic_load(&counter->value);
+        if (reached(value, target))
+            return 1;
+        const uint64_t time = end == FOREVER ? 0 : now();
+        if (time >= end || atomic_load(&shared->left))
+            return 0;
+        atomic_store(&counter->sleepers, 1);
+        if (atomic_load(&counter->value) == value)
+            sleep_while(counter, value, end - time < nap ? end - time : nap);
+    }
+}
+
+static int wait_for(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target)
+{
+    return wait_until(shared, counter, target, FOREVER);
+}
+
+static int wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
+{
+    for (uint32_t i = 1; i < shared->n; i++)
+        if (!wait_for(shared, &header(shared, (shared->me + i) % shared->n)->given, target))
+            return 0;
+    return 1;
+}
+
+/* ---- Calls ------------------------------------------------------------------------------------- */
+
+static void ask(struct header *mine, uint32_t number, uint64_t what, uint64_t count)
+{
+    mine->asked_for[number % 2] = (struct call){what, count};
+    count_up(&mine->asked, number);
+}
+
+static int same(const struct call *one, const struct call *other)
+{
+    return one->what == other->what && one->count == other->count;
+}
+
+/* Call `number` of the group's collectives has been asked for. Returns 1 if the other ranks have got
+ * that far, too, or get there in so many nanoseconds, and with the same call. Whoever then begins it
+ * will not have to wait for them. (It is the group's number, and not one of the calls here, so that
+ * an error between this and the call, after which the ranks go on with the next number, leaves
+ * nothing behind. Whoever is two numbers ahead has written over what is compared here, and may be
+ * writing; but he has call `number` behind him, so that either answer will do.) */
+EXPORT int mpicoll_shared_ask(const struct mpicoll_shared *shared, uint32_t number, uint64_t what,
+                              uint64_t count, uint64_t nanoseconds)
+{
+    const uint64_t end = now() + nanoseconds;
+    struct header *mine = header(shared, shared->me);
+    ask(mine, number, what, count);
+    for (uint32_t i = 1; i < shared->n; i++) {
+        struct header *other = header(shared, (shared->me + i) % shared->n);
+        if (!wait_until(shared, &other->asked, number, end) ||
+            !same(&other->asked_for[number % 2], &mine->asked_for[number % 2]))
+            return 0;
+    }
+    return 1;
+}
+
+/* Says what this call is about. */
+static void announce(struct mpicoll_shared *shared, uint32_t number, uint64_t what, uint64_t count)
+{
+    struct header *mine = header(shared, shared->me);
+    const uint32_t parity = ++shared->calls % 2;
+    if (!reached(atomic_load(&mine->asked.value), number))
+        ask(mine, number, what, count);
+    mine->calls[parity] = (struct call){what, count};
+}
+
+/* All ranks, which have given something, are in the same call. If not, all of them find that out:
+ * whoever sees no difference to its own call is seen by none to differ. */
+static int agreed(const struct mpicoll_shared *shared)
+{
+    const uint32_t parity = shared->calls % 2;
+    const struct header *mine = header(shared, shared->me);
+    for (uint32_t rank = 0; rank < shared->n; rank++)
+        if (!same(&header(shared, rank)->calls[parity], &mine->calls[parity]))
+            return 0;
+    return 1;
+}
+
+/* The end of a call, which began in round `base`, that the ranks did not agree on. Some are in its
+ * first round and some in its second: they end alike. */
+static int differed(struct mpicoll_shared *shared, uint32_t base)
+{
+    struct header *mine = header(shared, shared->me);
+    count_up(&mine->given, base + 2);
+    count_up(&mine->combined, base + 2);
+    shared->round = base + 2;
+    return 0;
+}
+
+/* A call that only compares what it is about: 1 where all ranks have it alike. */
+EXPORT int mpicoll_shared_agree(struct mpicoll_shared *shared, uint32_t number, uint64_t what,
+                                uint64_t count)
+{
+    struct header *mine = header(shared, shared->me);
+    const uint32_t base = shared->round;
+
+    announce(shared, number, what, count);
+    count_up(&mine->given, base + 1);
+    if (!wait_for_given(shared, base + 1))
+        return 0;
+    if (!agreed(shared))
+        return differed(shared, base);
+    count_up(&mine->combined, base + 1);
+    shared->round = base + 1;
+    return 1;
+}
+
+/* What rank's call is about, after one that was not agreed on. */
+EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t rank, uint64_t *what,
+                                uint64_t *count)
+{
+    const struct header *other = header(shared, rank);
+    *what = other->calls[shared->calls % 2].what;
+    *count = other->calls[shared->calls % 2].count;
+}
+
+/* One piece of a message: what goes through in a round. */
+struct piece {
+    char *data;
+    size_t count;
+};
+
+static struct piece piece_of(char *array, size_t size, size_t count, size_t step, size_t i)
+{
+    const size_t start = i * step;
+    return (struct piece){array + start * size, count - start < step ? count - start : step};
+}
+
+/* The first element of a rank's share of a piece: shares are whole lines. */
+static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank)
+{
+    const size_t share = rounded(rounded(piece.count, n) / n * size, LINE) / size;
+    return rank * share < piece.count ? rank * share : piece.count;
+}
+
+/* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements.
+ *
+ * number: of the call among the group's collectives, the same on every rank.
+ * Returns 0 without doing so, on all ranks, if they do not have the same count and kind, and on this
+ * one if it was told to leave: then the segment is of no more use to it. */
+EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *array, size_t elements,
+                                     uint32_t number)
+{
+    struct mpicoll_shared *shared = kind->shared;
+    const uint32_t n = shared->n, me = shared->me, base = shared->round;
+    const size_t size = kind->size, step = shared->slot / size, count = elements * kind->parts;
+    const size_t rounds = count ? (count + step - 1) / step : 1;
+    const int split = count > kind->whole; /* each combines its share, instead of everything */
+    struct header *mine = header(shared, me);
+    const char *sources[n];
+
+    announce(shared, number, kind->what, count);
+    for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
+        if (i < rounds) {
+            const struct piece piece = piece_of(array, size, count, step, i);
+            char *into = slot(shared, me, base + i);
+            if (split) { /* all but the own share */
+                const size_t start = share_start(piece, size, n, me) * size;
+                const size_t end = share_start(piece, size, n, me + 1) * size;
+                memcpy(into, piece.data, start);
+                memcpy(into + end, piece.data + end, piece.count * size - end);
+            } else {
+                memcpy(into, piece.data, piece.count * size);
+            }
+            count_up(&mine->given, base + i + 1);
+        }
+        if (split && i >= 2) {
+            const struct piece piece = piece_of(array, size, count, step, i - 2);
+            for (uint32_t k = 1; k < n; k++) {
+                const uint32_t rank = (me + k) % n;
+                const size_t start = share_start(piece, size, n, rank);
+                const size_t end = share_start(piece, size, n, rank + 1);
+                if (!wait_for(shared, &header(shared, rank)->combined, base + i - 1))
+                    return 0;
+                memcpy(piece.data + start * size, second_slot(shared, rank, base + i - 2),
+                       (end - start) * size);
+            }
+        }
+        if (i >= 1 && i <= rounds) {
+            const struct piece piece = piece_of(array, size, count, step, i - 1);
+            const size_t start = split ? share_start(piece, size, n, me) : 0;
+            const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
+            if (!wait_for_given(shared, base + i))
+                return 0;
+            if (i == 1 && !agreed(shared))
+                return differed(shared, base);
+            for (size_t at = start; at < end; at += BLOCK / size) {
+                const size_t length = end - at < BLOCK / size ? end - at : BLOCK / size;
+                char *out = piece.data + at * size;
+                for (uint32_t rank = 0; rank < n; rank++)
+                    sources[rank] =
+                        rank == me ? out : slot(shared, rank, base + i - 1) + at * size;
+                mpicoll_combine(kind->format, kind->operation, sources, n, out, length,
+                                kind->divisor);
+                if (split)
+                    memcpy(second_slot(shared, me, base + i - 1) + (at - start) * size, out,
+                           length * size);
+            }
+            count_up(&mine->combined, base + i);
+        }
+    }
+    shared->round = base + rounds;
+    return 1;
+}
+
+/* A block that a rank puts up for the others, at the next place in its slots. */
+struct mpicoll_given {
+    const char *data;
+    size_t count; /* elements */
+};
+
+/* A block that a rank takes: whose, from which place, where to. */
+struct mpicoll_taken {
+    size_t rank, place;
+    char *data;
+    size_t count;
+};
+
+/* Copies past the caches, which a result of this size would leave before anybody reads it: lines
+ * that are only written need not be fetched. */
+static void copy_past_caches(char *into, const char *from, size_t size)
+{
+#ifdef __SSE2__
+    const size_t before = (size_t)(-(uintptr_t)into % sizeof(__m128i));
+    if (size > before + LINE) {
+        memcpy(into, from, before);
+        for (into += before, from += before, size -= before; size >= LINE;
+             into += LINE, from += LINE, size -= LINE) {
+            const __m128i *line = (const __m128i *)from;
+            const __m128i a = _mm_loadu_si128(line), b = _mm_loadu_si128(line + 1);
+            const __m128i c = _mm_loadu_si128(line + 2), d = _mm_loadu_si128(line + 3);
+            _mm_stream_si128((__m128i *)into, a);
+            _mm_stream_si128((__m128i *)into + 1, b);
+            _mm_stream_si128((__m128i *)into + 2, c);
+            _mm_stream_si128((__m128i *)into + 3, d);
+        }
+        _mm_sfence(); /* these stores are not ordered among others by themselves */
+    }
+#endif
+    memcpy(into, from, size);
+}
+
+static size_t length_of(size_t count, size_t start, size_t step)
+{
+    return count <= start ? 0 : count - start < step ? count - start : step;
+}
+
+/* What is taken of a rank's block in a round: of the own from the array itself. */
+static const char *source_of(const struct mpicoll_shared *shared, const struct mpicoll_taken *taken,
+                             const struct mpicoll_given *gives, uint32_t round, size_t room,
+                             size_t start)
+{
+    if (taken->rank == shared->me)
+        return gives[taken->place].data + start;
+    return slot(shared, (uint32_t)taken->rank, round) + taken->place * room;
+}
+
+/* Any collective: ranks put blocks up, and take others'. A round carries a piece of every block.
+ * What is combined goes into the place of the first block taken.
+ *
+ * places:    blocks of the rank that puts up most. Where they are as many as ranks, each is for the
+ *            rank of its number.
+ * most:      numbers in the largest block of all ranks.
+ * what, total: what all ranks must have alike.
+ * The rest is as in all_reduce; counts are of numbers. */
+static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
+                    const struct mpicoll_given *gives, size_t given,
+                    const struct mpicoll_taken *takes, size_t taken, uint32_t number, uint64_t what,
+                    uint64_t total)
+{
+    struct mpicoll_shared *shared = kind->shared;
+    const uint32_t n = shared->n, me = shared->me, base = shared->round;
+    const size_t room = shared->slot / places / LINE * LINE, size = kind->size, step = room / size;
+    const size_t rounds = most ? (most + step - 1) / step : 1;
+    struct header *mine = header(shared, me);
+    const int large = taken * most * size >= LARGE;
+    const char *sources[taken + 1];
+
+    announce(shared, number, what, total);
+    for (size_t i = 0; i <= rounds; i++) {
+        if (i < rounds) {
+            char *into = slot(shared, me, base + (uint32_t)i);
+            for (size_t k = 0; k < given; k++) {
+                if (places == n && n > 1 && k == me)
+                    continue; /* nobody else takes it */
+                const size_t length = length_of(gives[k].count, i * step, step);
+                memcpy(into + k * room, gives[k].data + i * step * size, length * size);
+            }
+            count_up(&mine->given, base + (uint32_t)i + 1);
+        }
+        if (i < 1)
+            continue;
+        const uint32_t round = base + (uint32_t)i - 1;
+        const size_t start = (i - 1) * step;
+        if (!wait_for_given(shared, round + 1))
+            return 0;
+        if (i == 1 && !agreed(shared))
+            return differed(shared, base);
+        for (size_t k = 0; k < taken; k++)
+            sources[k] = source_of(shared, &takes[k], gives, round, room, start * size);
+        if (kind->format >= 0 && taken) {
+            const size_t length = length_of(takes[0].count, start, step);
+            for (size_t at = 0; at < length; at += BLOCK / size) {
+                const size_t some = length - at < BLOCK / size ? length - at : BLOCK / size;
+                mpicoll_combine(kind->format, kind->operation, sources, taken,
+                                takes[0].data + (start + at) * size, some, kind->divisor);
+                for (size_t k = 0; k < taken; k++)
+                    sources[k] += some * size;
+            }
+        } else {
+            for (size_t k = 0; k < taken; k++) {
+                const size_t length = length_of(takes[k].count, start, step);
+                char *into = takes[k].data + start * size;
+                if (into == sources[k])
+                    continue;
+                if (large)
+                    copy_past_caches(into, sources[k], length * size);
+                else
+                    memcpy(into, sources[k], length * size);
+            }
+        }
+        count_up(&mine->combined, round + 1);
+    }
+    shared->round = base + (uint32_t)rounds;
+    return 1;
+}
+
+/* The collectives whose blocks all have `count` elements.
+ *
+ * send: the blocks that are put up, one after another; recv: where they go, in the order of the
+ *       ranks. The same array for what happens in place.
+ * root: of a collective that has one; the rest is as in all_reduce. */
+EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, const char *send, char *recv,
+                                 size_t count, uint32_t root, uint32_t number)
+{
+    const uint32_t n = kind->shared->n, me = kind->shared->me;
+    const size_t numbers = count * kind->parts, bytes = numbers * kind->size;
+    const size_t places = kind->blocks ? n : 1;
+    const size_t given = kind->giver && me != root ? 0 : places;
+    const size_t taken = kind->giver ? 1 : kind->taker && me != root ? 0 : n;
+    struct mpicoll_given gives[n];
+    struct mpicoll_taken takes[n];
+
+    for (size_t k = 0; k < given; k++)
+        gives[k] = (struct mpicoll_given){send + k * bytes, numbers};
+    for (size_t k = 0; k < taken; k++)
+        takes[k] = (struct mpicoll_taken){
+            kind->giver ? root : k,
+            kind->blocks ? me : 0,
+            kind->format >= 0 ? recv : recv + k * bytes,
+            numbers,
+        };
+    return exchange(kind, places, numbers, gives, given, takes, taken, number,
+                    kind->what | (uint64_t)root << 24, numbers);
+}
+
+/* The collectives whose blocks may differ in size: what this rank gives, and what it takes. */
+EXPORT int mpicoll_shared_exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
+                                   const struct mpicoll_given *gives, size_t given,
+                                   const struct mpicoll_taken *takes, size_t taken, uint32_t root,
+                                   uint32_t number, uint64_t total)
+{
+    return exchange(kind, places, most, gives, given, takes, taken, number,
+                    kind->what | (uint64_t)root << 24, total);
+}

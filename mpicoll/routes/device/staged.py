@@ -1,0 +1,173 @@
+"""Through pinned memory of the host: device memory over any MPI.
+
+A call is cut into pieces, the same on every rank. While MPI carries one piece, the next one is
+copied to the host and the one before back to the device, by streams of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from mpicoll.arrays.views import DeviceView, View, of_numpy
+from mpicoll.core.calls import Blocks, Route, reads, writes
+from mpicoll.cuda import device
+from mpicoll.cuda.device import Crossing, Event, Lane
+from mpicoll.primitives import Layout, Primitive
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["Ferry", "route"]
+
+#: Bytes of a piece, of both sides and all ranks' blocks together; there are two at a time.
+PIECE = 8 * 1024 * 1024
+_LINE = 64
+
+
+def route(primitive: Primitive, group: ProcessGroup, host: Route) -> Route:
+    """What ``host`` does with host memory, with device memory."""
+    n = group.size()
+    sent = n if primitive.layout is Layout.SCATTERED else 1
+    received = n if primitive.layout is Layout.GATHERED else 1
+
+    def staged(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+        # No rank knows the sizes of others' blocks: such calls are one piece.
+        whole = blocks is not None
+        out = None if send is None else _Side(send, 1 if whole else sent)
+        into = None if recv is None else _Side(recv, 1 if whole else received)
+        sides = [one for one in (out, into) if one is not None]
+        lane, count = sides[0].lane, max(one.count for one in sides)
+        # A root has blocks of all ranks in its pieces, the others have not: all cut alike.
+        step = max(1, count if whole else PIECE // (n + 1) // sides[0].itemsize)
+        pieces = [(at, min(step, count - at)) for at in range(0, max(count, 1), step)]
+        half = sum(one.room(pieces[0]) for one in sides)
+        pinned = lane.pinned(half * min(2, len(pieces))).on_host()
+        coming_in = [
+            one for one in sides if one is out or (out is None and reads(primitive, group, root))
+        ]
+        going_back = into is not None and (out is not None or writes(primitive, group, root))
+
+        def places(k: int) -> list[View]:
+            """Where the sides' pieces are on the host."""
+            found, at = [], k % 2 * half
+            for one in sides:
+                memory = pinned[at : at + one.nbytes(pieces[k])].view(one.dtype.numpy)
+                found.append(of_numpy(memory, one.dtype))
+                at += one.room(pieces[0])
+            return found
+
+        def fetch(k: int) -> Event:
+            lane.after(lane.to_host, lane.to_device)  # the place is that of the last but one
+            for one, place in zip(sides, places(k), strict=True):
+                if one in coming_in:
+                    one.copy(pieces[k], place, lane.to_host, inward=False)
+            return lane.runtime.record(lane.index, lane.to_host)
+
+        lane.after(lane.to_host, lane.work)
+        coming = fetch(0)
+        try:
+            for k, piece in enumerate(pieces):
+                here = coming
+                if k + 1 < len(pieces):
+                    coming = fetch(k + 1)
+                lane.runtime.synchronize(here)
+                found = places(k)
+                host(
+                    None if out is None else found[0],
+                    None if into is None else found[-1],
+                    root,
+                    blocks,
+                )
+                if into is not None and going_back:
+                    into.copy(piece, found[-1], lane.to_device, inward=True)
+        finally:  # after an error, too, what is on its way comes before what follows
+            lane.after(lane.work, lane.to_host)
+            lane.after(lane.work, lane.to_device)
+
+    return staged
+
+
+class _Side:
+    """One side of a call: so many blocks of ``count`` elements each, one after another."""
+
+    def __init__(self, view: View, blocks: int) -> None:
+        assert isinstance(view, DeviceView)
+        self.view = view
+        self.lane: Lane = view.working
+        self.dtype = view.dtype
+        self.itemsize = view.dtype.itemsize
+        self.blocks = blocks
+        self.count = view.count // blocks
+
+    def nbytes(self, piece: tuple[int, int]) -> int:
+        """Bytes of a piece: of a part of every block."""
+        return self.blocks * self._of_block(piece)
+
+    def _of_block(self, piece: tuple[int, int]) -> int:
+        return min(piece[1], self.count) * self.itemsize
+
+    def room(self, piece: tuple[int, int]) -> int:
+        """Bytes to keep for it: whole lines."""
+        return -(-self.nbytes(piece) // _LINE) * _LINE
+
+    def copy(self, piece: tuple[int, int], place: View, stream: int, inward: bool) -> None:
+        """Enqueues the copies between the piece and its place on the host."""
+        nbytes = self._of_block(piece)
+        host = place.array.ctypes.data
+        for block in range(self.blocks):
+            on_device = self.view.address + (block * self.count + piece[0]) * self.itemsize
+            on_host = host + block * nbytes
+            into, source = (on_device, on_host) if inward else (on_host, on_device)
+            self.lane.runtime.copy(self.lane.index, into, source, nbytes, stream)
+
+
+class Ferry:
+    """Takes whole messages over: between arrays of one device and pinned memory."""
+
+    def __init__(self, index: int) -> None:
+        self._lock = threading.Lock()
+        self._lane = Lane(device.runtime(), index)
+
+    def close(self) -> None:
+        """Gives back what it has of the device."""
+        self._lane.close()
+
+    def to_host(self, view: DeviceView) -> View:
+        """A copy of the elements on the host, there when this returns."""
+        host, crossing = self.place(view), self.crossing(view)
+        with self._lock:
+            self._carry(view, host, crossing, inward=False)
+        return host
+
+    def place(self, view: DeviceView) -> View:
+        """Room for the elements on the host."""
+        memory = self._lane.runtime.pinned(self._lane.index, view.nbytes).on_host()
+        return of_numpy(memory[: view.nbytes].view(view.dtype.numpy), view.dtype)
+
+    def crossing(self, view: DeviceView) -> Crossing:
+        """The moment at which an array was given."""
+        return Crossing(self._lane.runtime, self._lane.index, {view.stream})
+
+    def to_device(self, view: DeviceView, host: View, crossing: Crossing) -> None:
+        """Brings elements to their array, where they are when this returns.
+
+        crossing: made when the array was given.
+        """
+        with self._lock:
+            self._carry(view, host, crossing, inward=True)
+
+    def _carry(self, view: DeviceView, host: View, crossing: Crossing, inward: bool) -> None:
+        lane = view.lane = self._lane
+        lane.begin()
+        crossing.enter(lane)
+        packed = view if view.buffer is not None else view.blank()
+        assert isinstance(packed, DeviceView)
+        on_host = host.array.ctypes.data
+        if not inward and packed is not view:
+            view.put(packed)
+        into, source = (packed.address, on_host) if inward else (on_host, packed.address)
+        lane.runtime.copy(lane.index, into, source, view.nbytes, lane.work)
+        if inward and packed is not view:
+            view.fill(packed)
+        lane.settle(lane.work)

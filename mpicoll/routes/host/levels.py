@@ -1,0 +1,542 @@
+"""Two levels, for groups on several nodes: the ranks of a node through the memory that they share,
+and MPI between the nodes.
+
+The first ranks of every node, as many as the smallest node has, each carry a share of a message to
+the other nodes: those at the same place of all nodes form a *rail*, which has a communicator. Every
+piece of a message
+
+1. goes through the memory of each node, where each rail's rank gets its share, combined there;
+2. goes along the rails, all at once;
+3. goes through the memory of each node again, from the rails' ranks to all.
+
+So a node sends and receives no more than one rank of its would that were there alone, and all its
+ranks take part in combining, copying and sending. Ranks may lie on nodes in any order, and nodes
+may have different numbers of ranks, down to one; where there is but one rail this is the usual form
+with a leader on each node. (Träff, Hunold, Decomposing MPI collectives for exploiting multi-lane
+communication, IEEE Cluster 2020; they call a rail a lane and take as many ranks on every node.)
+
+A call is begun by finding out whether all ranks make the same: those of a node with step 1, where
+it costs nothing, and the nodes among each other, with a reduction of 16 bytes between 1 and 2.
+Whoever goes on knows that all do.
+
+Sums and products of narrow floats are float32 from their elements to the result, which is rounded
+once. They travel as float32, up to four times as many bytes an element as in `composed`; there the
+elements of every rank travel, here those of a node.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.arrays.views import at_address
+from mpicoll.core.calls import Direct
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.signature import kind_of, told
+from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.dtypes import by_name as dtypes
+from mpicoll.errors import MismatchError
+from mpicoll.kernels.reduction import combine, loop, narrow, scale
+from mpicoll.primitives import Primitive
+from mpicoll.routes.host import composed, native, shared
+from mpicoll.routes.parcels import Given, Parcel, Taken
+from mpicoll.routes.wire import INT_MAX, datatype, scratch
+from mpicoll.watch.consistency import listed
+
+if TYPE_CHECKING:
+    from mpicoll.routes.host.shared import Shared
+
+__all__ = ["Levels", "made", "node_of", "of"]
+
+#: Bytes that a rail carries at a time: what MPI reads is still in the cache.
+PIECE = 1024 * 1024
+#: Bytes that a node carries at a time: what is scratch where narrow floats are widened.
+TOGETHER = 8 * 1024 * 1024
+#: Bytes of a share of a message, at least: the rails may be more than a short one is worth.
+SHARE = 4 * 1024
+
+_FLOAT32 = dtypes["float32"]
+
+
+# --- who is where -------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a rank is: the number of its node, and its place among the node's ranks."""
+
+    node: int
+    place: int
+
+
+class Levels:
+    """A group on several nodes, and what joins its ranks.
+
+    group:  the group.
+    nodes:  the ranks of each node, in their order; the nodes in the order of their first ranks.
+    places: where each rank is.
+    me:     where this one is.
+    rails:  number of rails.
+    even:   every node has as many ranks: each of them is on a rail.
+    rail:   the ranks at this rank's place of all nodes, in the order of the nodes; None where this
+            rank is on no rail.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, nodes: Sequence[Sequence[int]], node: ProcessGroup, memory: Any
+    ) -> None:
+        self.group = group
+        self.nodes = nodes
+        self.places = _places(nodes)
+        self.me = self.places[group.rank()]
+        self.rails = min(map(len, nodes))
+        self.even = self.rails == max(map(len, nodes))
+        self.rail: ProcessGroup | None = None
+        if self.me.place < self.rails:
+            self.rail = _part(group, [ranks[self.me.place] for ranks in nodes])
+            group.inner.Set_attr(_freed_with(), self.rail.inner)
+        self._node = node
+        self._memory: Shared | None = memory
+
+    @property
+    def here(self) -> Sequence[int]:
+        """The ranks of this node."""
+        return self.nodes[self.me.node]
+
+    def memory(self) -> Shared | None:
+        """What the node's ranks share, for the group's current call; None for a rank alone."""
+        self._node.sequence, self._node.worker = self.group.sequence, self.group.worker
+        return self._memory
+
+    def scratch(self, nbytes: int) -> int:
+        """The address of so much of the group's scratch memory."""
+        return scratch(self.group, nbytes).ctypes.data
+
+    def shares(self, count: int, itemsize: int) -> list[tuple[int, int]]:
+        """What each rail carries of ``count`` elements: the first, and how many."""
+        share = max(-(-count // self.rails), SHARE // itemsize)
+        starts = [min(count, rail * share) for rail in range(self.rails)]
+        return [(start, min(share, count - start)) for start in starts]
+
+    @contextmanager
+    def call(
+        self, primitive: Primitive, dtype: DType, op: ReduceOp | None, root: int, count: int
+    ) -> Iterator[_Call]:
+        """One call of the group; raises MismatchError, on all ranks, where theirs differ."""
+        made = _Call(self, primitive, kind_of(primitive, dtype, op, root), count)
+        try:
+            yield made
+        except _ApartError:
+            words = self.group.inner.allgather(told(made.kind, count))
+            raise MismatchError(
+                f"{primitive} on rank {self.group.rank()} of group {self.group.group_name}: the "
+                f"ranks' calls do not belong together: {listed(words)}"
+            ) from None
+
+
+def of(group: ProcessGroup) -> Levels | None:
+    """The levels of a group, the same answer on every rank; all call for the first time together.
+
+    None where the ranks are on one node, or each on one of its own, and where the ranks of any node
+    cannot share memory.
+    """
+    found: Levels | Literal[False] | None = group.plans.get(_KEY)
+    if found is None:
+        found = _look(group) or False
+        group.plans[_KEY] = found  # which the end of the group drops, with the memory
+    return found or None
+
+
+#: Among the plans of a group, where none is ever made: what all of them share.
+_KEY = "levels"
+
+
+def _look(group: ProcessGroup) -> Levels | None:
+    nodes = _nodes(group.inner)
+    largest = max(map(len, nodes))
+    if len(nodes) == 1 or not 1 < largest <= shared.MOST:
+        return None
+    ranks = nodes[_places(nodes)[group.rank()].node]
+    node = _part(group, ranks)
+    memory = shared._look(node) if len(ranks) > 1 else None
+    node.inner.Free()  # those who share memory need no messages
+    able = np.array([memory is not None or len(ranks) == 1], np.uint8)
+    group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
+    return Levels(group, nodes, node, memory) if able[0] else None
+
+
+def _nodes(comm: MPI.Intracomm) -> list[list[int]]:
+    """The ranks of each node, in their order; the nodes in the order of their first ranks."""
+    mine = hashlib.blake2b(node_of().encode(), digest_size=16).digest()
+    everybody = np.empty((comm.Get_size(), len(mine)), np.uint8)
+    comm.Allgather(np.frombuffer(mine, np.uint8), everybody)
+    found: dict[bytes, list[int]] = {}
+    for rank, name in enumerate(everybody):
+        found.setdefault(name.tobytes(), []).append(rank)
+    return list(found.values())
+
+
+def node_of() -> str:
+    """What processes have alike that may be able to share memory, and no others have.
+
+    That is: they run under one kernel, and see each other in /proc, as `segment` needs it. Whether
+    they can is tried. MPI_COMM_TYPE_SHARED does not tell: processes in different containers may
+    well be on one node.
+    """
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return f"{kernel} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""  # they cannot
+
+
+def _places(nodes: Sequence[Sequence[int]]) -> list[Place]:
+    """Where each rank is."""
+    found = [Place(0, 0)] * sum(map(len, nodes))
+    for node, ranks in enumerate(nodes):
+        for place, rank in enumerate(ranks):
+            found[rank] = Place(node, place)
+    return found
+
+
+def _part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
+    """Some ranks of a group, for routes alone: on no register, with no messages of users.
+
+    Only they call (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
+    """
+    whole = group.inner.Get_group()
+    chosen = whole.Incl(list(ranks))
+    try:
+        comm = group.inner.Create_group(chosen, 0)
+    finally:
+        chosen.Free()
+        whole.Free()
+    members = [group.ranks[rank] for rank in ranks]
+    return ProcessGroup(
+        comm, comm, members, group.backend, group.timeout, group.group_name, group.group_desc
+    )
+
+
+@cache
+def _freed_with() -> int:
+    """The key under which a communicator has another that is freed with it.
+
+    This is what MPI has attributes for (MPI-4.1 section 7.7): nobody else needs to know of it.
+    """
+
+    def free(comm: MPI.Comm, key: int, other: MPI.Comm) -> None:
+        other.Free()
+
+    return MPI.Comm.Create_keyval(delete_fn=free)
+
+
+# --- one call -----------------------------------------------------------------------------------
+
+
+class _ApartError(Exception):
+    """The ranks' calls differ, and all of them know."""
+
+
+class _Call:
+    """What is alike in all calls.
+
+    kind:   of the call, as its ranks must have it alike.
+    number: a number that is different where kind or count are.
+    """
+
+    def __init__(self, levels: Levels, primitive: Primitive, kind: int, count: int) -> None:
+        self.kind = kind
+        words = f"{kind} {count}".encode()
+        self.number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
+        self._primitive = primitive
+        self._levels = levels
+        self._memory = levels.memory()
+        self._agreed = False
+
+    def parcel(
+        self,
+        places: int = 1,
+        most: int = 0,
+        gives: Sequence[Given] = (),
+        takes: Sequence[Taken] = (),
+    ) -> Parcel:
+        """A rank's part of an exchange on its node, see Parcel; places and most are its node's."""
+        return Parcel(places, most, self.number, gives, takes)
+
+    def exchange(self, parcel: Parcel, dtype: DType, op: ReduceOp | None = None) -> None:
+        """Carries this rank's part of an exchange on its node out: all its ranks call.
+
+        op: the blocks taken are combined into the place of the first; None: they are copied.
+        """
+        if self._memory is None:  # alone: what there is to take was given here
+            for _, place, to, count in parcel.takes:
+                ctypes.memmove(to, parcel.gives[place].address, count * dtype.itemsize)
+            return
+        try:
+            self._memory.exchange(self._primitive, parcel, dtype, op, 0)
+        except MismatchError:
+            if not self._agreed:
+                self._compare(0)
+            raise _ApartError from None
+
+    def agree(self) -> None:
+        """Between a call's first exchange and its first message to another node.
+
+        Ranks that are on no rail learn from the next exchange that the nodes do not agree.
+        """
+        if self._agreed or self._compare(self.number):
+            return
+        if self._memory is not None and self._levels.rails != len(self._levels.here):
+            with suppress(MismatchError):
+                other = self.parcel()._replace(total=0)
+                self._memory.exchange(self._primitive, other, _FLOAT32, None, 0)
+        raise _ApartError
+
+    def _compare(self, number: int) -> bool:
+        """All nodes have this number. 0 is none: the ranks of this node differ."""
+        self._agreed = True
+        if self._levels.rail is None:
+            return True
+        least = np.array([number, -number], np.int64)
+        self._levels.rail.inner.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
+        return bool(least[0] == -least[1])
+
+
+# --- what carries calls out ---------------------------------------------------------------------
+
+
+def made(
+    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
+) -> Direct | None:
+    """What carries such calls out.
+
+    None where the group has no levels, where the C library does not combine ``dtype`` by ``op``,
+    and for primitives that two levels do not serve, some of them where nodes have different numbers
+    of ranks. All ranks call.
+    """
+    make, levels = _MAKERS.get(primitive.name), of(group)
+    if make is None or levels is None or (op is not None and loop(op, dtype) is None):
+        return None
+    return make(levels, primitive, dtype, op)
+
+
+class _Arithmetic:
+    """How elements of a dtype are combined on both levels.
+
+    wide: the dtype of what travels.
+    op:   what combines it.
+    """
+
+    def __init__(self, levels: Levels, dtype: DType, op: ReduceOp) -> None:
+        self._n = levels.group.size()
+        self._dtype = dtype
+        self._averages = op is ReduceOp.AVG
+        exact = op in (ReduceOp.MIN, ReduceOp.MAX)
+        self.wide = _FLOAT32 if dtype.kind is Kind.NARROW_FLOAT and not exact else dtype
+        self.op = ReduceOp.SUM if op is ReduceOp.AVG else op
+
+    @property
+    def widens(self) -> bool:
+        return self.wide is not self._dtype
+
+    def widen(self, source: int, into: int, count: int) -> None:
+        """Writes elements at an address as wide ones to another."""
+        out = _array(into, self.wide, count)
+        scale(self._dtype, _array(source, self._dtype, count), 1, out)
+
+    def finish(self, source: int, into: int, count: int) -> None:
+        """Makes results of what was combined of all ranks; without widening, where it is."""
+        combined = _array(source, self.wide, count)
+        if self._averages:
+            combine(ReduceOp.AVG, self.wide, [combined], combined, self._n)
+        if self.widens:
+            narrow(combined, _array(into, self._dtype, count))
+
+
+def _array(at: int, dtype: DType, count: int) -> Any:
+    return np.frombuffer(at_address(at, count * dtype.itemsize), dtype.numpy, count)
+
+
+def _reduction(levels: Levels, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> Direct:
+    """all_reduce: combine shares on the node, all_reduce them along the rails, gather them on the
+    node. reduce: the same for the root; only its array is written.
+    """
+    assert op is not None
+    by, everywhere = _Arithmetic(levels, dtype, op), not primitive.root
+    wide, n, mine = by.wide, len(levels.here), levels.me.place
+    along = None
+    if levels.rail is not None:
+        routes = native.REDUCTIONS if native.reducible(by.op, wide) else composed.REDUCTIONS
+        along = routes[primitive.name](levels.rail, wide, by.op)
+    step = max(1, min(levels.rails * PIECE, TOGETHER) // wide.itemsize)
+
+    def places(at: int, size: int, begin: int, own: int) -> tuple[int, int, int]:
+        """Where a piece of the array is wide, where this rank's share is combined, and the result
+        of that: in the array, or in scratch.
+        """
+        whole = size * wide.itemsize if by.widens else 0
+        scratch = levels.scratch(whole + (0 if everywhere else own * wide.itemsize))
+        source = scratch if by.widens else at
+        result = at + begin * dtype.itemsize if everywhere else scratch + whole
+        return source, source + begin * wide.itemsize if by.widens else result, result
+
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        home, place = levels.places[root]
+        gathers = everywhere or levels.me.node == home
+        with levels.call(primitive, dtype, op, root, count) as call:
+            for start in range(0, max(count, 1), step):
+                at = MPI.Get_address(recv) + start * dtype.itemsize
+                size = min(step, count - start)
+                shares = levels.shares(size, wide.itemsize)
+                begin, own = (0, 0) if along is None else shares[mine]
+                source, into, result = places(at, size, begin, own)
+                if by.widens:
+                    by.widen(at, source, size)
+                gives = [Given(source + s * wide.itemsize, some) for s, some in shares]
+                takes = [Taken(r, mine, into, own) for r in range(n)] if along else []
+                most = shares[0][1]
+                call.exchange(call.parcel(levels.rails, most, gives, takes), wide, by.op)
+                call.agree()
+                if along is not None and own:
+                    along(None, at_address(into, own * wide.itemsize), own, home)
+                    if gathers:
+                        by.finish(into, result, own)
+                most = most if gathers else 0
+                gives = [Given(result, own)] if gathers and along else []
+                takes = [
+                    Taken(r, 0, at + s * dtype.itemsize, some)
+                    for r, (s, some) in enumerate(shares)
+                    if (r != mine if everywhere else levels.me == (home, place))
+                ]
+                call.exchange(call.parcel(1, most, gives, takes), dtype)
+
+    return direct
+
+
+def _broadcast(levels: Levels, primitive: Primitive, dtype: DType, op: None) -> Direct:
+    """Scatter shares on the root's node, broadcast them along the rails, gather them on all."""
+    rail, mine, width = levels.rail, levels.me.place, dtype.itemsize
+    step = max(1, min(levels.rails * PIECE, TOGETHER) // width)
+
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        home, place = levels.places[root]
+        rooted = levels.group.rank() == root
+        with levels.call(primitive, dtype, op, root, count) as call:
+            for start in range(0, max(count, 1), step):
+                at, size = MPI.Get_address(recv) + start * width, min(step, count - start)
+                shares = levels.shares(size, width)
+                spans = [Given(at + s * width, some) for s, some in shares]
+                own = spans[mine] if rail is not None else None
+                most = shares[0][1]
+                parcel = call.parcel()
+                if levels.me.node == home:
+                    takes = [Taken(place, mine, *own)] if own is not None and not rooted else []
+                    parcel = call.parcel(levels.rails, most, spans if rooted else (), takes)
+                call.exchange(parcel, dtype)
+                call.agree()
+                if rail is not None and own is not None and own.elements:
+                    whole = at_address(own.address, own.elements * width)
+                    rail.inner.Bcast([whole, own.elements, datatype(dtype)], home)
+                gives = () if own is None else (own,)
+                takes = [Taken(r, 0, *span) for r, span in enumerate(spans) if r != mine]
+                call.exchange(call.parcel(1, most, gives, () if rooted else takes), dtype)
+
+    return direct
+
+
+def _reduce_scatter(
+    levels: Levels, primitive: Primitive, dtype: DType, op: ReduceOp | None
+) -> Direct | None:
+    """Each rank combines, on its node, the blocks of its rail, which then has a reduce_scatter."""
+    rail, nodes, mine = levels.rail, levels.nodes, levels.me.place
+    if not levels.even:
+        return None
+    assert rail is not None and op is not None
+    by = _Arithmetic(levels, dtype, op)
+    wide, n, itemsize = by.wide, len(levels.here), dtype.itemsize
+    along = composed.REDUCTIONS[primitive.name](rail, wide, by.op)
+    step = _of_a_block(levels, wide)
+
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        with levels.call(primitive, dtype, op, 0, count) as call:
+            for start in range(0, max(count, 1), step):
+                size = min(step, count - start)
+                width = size * wide.itemsize
+                # A block for each node; the own result and a block of each rank here, if widened.
+                rows = levels.scratch((len(nodes) + (1 + n if by.widens else 0)) * width)
+                result = out = MPI.Get_address(recv) + start * itemsize
+                if by.widens:
+                    out = rows + len(nodes) * width
+                for row, ranks in enumerate(nodes):
+                    first = MPI.Get_address(send) + start * itemsize
+                    places = [first + rank * count * itemsize for rank in ranks]
+                    if by.widens:
+                        for place, at in enumerate(places):
+                            places[place] = out + (1 + place) * width
+                            by.widen(at, places[place], size)
+                    gives = [Given(at, size) for at in places]
+                    takes = [Taken(r, mine, rows + row * width, size) for r in range(n)]
+                    call.exchange(call.parcel(n, size, gives, takes), wide, by.op)
+                call.agree()
+                if size:
+                    blocks = at_address(rows, len(nodes) * width)
+                    along(blocks, at_address(out, width), size, 0)
+                    by.finish(out, result, size)
+
+    return direct
+
+
+def _all_gather(levels: Levels, primitive: Primitive, dtype: DType, op: None) -> Direct | None:
+    """Each rank gets the blocks of its rail; then all get, on their node, each other's."""
+    rail, nodes, mine = levels.rail, levels.nodes, levels.me.place
+    if not levels.even:
+        return None
+    assert rail is not None
+    element, width = datatype(dtype), dtype.itemsize
+    step = _of_a_block(levels, dtype)
+    fits = INT_MAX // levels.group.size()
+    rest = native.MOVES[primitive.name](levels.group, dtype)
+
+    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        if count > fits:  # displacements are C ints in most MPIs
+            rest(send, recv, count, root)
+            return
+        with levels.call(primitive, dtype, op, 0, count) as call:
+            for start in range(0, max(count, 1), step):
+                size = min(step, count - start)
+                call.exchange(call.parcel(), dtype)
+                call.agree()
+                own = [send, size, start, element]
+                places = [ranks[mine] * count + start for ranks in nodes]
+                rail.inner.Allgatherv(own, [recv, ([size] * len(nodes), places), element])
+                for ranks in nodes:
+                    first = MPI.Get_address(recv) + start * width
+                    spans = [Given(first + rank * count * width, size) for rank in ranks]
+                    takes = [Taken(r, 0, *span) for r, span in enumerate(spans) if r != mine]
+                    call.exchange(call.parcel(1, size, [spans[mine]], takes), dtype)
+
+    return direct
+
+
+def _of_a_block(levels: Levels, dtype: DType) -> int:
+    """Elements of each block that are carried at a time."""
+    blocks = max(len(levels.nodes), len(levels.here))
+    return max(1, min(PIECE, TOGETHER // blocks) // dtype.itemsize)
+
+
+_MAKERS: dict[str, Callable[..., Direct | None]] = {
+    "all_reduce": _reduction,
+    "reduce": _reduction,
+    "broadcast": _broadcast,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_gather_single": _all_gather,
+}

@@ -1,0 +1,162 @@
+"""Memory that all ranks of a group share, where they are on one node."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import sys
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpicoll.core.pickles import Bytes
+from mpicoll.routes.wire import all_gather_bytes, broadcast_bytes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Segment", "allocate", "attach", "place", "share"]
+
+
+class Segment(NamedTuple):
+    """Shared memory: n regions, one a rank, and how many processors the ranks may run on."""
+
+    memory: mmap.mmap
+    processors: int
+
+
+def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
+    """Memory of ``region`` bytes, a multiple of the page size, for each rank of ``comm``; zeros.
+
+    None on every rank if it cannot be had on one of them: they are not on one node, not of one
+    user, in different containers, out of memory, one of them is not ``able`` to use it, or has
+    regions of another size, for its C library is another. All ranks call.
+
+    Rank 0 makes a file that is nothing but memory and has no name in any file system (memfd_create,
+    Linux); the others open it through /proc. So there is nothing that a rank that is killed could
+    leave behind, no limit but memory itself, and nothing to free together: the memory goes when
+    the last rank lets go of it, whatever became of the others, and their forked children, who have
+    it mapped and no use for it. (Were it not in the child, others would get its addresses there,
+    and lose them to whoever drops what is left of the mapping.) (A window of MPI is freed by all
+    together, and MPI does not say which ranks can share one.)
+    """
+    me, n = comm.Get_rank(), comm.Get_size()
+    name = f"mpicoll-{secrets.token_hex(16)}"
+    file = _made(name, n * region) if me == 0 and able else None
+    where = None if file is None else f"/proc/{os.getpid()}/fd/{file}"
+    name, where = _words(broadcast_bytes(comm, _bytes([name, where]), 0))
+    if me != 0 and able and where is not None:
+        file = _opened(name, where)
+    memory = None
+    if file is not None:
+        with suppress(OSError):
+            # Each its own part, which so comes to lie near it; what cannot be had is missed now.
+            os.posix_fallocate(file, me * region, region)
+            memory = mmap.mmap(file, n * region, **_without_file)
+    own = _bytes([memory is not None, region, sorted(_processors())])
+    everybody = [_words(each) for each in all_gather_bytes(comm, own)]
+    if file is not None:  # not before all have opened it
+        os.close(file)
+    if memory is None or not all(has and theirs == region for has, theirs, _ in everybody):
+        return None
+    return Segment(memory, len(set().union(*(each for *_, each in everybody))))
+
+
+# --- memory of one rank that others may map -----------------------------------------------------
+
+#: Where what ``allocate`` has given begins, with its size, and the file's name and descriptor.
+_allocated: dict[int, tuple[int, str, int]] = {}
+
+
+def allocate(nbytes: int) -> mmap.mmap | None:
+    """Memory of this process, zeros, which others of this node can map; None where there is none.
+
+    It is a file like that of ``share``, which stays open as long as the memory is used, for others
+    to find.
+    """
+    name, size = f"mpicoll-{secrets.token_hex(16)}", max(nbytes, 1)
+    file = _made(name, size)
+    if file is None:
+        return None
+    try:
+        os.posix_fallocate(file, 0, size)
+        memory = mmap.mmap(file, size, **_without_file)
+    except OSError:
+        os.close(file)
+        return None
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    _allocated[start] = (size, name, file)
+    weakref.finalize(memory, _forget, start, file).atexit = False
+    return memory
+
+
+def _forget(start: int, file: int) -> None:
+    del _allocated[start]
+    os.close(file)
+
+
+def place(start: int, nbytes: int) -> list[Any] | None:
+    """Where other processes find memory of ``allocate``: name, path, and where in it ``start`` is;
+    None for other memory.
+    """
+    for begin, (size, name, file) in list(_allocated.items()):
+        if begin <= start and start + nbytes <= begin + size:
+            return [name, f"/proc/{os.getpid()}/fd/{file}", start - begin]
+    return None
+
+
+def attach(name: str, where: str) -> mmap.mmap | None:
+    """Maps what another process has allocated; None where it is not on this node."""
+    file = _opened(name, where)
+    if file is None:
+        return None
+    try:
+        return mmap.mmap(file, os.fstat(file).st_size, **_without_file)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+#: The mapping needs no open file, but before Python 3.13 it keeps one.
+_without_file: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+
+def _bytes(words: list[Any]) -> Bytes:
+    return np.frombuffer(json.dumps(words).encode(), np.uint8)
+
+
+def _words(words: Bytes) -> list[Any]:
+    found: list[Any] = json.loads(words.tobytes())
+    return found
+
+
+def _made(name: str, size: int) -> int | None:
+    try:
+        file = os.memfd_create(name)
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        return None
+    with suppress(OSError):
+        os.ftruncate(file, size)
+        return file
+    os.close(file)
+    return None
+
+
+def _opened(name: str, where: str) -> int | None:
+    """Opens rank 0's file, and no other that may be found there: this may be another machine."""
+    with suppress(OSError):
+        if str(Path(where).readlink()).startswith(f"/memfd:{name}"):
+            return os.open(where, os.O_RDWR)
+    return None
+
+
+def _processors() -> set[int]:
+    """The processors that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return set(range(os.cpu_count() or 1)) if affinity is None else affinity(0)

@@ -1,0 +1,110 @@
+"""The rooms of mpicoll: who may import whom, and that the page draws what is there."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+import mpicoll
+
+HOME = Path(mpicoll.__file__).parent
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
+
+#: From top to bottom: a room imports from those behind it alone. ``mpicoll`` itself finds names
+#: when they are used.
+ROOMS = [
+    "__main__", "cli", "torch", "api", "dispatch", "routes", "watch", "core", "arrays", "cuda",
+    "launch", "kernels", "ground",
+]  # fmt: skip
+GROUND = {"communicators", "dtypes", "errors", "output", "primitives", "settings"}
+
+Imports = dict[str, dict[str, bool]]
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(HOME.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {_name(path): path for path in HOME.rglob("*.py")}
+
+
+def _imports(path: Path) -> dict[str, bool]:
+    """What a module imports of mpicoll, and whether it does so when it is loaded. What is for types
+    alone does not count.
+    """
+    found: dict[str, bool] = {}
+
+    def look(node: ast.AST, loads: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            names: list[str] = []
+            if isinstance(child, ast.ImportFrom) and child.module:
+                inside = [f"{child.module}.{each.name}" for each in child.names]
+                names = [each if each in MODULES else child.module for each in inside]
+            elif isinstance(child, ast.Import):
+                names = [each.name for each in child.names]
+            for each in names:
+                if each.split(".")[0] == "mpicoll":
+                    found[each] = found.get(each, False) or loads
+            look(child, loads and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
+
+    look(ast.parse(path.read_text("utf-8")), True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return {name: _imports(path) for name, path in MODULES.items()}
+
+
+def _room(name: str) -> str | None:
+    """The room of a module; None for ``mpicoll`` itself."""
+    first = name.split(".")[1:2]
+    return ("ground" if first[0] in GROUND else first[0]) if first else None
+
+
+def test_every_module_has_a_room() -> None:
+    assert {_room(name) for name in MODULES} == {None, *ROOMS}
+
+
+def test_every_import_leads_downwards(imports: Imports) -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in imports.items()
+        for other in others
+        if (room := _room(name)) and (below := _room(other))
+        if ROOMS.index(room) > ROOMS.index(below)
+    ]
+    assert not wrong
+
+
+def test_there_are_no_circles(imports: Imports) -> None:
+    """Among what modules load when they are loaded."""
+    graph = {name: {other for other in others if others[other]} for name, others in imports.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_the_page_draws_the_tree() -> None:
+    drawn = re.search(r"```\n(mpicoll/\n.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert drawn is not None
+    folders: list[str] = []
+    found = set()
+    for line in drawn[1].splitlines():
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        del folders[depth:]
+        if name.endswith("/"):
+            folders.append(name.rstrip("/"))
+        else:
+            found.add("/".join([*folders, name]))
+    there = {
+        path.relative_to(HOME.parent).as_posix()
+        for path in HOME.rglob("*")
+        if path.suffix in (".py", ".c", ".h", ".cu") and path.name != "__init__.py"
+    }
+    assert found == there

@@ -52,6 +52,8 @@ class TorchGroup(Collectives, c10d.ProcessGroup):  # type: ignore[misc]
     register_abort_hook = _refusal("register_abort_hook")
     get_reconfigure_handle = _refusal("get_reconfigure_handle")
     reconfigure = _refusal("reconfigure")
+    split_group = _refusal("split_group")
+    merge_remote_group = _refusal("merge_remote_group")
 
     def __init__(self, core: ProcessGroup, store: c10d.Store) -> None:
         super().__init__(core)

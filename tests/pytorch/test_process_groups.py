@@ -265,3 +265,6 @@ def test_what_an_older_torch_cannot_offer_is_refused_by_name(world):
         name = f"register_{kind}_hook"
         with pytest.raises(RuntimeError, match=f"{name}: torch .* for backends in C.. alone"):
             getattr(group, name)(1, print)
+    for name in "split_group", "merge_remote_group":
+        with pytest.raises(RuntimeError, match=f"{name}: torch .* for backends in C.. alone"):
+            getattr(group, name)([0])

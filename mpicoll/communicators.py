@@ -79,7 +79,8 @@ def tells_of_loss(error: MPI.Exception) -> bool:
     """A call ended because a rank is lost, or because another rank has said that one is (ULFM)."""
     from mpi4py import MPI
 
-    losses = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+    losses = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
+    losses.discard(MPI.ERR_UNKNOWN)  # which they are where the MPI has none of them
     return error.Get_error_class() in losses
 
 

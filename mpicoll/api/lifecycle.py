@@ -26,7 +26,6 @@ from mpicoll.errors import (
     CollectiveTimeoutError,
     DistBackendError,
     LaunchError,
-    LostRankError,
     MismatchError,
     MpicollError,
     NotInitializedError,
@@ -34,7 +33,7 @@ from mpicoll.errors import (
 )
 from mpicoll.launch.serialized import plain
 from mpicoll.output import write_lines
-from mpicoll.watch import positions
+from mpicoll.watch import losses, positions
 from mpicoll.watch.ends import Guard, end_job, exit_code, keep_exit_code
 
 if TYPE_CHECKING:
@@ -401,9 +400,9 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
 
     Work that somebody has waited for in vain is not waited for again: the group is left with it.
     """
-    if isinstance(group.broken, LostRankError):
+    if losses.survives() and losses.look(group):
         _give_up(group, "has lost a rank")
-        if launch.leave_running():  # MPI_Finalize may wait for the one that is lost
+        if launch.leave_running():
             keep_exit_code()
             atexit.register(_end_without_mpi)
         return ""
@@ -489,7 +488,9 @@ def _end_without_mpi(why: str = "") -> None:
         write_lines(f"mpicoll: {why}")
     sys.stdout.flush()
     _part()
-    os._exit(exit_code() or 0)
+    code = exit_code()
+    # An exception that has ended the program was printed, and left here.
+    os._exit(int(hasattr(sys, "last_value")) if code is None else code)
 
 
 def _close_quietly() -> None:

@@ -102,7 +102,10 @@ class Reconfigurable:
 
         try:
             self._meet(uuid, members, limit)
-            made = self._make(uuid, members)
+            # As a call of the base, so that the guard sees to its timeout.
+            made: ProcessGroup = execute.in_order(
+                self.base, _WHERE, lambda: self._make(uuid, members), everybody=False
+            )
             self._retire(made)
         except MPI.Exception as error:
             raise MPIError(

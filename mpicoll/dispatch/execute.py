@@ -12,7 +12,7 @@ from mpicoll.arrays import views
 from mpicoll.arrays.libraries import glances
 from mpicoll.arrays.views import DeviceView, Parts, View
 from mpicoll.core import calls
-from mpicoll.core.calls import Blocks, Direct, Plan, Task
+from mpicoll.core.calls import Blocks, Plan, Task
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
 from mpicoll.core.signature import LIST, list_of, number_of, task_of
 from mpicoll.core.work import Work
@@ -85,14 +85,18 @@ def _dispatch(
     crossings: Sequence[Crossing | None] = (),
     at_once: bool = True,
     name: str = "",
+    waits: bool | None = None,
 ) -> Work | None:
     """Performs a call now where the caller waits for it and nothing is pending, else as a Work.
 
     A Work goes to the group's thread, behind what is pending there, or, where the plan says that
     this is best, is carried out at once. name: of the operation, where it is not the primitive's.
+    waits: whether it is performed now, where the caller has had to know.
     """
     group = plan.group
-    if not async_op and not group.busy():
+    if waits is None:
+        waits = not async_op and not group.busy()
+    if waits:
         perform(plan, sizes, root, carry, send, recv, how)
         return None
     for crossing in crossings:
@@ -135,47 +139,44 @@ def run_plain(
     send = direct = None
     glance = glances.get(output.__class__)
     seen = None if glance is None else glance(output)
-    if seen is not None:
-        dtype, recv, count = seen
-        try:
+    try:
+        if seen is not None:
+            dtype, recv, count = seen
             plan = member.plans[primitive, dtype, op]
             direct = plan.direct
-        except (KeyError, TypeError, AttributeError):
-            pass  # the first call of its kind, an operation without a hash, no group
-    if direct is not None and primitive.input:
-        glance = glances.get(input.__class__)
-        seen = None if glance is None else glance(input)
-        other, send, sent = seen or _NOTHING_SEEN
-        n = member.size()
-        blocks_in = n if primitive.many_in else 1
-        blocks_out = n if primitive.many_out else 1
-        block = sent // blocks_in
-        address = sys.modules["mpi4py.MPI"].Get_address  # MPI is loaded: there is a plan
-        if (
-            other is not dtype
-            or sent != block * blocks_in
-            or count != block * blocks_out
-            or -sent * dtype.itemsize < address(send) - address(recv) < count * dtype.itemsize
-            or not (primitive.even or (len(output) % n == 0 and len(input) % n == 0))
-        ):
-            direct = None
-        count = block
+        if direct is not None and primitive.input:
+            glance = glances.get(input.__class__)
+            seen = None if glance is None else glance(input)
+            other, send, sent = seen or _NOTHING_SEEN
+            n = member.size()
+            blocks_in = n if primitive.many_in else 1
+            blocks_out = n if primitive.many_out else 1
+            block = sent // blocks_in
+            address = sys.modules["mpi4py.MPI"].Get_address  # MPI is loaded: there is a plan
+            if (
+                other is not dtype
+                or sent != block * blocks_in
+                or count != block * blocks_out
+                or -sent * dtype.itemsize < address(send) - address(recv) < count * dtype.itemsize
+                or not (primitive.even or (len(output) % n == 0 and len(input) % n == 0))
+            ):
+                direct = None
+            count = block
+    except (KeyError, TypeError, AttributeError):
+        direct = None  # the first call of its kind, an op without a hash, no group, no dimension
     if direct is None or (member.worker is not None and member.busy()):
         return run(primitive, group, async_op, output, input, op, root)
     sizes = count if plan.even else 0
     if not async_op:
         perform(plan, sizes, root, direct, send, recv, count)
         return None
-    how = direct, count, output, input  # a glance does not hold the memory of the arrays
-    return _dispatch(plan, async_op, output, sizes, root, _carry_held, send, recv, how)
+    if not _is_prompt(plan, root, sizes):  # a glance does not hold the memory of the arrays
+        return run(primitive, group, async_op, output, input, op, root, at_once=False)
+    task = partial(perform, plan, sizes, root, direct, send, recv, count)
+    return submit(member, task, plan.name, (output,), True)
 
 
 _NOTHING_SEEN = None, None, 0
-
-
-def _carry_held(send: Any, recv: Any, how: tuple[Direct, int, Any, Any], root: int) -> None:
-    direct, count, *_ = how
-    direct(send, recv, count, root)
 
 
 def run_all(
@@ -208,8 +209,9 @@ def run_all(
     how = plan, ready
     crossings = [crossing for crossing, *_ in ready]
     return _dispatch(
-        plan, async_op, outputs, sizes, LIST, _carry_out_all, None, None, how, crossings, True, name
-    )
+        plan, async_op, outputs, sizes, LIST, _carry_out_all, None, None, how, crossings,
+        name=name, waits=waits,
+    )  # fmt: skip
 
 
 def _carry_out_all(

@@ -277,7 +277,7 @@ class Guard:
         if losses.survives() and not launch.in_turns():
             for group in list(state.groups):
                 losses.look(group)
-        inside = [one for one in self._inside() if not isinstance(one.broken, LostRankError)]
+        inside = self._inside()
         for group in [group for group in stuck if group not in inside]:
             del stuck[group]
         for group in inside:
@@ -286,11 +286,12 @@ class Guard:
                 stuck[group] = _Wait(group.begun, now)
                 continue
             positions.look(group)
+            lost = isinstance(group.broken, LostRankError)  # its calls are about to end
             gone = positions.missing(group, group.keeps_time or group.busy())
-            if gone:
+            if gone and not lost:
                 who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
                 self._give_up(f"{who} ended without making this call", 1)
-            if not group.keeps_time:
+            if not group.keeps_time and not lost:
                 if not wait.told and now - wait.since > _LONG:
                     wait.told = True
                     positions.tell(group)

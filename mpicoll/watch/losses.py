@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from mpicoll import launch
 from mpicoll.errors import LostRankError
 from mpicoll.watch import positions
 
@@ -39,7 +40,8 @@ def look(group: ProcessGroup) -> bool:
         gone = failed.Translate_ranks(None, everybody)
         failed.Free()
         everybody.Free()
-        if not gone and not group.messages.Is_revoked():
+        revoked = group.inner.Is_revoked() or group.messages.Is_revoked()
+        if not gone and not revoked:
             return False
         lost = sorted(group.ranks[rank] for rank in gone)
         group.broken = LostRankError(_words(group, lost), lost)
@@ -48,6 +50,7 @@ def look(group: ProcessGroup) -> bool:
             comm.Revoke()
         if group.shared:
             group.shared.leave()
+        launch.leave_running()  # MPI_Finalize may wait for the one that is lost
     return True
 
 

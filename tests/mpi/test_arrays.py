@@ -695,3 +695,16 @@ def test_a_tensors_storage_stays_resizable(world):
     dist.reduce_scatter_single(part, torch.ones(3 * n))
     for tensor in (single, half, strided, part):
         tensor.untyped_storage().resize_(0)
+
+
+def test_an_array_without_dimensions_after_one_with(world):
+    """all_to_all_single of a single number: as rows of dimension 0 there is nothing to split."""
+    n = world.size
+    dist.all_to_all_single(np.zeros(n), np.ones(n))
+    if n == 1:
+        got = np.zeros(())
+        dist.all_to_all_single(got, np.ones(()))
+        assert got == 1
+    else:
+        with pytest.raises(dist.ArgumentError):
+            dist.all_to_all_single(np.zeros(()), np.ones(()))

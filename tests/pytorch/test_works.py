@@ -276,3 +276,20 @@ def test_a_pending_call_keeps_the_memory_that_it_was_given(world):
         one.wait()
     assert bool((innocent == 7.0).all())
     assert tensor.tolist() == [0.0] * 5
+
+
+def test_a_tensor_whose_memory_is_exchanged_meanwhile(world):
+    """What is pending goes on in the memory that the tensor had."""
+    not_gloo("holds the tensor, and writes where that is now")
+    numbers = 1_000_000
+    tensor = torch.full((numbers,), 1.0)
+    dist.all_reduce(tensor.clone())  # such calls are known
+    dist.barrier()
+    if world.me == 1:
+        time.sleep(0.5)  # the others' calls are pending
+    work = dist.all_reduce(tensor, async_op=True)
+    tensor.data = torch.empty(0)
+    others = [torch.full((numbers,), 7.0) for _ in range(3)]  # one has its address, if it is free
+    work.wait()
+    for other in others:
+        equal(other, torch.full((numbers,), 7.0))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicoll.errors import ArgumentError, ArgumentTypeError, LaunchError
@@ -11,7 +12,9 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["is_communicator", "members", "private", "spans_world", "taken", "tells_of_loss"]
+__all__ = [
+    "is_communicator", "members", "private", "spans_world", "subset", "taken", "tells_of_loss",
+]  # fmt: skip
 
 
 def is_communicator(candidate: Any) -> bool:
@@ -73,6 +76,18 @@ def members(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:
         ours.Free()
         theirs.Free()
     return [None if rank == MPI.UNDEFINED else rank for rank in found]
+
+
+@contextmanager
+def subset(comm: MPI.Comm, ranks: Sequence[int]) -> Iterator[MPI.Group]:
+    """Some ranks of a communicator, in that order, as a group of MPI; it is freed at the end."""
+    everybody = comm.Get_group()
+    chosen = everybody.Incl(list(ranks))
+    try:
+        yield chosen
+    finally:
+        chosen.Free()
+        everybody.Free()
 
 
 def tells_of_loss(error: MPI.Exception) -> bool:

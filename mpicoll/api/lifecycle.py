@@ -403,8 +403,7 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
     if losses.survives() and losses.look(group):
         _give_up(group, "has lost a rank")
         if launch.leave_running():
-            keep_exit_code()
-            atexit.register(_end_without_mpi)
+            _leave_out_mpi()
         return ""
     if any(work.overdue for work in group.pending):
         limit = _A_MOMENT
@@ -477,13 +476,17 @@ def leave(group: ProcessGroup) -> None:
     state.groups.remove(group)
     if not group.finish(_A_MOMENT):
         launch.leave_running()
-        keep_exit_code()
-        # What is stuck may wake up while the interpreter ends.
-        why = "work that was given up is still inside MPI; MPI is not finalised"
-        atexit.register(_end_without_mpi, why)
+        # Whoever would finalise MPI: what is stuck may wake up while the interpreter ends.
+        _leave_out_mpi("work that was given up is still inside MPI; MPI is not finalised")
 
 
-def _end_without_mpi(why: str = "") -> None:
+def _leave_out_mpi(why: str = "") -> None:
+    """Has the process end before mpi4py can finalise MPI."""
+    keep_exit_code()
+    atexit.register(_end_without_mpi, why)
+
+
+def _end_without_mpi(why: str) -> None:
     if why:
         write_lines(f"mpicoll: {why}")
     sys.stdout.flush()

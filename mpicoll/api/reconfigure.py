@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpicoll import communicators
 from mpicoll.api import lifecycle
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup
@@ -242,13 +243,8 @@ class Reconfigurable:
         """
         from mpi4py import MPI
 
-        everybody = self.base.inner.Get_group()
-        chosen = everybody.Incl(members)
-        try:
+        with communicators.subset(self.base.inner, members) as chosen:
             return MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
-        finally:
-            chosen.Free()
-            everybody.Free()
 
     def _retire(self, made: ProcessGroup) -> None:
         """Ends the group that stood: together where all its members are in the new one and come

@@ -6,6 +6,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -209,6 +210,11 @@ class ProcessGroup:
             )
             raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
+    def failure(self) -> DistBackendError:
+        """What the group is broken with, to be raised once more: without the earlier traceback."""
+        assert self.broken is not None
+        return copy(self.broken)
+
     def close(self, error: type[Exception] = ArgumentError) -> None:
         """Makes every later call on the group raise ``error``."""
         self.closed = error
@@ -364,14 +370,9 @@ def create(
     section 7.4.2), each with the same arguments.
     """
     if inner is None:
-        parent_group = parent.inner.Get_group()
-        chosen = parent_group.Incl(list(members))
-        try:
+        with communicators.subset(parent.inner, members) as chosen:
             # The tag keeps groups apart that two threads make at once out of the same parent.
             inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
-        finally:
-            chosen.Free()
-            parent_group.Free()
     messages = inner.Dup()
     made = ProcessGroup(inner, messages, ranks, backend, timeout, name, description, given)
     return register(made)

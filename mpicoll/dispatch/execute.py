@@ -67,14 +67,17 @@ def run(
     crossing = _crossing(plan, send, recv)
     sizes = number_of(calls.counts(primitive, send, recv, blocks))
     how = plan, crossing, blocks
+    waits = not async_op and not member.busy()
     return _dispatch(
-        plan, async_op, output, sizes, root, _carry_out, send, recv, how, (crossing,), at_once
-    )
+        plan, async_op, waits, output, sizes, root, _carry_out, send, recv, how, (crossing,),
+        at_once,
+    )  # fmt: skip
 
 
 def _dispatch(
     plan: Plan,
     async_op: bool,
+    waits: bool,
     output: Any,
     sizes: int,
     root: int,
@@ -85,17 +88,14 @@ def _dispatch(
     crossings: Sequence[Crossing | None] = (),
     at_once: bool = True,
     name: str = "",
-    waits: bool | None = None,
 ) -> Work | None:
     """Performs a call now where the caller waits for it and nothing is pending, else as a Work.
 
     A Work goes to the group's thread, behind what is pending there, or, where the plan says that
-    this is best, is carried out at once. name: of the operation, where it is not the primitive's.
-    waits: whether it is performed now, where the caller has had to know.
+    this is best, is carried out at once. waits: it is performed now. name: of the operation, where
+    it is not the primitive's.
     """
     group = plan.group
-    if waits is None:
-        waits = not async_op and not group.busy()
     if waits:
         perform(plan, sizes, root, carry, send, recv, how)
         return None
@@ -209,8 +209,8 @@ def run_all(
     how = plan, ready
     crossings = [crossing for crossing, *_ in ready]
     return _dispatch(
-        plan, async_op, outputs, sizes, LIST, _carry_out_all, None, None, how, crossings,
-        name=name, waits=waits,
+        plan, async_op, waits, outputs, sizes, LIST, _carry_out_all, None, None, how, crossings,
+        name=name,
     )  # fmt: skip
 
 

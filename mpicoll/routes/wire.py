@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -13,7 +12,7 @@ from mpi4py import MPI
 from mpicoll import communicators
 from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, by_name
-from mpicoll.errors import LostRankError, MismatchError, MPIError
+from mpicoll.errors import MismatchError, MPIError
 from mpicoll.watch import losses
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
     if not isinstance(error, MPI.Exception):
         return error
     if communicators.tells_of_loss(error) and losses.look(group):
-        return copy(cast("LostRankError", group.broken))
+        return group.failure()
     return MPIError(
         f"{name} on rank {group.rank()} of group {group.group_name}: MPI: "
         f"{error.Get_error_string()} "

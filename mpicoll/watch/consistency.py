@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from copy import copy
 from typing import TYPE_CHECKING
 
 from mpicoll.core.signature import compared, rooted, told
@@ -55,7 +54,7 @@ def check(group: ProcessGroup) -> None:
     Raises MismatchError on all of them alike.
     """
     if group.broken is not None:
-        raise copy(group.broken)
+        raise group.failure()
     calls = tuple(group.recent)
     number = calls[-1][0]
     level = int(get_debug_level())

@@ -287,8 +287,8 @@ class Guard:
                 continue
             positions.look(group)
             lost = isinstance(group.broken, LostRankError)  # its calls are about to end
-            gone = positions.missing(group, group.keeps_time or group.busy())
-            if gone and not lost:
+            gone = [] if lost else positions.missing(group, group.keeps_time or group.busy())
+            if gone:
                 who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
                 self._give_up(f"{who} ended without making this call", 1)
             if not group.keeps_time and not lost:

@@ -7,7 +7,6 @@ needs the C library, on every rank.
 from __future__ import annotations
 
 import ctypes
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -226,8 +225,7 @@ class Shared:
 
     def _failure(self) -> DistBackendError:
         if self._hold.left:
-            assert self._group.broken is not None
-            return copy(self._group.broken)
+            return self._group.failure()
         texts = [told(kind, count // parts_of(kind)) for kind, count in self._calls()]
         name = texts[self._hold.me].partition(" ")[0]
         return MismatchError(

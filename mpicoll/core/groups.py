@@ -211,7 +211,7 @@ class ProcessGroup:
             raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
     def failure(self) -> DistBackendError:
-        """What the group is broken with, to be raised once more: without the earlier traceback."""
+        """Return a copy of the error that broke the group, without its traceback, to be raised."""
         assert self.broken is not None
         return copy(self.broken)
 

@@ -50,7 +50,8 @@ def main() -> None:
         rows = [{stride: loop(group, stride) for stride in STRIDES} for _ in range(TURNS)]
         slowest = np.max(world.mpi.allgather([[row[s] for s in STRIDES] for row in rows]), axis=0)
         if world.me == 0:
-            print(f"{world.facts()['mpi']}, {'shared memory' if group.shared else 'by MPI'}")
+            carrier = "shared memory" if group.resources.find("shared") else "by MPI"
+            print(f"{world.facts()['mpi']}, {carrier}")
             for stride, column in zip(STRIDES, slowest.T, strict=True):
                 low, middle, high = np.quantile(column / slowest[:, -1], [0.25, 0.5, 0.75])
                 print(

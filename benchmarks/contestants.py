@@ -24,7 +24,7 @@ from measure import FACADE, GLOO, MPI4PY, TORCH, Ranks
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import primitives
+from mpicoll import machine, primitives
 from mpicoll.cli import bench_calls
 from mpicoll.cli.bench_calls import (
     Buffers,
@@ -36,7 +36,6 @@ from mpicoll.cli.bench_calls import (
     rounded,
     variants,
 )
-from mpicoll.core import tables
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.kernels import library
 from mpicoll.watch.consistency import FIRST
@@ -201,7 +200,7 @@ class World:
             versions["torch"] = importlib.metadata.version("torch")
         return {
             "machine": {
-                "processor": tables.machine().partition(" x ")[2],
+                "processor": machine.describe().partition(" x ")[2],
                 "processors": self.processors,
                 "processors of a rank": self.fewest,
                 "load before": round(os.getloadavg()[0], 1),

@@ -42,7 +42,7 @@ from model_steps import Place
 from pages import DOCS, filled
 from report import about, table
 
-from mpicoll.core.tables import Table
+from mpicoll.routes.tuning import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FIGURE = DOCS / "model.md", ROOT / ".cache" / "bench" / "figures" / "model.svg"

@@ -20,7 +20,7 @@ from measure import COPY, FACADE, KIB, MPI4PY
 from model_costs import WAYS, Cost, Machine, Rates, exchanged_all_to_all, seconds
 from model_steps import Place, Step, pairwise
 
-from mpicoll.core.tables import Table
+from mpicoll.routes.tuning import Table
 
 #: How far off a time is even if it is measured exactly: a model has few terms.
 INEXACT = 0.15

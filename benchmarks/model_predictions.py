@@ -14,7 +14,7 @@ from model_costs import WAYS, Cost, Machine, Rates, Way, least, seconds
 from model_fit import route_of
 from model_steps import Place
 
-from mpicoll.core.tables import Table, able
+from mpicoll.routes.tuning import Table, able
 
 #: The greatest call that is looked at.
 LARGEST = 1 << 30

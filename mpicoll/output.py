@@ -6,7 +6,7 @@ import contextlib
 import sys
 import warnings
 
-__all__ = ["warn", "write_lines"]
+__all__ = ["format_bytes", "warn", "write_lines"]
 
 
 def write_lines(text: str) -> None:
@@ -17,6 +17,14 @@ def write_lines(text: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
+
+
+def format_bytes(size: int) -> str:
+    """Return a number of bytes in words, in the largest unit of which it is a multiple."""
+    for exponent, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size and size % (1 << exponent) == 0:
+            return f"{size >> exponent} {name}"
+    return f"{size} B"
 
 
 def warn(text: str) -> None:

@@ -25,6 +25,8 @@ class Layout(Enum):
     SCATTERED = "scattered"
     #: Both sides hold one block for each rank.
     EXCHANGED = "exchanged"
+    #: One array on either side, of as many elements.
+    ALIKE = "alike"
     #: No array.
     EMPTY = "empty"
 
@@ -44,6 +46,8 @@ class Primitive:
     moved:   the bus-bandwidth factor of nccl-tests: bytes that each rank's link must carry, as a
              multiple of the bytes of the larger array, for n ranks.
     aliases: other names of the same function.
+    combined: where elements are combined, the ranks whose elements make a rank's result: a function
+             of that rank and the number of ranks. A rank without any gets no result.
     code:    the position in the table, the same on every rank.
     at_output, at_input: operation and argument, as messages begin ("broadcast: tensor").
     many_in, many_out: the input, the output, holds one block for each rank.
@@ -59,6 +63,7 @@ class Primitive:
     reduces: bool
     moved: Callable[[int], float]
     aliases: tuple[str, ...] = ()
+    combined: Callable[[int, int], range] = lambda rank, n: range(n)
     code: int = -1
 
     at_output: str = field(init=False)

@@ -96,9 +96,9 @@ def test_another_version_is_refused_by_name(ended):
 
 
 CONSTANTS = [
-    "routes.host.shared.WHOLE", "routes.host.shared.SLOT", "routes.host.composed.SMALL",
-    "routes.host.levels.PIECE", "watch.consistency.FIRST", "watch.consistency.STRIDE",
-    "dispatch.fusing.SMALL", "core.calls.LISTED",
+    "routes.host.shared.WHOLE", "routes.host.shared.SLOT", "routes.space.SMALL",
+    "routes.host.hierarchical.PIECE", "watch.consistency.FIRST", "watch.consistency.STRIDE",
+    "dispatch.fusing.SMALL", "dispatch.packing.LISTED",
 ]  # fmt: skip
 
 

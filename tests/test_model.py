@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.core.tables import KINDS, Table, able
 from mpicoll.dtypes import ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.host import composed, levels, native, shared
+from mpicoll.routes.tuning import KINDS, Table, able
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

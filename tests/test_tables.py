@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.core import tables
-from mpicoll.core.tables import KINDS, PLACES, Table
+from mpicoll import machine
 from mpicoll.errors import ArgumentError
+from mpicoll.output import format_bytes
 from mpicoll.primitives import by_name
+from mpicoll.routes import tuning as tables
+from mpicoll.routes.tuning import KINDS, PLACES, Table
 
 KIB, MIB = 1 << 10, 1 << 20
 MPI = "An MPI 1.2"
@@ -65,7 +67,7 @@ def test_kinds_are_of_primitives():
         ("reduce", "apart", "mpi pieces exchange"),
         ("reduce_scatter", "apart", "mpi exchange"),
         ("reduce_scatter of others", "node", "exchange shared"),
-        ("gather", "nodes", "mpi levels"),
+        ("gather", "nodes", "mpi"),
     ],
 )
 def test_what_can_be_named(kind, place, routes):
@@ -194,7 +196,7 @@ def test_the_default_path(monkeypatch, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(GOOD))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "machine", lambda: "64 x Some (R) CPU @ 2/3 GHz")
+        patch.setattr(machine, "describe", lambda: "64 x Some (R) CPU @ 2/3 GHz")
         assert tables.default_path(MPI).name == "an-mpi-1.2-on-64-x-some-r-cpu-2-3-ghz.json"
         assert tables.read(MPI) == ("", "", ""), "measured on another machine"
     table = tables.table_of(False, *tables.read(MPI))
@@ -241,14 +243,14 @@ def test_a_default_file_that_cannot_be_read_is_none(monkeypatch):
 def test_the_machine(monkeypatch, tmp_path):
     """Its processors, of which the first is told."""
     cpuinfo = tmp_path / "cpuinfo"
-    monkeypatch.setattr(tables, "Path", lambda name: cpuinfo)
-    monkeypatch.setattr(tables.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(tables.platform, "machine", lambda: "an architecture")
-    assert tables.machine() == "8 x an architecture"
+    monkeypatch.setattr(machine, "Path", lambda name: cpuinfo)
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine.platform, "machine", lambda: "an architecture")
+    assert machine.describe() == "8 x an architecture"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: A: B @ 2 GHz\n\nmodel name\t: other\n")
-    assert tables.machine() == "8 x A: B @ 2 GHz"
+    assert machine.describe() == "8 x A: B @ 2 GHz"
     cpuinfo.write_text("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd4f\n\nCPU part : 1\n")
-    assert tables.machine() == "8 x an architecture 0x41 0xd4f"
+    assert machine.describe() == "8 x an architecture 0x41 0xd4f"
 
 
 # --- what is written ----------------------------------------------------------------------------
@@ -256,7 +258,7 @@ def test_the_machine(monkeypatch, tmp_path):
 
 def test_what_is_joined_keeps_the_rest(monkeypatch):
     """Other numbers of ranks, kinds and places, and what people wrote."""
-    monkeypatch.setattr(tables, "machine", lambda: "this")
+    monkeypatch.setattr(machine, "describe", lambda: "this")
     text = tables.joined("", MPI, 16, marked(16), {"date": "then"})
     text = json.dumps({**json.loads(text), "remark": "slow on Mondays"})
     text = tables.joined(text, MPI, 2, marked(2), {"date": "now"})
@@ -277,11 +279,11 @@ def test_what_is_joined_keeps_the_rest(monkeypatch):
 
 
 def test_what_was_measured_elsewhere_is_told(monkeypatch):
-    monkeypatch.setattr(tables, "machine", lambda: "this")
+    monkeypatch.setattr(machine, "describe", lambda: "this")
     text = tables.joined("", MPI, 2, {}, {})
     assert tables.unlike(text, MPI) == ""
     assert tables.unlike(text, "An MPI 2") == "An MPI 1.2 on this"
-    monkeypatch.setattr(tables, "machine", lambda: "another")
+    monkeypatch.setattr(machine, "describe", lambda: "another")
     assert tables.unlike(text, MPI) == "An MPI 1.2 on this"
     assert tables.unlike(json.dumps(GOOD), MPI) == "", "made by hand"
 
@@ -292,4 +294,4 @@ def test_what_was_measured_elsewhere_is_told(monkeypatch):
      (MIB + KIB, "1025 KiB"), (1 << 40, "1024 GiB")],
 )  # fmt: skip
 def test_bytes_in_words(size, words):
-    assert tables.shown(size) == words
+    assert format_bytes(size) == words

@@ -21,7 +21,7 @@ import test_cli
 from test_cli import needs_mpiexec
 from whole_jobs import made_by
 
-from mpicoll import cli
+from mpicoll import cli, machine
 from mpicoll.cli import tune
 from mpicoll.cli.tune_measure import Outcome
 from mpicoll.cli.tune_steps import (
@@ -35,8 +35,9 @@ from mpicoll.cli.tune_steps import (
     spliced,
     unrest,
 )
-from mpicoll.core import tables
 from mpicoll.core.groups import state
+from mpicoll.output import format_bytes
+from mpicoll.routes import tuning as tables
 
 pytest_plugins = ["whole_jobs"]
 
@@ -290,7 +291,7 @@ def test_no_table_has_a_route_that_was_measured_as_slower(written, monkeypatch, 
     assert written.end(found, last, force=True) == 0
     later = {kind: {place: ((0, tables.able(kind, place)[-1]), (99, tables.able(kind, place)[0]))
                     for place in tables.PLACES} for kind in tables.KINDS}  # fmt: skip
-    usual = {kind: state.table.row(kind, 2)["node"] for kind in tables.KINDS}
+    usual = {kind: tables.job.table.row(kind, 2)["node"] for kind in tables.KINDS}
     for kind, figures in found.items():
         steps = written.table().row(kind, 2)["node"]
         for size in sizes:
@@ -485,7 +486,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     assert "# times vary by " in ended.out
     said = json.loads(path.read_text())
     report = json.loads((ended.folder / "all.json").read_text())
-    assert said["machine"] == tables.machine() == report["machine"]
+    assert said["machine"] == machine.describe() == report["machine"]
     assert said["mpi"] == report["mpi"] and said["measured"]["2"]["mpicoll"] in ended.out
     kinds = ["all_reduce", "all_reduce of others", "gather"]
     rows = tables.parse(path.read_text())
@@ -511,7 +512,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),
                           strict=True):  # fmt: skip
         (_, first), *others = table.row(kind, 2)[report["place"]]
-        steps = [f"from {tables.shown(least)} on {words[route]}" for least, route in others]
+        steps = [f"from {format_bytes(least)} on {words[route]}" for least, route in others]
         assert found["routes"]["host"][name] == "; ".join([words[first], *steps])
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, launch, settings
 from mpicoll.api import point_to_point, windows
-from mpicoll.core import backends, groups, tables
+from mpicoll.core import backends, groups
 from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.work import seconds
@@ -281,6 +281,8 @@ def _look_around(comm: MPI.Intracomm) -> None:
     global _node
     from mpi4py import MPI
 
+    from mpicoll.routes import tuning
+
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     _node = (node.Get_rank(), node.Get_size())
     node.Free()
@@ -290,10 +292,10 @@ def _look_around(comm: MPI.Intracomm) -> None:
             port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
     vendor, version = MPI.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
-    port, table = comm.bcast((port, tables.read(name)), 0)
+    port, table = comm.bcast((port, tuning.read(name)), 0)
     if communicators.spans_world(plain(comm)):  # the variables speak of the whole job
         launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
-    state.table = tables.table_of(vendor == "Open MPI", *table)
+    tuning.job.table = tuning.table_of(vendor == "Open MPI", *table)
 
 
 def _given(what: str, value: Any) -> int | None:
@@ -419,9 +421,7 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
         windows.free_all(group)
     point_to_point.drain(group, limit)
     try:
-        if group.devices is not None:
-            group.devices.close(limit)
-        group.leave_devices()
+        group.resources.close(limit)
     finally:
         clean, wrong = (not group.broken, "")
         if until is not None and clean and sys.exc_info()[1] is None:
@@ -470,9 +470,8 @@ def leave(group: ProcessGroup) -> None:
 
     What is stuck stays inside MPI, which cannot be finalised then: the process ends without.
     """
+    group.resources.abandon()
     group.close()
-    for lane in group.lanes.values():
-        lane.leave_behind()
     state.groups.remove(group)
     if not group.finish(_A_MOMENT):
         launch.leave_running()

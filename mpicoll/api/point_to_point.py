@@ -288,11 +288,12 @@ def _packed(
     """What MPI gets of an array, and what brings that to the array where it was received."""
     if isinstance(view, DeviceView):
         assert view.device is not None
-        ferry = group.ferries.get(view.device)
+        ferry = group.resources.find(("staging", view.device))
         if ferry is None:
             from mpicoll.routes.device.staged import Ferry
 
-            ferry = group.ferries[view.device] = Ferry(view.device)
+            ferry = Ferry(view.device)
+            group.resources.keep(("staging", view.device), ferry, lambda _: ferry.close())
         if not receives:
             return ferry.to_host(view), None
         packed: View = ferry.place(view)

@@ -370,7 +370,7 @@ class _Memory:
 
         from mpicoll.launch.serialized import window
         from mpicoll.routes import wire
-        from mpicoll.routes.host import segment
+        from mpicoll.routes.host import shared_segment as segment
 
         start = MPI.Get_address(view.buffer) if view.nbytes else 0
         self.rank = comm.Get_rank()
@@ -394,7 +394,7 @@ class _Memory:
             self.window.Flush(dst)
 
     def mapped(self, where: str, rank: int) -> tuple[Array, str, tuple[int, ...]]:
-        from mpicoll.routes.host import segment
+        from mpicoll.routes.host import shared_segment as segment
 
         theirs = self.of[rank]
         if rank not in self._maps:
@@ -425,7 +425,7 @@ def allocate(nbytes: int) -> Array:
     Returns a uint8 array of ``nbytes`` bytes, on a boundary of a page. Raises UnsupportedError
     where the system gives none.
     """
-    from mpicoll.routes.host import segment
+    from mpicoll.routes.host import shared_segment as segment
 
     memory = segment.allocate(nbytes)
     if memory is None:

@@ -17,12 +17,11 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import cli
+from mpicoll import cli, machine
 from mpicoll.cli import bench_table, doctor_machine
 from mpicoll.cli.bench_calls import Buffers, Call, Case, Other, Place, op_name, own_call, variants
 from mpicoll.cli.bench_check import contents, expected, fill, wrong
 from mpicoll.cli.bench_table import PERCENTILES, Result
-from mpicoll.core import tables
 from mpicoll.kernels import library
 from mpicoll.primitives import Layout
 
@@ -201,7 +200,7 @@ class Bench:
             "command": " ".join(sys.argv[1:]),
             "ranks": len(nodes),
             "nodes": list(dict.fromkeys(nodes)),
-            "machine": f"{tables.machine()}, rank 0 may use {len(os.sched_getaffinity(0))}",
+            "machine": f"{machine.describe()}, rank 0 may use {len(os.sched_getaffinity(0))}",
             "MPI": f"{name} {'.'.join(map(str, version))}",
             "mpicoll": mpicoll.__version__,
             "mpi4py": mpi4py.__version__,

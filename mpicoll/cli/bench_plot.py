@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpicoll.core.tables import shown
+from mpicoll.output import format_bytes
 
 __all__ = ["COLOURS", "draw", "figure_of", "unable"]
 
@@ -137,7 +137,7 @@ def _scales(axes: Any, sizes: Sequence[int], unit: str) -> None:
     first, last = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))
     step = math.ceil((last - first + 1) / _TICKS)
     ticks = [2**exponent for exponent in range(first, last + 1, step)]
-    axes.set_xticks(ticks, [shown(tick) for tick in ticks])
+    axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
     axes.tick_params(axis="x", rotation=30)
     low, high = axes.get_ylim()
     within = (1,) if high / low > 1e3 else (1, 2, 5)

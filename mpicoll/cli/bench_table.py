@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpicoll.core.tables import shown
+from mpicoll.output import format_bytes
 
 __all__ = [
     "PERCENTILES",
@@ -90,7 +90,7 @@ def columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
 def short_columns(variant: str, longest: int, others: Sequence[str]) -> list[Column]:
     """The columns with --short: the time of a variant, and the others' beside."""
     made = [
-        Column("", "size", "", 10, ("size",), shown),
+        Column("", "size", "", 10, ("size",), format_bytes),
         Column("", "type", "", max(10, longest + 2), ("type",)),
         Column("mpicoll", "time", "(us)", 12, (variant, "time")),
     ]

@@ -115,7 +115,7 @@ def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, S
         seen.idle = list(binding.idle(seen.all_ranks, used).values())
     seen.host = _host_routes(group)
     if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
-        seen.shared = bool(group.shared)
+        seen.shared = bool(group.resources.find("shared"))
     if any(own.gpus for own in seen.all_ranks) and route:
         seen.device = {row.name: route for row in PRIMITIVES if row.layout is not Layout.EMPTY}
     facts = _here() | before | _mpi(seen, me)
@@ -161,11 +161,11 @@ def _mpi(seen: Seen, me: int) -> Facts:
     """What is known with MPI."""
     from mpi4py import MPI
 
-    from mpicoll.core.groups import state
+    from mpicoll.routes import tuning
 
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     level = next(name for name in levels if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
-    facts = {"threads": f"MPI_THREAD_{level}", "routes": state.table.told()}
+    facts = {"threads": f"MPI_THREAD_{level}", "routes": tuning.job.table.told()}
     if not seen.all_ranks:
         return facts
     own, nodes = seen.all_ranks[me], len({each.node for each in seen.all_ranks})
@@ -227,17 +227,18 @@ def _host_routes(group: ProcessGroup) -> Routes:
     """How arrays on the host are served, by primitive; where elements are combined, float32 and
     bfloat16.
     """
+    from mpicoll.core.plan import CallKind
     from mpicoll.dtypes import ReduceOp, by_name
     from mpicoll.primitives import PRIMITIVES
-    from mpicoll.routes.host.hosts import told
+    from mpicoll.routes.host.select import told
 
     found = {}
     for primitive in PRIMITIVES:
         if not primitive.reduces:
-            found[primitive.name] = told(primitive, group, None, by_name["float32"])
+            found[primitive.name] = told(CallKind(primitive, group, None, by_name["float32"]))
             continue
         for name in ("float32", "bfloat16"):
-            route = told(primitive, group, ReduceOp.SUM, by_name[name])
+            route = told(CallKind(primitive, group, ReduceOp.SUM, by_name[name]))
             found[f"{primitive.name} ({name})"] = route
     return found
 

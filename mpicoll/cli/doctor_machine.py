@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from mpicoll.core import tables
+from mpicoll import machine
 
 __all__ = ["Place", "crowded", "memory", "ranges", "small_memory", "system"]
 
@@ -54,7 +54,7 @@ def system() -> dict[str, str]:
     allowed = Place.own().allowed
     return {
         "system": f"{name}, {platform.system()} {platform.release()} {platform.machine()}",
-        "processors": tables.machine(),
+        "processors": machine.describe(),
         "may run on": f"{len(allowed)} of them: {ranges(allowed)}",
     }
 

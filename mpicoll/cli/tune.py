@@ -19,12 +19,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll import __version__, cli, settings
+from mpicoll import __version__, cli, machine, settings
 from mpicoll.cli.tune_steps import changes, chosen, spliced, unrest
-from mpicoll.core import tables
-from mpicoll.core.groups import default_group, state
-from mpicoll.core.tables import DEFAULT, Rows, Steps, shown
+from mpicoll.core.groups import default_group
 from mpicoll.errors import ArgumentError
+from mpicoll.output import format_bytes
+from mpicoll.routes import tuning as tables
+from mpicoll.routes.tuning import DEFAULT, Rows, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -131,14 +132,14 @@ class _Setting(NamedTuple):
 
     def default(self, kind: str) -> Steps:
         """The steps without a table that was measured."""
-        return state.table.row(kind, self.ranks)[self.place]
+        return tables.job.table.row(kind, self.ranks)[self.place]
 
 
 def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
     from mpi4py import MPI
 
     from mpicoll.cli.tune_measure import FULL, QUICK, kinds_of, measure
-    from mpicoll.routes.host.hosts import place
+    from mpicoll.routes.host.select import place
 
     group = default_group()
     comm, first = group.inner, group.rank() == 0
@@ -272,7 +273,7 @@ def _so_far(path: Path, mpi: str) -> str:
     if other:
         raise ArgumentError(
             f"{path} holds what was measured with {other}, and this is {mpi} on "
-            f"{tables.machine()}; remove it, or name another file with --output"
+            f"{machine.describe()}; remove it, or name another file with --output"
         )
     return text
 
@@ -313,8 +314,8 @@ def _too_much(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
     for memory, nbytes in needed.items():
         if nbytes > free[memory]:
             return (
-                f"--sizes: {shown(largest)} needs {nbytes / 2**30:.1f} GiB on {memory} for the "
-                f"ranks there, {free[memory] / 2**30:.1f} GiB are available"
+                f"--sizes: {format_bytes(largest)} needs {nbytes / 2**30:.1f} GiB on {memory} for "
+                f"the ranks there, {free[memory] / 2**30:.1f} GiB are available"
             )
     return ""
 
@@ -325,10 +326,10 @@ def _header(
     """What is said before it begins."""
     routes = sum(len(kind.candidates) for kind in kinds)
     lines = [
-        f"{setting.ranks} ranks on {setting.where}: {tables.machine()}",
+        f"{setting.ranks} ranks on {setting.where}: {machine.describe()}",
         f"{setting.mpi}, mpicoll {__version__}; {_PLACES[setting.place]}",
-        f"{routes} routes for {len(kinds)} kinds of calls, {shown(sizes[0])} to "
-        f"{shown(sizes[-1])}: this takes {effort.seconds:g} s at the most",
+        f"{routes} routes for {len(kinds)} kinds of calls, {format_bytes(sizes[0])} to "
+        f"{format_bytes(sizes[-1])}: this takes {effort.seconds:g} s at the most",
     ]
     return [f"# {line}" for line in lines]
 
@@ -359,7 +360,7 @@ def _end(
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "mpicoll": __version__,
             "where": setting.where,
-            "sizes": f"{shown(options.sizes[0])} to {shown(max(outcome.last.values()))}",
+            "sizes": " to ".join(map(format_bytes, (options.sizes[0], max(outcome.last.values())))),
             "repetitions": outcome.repetitions,
             "noise": f"{noise:.1%}",
         }
@@ -404,14 +405,16 @@ def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
 
 def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> list[str]:
     """What is not as it is with the table that is there, or without any."""
-    was, now = (state.table.holding(tables.parse(text) if text else {}) for text in (before, after))
+    was, now = (
+        tables.job.table.holding(tables.parse(text) if text else {}) for text in (before, after)
+    )
     lines = []
     for kind, figures in outcome.figures.items():
         steps = (table.row(kind, setting.ranks)[setting.place] for table in (was, now))
         for each in changes(figures, *steps):
-            end = shown(outcome.last[kind] if each.end is None else each.end)
+            end = format_bytes(outcome.last[kind] if each.end is None else each.end)
             lines.append(
-                f"{kind:<26}{shown(each.first):<11}{end:<11}{each.was:<10}{each.now:<10}"
+                f"{kind:<26}{format_bytes(each.first):<11}{end:<11}{each.was:<10}{each.now:<10}"
                 f"{each.gain:.2f} x"
             )
     head = f"{'kind of call':<26}{'from':<11}{'to':<11}{'before':<10}{'now':<10}faster"
@@ -425,7 +428,7 @@ def _missing(outcome: Outcome, kinds: Sequence[str], sizes: Sequence[int]) -> li
         ends.setdefault(outcome.last.get(kind, 0), []).append(kind)
     return [
         f"# not measured in time (--seconds), and left as it is: {', '.join(names)}"
-        + (f" of more than {shown(last)}" if last else "")
+        + (f" of more than {format_bytes(last)}" if last else "")
         for last, names in sorted(ends.items())
         if last < sizes[-1]
     ]
@@ -435,7 +438,7 @@ def _report(setting: _Setting, outcome: Outcome, noise: float, rows: Rows) -> di
     """What --json writes."""
     return {
         **setting._asdict(),
-        "machine": tables.machine(),
+        "machine": machine.describe(),
         "mpicoll": __version__,
         "repetitions": outcome.repetitions,
         "noise": noise,

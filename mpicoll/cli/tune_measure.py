@@ -15,12 +15,13 @@ from mpi4py import MPI
 from mpicoll.arrays import views
 from mpicoll.cli.bench_calls import rounded
 from mpicoll.cli.tune_steps import Figure
-from mpicoll.core.calls import Direct
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.tables import primitive_of, shown
+from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.dtypes import DType, ReduceOp, by_name
+from mpicoll.output import format_bytes
 from mpicoll.primitives import Primitive
-from mpicoll.routes.host import hosts
+from mpicoll.routes.host import select
+from mpicoll.routes.tuning import primitive_of
 
 __all__ = ["FULL", "QUICK", "Effort", "Kind", "Outcome", "kinds_of", "measure", "room"]
 
@@ -55,7 +56,7 @@ class Kind(NamedTuple):
     name: str
     primitive: Primitive
     dtype: DType
-    candidates: dict[str, Direct]
+    candidates: dict[str, Implementation]
 
     @property
     def blocks(self) -> bool:
@@ -77,7 +78,7 @@ def kinds_of(names: Sequence[str], group: ProcessGroup) -> list[Kind]:
         primitive, others = primitive_of(name)
         dtype = by_name["bfloat16" if others else "float32"]
         op = ReduceOp.SUM if primitive.reduces else None
-        candidates = hosts.candidates(primitive, group, op, dtype)
+        candidates = select.candidates(CallKind(primitive, group, op, dtype))
         if len(candidates) > 1:
             found.append(Kind(name, primitive, dtype, candidates))
     return found
@@ -201,7 +202,7 @@ class _Bench:
             name = case.kind.name
             if name in ended:
                 continue
-            self._progress(f"first calls, {name} of {shown(case.last)}")
+            self._progress(f"first calls, {name} of {format_bytes(case.last)}")
             begin = self._spent()
             # What is twice as large takes twice as long.
             turn = 2 * smaller[name].turn if name in smaller else 0.0
@@ -251,14 +252,14 @@ class _Bench:
             many = buffer(self._whole, n * count) if not row.root or group.rank() == 0 else None
             send, recv = many if row.many_in else one, many if row.many_out else one
 
-        def call_by(direct: Direct) -> Callable[[], None]:
+        def call_by(route: Implementation) -> Callable[[], None]:
             def call() -> None:
                 group.sequence += 1
-                direct(send, recv, count, 0)
+                route(send, recv, count, 0)
 
             return call
 
-        return [call_by(direct) for direct in kind.candidates.values()]
+        return [call_by(route) for route in kind.candidates.values()]
 
     # --- repetitions ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from mpicoll.core.tables import Steps, merged, taken
+from mpicoll.routes.tuning import Steps, merged, taken
 
 __all__ = [
     "CLEAR",

@@ -9,13 +9,9 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpicoll import communicators, launch
 from mpicoll.core.progress import Worker
-from mpicoll.core.tables import Table
-from mpicoll.cuda import device
-from mpicoll.cuda.device import Lane
+from mpicoll.core.resources import Resources
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -60,12 +56,8 @@ class ProcessGroup:
     lock:     held while a collective runs.
     worker:   carries asynchronous collectives out; None before the first.
     plans:    the plan of each (primitive, dtype, operation) met so far.
-    scratch:  memory that routes use, one call at a time.
-    shared:   memory that the ranks share; None before it was looked for, False where there is none.
-    lanes:    the streams and the memory that collectives have of each CUDA device.
-    ferries:  what takes messages to and from each CUDA device.
+    resources: what routes and others keep for the group; see resources.py.
     windows:  memory that ranks of the group put into; see windows.py.
-    devices:  how device memory goes; None before the ranks have agreed on it.
     sequence: number of collectives begun that are compared between the ranks.
     formed:   number of the others: groups made of this one.
     keeps_time: the collective inside MPI watches its own timeout.
@@ -101,12 +93,8 @@ class ProcessGroup:
         self._giving = threading.Lock()
         self.worker: Worker | None = None
         self.plans: dict[Any, Any] = {}
-        self.scratch = np.empty(0, np.uint8)
-        self.shared: Any = None
-        self.lanes: dict[int, Lane] = {}
-        self.ferries: dict[int, Any] = {}
+        self.resources = Resources()
         self.windows: list[Any] = []
-        self.devices: Any = None
         self.sequence = 0
         self.formed = 0
         self.keeps_time = False
@@ -180,13 +168,6 @@ class ProcessGroup:
         """Asynchronous collectives are pending, and a caller has to queue behind them."""
         return self.worker is not None and self.worker.busy
 
-    def lane(self, index: int) -> Lane:
-        """What collectives have of a CUDA device."""
-        found = self.lanes.get(index)
-        if found is None:
-            found = self.lanes[index] = Lane(device.runtime(), index)
-        return found
-
     def give(self, task: Callable[[], None]) -> Worker:
         """Hands a task to the group's thread, which it returns; see Worker."""
         with self._giving:
@@ -219,13 +200,6 @@ class ProcessGroup:
         """Makes every later call on the group raise ``error``."""
         self.closed = error
         self.plans = {}
-        self.shared = None
-
-    def leave_devices(self) -> None:
-        """Gives back what the group has of CUDA devices."""
-        for one in (*self.lanes.values(), *self.ferries.values()):
-            one.close()
-        self.lanes, self.ferries, self.devices = {}, {}, None
 
     def __repr__(self) -> str:
         return (
@@ -274,7 +248,6 @@ class _State:
         self.default: ProcessGroup | None = None
         self.groups: list[ProcessGroup] = []
         self.local: dict[tuple[int, ...], int] = {}  # groups made by their members alone
-        self.table = Table(openmpi=False)  # which route carries which size, of this job
         self.made = 0  # groups made since init_process_group, members or not
         self.forked = False
         self.finalized = False

@@ -25,7 +25,8 @@ __all__ = [
     "list_of",
     "number_of",
     "parts_of",
-    "rooted",
+    "primitive_of",
+    "rooted_kind",
     "task_of",
     "told",
 ]
@@ -89,14 +90,14 @@ def task_of(name: str) -> tuple[int, int]:
     return _NONE << _PRIMITIVE | _NONE << _DTYPE | _NONE, number
 
 
-def rooted(kind: int, root: int) -> int:
+def rooted_kind(kind: int, root: int) -> int:
     """The kind with its root, of one without."""
     return kind | (root & 0xFFFFFFFF) << _ROOT
 
 
 def compared(kind: int, root: int, level: int) -> int:
     """What stands for the comparison before a call, at a debug level, where calls are expected."""
-    return rooted(kind, root) | 1 << _COMPARED | level << _LEVEL
+    return rooted_kind(kind, root) | 1 << _COMPARED | level << _LEVEL
 
 
 def is_compared(kind: int) -> bool:
@@ -107,6 +108,11 @@ def is_compared(kind: int) -> bool:
 def is_list(kind: int) -> bool:
     """It is that of a list of calls."""
     return kind >> _ROOT & 0xFFFFFFFF == LIST
+
+
+def primitive_of(kind: int) -> Primitive:
+    """Return the primitive of such a call, which is no task."""
+    return PRIMITIVES[kind >> _PRIMITIVE & 0xFF]
 
 
 def parts_of(kind: int) -> int:
@@ -122,7 +128,7 @@ def told(kind: int, number: int) -> str:
     if kind >> _PRIMITIVE & 0xFF == _NONE:
         name = _names.get(number, "a call that is no collective of arrays")
         return name if root == LIST else f"{name} with root {root}"
-    primitive = PRIMITIVES[kind >> _PRIMITIVE & 0xFF]
+    primitive = primitive_of(kind)
     words = [str(primitive)]
     if kind >> _DTYPE & 0xFF != _NONE:
         dtype = DTYPES[kind >> _DTYPE & 0xFF]

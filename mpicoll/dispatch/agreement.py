@@ -29,8 +29,7 @@ __all__ = ["agree"]
 
 #: The modules, besides those of routes, whose constants decide how bytes go over the wire.
 _MODULES = (
-    "core.calls", "core.pickles", "core.signature", "core.tables", "dispatch.fusing", "dtypes",
-    "primitives",
+    "core.pickles", "core.signature", "dispatch.fusing", "dispatch.packing", "dtypes", "primitives",
 )  # fmt: skip
 _WATCHING = ("watch.consistency", "watch.positions", "watch.arrivals")
 

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mpicoll.arrays import views
 from mpicoll.arrays.libraries import glances
-from mpicoll.arrays.views import DeviceView, Parts, View
-from mpicoll.core import calls
-from mpicoll.core.calls import Blocks, Plan, Task
+from mpicoll.arrays.views import View
+from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
-from mpicoll.core.signature import LIST, list_of, number_of, task_of
+from mpicoll.core.plan import CallKind, Plan, Task, signed, sizes_of
+from mpicoll.core.signature import LIST, list_of, rooted_kind, task_of
 from mpicoll.core.work import Work
-from mpicoll.cuda import device
 from mpicoll.cuda.device import Crossing
-from mpicoll.dispatch import fusing
+from mpicoll.dispatch import fusing, packing
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import (
     ArgumentError,
     MismatchError,
     MpicollError,
     MPIError,
-    UnsupportedError,
 )
 from mpicoll.output import warn
-from mpicoll.primitives import Layout, Primitive
+from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency
 
 __all__ = ["in_order", "outside", "rooted", "run", "run_all", "run_plain", "submit"]
@@ -42,7 +38,7 @@ def run(
     input: Any = None,
     op: ReduceOp | None = None,
     root: int = 0,
-    splits: calls.Splits | None = None,
+    splits: checks.Splits | None = None,
     at_once: bool = True,
 ) -> Work | None:
     """Checks a collective call and carries it out.
@@ -58,20 +54,26 @@ def run(
         if member is None:
             outside(primitive.name)
             return None
-    send, recv, blocks = calls.views(primitive, member, output, input, root, splits)
+    send, recv, extent = checks.views(primitive, member, output, input, root, splits)
     first = send if recv is None else recv
     if first is None:
         plan = _plan(primitive, member, op, None, False)
     else:
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
-    crossing = _crossing(plan, send, recv)
-    sizes = number_of(calls.counts(primitive, send, recv, blocks))
-    how = plan, crossing, blocks
+    carry, orders = _placed(plan, send, recv)
+    sizes = signed(sizes_of(primitive, extent))
     waits = not async_op and not member.busy()
     return _dispatch(
-        plan, async_op, waits, output, sizes, root, _carry_out, send, recv, how, (crossing,),
-        at_once,
-    )  # fmt: skip
+        plan, async_op, waits, output, sizes, root, carry, send, recv, extent, orders, at_once
+    )
+
+
+def _placed(plan: Plan, send: View | None, recv: View | None) -> tuple[Carry, Sequence[Crossing]]:
+    """What carries a call out: on a device, in its place among what the caller's streams hold."""
+    if not plan.on_device:
+        return plan.run, ()
+    order = packing.stream_order(send, recv)
+    return partial(packing.in_stream_order, plan, order), (order,)
 
 
 def _dispatch(
@@ -85,7 +87,7 @@ def _dispatch(
     send: Any,
     recv: Any,
     how: Any,
-    crossings: Sequence[Crossing | None] = (),
+    orders: Sequence[Crossing] = (),
     at_once: bool = True,
     name: str = "",
 ) -> Work | None:
@@ -99,10 +101,9 @@ def _dispatch(
     if waits:
         perform(plan, sizes, root, carry, send, recv, how)
         return None
-    for crossing in crossings:
-        if crossing is not None:
-            crossing.asynchronous = True  # the group's thread has no part in the caller's streams
-    at_once = at_once and async_op and _is_prompt(plan, root, sizes)
+    for order in orders:
+        order.asynchronous = True  # the group's thread has no part in the caller's streams
+    at_once = at_once and async_op and _should_run_inline(plan, root, sizes)
     task = partial(perform, plan, sizes, root, carry, send, recv, how)
     written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
     work = submit(group, task, name or plan.name, written, at_once)
@@ -112,12 +113,20 @@ def _dispatch(
     return None
 
 
-def _is_prompt(plan: Plan, root: int, sizes: int) -> bool:
-    """An asynchronous call, or a list of them, is best carried out at once."""
+def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
+    """An asynchronous call, or a list of them, is best carried out at once: nothing is pending, and
+    the ranks, who tell each other through the memory that they share, are all here.
+    """
     group = plan.group
-    if plan.prompt is None or group.busy() or (group.worker is not None and group.worker.current):
+    if (
+        plan.on_device
+        or plan.dtype is None
+        or group.busy()
+        or (group.worker is not None and group.worker.current)
+    ):
         return False  # the last is a callback, whose calls are carried out at once anyhow
-    return plan.prompt(root, sizes)
+    shared = group.resources.find("shared")
+    return bool(shared and shared.should_run_inline(rooted_kind(plan.kind, root), sizes))
 
 
 def run_plain(
@@ -136,15 +145,15 @@ def run_plain(
     else, errors too, takes the way of all calls.
     """
     member: Any = state.default if group is None else group
-    send = direct = None
+    send = route = None
     glance = glances.get(output.__class__)
     seen = None if glance is None else glance(output)
     try:
         if seen is not None:
             dtype, recv, count = seen
             plan = member.plans[primitive, dtype, op]
-            direct = plan.direct
-        if direct is not None and primitive.input:
+            route = plan.route
+        if route is not None and primitive.input:
             glance = glances.get(input.__class__)
             seen = None if glance is None else glance(input)
             other, send, sent = seen or _NOTHING_SEEN
@@ -160,19 +169,19 @@ def run_plain(
                 or -sent * dtype.itemsize < address(send) - address(recv) < count * dtype.itemsize
                 or not (primitive.even or (len(output) % n == 0 and len(input) % n == 0))
             ):
-                direct = None
+                route = None
             count = block
     except (KeyError, TypeError, AttributeError):
-        direct = None  # the first call of its kind, an op without a hash, no group, no dimension
-    if direct is None or (member.worker is not None and member.busy()):
+        route = None  # the first call of its kind, an op without a hash, no group, no dimension
+    if route is None or (member.worker is not None and member.busy()):
         return run(primitive, group, async_op, output, input, op, root)
     sizes = count if plan.even else 0
     if not async_op:
-        perform(plan, sizes, root, direct, send, recv, count)
+        perform(plan, sizes, root, route, send, recv, count)
         return None
-    if not _is_prompt(plan, root, sizes):  # a glance does not hold the memory of the arrays
+    if not _should_run_inline(plan, root, sizes):  # a glance does not hold the memory of the arrays
         return run(primitive, group, async_op, output, input, op, root, at_once=False)
-    task = partial(perform, plan, sizes, root, direct, send, recv, count)
+    task = partial(perform, plan, sizes, root, route, send, recv, count)
     return submit(member, task, plan.name, (output,), True)
 
 
@@ -202,35 +211,31 @@ def run_all(
     waits = not async_op and not member.busy()
     found = fusing.fused(name, primitive, member, outputs, inputs, held=waits)
     plan = _plan(primitive, member, op, found.dtype, found.on_device)
-    ready = [
-        (_crossing(plan, send, recv), send, recv, blocks) for send, recv, blocks in found.calls
-    ]
-    sizes = list_of(found.counts)
-    how = plan, ready
-    crossings = [crossing for crossing, *_ in ready]
+    placed = [_placed(plan, send, recv) for send, recv, _ in found.calls]
+    ready = [(carry, *call) for (carry, _), call in zip(placed, found.calls, strict=True)]
+    orders = [order for _, some in placed for order in some]
     return _dispatch(
-        plan, async_op, waits, outputs, sizes, LIST, _carry_out_all, None, None, how, crossings,
-        name=name,
+        plan, async_op, waits, outputs, list_of(found.counts), LIST, _carry_out_all, None, None,
+        (member, ready), orders, name=name,
     )  # fmt: skip
 
 
 def _carry_out_all(
-    send: None, recv: None, how: tuple[Plan, Sequence[tuple[Any, ...]]], root: int
+    send: None, recv: None, how: tuple[ProcessGroup, Sequence[tuple[Any, ...]]], root: int
 ) -> None:
     """Carries a list of calls out, after comparing the whole list with the other ranks': what is
     fused must be the same on all.
     """
-    plan, ready = how
-    group = plan.group
+    group, ready = how
     if len(group.recent) > 1:  # it has not been its turn just now
         consistency.check(group)
-    for crossing, out, into, blocks in ready:
+    for carry, out, into, extent in ready:
         group.sequence += 1
-        _carry_out(out, into, (plan, crossing, blocks), 0)
+        carry(out, into, extent, 0)
 
 
 #: Carries out a call that is counted and compared, with the group's lock held: what is sent, what
-#: is received, what else the function wants to know, and the root.
+#: is received, the extent or what else the function wants to know, and the root.
 Carry = Callable[[Any, Any, Any, int], None]
 
 
@@ -285,7 +290,7 @@ def _plan(
     try:
         known: Plan | None = group.plans.get(key)
     except TypeError:  # an operation without a hash, as mpi4py's are
-        row = calls.row_of(op, f"{primitive.name}: op")
+        row = checks.row_of(op, f"{primitive.name}: op")
         return _plan(primitive, group, row, dtype, on_device)
     if known is not None:
         return known
@@ -295,131 +300,13 @@ def _plan(
     meant = None
     if primitive.reduces:
         assert dtype is not None
-        meant = calls.operation(primitive, op, dtype)
-    way = (routes.devices if on_device else routes.hosts).choose(primitive, group, meant, dtype)
-    plan = Plan(primitive, group, meant, dtype, on_device, way)
+        meant = checks.operation(primitive, op, dtype)
+    kind = CallKind(primitive, group, meant, dtype)
+    route = routes.choose(kind, on_device)
+    plan = Plan(kind, on_device, route, packing.on_views(kind, route, on_device))
     if meant is None or meant.factor is None:  # every PREMUL_SUM(factor) is a new object
         group.plans[key] = plan
     return plan
-
-
-def _crossing(plan: Plan, send: View | None, recv: View | None) -> Crossing | None:
-    """The order of a call among what the caller's streams hold now; None on host memory."""
-    if not plan.on_device:
-        return None
-    parts = [part for view in (send, recv) if view is not None for part in view.parts]
-    streams = {part.stream for part in parts if isinstance(part, DeviceView)}
-    assert parts[0].device is not None
-    return Crossing(device.runtime(), parts[0].device, streams)
-
-
-def _carry_out(
-    send: View | None,
-    recv: View | None,
-    how: tuple[Plan, Crossing | None, Blocks | None],
-    root: int,
-) -> None:
-    """Moves the bytes of a call whose plan, place among the streams, and blocks are known."""
-    plan, crossing, blocks = how
-    if crossing is not None:
-        with _ordered(plan.group, crossing, send, recv):
-            _perform_packed(plan, send, recv, root, blocks)
-    elif plan.piece is not None and blocks is None:
-        _perform_in_pieces(plan, send, recv, root, plan.piece)
-    elif send is None and (recv is None or recv.buffer is not None):
-        plan.route(None, recv, root, blocks)
-    else:
-        _perform_packed(plan, send, recv, root, blocks)
-
-
-@contextmanager
-def _ordered(
-    group: ProcessGroup, crossing: Crossing, send: View | None, recv: View | None
-) -> Iterator[None]:
-    """In here views of a device have the lane that the call happens in."""
-    lane = group.lane(crossing.index)
-    for view in (send, recv):
-        for part in () if view is None else view.parts:
-            assert isinstance(part, DeviceView)
-            part.lane = lane
-    lane.begin()
-    crossing.enter(lane)
-    try:
-        yield
-    except (ArgumentError, UnsupportedError):
-        raise  # refused: the lane's memory is used by its streams alone, in their order
-    except BaseException:
-        lane.leave_behind()
-        raise
-    finally:  # after an error, too: what was begun goes on for a while
-        crossing.leave(lane)
-
-
-def _perform_packed(
-    plan: Plan, send: View | None, recv: View | None, root: int, blocks: Blocks | None
-) -> None:
-    """Carries out a call whose memory may be scattered, listed, or shared by both sides."""
-    layout = plan.primitive.layout
-    # Exchanges send and receive the arrays of a list one by one, where they are; not on a device.
-    listed = layout is Layout.EXCHANGED and not plan.on_device
-    if (
-        send is not None
-        and not (listed and isinstance(send, Parts))
-        and (send.buffer is None or (recv is not None and views.overlap(send, recv)))
-    ):
-        send = send.packed()
-    if recv is None or recv.buffer is not None or (listed and isinstance(recv, Parts)):
-        plan.route(send, recv, root, blocks)
-        return
-    read = layout is Layout.IN_PLACE
-    packed = recv.packed() if read else recv.blank()
-    plan.route(send, packed, root, blocks)
-    if not read or calls.writes(plan.primitive, plan.group, root):
-        recv.fill(packed)
-
-
-def _perform_in_pieces(
-    plan: Plan, send: View | None, recv: View | None, root: int, step: int
-) -> None:
-    """The same of blocks that are alike, ``step`` elements of each at a time.
-
-    Where this rank, or the root, has a list of arrays on the host, no more of it is packed at once.
-    """
-    count = min(view.count for view in (send, recv) if view is not None)
-    if count <= step:
-        _perform_packed(plan, send, recv, root, None)
-        return
-    if send is not None and recv is not None and _meet(send, recv):
-        send = send.packed()  # a piece that is received would be sent on
-        if plan.primitive.many_in:
-            send = Parts(
-                [send.part(r * count, count) for r in range(plan.group.size())], send.dtype
-            )
-    out = [one if one.buffer is not None else one.packed() for one in _parts(send)]
-    into = [one if one.buffer is not None else one.blank() for one in _parts(recv)]
-    for start in range(0, count, step):
-        size = min(step, count - start)
-        _perform_packed(plan, _cut(out, start, size), _cut(into, start, size), root, None)
-    for one, filled in zip(_parts(recv), into, strict=True):
-        if filled is not one:
-            one.fill(filled)
-
-
-def _parts(view: View | None) -> Sequence[View]:
-    return () if view is None else view.parts
-
-
-def _cut(parts: Sequence[View], start: int, count: int) -> View | None:
-    """The same elements of each array, as the view of one array or of a list."""
-    cut = [one.part(start, count) for one in parts]
-    return None if not cut else cut[0] if len(cut) == 1 else Parts(cut, cut[0].dtype)
-
-
-def _meet(send: View, recv: View) -> bool:
-    """Memory of the two sides overlaps. Arrays that lie apart are copied before that matters."""
-    out = [one for one in send.parts if one.buffer is not None]
-    into = [one for one in recv.parts if one.buffer is not None]
-    return any(views.overlapping(out, into))
 
 
 def _explained(error: Exception, name: str, group: ProcessGroup) -> Exception:

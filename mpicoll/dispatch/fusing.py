@@ -22,8 +22,9 @@ import numpy as np
 from mpicoll.arrays import views
 from mpicoll.arrays.libraries import glances, same_device
 from mpicoll.arrays.views import CARRIERS, Alias, DeviceView, Parts, View
-from mpicoll.core import calls
-from mpicoll.core.calls import Views
+from mpicoll.core import checks
+from mpicoll.core.checks import Views
+from mpicoll.core.plan import sizes_of
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.kernels.library import kernels
@@ -129,13 +130,12 @@ class _Entries:
             if seen[place] is None:
                 input = None if inputs is None else inputs[place]
                 try:
-                    found = calls.views(primitive, group, output, input, 0, None)
+                    found = checks.views(primitive, group, output, input, 0, None)
                 except MpicollError as error:
                     raise type(error)(f"{name}: [{place}]: {error}") from error
-                send, recv, blocks = self._views[place] = found
+                _, recv, extent = self._views[place] = found
                 assert recv is not None
-                agreed = calls.counts(primitive, send, recv, blocks)
-                seen[place] = recv.dtype, recv, agreed[0] if blocks is None else tuple(agreed)
+                seen[place] = recv.dtype, recv, sizes_of(primitive, extent)
         dtypes, self._outputs, self.counts = zip(*seen, strict=True)
         self.dtype = dtypes[0]
         for place, dtype in enumerate(dtypes):
@@ -164,16 +164,17 @@ class _Entries:
         """The views of the calls at these places, made as one."""
         first = batch[0]
         if len(batch) == 1:
-            return self._views.get(first) or (None, self._output(first), None)
+            return self._views.get(first) or (None, self._output(first), self.counts[first])
         widths, outputs = _at(batch, self.counts), _at(batch, self._outputs)
+        extent = sum(widths)
         if self._layout is Layout.IN_PLACE:
-            return None, _side(outputs, widths, 1, self.dtype), None
+            return None, _side(outputs, widths, 1, self.dtype), extent
         inputs: Any = [self._views[place][0] for place in batch]
         outward, inward = 1, self._ranks
         if self._layout is Layout.SCATTERED:
             outward, inward = inward, outward
         send = _side(inputs, widths, outward, self.dtype)
-        return send, _side(outputs, widths, inward, self.dtype), None
+        return send, _side(outputs, widths, inward, self.dtype), extent
 
     def _output(self, place: int) -> View:
         output, dtype = self._outputs[place], self.dtype

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from mpicoll.routes.device import devices
-from mpicoll.routes.host import hosts
+from mpicoll.core.plan import CallKind, Implementation
+from mpicoll.routes.device import select as device
+from mpicoll.routes.host import select as host
 from mpicoll.routes.wire import explained
 
-__all__ = ["devices", "explained", "hosts"]
+__all__ = ["choose", "explained"]
+
+
+def choose(kind: CallKind, on_device: bool) -> Implementation:
+    """Return what carries out calls of a kind on host or device memory."""
+    return device.choose(kind) if on_device else host.choose(kind)

@@ -5,128 +5,57 @@ Of MPI only sends and receives are asked; what is copied and combined on the way
 
 Which algorithm serves a call is a function of count, dtype, operation and n, as every rank knows
 them. All reductions combine the original elements of all ranks in one place, once, in the order of
-the ranks. So all ranks get the same bits, which depend neither on the number of elements nor on the
-algorithm and are those of `composed`, and narrow floats travel as they are and are rounded once.
+the ranks. So all ranks get the same bits, on hosts and devices. They depend neither on the number
+of elements nor on the algorithm, and narrow floats travel as they are and are rounded once.
 Partial sums that travel, as in recursive halving or in a ring of sums, would cost narrow floats
 twice the bytes, and a combination with a wait for it at each step, which on a device is dearer than
 several messages; they win only where many ranks reduce little.
 
 Views that are given to a function are ready to be read and written. Its results are there once the
-caller has settled.
+caller has settled. `build` makes implementations of them; the routes `exchange` on the host and
+`direct` on a device are these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
-from mpicoll.arrays.views import Parts, View, overlapping, scratch
-from mpicoll.core.calls import Blocks
+from mpicoll.arrays.views import Parts, View
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
-from mpicoll.kernels import reduction
+from mpicoll.routes.space import Space
 from mpicoll.routes.wire import Message, exchange, message
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "HOST",
-    "Host",
-    "Space",
+    "ALGORITHMS",
+    "On",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "build",
     "gather",
+    "premultiplied",
     "reduce",
     "reduce_scatter",
     "scatter",
-]  # fmt: skip
+]
 
-#: Bytes of all ranks' arrays together up to which each rank that needs the result of a reduction
-#: gets everything: one exchange and one wait for the memory instead of two.
-WHOLE = 128 * 1024
-#: Ranks up to which everybody sends that to everybody, without a copy first.
+#: Ranks up to which everybody sends what is small to everybody, without a copy first.
 DIRECT = 8
-#: Bytes that one rank gets from one other at a time: enough to hide what combining them costs.
-BLOCK = 4 * 1024 * 1024
-#: Bytes of all those blocks together, of which there are two at a time.
-STACK = 64 * 1024 * 1024
 #: Bytes of all ranks' blocks up to which they are gathered in few steps instead of short ones.
 GATHERED = 512 * 1024
 #: Bytes of the pieces of a broadcast along a chain, at least and at most; and how many times fewer
 #: than the pieces the ranks shall be, for the chain takes n - 2 pieces longer than the message.
 LEAST, MOST, LINKS = 128 * 1024, 4 * 1024 * 1024, 8
-
-
-# --- memory -------------------------------------------------------------------------------------
-
-
-class Space(Protocol):
-    """One kind of memory and what can be done in it, for one call at a time.
-
-    Everything but ``settle`` may only be enqueued; what is enqueued is done in that order. Views
-    are contiguous and of equal counts, unless said otherwise; they may be empty.
-    """
-
-    def serves(self, op: ReduceOp, dtype: DType) -> bool:
-        """Elements of ``dtype`` can be combined by ``op``; the same answer on every rank."""
-
-    def blank(self, dtype: DType, count: int) -> View:
-        """``count`` elements of whatever values, to be used until the call ends."""
-
-    def copy(self, source: View, into: View) -> None:
-        """Copies; the elements of one of the views may lie apart, in C order."""
-        if into.buffer is None:
-            into.fill(source)
-        else:
-            source.put(into)
-
-    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
-        """``reduction.combine`` of views of one dtype."""
-
-    def scale(self, source: View, factor: Any, out: View) -> None:
-        """``reduction.scale``; ``out`` is float32 where ``source`` is of narrow floats."""
-
-    def narrow(self, source: View, out: View) -> None:
-        """``reduction.narrow``."""
-
-    def settle(self) -> None:
-        """Returns when all that was enqueued is done, so that MPI may read it or write over it."""
-
-
-class Host(Space):
-    """The memory of NumPy arrays; nothing is enqueued."""
-
-    def serves(self, op: ReduceOp, dtype: DType) -> bool:
-        """True: NumPy combines what the C library does not."""
-        return True
-
-    def blank(self, dtype: DType, count: int) -> View:
-        """New memory."""
-        return scratch(dtype, count)
-
-    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
-        """By the C library, or NumPy."""
-        reduction.combine(op, out.dtype, [source.flat for source in sources], out.flat, divisor)
-
-    def scale(self, source: View, factor: Any, out: View) -> None:
-        """By NumPy."""
-        reduction.scale(source.dtype, source.flat, factor, out.flat)
-
-    def narrow(self, source: View, out: View) -> None:
-        """By the C library, or NumPy."""
-        reduction.narrow(source.flat, out.flat)
-
-    def settle(self) -> None:
-        """There is nothing to wait for."""
-
-
-HOST = Host()
 
 
 # --- messages -----------------------------------------------------------------------------------
@@ -186,10 +115,27 @@ def _spans(counts: Sequence[int]) -> list[Span]:
     return list(zip(accumulate(counts, initial=0), counts, strict=False))
 
 
+class On(NamedTuple):
+    """What the algorithms of one kind of call work on: the group, its memory, the operation.
+
+    op: None where nothing is combined.
+    """
+
+    group: ProcessGroup
+    space: Space
+    op: ReduceOp | None
+    n: int
+    me: int
+
+    def others(self) -> Iterator[int]:
+        """All other ranks, from the next one on, so that no rank is everybody's first."""
+        return ((self.me + step) % self.n for step in range(1, self.n))
+
+
 # --- moves --------------------------------------------------------------------------------------
 
 
-def broadcast(group: ProcessGroup, recv: View, root: int) -> None:
+def broadcast(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None:
     """The root's elements, on every rank.
 
     Short messages go down a binomial tree: log2 n latencies, and as many times the bytes (Thakur,
@@ -200,8 +146,8 @@ def broadcast(group: ProcessGroup, recv: View, root: int) -> None:
     Computing 68(6), 2008), where a tree takes log2 n times as long, and a scatter followed by an
     all-gather twice.
     """
-    n = group.size()
-    place = (group.rank() - root) % n
+    group, n = on.group, on.n
+    place = (on.me - root) % n
     if n > 2 and recv.nbytes > n * LEAST:
         _chain(group, recv, root, place)
         return
@@ -236,10 +182,8 @@ def _chain(group: ProcessGroup, recv: View, root: int, place: int) -> None:
     sent.finish()
 
 
-def all_gather(
-    group: ProcessGroup, space: Space, send: View | None, recv: View, counts: Sequence[int]
-) -> None:
-    """The blocks of all ranks, ``counts`` elements each, on every rank; no send: it is in place.
+def all_gather(on: On, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
+    """The blocks of all ranks on every rank; no send: this rank's is in its place.
 
     Few bytes: the exchange of Bruck and others, in which the blocks that a rank has double with
     each step, whatever n is: log2 n latencies (Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE Trans.
@@ -248,8 +192,8 @@ def all_gather(
     Thakur and others (as above, section 4.1), n - 1 latencies, only neighbours talk. Either way a
     rank receives each foreign byte once.
     """
-    n, me = group.size(), group.rank()
-    spans = _spans(counts)
+    group, space, _, n, me = on
+    spans = _spans(blocks.receives)
     own = recv.part(*spans[me])
     if send is not None:
         space.copy(send, own)
@@ -295,53 +239,44 @@ def _ring(group: ProcessGroup, own: View, recv: View, spans: Sequence[Span]) -> 
         out = into
 
 
-def gather(group: ProcessGroup, space: Space, send: View, recv: View | None, root: int) -> None:
+def gather(on: On, send: View, recv: View | None, blocks: Blocks, root: int) -> None:
     """The blocks of all ranks, on the root, each sent there directly (MPI-4.1 section 6.5).
 
     The root's link carries each byte once, whatever the way; a tree would spare it latencies, and
     copy on the way.
     """
-    messages = _Messages(group)
+    messages = _Messages(on.group)
     if recv is None:
         messages.send(send, root)
     else:
-        for r in _others(group):
+        for r in on.others():
             messages.receive(recv.part(r * send.count, send.count), r)
-        space.copy(send, recv.part(root * send.count, send.count))
+        on.space.copy(send, recv.part(root * send.count, send.count))
     messages.finish()
 
 
-def scatter(group: ProcessGroup, space: Space, send: View | None, recv: View, root: int) -> None:
+def scatter(on: On, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
     """One block of the root's to each rank, sent there directly (MPI-4.1 section 6.6)."""
-    messages = _Messages(group)
+    messages = _Messages(on.group)
     if send is None:
         messages.receive(recv, root)
     else:
-        for r in _others(group):
+        for r in on.others():
             messages.send(send.part(r * recv.count, recv.count), r)
-        space.copy(send.part(root * recv.count, recv.count), recv)
+        on.space.copy(send.part(root * recv.count, recv.count), recv)
     messages.finish()
 
 
-def all_to_all(group: ProcessGroup, space: Space, send: View, recv: View, blocks: Blocks) -> None:
+def all_to_all(on: On, send: View, recv: View, blocks: Blocks, root: int) -> None:
     """One block from each rank to each other, in n - 1 steps of pairs; see ``wire.exchange``.
 
-    No rank knows the others' sizes; each message is known to its sender and its receiver. The
-    arrays of lists are sent and received where they are, but for those whose elements lie apart,
-    and those to send that are received into before they may be sent.
+    No rank knows the others' sizes; each message is known to its sender and its receiver. Both
+    sides may be lists of arrays.
     """
-    me = group.rank()
-    outgoing, incoming = _arrays(send, blocks.sends), _arrays(recv, blocks.receives)
-    into = [_contiguous(space, one) for one in incoming]
-    out = [_contiguous(space, one) for one in outgoing]
-    if isinstance(send, Parts):
-        twice = overlapping(out, into)
-        out = [_blank(space, v) if both else v for v, both in zip(out, twice, strict=True)]
-    if _copy_what_differs(space, outgoing, out):
-        space.settle()
-    space.copy(out[me], into[me])
-    exchange(group.inner, _to_others(out, me), _to_others(into, me))
-    _copy_what_differs(space, into, incoming)
+    me = on.me
+    out, into = _arrays(send, blocks.sends), _arrays(recv, blocks.receives)
+    on.space.copy(out[me], into[me])
+    exchange(on.group.inner, _to_others(out, me), _to_others(into, me))
 
 
 def _arrays(view: View, counts: Sequence[int]) -> Sequence[View]:
@@ -350,35 +285,14 @@ def _arrays(view: View, counts: Sequence[int]) -> Sequence[View]:
     return [view.part(*span) for span in _spans(counts)]
 
 
-def _contiguous(space: Space, view: View) -> View:
-    return _blank(space, view) if view.buffer is None else view
-
-
-def _blank(space: Space, like: View) -> View:
-    return space.blank(like.dtype, like.count)
-
-
-def _copy_what_differs(space: Space, sources: Sequence[View], into: Sequence[View]) -> bool:
-    pairs = [pair for pair in zip(sources, into, strict=True) if pair[0] is not pair[1]]
-    for pair in pairs:
-        space.copy(*pair)
-    return bool(pairs)
-
-
 def _to_others(views: Sequence[View], me: int) -> list[Message | None]:
     return [_whole(v) if v.count and r != me else None for r, v in enumerate(views)]
-
-
-def _others(group: ProcessGroup) -> Iterator[int]:
-    """All other ranks, from the next one on, so that no rank is everybody's first."""
-    n, me = group.size(), group.rank()
-    return ((me + step) % n for step in range(1, n))
 
 
 # --- reductions ---------------------------------------------------------------------------------
 
 
-def all_reduce(group: ProcessGroup, space: Space, op: ReduceOp, recv: View) -> None:
+def all_reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None:
     """The elements of all ranks combined, on every rank, in place.
 
     Few bytes: everybody gets everything and combines it, in one latency among few ranks, by the
@@ -389,43 +303,45 @@ def all_reduce(group: ProcessGroup, space: Space, op: ReduceOp, recv: View) -> N
     Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
     Distributed Computing 69(2), 2009).
     """
-    n, me, count = group.size(), group.rank(), recv.count
-    if recv.nbytes * n > WHOLE:
-        pieces = [
-            _Piece(cut, recv.part(*cut[me])) for cut in _cuts(count, n, _travelling(op, recv.dtype))
-        ]
+    (group, space, _, n, me), count = on, recv.count
+    if recv.nbytes * n > space.small:
+        pieces = [_Piece(cut, recv.part(*cut[me])) for cut in _cuts(on, recv)]
 
         def then(piece: _Piece) -> None:
             begin = piece.cut[0][0]
             counts = [size for _, size in piece.cut]
-            all_gather(group, space, None, recv.part(begin, sum(counts)), counts)
+            all_gather(on, None, recv.part(begin, sum(counts)), Blocks((), counts), 0)
 
-        _Reduction(group, space, op, recv, pieces).carry_out(then)
-    elif n <= DIRECT:
-        _Reduction(group, space, op, recv, [_Piece([(0, count)] * n, recv)]).carry_out()
+        _Reduction(on, recv, pieces).carry_out(then)
+    elif n <= DIRECT and not space.mpi:
+        _Reduction(on, recv, [_Piece([(0, count)] * n, recv)]).carry_out()
     elif count:
-        terms = _Terms(space, op, n, recv.dtype)
+        terms = _Terms(on, recv.dtype)
         stack = space.blank(terms.dtype, n * count)
         parts = [stack.part(r * count, count) for r in range(n)]
         terms.take(recv, parts[me])
         space.settle()
-        all_gather(group, space, None, stack, [count] * n)
+        if space.mpi:
+            # mpi4py wants a block's count.
+            group.inner.Allgather(MPI.IN_PLACE, message(stack.buffer, count, stack.dtype))
+        else:
+            all_gather(on, None, stack, Blocks((), [count] * n), 0)
         terms.combine(parts, parts[me], recv)
 
 
-def reduce(group: ProcessGroup, space: Space, op: ReduceOp, recv: View, root: int) -> None:
+def reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None:
     """The elements of all ranks combined, in place on the root; the others' stay as they are.
 
     Few bytes: the root gets everything and combines it: one latency. Many: as in all_reduce, but
     that the results go to the root alone; it receives 2 (n - 1) / n times the bytes, and sends and
     combines no more than the others.
     """
-    n, me, count = group.size(), group.rank(), recv.count
-    if recv.nbytes * n <= WHOLE:
+    (group, space, _, n, me), count = on, recv.count
+    if recv.nbytes * n <= space.small:
         cut = [(0, count if r == root else 0) for r in range(n)]
-        _Reduction(group, space, op, recv, [_Piece(cut, recv.part(*cut[me]))]).carry_out()
+        _Reduction(on, recv, [_Piece(cut, recv.part(*cut[me]))]).carry_out()
         return
-    cuts = _cuts(count, n, _travelling(op, recv.dtype))
+    cuts = _cuts(on, recv)
     if me == root:
         pieces = [_Piece(cut, recv.part(*cut[me])) for cut in cuts]
     else:
@@ -436,25 +352,22 @@ def reduce(group: ProcessGroup, space: Space, op: ReduceOp, recv: View, root: in
     def then(piece: _Piece) -> None:
         messages = _Messages(group)
         if me == root:
-            for r in _others(group):
+            for r in on.others():
                 messages.receive(recv.part(*piece.cut[r]), r)
         else:
             messages.send(piece.out, root)
         messages.finish()
 
-    _Reduction(group, space, op, recv, pieces).carry_out(then)
+    _Reduction(on, recv, pieces).carry_out(then)
 
 
-def reduce_scatter(
-    group: ProcessGroup, space: Space, op: ReduceOp, send: View, recv: View, counts: Sequence[int]
-) -> None:
-    """One block of the elements of all ranks combined on each rank, ``counts`` elements each: a
-    pairwise exchange.
+def reduce_scatter(on: On, send: View, recv: View, blocks: Blocks, root: int) -> None:
+    """One block of the elements of all ranks combined on each rank: a pairwise exchange.
 
     The originals travel: (n - 1) / n times the bytes, as few as there can be, and one latency for a
     piece (Thakur and others, as above, section 4.4, for long messages).
     """
-    me, step = group.rank(), _step(group.size(), _travelling(op, recv.dtype))
+    counts, me, step = blocks.sends, on.me, _step(on, recv.dtype)
     pieces = []
     for done in range(0, max(counts), step):
         cut = [
@@ -462,7 +375,7 @@ def reduce_scatter(
             for start, count in _spans(counts)
         ]
         pieces.append(_Piece(cut, recv.part(min(done, recv.count), cut[me][1])))
-    _Reduction(group, space, op, send, pieces).carry_out()
+    _Reduction(on, send, pieces).carry_out()
 
 
 #: Of some elements, those that each rank combines.
@@ -476,25 +389,27 @@ class _Piece(NamedTuple):
     out: View
 
 
-def _step(n: int, dtype: DType) -> int:
+def _step(on: On, dtype: DType) -> int:
     """Elements that one rank combines of a piece."""
-    return max(1, min(BLOCK, STACK // n) // dtype.itemsize)
+    travels = _travelling(on.op, dtype)
+    return max(1, min(on.space.chunk, on.space.stack // on.n) // travels.itemsize)
 
 
-def _cuts(count: int, n: int, dtype: DType) -> list[Cut]:
-    """``count`` elements in pieces, each shared out to all ranks."""
-    step = n * _step(n, dtype)
+def _cuts(on: On, view: View) -> list[Cut]:
+    """The elements in pieces, each shared out to all ranks."""
+    n, step = on.n, on.n * _step(on, view.dtype)
     found: list[Cut] = []
-    for begin in range(0, count, step):
-        size = min(step, count - begin)
+    for begin in range(0, view.count, step):
+        size = min(step, view.count - begin)
         share = -(-size // n)
         edges = [begin + min(size, r * share) for r in range(n + 1)]
         found.append([(start, end - start) for start, end in pairwise(edges)])
     return found
 
 
-def _travelling(op: ReduceOp, dtype: DType) -> DType:
+def _travelling(op: ReduceOp | None, dtype: DType) -> DType:
     """The dtype of what is sent to be combined; products of narrow floats are not rounded yet."""
+    assert op is not None
     widened = op.factor is not None and dtype.kind is Kind.NARROW_FLOAT
     return by_name["float32"] if widened else dtype
 
@@ -506,12 +421,14 @@ class _Terms:
     dtype:  of the terms.
     """
 
-    def __init__(self, space: Space, op: ReduceOp, n: int, dtype: DType) -> None:
-        self._space = space
+    def __init__(self, on: On, dtype: DType) -> None:
+        op = on.op
+        assert op is not None
+        self._space = on.space
         self.factor = op.factor
         self.dtype = _travelling(op, dtype)
         self._op = op if op.factor is None else ReduceOp.SUM
-        self._divisor = n if op is ReduceOp.AVG else 1
+        self._divisor = on.n if op is ReduceOp.AVG else 1
 
     def take(self, source: View, into: View) -> None:
         """The terms of this rank's elements."""
@@ -534,17 +451,10 @@ class _Reduction:
     While a piece is combined the next one travels, and the result of the one before.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        space: Space,
-        op: ReduceOp,
-        source: View,
-        pieces: Sequence[_Piece],
-    ) -> None:
-        n = group.size()
-        self._group, self._space, self._source, self._pieces = group, space, source, pieces
-        self._terms = _Terms(space, op, n, source.dtype)
+    def __init__(self, on: On, source: View, pieces: Sequence[_Piece]) -> None:
+        n, space = on.n, on.space
+        self._on, self._space, self._source, self._pieces = on, space, source, pieces
+        self._terms = _Terms(on, source.dtype)
         dtype, both = self._terms.dtype, range(min(2, len(pieces)))
         most = max((piece.out.count for piece in pieces), default=0)
         self._stacks = [space.blank(dtype, (n - 1) * most) for _ in both]
@@ -563,7 +473,7 @@ class _Reduction:
         begun = self._begin(0, parts)
         for i, piece in enumerate(pieces):
             messages, sources = begun
-            own = parts[self._group.rank()]
+            own = parts[self._on.me]
             messages.finish()
             more = i + 1 < len(pieces)
             if more:
@@ -594,12 +504,96 @@ class _Reduction:
 
     def _begin(self, i: int, parts: Sequence[View]) -> tuple[_Messages, list[View]]:
         """Messages with the terms of a piece; where this rank's of all ranks will be."""
-        me = self._group.rank()
-        messages, size = _Messages(self._group), parts[me].count
+        me = self._on.me
+        messages, size = _Messages(self._on.group), parts[me].count
         sources = list(parts)
-        for place, r in enumerate(_others(self._group)):
+        for place, r in enumerate(self._on.others()):
             sources[r] = self._stacks[i % 2].part(place * size, size)
             messages.receive(sources[r], r)
-        for r in _others(self._group):
+        for r in self._on.others():
             messages.send(parts[r], r)
         return messages, sources
+
+
+# --- implementations ----------------------------------------------------------------------------
+
+#: By the name of the primitive. All take the same arguments.
+ALGORITHMS: dict[str, Callable[..., None]] = {
+    "broadcast": broadcast,
+    "all_reduce": all_reduce,
+    "reduce": reduce,
+    "all_gather": all_gather,
+    "all_gather_single": all_gather,
+    "gather": gather,
+    "scatter": scatter,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_single": reduce_scatter,
+    "all_to_all": all_to_all,
+    "all_to_all_single": all_to_all,
+}
+
+
+def build(kind: CallKind, space: Space) -> Implementation:
+    """Return what carries calls of a kind out on buffers in ``space``; its caller settles."""
+    primitive, group, op, dtype = kind
+    assert dtype is not None
+    algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
+    on = On(group, space, op, n, me)
+    sent, received = (n if many else 1 for many in (primitive.many_in, primitive.many_out))
+
+    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        if isinstance(extent, int):
+            blocks = Blocks([extent] * sent, [extent] * received)
+        else:
+            sends, receives = extent
+            blocks = Blocks(
+                sends if sent == n else [sends[me]], receives if received == n else [receives[me]]
+            )
+        out = None if send is None else space.view(send, dtype, blocks.sends)
+        into = None if recv is None else space.view(recv, dtype, blocks.receives)
+        algorithm(on, out, into, blocks, root)
+
+    return carry_out
+
+
+def premultiplied(
+    kind: CallKind, space: Space, build_sum: Callable[[CallKind], Implementation]
+) -> Implementation:
+    """PREMUL_SUM: each rank's elements times its factor, then a sum.
+
+    build_sum: makes the sum; of float32 for narrow floats, which are scaled and summed in it, in
+               rank order, and rounded once at the end.
+    """
+    primitive, group, op, dtype = kind
+    assert op is not None and dtype is not None
+    me, everywhere, factor = group.rank(), not primitive.root, op.factor
+    n = group.size() if primitive.many_in else 1
+    wide = by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT else dtype
+    add = build_sum(CallKind(primitive, group, ReduceOp.SUM, wide))
+
+    def scaled(view: View) -> View:
+        product = space.blank(wide, view.count)
+        space.scale(view, factor, product)
+        return product
+
+    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        if isinstance(extent, int):
+            sends, mine = [extent] * n, extent
+        else:
+            sends, mine = list(extent.sends), extent.receives[me]
+        into = space.view(recv, dtype, [mine])
+        if send is None:
+            out = scaled(into)
+            add(None, space.buffer(out), extent, root)
+        else:
+            out = into if wide is dtype else space.blank(wide, mine)
+            product = scaled(space.view(send, dtype, sends))
+            add(space.buffer(product), space.buffer(out), extent, root)
+        if out is into or not (everywhere or root == me):
+            return
+        if wide is dtype:
+            space.copy(out, into)
+        else:
+            space.narrow(out, into)
+
+    return carry_out

@@ -41,10 +41,11 @@ _derived: dict[tuple[str, int], MPI.Datatype] = {}
 
 
 def scratch(group: ProcessGroup, nbytes: int) -> Bytes:
-    """So much of the memory that a group keeps for what it exchanges, which grows as needed."""
-    if group.scratch.nbytes < nbytes:
-        group.scratch = np.empty(nbytes, np.uint8)
-    return group.scratch[:nbytes]
+    """Return so much of the memory that a group's routes share, which grows as needed."""
+    found: Bytes | None = group.resources.find("scratch")
+    if found is None or found.nbytes < nbytes:
+        found = group.resources.keep("scratch", np.empty(nbytes, np.uint8))
+    return found[:nbytes]
 
 
 def datatype(dtype: DType) -> MPI.Datatype:

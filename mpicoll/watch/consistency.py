@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mpicoll.core.signature import compared, rooted, told
+from mpicoll.core.signature import compared, rooted_kind, told
 from mpicoll.errors import MismatchError
 from mpicoll.watch.levels import DebugLevel, get_debug_level
 
@@ -80,9 +80,9 @@ def drop(group: ProcessGroup) -> None:
 def _compare(group: ProcessGroup, calls: tuple[Call, ...], level: int) -> tuple[bool, int]:
     """Whether all ranks have the same calls, and the highest of their levels."""
     mine = digest(calls)
-    if group.shared:  # it takes a third of the time of MPI
+    if shared := group.resources.find("shared"):  # it takes a third of the time of MPI
         _, kind, _, root = calls[-1]
-        if group.shared.compare(compared(kind, root, level), mine):
+        if shared.compare(compared(kind, root, level), mine):
             return True, level
     MPI = sys.modules["mpi4py.MPI"]  # an import statement takes as long as the rest
     # One reduction: where all are alike the greatest is also the least.
@@ -125,7 +125,7 @@ def words(call: Call) -> str:
     number, kind, sizes, root = call
     if number == 0:
         return "no call"
-    return "a call that differed" if kind < 0 else told(rooted(kind, root), sizes)
+    return "a call that differed" if kind < 0 else told(rooted_kind(kind, root), sizes)
 
 
 #: What stands for the calls before the first.

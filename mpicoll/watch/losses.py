@@ -48,8 +48,8 @@ def look(group: ProcessGroup) -> bool:
         group.next_check = 0
         for comm in (group.inner, group.messages):
             comm.Revoke()
-        if group.shared:
-            group.shared.leave()
+        if shared := group.resources.find("shared"):
+            shared.leave()
         launch.leave_running()  # MPI_Finalize may wait for the one that is lost
     return True
 

@@ -14,25 +14,24 @@ from conftest import team as group_of
 from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal, meet, same_on_all
 
 import mpicoll as dist
-from mpicoll import routes
-from mpicoll.core.calls import Way
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import algorithms, wire
-from mpicoll.routes.algorithms import HOST, Host
-from mpicoll.routes.device import direct
+from mpicoll.routes.host import select
+from mpicoll.routes.space import HOST, Host
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 #: Bytes where the algorithms change, in the groups that cut what others take as a whole.
-SEAMS = {
-    "WHOLE": 128, "BLOCK": 48, "STACK": 4096, "GATHERED": 160, "LEAST": 16, "MOST": 48,
-    "LINKS": 3,
-}  # fmt: skip
+SEAMS = {"GATHERED": 160, "LEAST": 16, "MOST": 48, "LINKS": 3}
+#: And what is the memory's own.
+SPACE = {"small": 128, "chunk": 48, "stack": 4096}
 
 
 class Late(Host):
     """Memory of the host in which everything happens at the last moment; blanks hold garbage."""
+
+    mpi = False
 
     def __init__(self):
         self.enqueued = []
@@ -66,19 +65,19 @@ class Late(Host):
 def places(world):
     """All ranks and, reversed, all but one of them, in groups for each kind of memory."""
     spaces = {}
-    chosen = routes.hosts.choose
+    chosen = select.choose
 
-    def choose(primitive, group, op, dtype):
-        space = spaces.get(group.group_name)
-        route = None if space is None else direct.choose(primitive, group, op, dtype, space)
-        if route is None:
-            return chosen(primitive, group, op, dtype)
+    def choose(kind):
+        space = spaces.get(kind.group.group_name)
+        if space is None or kind.primitive.name not in algorithms.ALGORITHMS:
+            return chosen(kind)
+        route = algorithms.build(kind, space)
 
-        def settled(send, recv, root, blocks):
-            route(send, recv, root, blocks)
+        def settled(send, recv, extent, root):
+            route(send, recv, extent, root)
             space.settle()
 
-        return Way(settled)
+        return settled
 
     def made(name, ranks, space):
         team = group_of(name, ranks)
@@ -89,7 +88,7 @@ def places(world):
     n = world.size
     orders = (("", range(n)), (", reversed", range(n)[::-1][: max(1, n - 1)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routes.hosts, "choose", choose)
+        patch.setattr(select, "choose", choose)
         yield [
             made(name + order, ranks, kind())
             for name, kind in (("late", Late), ("host", Host))
@@ -107,17 +106,19 @@ def late(places):
 def seams(monkeypatch):
     for name, value in SEAMS.items():
         monkeypatch.setattr(algorithms, name, value)
+    for name, value in SPACE.items():
+        monkeypatch.setattr(Host, name, value)
     monkeypatch.setattr(wire, "INT_MAX", 20)  # more elements travel as one of a derived type
 
 
 def counts(name, dtype, n):
     """Elements of a block, around each change of algorithm."""
     row, size = NAMES[name], dtype.itemsize
-    block = SEAMS["BLOCK"] // size
+    block = SPACE["chunk"] // size
     if row.reduces and row.layout is Layout.SCATTERED:
         borders = [block, 4 * block]
     elif row.reduces:
-        borders = [SEAMS["WHOLE"] // n // size, n * block, 4 * n * block]
+        borders = [SPACE["small"] // n // size, n * block, 4 * n * block]
     elif name == "broadcast":
         borders = [n * SEAMS["LEAST"] // size, 500 // size]
     elif row.layout is Layout.GATHERED and not row.root:
@@ -166,25 +167,10 @@ def test_reduces(places, mpi, seams, monkeypatch, name, dtype):
 
 
 def test_all_primitives_are_served():
-    """Every row that has arrays; of them what the space combines."""
-
-    class Particular(Host):
-        def serves(self, op, dtype):
-            return op in (ReduceOp.SUM, ReduceOp.PREMUL_SUM)
-
-    class Group:
-        def size(self):
-            return 1
-
-    for row in PRIMITIVES:
-        for op, served in (
-            (None, True),
-            (ReduceOp.SUM, True),
-            (ReduceOp.PREMUL_SUM(2), True),
-            (ReduceOp.MAX, False),
-        ):
-            route = direct.choose(row, Group(), op, DTYPES[3], Particular())
-            assert (route is not None) == (served and row.layout is not Layout.EMPTY)
+    """Every row that has arrays."""
+    assert set(algorithms.ALGORITHMS) == {
+        row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY
+    }
 
 
 # ---- Blocks ------------------------------------------------------------------------------------
@@ -262,7 +248,7 @@ def test_all_to_all_in_place(places, mpi):
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce", "reduce_scatter_single"])
 def test_reductions_of_several_pieces(late, mpi, monkeypatch, name):
-    monkeypatch.setattr(algorithms, "BLOCK", 2**15)
+    monkeypatch.setattr(Host, "chunk", 2**15)
     for dtype, op in (
         (by_name["bfloat16"], ReduceOp.PREMUL_SUM),
         (by_name["float32"], ReduceOp.MAX),
@@ -281,8 +267,8 @@ def test_where_algorithms_change(late):
         ("broadcast", late.size * algorithms.LEAST),
         ("broadcast", 5 * late.size * algorithms.LEAST),
         ("all_gather_single", algorithms.GATHERED // late.size),
-        ("all_reduce", algorithms.WHOLE // late.size),
-        ("reduce", algorithms.WHOLE // late.size),
+        ("all_reduce", HOST.small // late.size),
+        ("reduce", HOST.small // late.size),
     ):
         op = ReduceOp.SUM if NAMES[name].reduces else None
         for count in (border // 8, border // 8 + 1):
@@ -293,7 +279,7 @@ def test_same_bits_with_nan(late, mpi):
     """NaN of another payload, and of another sign, from every rank."""
     for name, word in (("float32", np.uint32), ("complex128", np.uint64), ("bfloat16", np.uint16)):
         dtype = by_name[name]
-        for count in (5, algorithms.WHOLE // dtype.itemsize):
+        for count in (5, HOST.small // dtype.itemsize):
             for op in legal(dtype):
                 if op.op is ReduceOp.PREMUL_SUM:
                     op = op(2)
@@ -314,7 +300,7 @@ def test_no_memory_is_held(late):
     held = len(algorithms._under_way)
     for name in ("broadcast", "all_gather", "gather", "scatter"):
         Call(name, late, by_name["int8"], 7).run(by_group_rank=True)
-    for count in (7, algorithms.WHOLE + 7):
+    for count in (7, HOST.small + 7):
         Call("reduce", late, by_name["int8"], count, ReduceOp.SUM).run(by_group_rank=True)
     assert len(algorithms._under_way) == held
 

@@ -16,8 +16,9 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, device, trial
 from mpicoll.cuda.trial import OK, Trial
 from mpicoll.errors import MismatchError, UnsupportedError
-from mpicoll.routes.device import peer, staged
-from mpicoll.routes.host import hosts
+from mpicoll.routes.device import ipc as peer
+from mpicoll.routes.device import staged
+from mpicoll.routes.host import select
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
             total(arrays, me, n)
     else:
         total(arrays, me, n)
-        assert dist.group.WORLD.devices.names[0] == (road or "peer")
+        assert dist.group.WORLD.resources.find("devices").names[0] == (road or "peer")
     assert len(tries) == (road is not None and me == 0)
 
 
@@ -186,20 +187,20 @@ def test_an_error_between_pieces(on, monkeypatch):
     """What is on its way then comes before what the caller does next."""
     arrays, me, n = on("staged")
     monkeypatch.setattr(staged, "PIECE", 400 * (n + 1))
-    choose, calls = hosts.choose, []
+    choose, calls = select.choose, []
 
-    def breaking(*what):
-        way = choose(*what)
+    def breaking(kind):
+        route = choose(kind)
 
-        def route(send, recv, root, blocks):
+        def broken(send, recv, extent, root):
             calls.append(recv)
             if len(calls) == 2:
                 raise RuntimeError("the second piece of three fails, everywhere")
-            way.route(send, recv, root, blocks)
+            route(send, recv, extent, root)
 
-        return way._replace(route=route)
+        return broken
 
-    monkeypatch.setattr(hosts, "choose", breaking)
+    monkeypatch.setattr(select, "choose", breaking)
     array = uploaded(arrays, np.full(300, me, np.float32))
     with pytest.raises(RuntimeError, match="second piece"):
         dist.all_reduce(array)

@@ -24,8 +24,8 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.kernels.reduction import loop
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.routes.device import peer, staged
-from mpicoll.routes.host import native
+from mpicoll.routes.device import ipc, staged
+from mpicoll.routes.host import mpi as native
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
 #: "auto": the one that mpicoll chooses.
@@ -216,9 +216,9 @@ def test_pieces(road, arrays, world, monkeypatch, dtype):
     if not arrays.serves(dtype):
         pytest.skip(f"the library has no arrays of {dtype}")
     monkeypatch.setattr(staged, "PIECE", 8 * dtype.itemsize * (world.size + 1))
-    monkeypatch.setattr(peer, "SLOT", 64 * world.size)
-    monkeypatch.setattr(peer, "_LINE", 16)
-    monkeypatch.setattr(peer, "WHOLE", 32)
+    monkeypatch.setattr(ipc, "SLOT", 64 * world.size)
+    monkeypatch.setattr(ipc, "_LINE", 16)
+    monkeypatch.setattr(ipc, "WHOLE", 32)
     world = group_of("seams", range(world.size))
     for count in (8, 9, 16, 17, 61):
         for name in MOVED:

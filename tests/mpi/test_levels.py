@@ -15,14 +15,15 @@ from driver import DTYPES, NAMES, Call, Exact, legal, same_on_all
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll.core import tables
-from mpicoll.core.groups import state
+from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
 from mpicoll.kernels.reduction import loop
 from mpicoll.launch.serialized import serialize
-from mpicoll.routes.host import hosts, levels, shared
+from mpicoll.routes import tuning as tables
+from mpicoll.routes.host import hierarchical as levels
+from mpicoll.routes.host import select, shared
 
 #: Two nodes, one of two ranks, have three.
 LEAST = 3
@@ -39,7 +40,7 @@ PLACES = {
     "three nodes": lambda n: [(rank * 2) % 3 if n > LEAST else rank // 2 for rank in range(n)],
 }
 
-ROUTED = [name for name in NAMES if name in levels._MAKERS]
+ROUTED = [name for name in NAMES if name in levels._BUILDERS]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def patch(world):
         pytest.skip(f"takes {LEAST} ranks")
     rows = {kind: {"nodes": ((0, "levels"),)} for kind in tables.KINDS}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "table", tables.Table(openmpi=False, measured={1: rows}))
+        patch.setattr(tables.job, "table", tables.Table(openmpi=False, measured={1: rows}))
         yield patch
 
 
@@ -94,7 +95,7 @@ def served(dtype):
 
 
 def has_levels(team):
-    return hosts.place(team.group) == "nodes"
+    return select.place(team.group) == "nodes"
 
 
 @needs
@@ -225,7 +226,7 @@ def test_ranks_that_disagree(placed):
     for _ in range(130):  # the first calls, and one in a stride, are compared in another way
         dist.barrier(team.group)
     f32, SUM = np.float32, ReduceOp.SUM
-    nodes = levels.of(team.group).nodes
+    nodes = levels.get_or_create(team.group).nodes
     for odd in ({0}, {team.size - 1}, set(nodes[-1]), set(nodes[0])):
         mine = team.me in odd
         for count, dtype, op, words in (
@@ -253,7 +254,7 @@ def test_ranks_that_disagree(placed):
             if mine:
                 dist.broadcast(np.ones(900, f32), group=team.group, group_src=0)
             dist.all_reduce(np.ones(900, f32), group=team.group)
-        if not levels.of(team.group).even:
+        if not levels.get_or_create(team.group).even:
             continue
         count = 900 + mine
         with pytest.raises(MismatchError, match="reduce_scatter_single of 901 elements of int32"):
@@ -311,7 +312,7 @@ def test_what_groups_leave_behind(patch, world, monkeypatch):
         array[:] = 1
         dist.all_reduce(array, group=group)
         assert (array == world.size).all()
-        assert group.plans["levels"]
+        assert group.resources.find("levels")
         dist.destroy_process_group(group)
         del group
         assert all(one.inner == MPI.COMM_NULL for one in made), number
@@ -328,7 +329,7 @@ def test_an_mpi_that_lets_one_thread_in(patch, world):
     for name in ROUTED:
         op = ReduceOp.MAX if NAMES[name].reduces else None
         Exact(name, team, by_name["float32"], 3000, op, 1).run()
-    rail = levels.of(team.group).rail
+    rail = levels.get_or_create(team.group).rail
     assert rail is None or type(rail.inner) is type(team.group.inner)
     dist.destroy_process_group(team.group)
 
@@ -339,8 +340,8 @@ def test_without_nodes(world, monkeypatch):
     world = group_of("on one node", range(world.size))
     said = MPI.COMM_WORLD.allgather(levels.node_of())
     assert len(set(said)) == 1 and said[0]
-    assert levels.of(world.group) is None
+    assert levels.get_or_create(world.group) is None
 
     for name in ROUTED:
         op = ReduceOp.SUM if NAMES[name].reduces else None
-        assert levels.made(NAMES[name], world.group, op, by_name["int8"]) is None
+        assert levels._build(CallKind(NAMES[name], world.group, op, by_name["int8"])) is None

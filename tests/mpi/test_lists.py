@@ -8,39 +8,47 @@ from conftest import team as group_of
 from driver import Call, legal
 
 import mpicoll as dist
-from mpicoll.core import calls
-from mpicoll.dispatch import execute
+from mpicoll.dispatch import packing
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES
 
 LISTS = [row for row in PRIMITIVES if row.listed and row.even]
 
 
+#: The extents of what was packed at a time.
+extents = []
+
+
 @pytest.fixture(scope="module")
 def small(world):
     """A group that packs a few elements at a time."""
+    build = packing._packed
+
+    def watched(*what):
+        packed = build(*what)
+
+        def run(send, recv, extent, root):
+            extents.append(extent)
+            packed(send, recv, extent, root)
+
+        return run
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "LISTED", 160 * world.size)
+        patch.setattr(packing, "LISTED", 160 * world.size)
+        patch.setattr(packing, "_packed", watched)
         yield group_of("small pieces", range(world.size))
 
 
 @pytest.mark.parametrize("dtype", [by_name["float32"], by_name["bfloat16"]], ids=repr)
 @pytest.mark.parametrize("row", LISTS, ids=repr)
-def test_pieces(small, row, dtype, monkeypatch):
+def test_pieces(small, row, dtype):
     """Sizes around their borders; on every rank no more is packed at a time."""
     step = 160 // dtype.itemsize
-    packed, perform = [], execute._perform_packed
-
-    def watched(plan, send, recv, root, blocks):
-        packed.append(min(view.count for view in (send, recv) if view is not None))
-        perform(plan, send, recv, root, blocks)
-
-    monkeypatch.setattr(execute, "_perform_packed", watched)
     for count in (0, 1, step - 1, step, step + 1, 5 * step + 3):
         for op in legal(dtype) if row.reduces else [None]:
-            packed.clear()
+            extents.clear()
             Call(row.name, small, dtype, count, op, count % small.size).run()
-            assert packed == [min(step, count - at) for at in range(0, max(count, 1), step)]
+            assert extents == [min(step, count - at) for at in range(0, max(count, 1), step)]
 
 
 def test_arrays_that_lie_apart(small):

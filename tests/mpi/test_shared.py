@@ -16,15 +16,14 @@ from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, legal, same_on_all
 
 import mpicoll as dist
-from mpicoll.core import tables
-from mpicoll.core.groups import state
 from mpicoll.core.signature import kind_of
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.routes.host import segment, shared
+from mpicoll.routes import tuning as tables
+from mpicoll.routes.host import shared, shared_segment
 
 needs = pytest.mark.skipif(
     library.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
@@ -41,7 +40,7 @@ OTHERS = [name for name in OTHERS if name not in ("all_reduce", "all_to_all_sing
 def share_all(patch):
     """Messages of every size go through shared memory."""
     rows = {kind: {"node": ((0, "shared"),)} for kind in tables.KINDS}
-    patch.setattr(state, "table", tables.Table(openmpi=False, measured={1: rows}))
+    patch.setattr(tables.job, "table", tables.Table(openmpi=False, measured={1: rows}))
 
 
 @pytest.fixture(scope="module", params=["split", "whole"])
@@ -55,7 +54,7 @@ def cut(world, request):
 
 
 def shares(team):
-    return bool(team.group.shared)
+    return bool(team.group.resources.find("shared"))
 
 
 @needs
@@ -172,12 +171,12 @@ def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
     if world.size == 1:
         return
     processors = set(range(int(per_rank * world.size)))
-    monkeypatch.setattr(segment, "_processors", lambda: processors)
+    monkeypatch.setattr(shared_segment, "_processors", lambda: processors)
     monkeypatch.setattr(shared, "PATIENCE", 20.0)
     team = group_of(f"{per_rank} processors a rank", range(world.size))
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
     kind = kind_of(NAMES["all_reduce"], by_name["float32"], ReduceOp.SUM, 0)
-    asks = team.group.shared.prompt
+    asks = team.group.resources.find("shared").should_run_inline
     assert asks(kind, 5000) == (per_rank < 2)
     array = np.ones(5000, np.float32)
     work = dist.all_reduce(array, group=team.group, async_op=True)
@@ -214,7 +213,7 @@ def test_ctrl_c_is_for_the_program(world):
 @pytest.mark.parametrize("processors", [1, 2, 64])
 def test_asynchronous_calls_keep_their_order(world, monkeypatch, processors):
     """Behind what is pending, whether a call waits for the others or leaves to the thread."""
-    monkeypatch.setattr(segment, "_processors", lambda: set(range(processors)))
+    monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(processors)))
     team = group_of(f"on {processors}", range(world.size))
     late = np.random.default_rng(world.me)
     for _ in range(20):
@@ -244,7 +243,7 @@ def test_counters_wrap_around(world, monkeypatch):
     Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()
     if team.size == 1:
         return
-    hold = team.group.shared._hold
+    hold = team.group.resources.find("shared")._hold
     close = 2**32 - 6
     region = library.kernels.shared_region(hold.slot, hold.n)
     team.group.inner.Barrier()  # MPI's own: ours would compare itself by these counters
@@ -297,11 +296,11 @@ def test_ranks_that_disagree(world):
 
 
 def cannot_make(patch):
-    patch.setattr(segment, "_made", lambda name, size: None)
+    patch.setattr(shared_segment, "_made", lambda name, size: None)
 
 
 def cannot_open(patch):
-    patch.setattr(segment, "_opened", lambda name, where: None)
+    patch.setattr(shared_segment, "_opened", lambda name, where: None)
 
 
 def no_memory(patch):
@@ -358,8 +357,10 @@ def test_one_rank_that_cannot_share_is_enough(world, mpi, failure):
 def test_another_file_is_not_opened(tmp_path):
     """Where rank 0's file should be, there may be anything if this is another machine."""
     with (tmp_path / "other").open("w") as other:
-        assert segment._opened("mpicoll-1", f"/proc/{os.getpid()}/fd/{other.fileno()}") is None
-    assert segment._opened("mpicoll-1", "/proc/0/fd/0") is None
+        assert (
+            shared_segment._opened("mpicoll-1", f"/proc/{os.getpid()}/fd/{other.fileno()}") is None
+        )
+    assert shared_segment._opened("mpicoll-1", "/proc/0/fd/0") is None
 
 
 @needs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from conftest import TIMEOUT
@@ -13,13 +14,15 @@ from driver import NAMES, Exact, same_on_all
 
 import mpicoll as dist
 from mpicoll.cli import tune_measure
-from mpicoll.core import tables
-from mpicoll.core.groups import default_group, state
+from mpicoll.core.groups import default_group
+from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import ArgumentError
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes.host import hosts
-from mpicoll.routes.host.native import reducible
+from mpicoll.routes import registry
+from mpicoll.routes import tuning as tables
+from mpicoll.routes.host import select
+from mpicoll.routes.host.mpi import reducible
 
 # --- the file: before anything here makes the default group -------------------------------------
 
@@ -55,17 +58,17 @@ def test_all_ranks_have_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
         if mpi.rank:
             monkeypatch.setenv("MPICOLL_TABLE", str(own))
         dist.init_process_group(timeout=TIMEOUT)
-        steps = state.table.row("gather", mpi.size)["node"]
-        usual = state.table.holding({}).row("gather", mpi.size)["node"]
+        steps = tables.job.table.row("gather", mpi.size)["node"]
+        usual = tables.job.table.holding({}).row("gather", mpi.size)["node"]
         assert steps[:2] == ((0, "mpi"), (77, "shared")) and mpi.bcast(steps, 0) == steps
         for size in (1000, 1 << 15, 1 << 20, 1 << 30):
             assert tables.taken(steps, size) == tables.taken(usual, size)
-        assert state.table.path == mpi.bcast(str(path), 0)
+        assert tables.job.table.path == mpi.bcast(str(path), 0)
         dist.destroy_process_group()
     if mpi.rank == 0:
         monkeypatch.setenv("MPICOLL_TABLE", "0")
     dist.init_process_group(timeout=TIMEOUT)
-    assert state.table.path == ""
+    assert tables.job.table.path == ""
     dist.destroy_process_group()
 
 
@@ -73,10 +76,10 @@ def test_all_ranks_have_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
 
 
 def calls_of(kind):
-    """Primitive, group, operation and dtype of a call of a kind."""
+    """A call that tables have under this name."""
     primitive, others = tables.primitive_of(kind)
     op = ReduceOp.SUM if primitive.reduces else None
-    return primitive, default_group(), op, by_name["bfloat16" if others else "float32"]
+    return CallKind(primitive, default_group(), op, by_name["bfloat16" if others else "float32"])
 
 
 def any_row(kind, chance):
@@ -98,7 +101,8 @@ def seen(monkeypatch):
     def route(name):
         return lambda *kind: lambda send, recv, count, root: taken.append(name)
 
-    monkeypatch.setattr(hosts, "_CANDIDATES", {name: route(name) for name in tables.ROUTES})
+    for name, declared in registry.HOST.items():
+        monkeypatch.setitem(registry.HOST, name, replace(declared, build=route(name)))
     return taken
 
 
@@ -114,22 +118,23 @@ def expected(row, place, unable, nbytes):
 @pytest.mark.parametrize("place", tables.PLACES)
 def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
     """At every size around its steps, in whatever order calls come."""
-    monkeypatch.setattr(hosts, "place", lambda group: place)
+    monkeypatch.setattr(select, "place", lambda group: place)
     for name in unable:
-        hosts._CANDIDATES[name] = lambda *kind: None
+        none = replace(registry.HOST[name], build=lambda kind: None)
+        monkeypatch.setitem(registry.HOST, name, none)
     chance = random.Random(place)
     for kind in tables.KINDS * 4:
         primitive, *_, dtype = calls_of(kind)
         row = any_row(kind, chance)
-        monkeypatch.setattr(state, "table", tables.Table(False, {2: {kind: row}}))
-        direct = hosts.choose(*calls_of(kind)).direct
+        monkeypatch.setattr(tables.job, "table", tables.Table(False, {2: {kind: row}}))
+        route = select.choose(calls_of(kind))
         block = dtype.itemsize * (world.size if primitive.many_in or primitive.many_out else 1)
         steps = [least for steps in row.values() for least, _ in steps]
         counts = {max(0, least // block + more) for least in steps for more in (-1, 0, 1, 2)}
         counts = [*counts, 10**9]
         chance.shuffle(counts)
         for count in counts:
-            direct(None, None, count, 0)
+            route(None, None, count, 0)
             assert seen.pop() == expected(row, place, unable, count * block), (kind, row, count)
         assert not seen
 
@@ -137,18 +142,18 @@ def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
 def test_a_candidate_takes_its_route(world, seen):
     """At every size."""
     for kind in tables.KINDS:
-        found = hosts.candidates(*calls_of(kind))
-        assert tuple(found) == tables.able(kind, hosts.place(default_group()))
-        for name, direct in found.items():
+        found = select.candidates(calls_of(kind))
+        assert tuple(found) == tables.able(kind, select.place(default_group()))
+        for name, route in found.items():
             for count in (0, 1, 3000, 10**9):
-                direct(None, None, count, 0)
+                route(None, None, count, 0)
                 assert seen.pop() == name
 
 
 def test_what_can_be_named_can_be_had(world):
     """Of every kind, where ranks share no memory: there is always something to fall back to."""
     for kind in tables.KINDS:
-        found = hosts.candidates(*calls_of(kind))
+        found = select.candidates(calls_of(kind))
         assert set(tables.able(kind, "apart")) <= set(found)
 
 
@@ -179,7 +184,7 @@ def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
         for kind in tables.KINDS
     }
     assert tables.parse(tables.joined("", "An MPI", 3, rows, {})) == {3: rows}
-    monkeypatch.setattr(state, "table", tables.Table(bool(seed % 2), {3: rows}))
+    monkeypatch.setattr(tables.job, "table", tables.Table(bool(seed % 2), {3: rows}))
     team = group_of(f"table {seed}", range(world.size))
     calls = []
     for name, dtype, op in CALLS:

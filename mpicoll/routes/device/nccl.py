@@ -6,24 +6,26 @@ the other routes to the last bit, and ranks do not compare their calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll.arrays.views import DeviceView, View
-from mpicoll.core.calls import Blocks, Route
+from mpicoll.arrays.views import DeviceView
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.cuda.device import Lane
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.launch.session import node
-from mpicoll.primitives import Primitive
+from mpicoll.routes.device.space import at_home
+from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.wire import all_gather_bytes
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
+    from mpicoll.routes.device.select import Agreed
 
-__all__ = ["Nccl", "asked_for", "meet"]
+__all__ = ["ROUTE", "Nccl", "asked_for", "meet"]
 
 #: NCCL's operations (ncclRedOp_t) and the dtypes that it computes with (ncclDataType_t).
 _OPERATIONS = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
@@ -51,7 +53,7 @@ class Nccl:
         self.lane = lane
         self.comm = comm
 
-    def close(self) -> None:
+    def close(self, limit: float) -> None:
         """Ends the communicator, when what was enqueued is done."""
         self.lane.settle(self.lane.work)
         self.comm.destroy()
@@ -81,20 +83,28 @@ def meet(group: ProcessGroup, lane: Lane) -> Nccl | None:
     return Nccl(group, lane, made)
 
 
-def route(nccl: Nccl, primitive: Primitive, op: ReduceOp | None, dtype: DType) -> Route | None:
-    """What carries out calls of this kind; None for what NCCL cannot compute with."""
-    if op is None:
-        return _moves(nccl, primitive, dtype)
-    if dtype.name not in _DTYPES or op.name not in _OPERATIONS or op.factor is not None:
+def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
+    """Return what carries out calls of this kind; None where there is no communicator."""
+    nccl = agreed.nccl
+    if nccl is None:
         return None
-    if op.name == "AVG" and dtype.kind is Kind.INTEGER:
-        return None
-    return _reductions(nccl, primitive, _OPERATIONS[op.name], dtype)
+    inner = _FUNCTIONS[kind.primitive.name](nccl, kind)
+
+    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        with nccl.lane.runtime.on(nccl.lane.index):
+            inner(send, recv, extent, root)
+
+    return at_home(nccl.lane, carry_out)
 
 
-def _on(view: View | None) -> DeviceView:
-    assert isinstance(view, DeviceView)
-    return view
+def _combines(op: ReduceOp, dtype: DType) -> bool:
+    """Whether NCCL computes with such elements; it does not average integers."""
+    if dtype.name not in _DTYPES or op.name not in _OPERATIONS:
+        return False
+    return op is not ReduceOp.AVG or dtype.kind is not Kind.INTEGER
+
+
+# --- moves --------------------------------------------------------------------------------------
 
 
 def _unit(nbytes: int) -> tuple[int, int]:
@@ -102,84 +112,146 @@ def _unit(nbytes: int) -> tuple[int, int]:
     return (_BYTE, 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
 
 
-def _moves(nccl: Nccl, primitive: Primitive, dtype: DType) -> Route:
-    """Broadcasts and all-gathers of NCCL's, all else by its messages."""
-    size, n = dtype.itemsize, nccl.n
-    name = primitive.name.partition("_single")[0]
+#: Of a message the rank, the address, and the bytes.
+_Message = tuple[int, int, int]
 
-    def messages(
-        sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]
-    ) -> None:
-        """Of each message the rank, the address, and the bytes."""
-        stream = nccl.lane.work
-        with nccl.lane.runtime.nccl_together():
-            for rank, address, nbytes in sends:
-                kind, unit = _unit(nbytes)
+
+def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message]) -> None:
+    """All messages of a call at once; empty ones are none."""
+    stream = nccl.lane.work
+    with nccl.lane.runtime.nccl_together():
+        for rank, address, nbytes in sends:
+            kind, unit = _unit(nbytes)
+            if nbytes:
                 nccl.comm.send(address, nbytes // unit, kind, rank, stream)
-            for rank, address, nbytes in receives:
-                kind, unit = _unit(nbytes)
+        for rank, address, nbytes in receives:
+            kind, unit = _unit(nbytes)
+            if nbytes:
                 nccl.comm.recv(address, nbytes // unit, kind, rank, stream)
 
-    def blocks_of(view: DeviceView, counts: Sequence[int]) -> list[tuple[int, int, int]]:
-        starts = np.cumsum([0, *counts[:-1]]).tolist()
-        return [
-            (rank, view.address + start * size, count * size)
-            for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
-            if count
-        ]
 
-    def moves(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
+    """The blocks of a buffer, one for each rank."""
+    size = view.dtype.itemsize
+    starts = np.cumsum([0, *counts[:-1]]).tolist()
+    return [
+        (rank, view.address + start * size, count * size)
+        for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+
+
+def _broadcast(nccl: Nccl, kind: CallKind) -> Implementation:
+    def broadcast(send: Any, recv: DeviceView, extent: Extent, root: int) -> None:
+        moved, unit = _unit(recv.nbytes)
+        count, at = recv.nbytes // unit, recv.address
+        nccl.comm.broadcast(at, at, count, moved, root, nccl.lane.work)
+
+    return broadcast
+
+
+def _all_gather(nccl: Nccl, kind: CallKind) -> Implementation:
+    """Blocks that differ go by messages."""
+
+    def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
+        if isinstance(extent, Blocks):
+            out = [(rank, send.address, send.nbytes) for rank in range(nccl.n)]
+            _exchange(nccl, out, _cut(recv, extent.receives))
+            return
+        moved, unit = _unit(send.nbytes)
+        count = send.nbytes // unit
+        nccl.comm.allGather(send.address, recv.address, count, moved, nccl.lane.work)
+
+    return all_gather
+
+
+def _gather(nccl: Nccl, kind: CallKind) -> Implementation:
+    def gather(send: DeviceView, recv: Any, count: Any, root: int) -> None:
+        into = [] if recv is None else _cut(recv, [count] * nccl.n)
+        _exchange(nccl, [(root, send.address, send.nbytes)], into)
+
+    return gather
+
+
+def _scatter(nccl: Nccl, kind: CallKind) -> Implementation:
+    def scatter(send: Any, recv: DeviceView, count: Any, root: int) -> None:
+        out = [] if send is None else _cut(send, [count] * nccl.n)
+        _exchange(nccl, out, [(root, recv.address, recv.nbytes)])
+
+    return scatter
+
+
+def _all_to_all(nccl: Nccl, kind: CallKind) -> Implementation:
+    def all_to_all(send: DeviceView, recv: DeviceView, extent: Any, root: int) -> None:
+        _exchange(nccl, _cut(send, extent.sends), _cut(recv, extent.receives))
+
+    return all_to_all
+
+
+# --- reductions ---------------------------------------------------------------------------------
+
+
+def _constants(kind: CallKind) -> tuple[int, int]:
+    """NCCL's numbers of the dtype and the operation."""
+    assert kind.op is not None and kind.dtype is not None
+    return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
+
+
+def _all_reduce(nccl: Nccl, kind: CallKind) -> Implementation:
+    dtype, op = _constants(kind)
+
+    def all_reduce(send: Any, recv: DeviceView, count: Any, root: int) -> None:
+        nccl.comm.allReduce(recv.address, recv.address, count, dtype, op, nccl.lane.work)
+
+    return all_reduce
+
+
+def _reduce(nccl: Nccl, kind: CallKind) -> Implementation:
+    dtype, op = _constants(kind)
+
+    def reduce(send: Any, recv: DeviceView, count: Any, root: int) -> None:
+        nccl.comm.reduce(recv.address, recv.address, count, dtype, op, root, nccl.lane.work)
+
+    return reduce
+
+
+def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Implementation:
+    """Blocks that differ are reduced one after another."""
+    dtype, op = _constants(kind)
+
+    def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         stream = nccl.lane.work
-        with nccl.lane.runtime.on(nccl.lane.index):
-            if name == "broadcast":
-                array = _on(recv)
-                kind, unit = _unit(array.nbytes)
-                count = array.nbytes // unit
-                nccl.comm.broadcast(array.address, array.address, count, kind, root, stream)
-            elif name == "all_gather" and blocks is None:
-                own, all_ = _on(send), _on(recv)
-                kind, unit = _unit(own.nbytes)
-                nccl.comm.allGather(own.address, all_.address, own.nbytes // unit, kind, stream)
-            elif name in ("all_gather", "gather"):
-                own = _on(send)
-                targets = range(n) if name == "all_gather" else [root]
-                counts = [own.count] * n if blocks is None else blocks.receives
-                messages(
-                    [(r, own.address, own.nbytes) for r in targets if own.count],
-                    [] if recv is None else blocks_of(_on(recv), counts),
-                )
-            elif name == "scatter":
-                mine = _on(recv)
-                messages(
-                    [] if send is None else blocks_of(_on(send), [mine.count] * n),
-                    [(root, mine.address, mine.nbytes)] if mine.count else [],
-                )
-            else:
-                assert blocks is not None
-                messages(blocks_of(_on(send), blocks.sends), blocks_of(_on(recv), blocks.receives))
+        if not isinstance(extent, Blocks):
+            nccl.comm.reduceScatter(send.address, recv.address, extent, dtype, op, stream)
+            return
+        for (rank, address, _), count in zip(_cut(send, extent.sends), extent.sends, strict=True):
+            if count:
+                nccl.comm.reduce(address, recv.address, count, dtype, op, rank, stream)
 
-    return moves
+    return reduce_scatter
 
 
-def _reductions(nccl: Nccl, primitive: Primitive, operation: int, dtype: DType) -> Route:
-    """NCCL's own."""
-    name, kind = primitive.name, _DTYPES[dtype.name]
+#: By the name of the primitive.
+_FUNCTIONS: dict[str, Callable[[Nccl, CallKind], Implementation]] = {
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_single": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all,
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+}
 
-    def reductions(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        out, stream = _on(recv), nccl.lane.work
-        with nccl.lane.runtime.on(nccl.lane.index):
-            if name == "all_reduce":
-                nccl.comm.allReduce(out.address, out.address, out.count, kind, operation, stream)
-            elif name == "reduce":
-                nccl.comm.reduce(out.address, out.address, out.count, kind, operation, root, stream)
-            elif blocks is None:
-                given = _on(send).address
-                nccl.comm.reduceScatter(given, out.address, out.count, kind, operation, stream)
-            else:  # one rank's block after another
-                given = _on(send).address
-                for rank, count in enumerate(blocks.sends):
-                    if count:
-                        nccl.comm.reduce(given, out.address, count, kind, operation, rank, stream)
-                    given += count * dtype.itemsize
-
-    return reductions
+ROUTE = Route(
+    "nccl",
+    "NCCL",
+    MemoryKind.DEVICE,
+    (*MOVES, *REDUCTIONS, *EXCHANGES),
+    _build,
+    combines=_combines,
+    uneven=("all_gather", "reduce_scatter", *EXCHANGES),
+    needs='backend="nccl", NCCL on every rank, and a GPU for each',
+)

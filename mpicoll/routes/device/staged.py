@@ -7,33 +7,36 @@ copied to the host and the one before back to the device, by streams of their ow
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.arrays.views import DeviceView, View, of_numpy
-from mpicoll.core.calls import Blocks, Route, reads, writes
+from mpicoll.core.checks import reads, writes
+from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.cuda import device
 from mpicoll.cuda.device import Crossing, Event, Lane
-from mpicoll.primitives import Layout, Primitive
+from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.routes.route import MemoryKind, Route
 
 if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
+    from mpicoll.routes.device.select import Agreed
 
-__all__ = ["Ferry", "route"]
+__all__ = ["ROUTE", "Ferry"]
 
 #: Bytes of a piece, of both sides and all ranks' blocks together; there are two at a time.
 PIECE = 8 * 1024 * 1024
 _LINE = 64
 
 
-def route(primitive: Primitive, group: ProcessGroup, host: Route) -> Route:
-    """What ``host`` does with host memory, with device memory."""
-    n = group.size()
+def _build(kind: CallKind, agreed: Agreed) -> Implementation:
+    """What is done with host memory, with device memory."""
+    primitive, group = kind.primitive, kind.group
+    host, n = agreed.on_host(kind), group.size()
     sent = n if primitive.layout is Layout.SCATTERED else 1
     received = n if primitive.layout is Layout.GATHERED else 1
 
-    def staged(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
+    def staged(send: Any, recv: Any, extent: Extent, root: int) -> None:
         # No rank knows the sizes of others' blocks: such calls are one piece.
-        whole = blocks is not None
+        whole = not isinstance(extent, int)
         out = None if send is None else _Side(send, 1 if whole else sent)
         into = None if recv is None else _Side(recv, 1 if whole else received)
         sides = [one for one in (out, into) if one is not None]
@@ -46,7 +49,7 @@ def route(primitive: Primitive, group: ProcessGroup, host: Route) -> Route:
         coming_in = [
             one for one in sides if one is out or (out is None and reads(primitive, group, root))
         ]
-        going_back = into is not None and (out is not None or writes(primitive, group, root))
+        going_back = into is not None and writes(primitive, group, root)
 
         def places(k: int) -> list[View]:
             """Where the sides' pieces are on the host."""
@@ -74,10 +77,10 @@ def route(primitive: Primitive, group: ProcessGroup, host: Route) -> Route:
                 lane.runtime.synchronize(here)
                 found = places(k)
                 host(
-                    None if out is None else found[0],
-                    None if into is None else found[-1],
+                    None if out is None else found[0].buffer,
+                    None if into is None else found[-1].buffer,
+                    extent if whole else piece[1],
                     root,
-                    blocks,
                 )
                 if into is not None and going_back:
                     into.copy(piece, found[-1], lane.to_device, inward=True)
@@ -171,3 +174,14 @@ class Ferry:
         if inward and packed is not view:
             view.fill(packed)
         lane.settle(lane.work)
+
+
+ROUTE = Route(
+    "staged",
+    "pinned memory of the host",
+    MemoryKind.DEVICE,
+    tuple(row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY),
+    _build,
+    scales=True,
+    uneven=tuple(row.name for row in PRIMITIVES if row.listed or not row.even),
+)

@@ -7,27 +7,28 @@ needs the C library, on every rank.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.calls import Direct
+from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.signature import is_compared, is_list, kind_of, parts_of, told
-from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import loop
-from mpicoll.primitives import Primitive, by_name
-from mpicoll.routes.host.segment import Segment, share
-from mpicoll.routes.parcels import Parcel
+from mpicoll.routes.host.shared_segment import Segment, share
+from mpicoll.routes.route import MOVES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.transfers import Transfer, transfer_of
 from mpicoll.watch.consistency import listed
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Shared", "made", "of"]
+__all__ = ["ROUTE", "Shared", "create", "get_or_create"]
 
 #: Bytes of a slot, the most that goes through in a round, and of the slots of all ranks together.
 SLOT, TOGETHER = 256 * 1024, 48 * 1024 * 1024
@@ -96,26 +97,32 @@ class Shared:
         self._crowded_beside = segment.processors < 2 * n
         self._look_as_often_as_is_good()
 
-    def serves(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> bool:
-        """The C library has the loop that combines, if elements are combined."""
-        return op is None or loop(op, dtype) is not None
-
-    def call(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> Direct:
-        """What carries calls of one kind out.
+    def build(self, kind: CallKind) -> Implementation:
+        """Return what carries calls of one kind out.
 
         It raises MismatchError, on all ranks, where they do not agree on primitive, count, dtype,
         operation and root.
         """
-        at, group, address = self._kind(primitive, dtype, op), self._group, MPI.Get_address
-        all_reduce, blocks = self._kernels.shared_all_reduce, self._kernels.shared_blocks
+        build = _FUNCTIONS[kind.primitive.name]
+        return build(self, kind)
 
-        def in_place(send: Any, recv: Any, count: int, root: int) -> None:
+    def _build_all_reduce(self, kind: CallKind) -> Implementation:
+        at, group, address = ctypes.addressof(self._kind(kind)), self._group, MPI.Get_address
+        all_reduce = self._kernels.shared_all_reduce
+
+        def shared_all_reduce(send: Any, recv: Any, count: Any, root: int) -> None:
             if group.worker is not None:
                 self._look_as_often_as_is_good()
             if not all_reduce(at, address(recv), count, group.sequence):
                 raise self._failure()
 
-        def direct(send: Any, recv: Any, count: int, root: int) -> None:
+        return shared_all_reduce
+
+    def _build_blocks(self, kind: CallKind) -> Implementation:
+        at, group, address = ctypes.addressof(self._kind(kind)), self._group, MPI.Get_address
+        blocks = self._kernels.shared_blocks
+
+        def shared_blocks(send: Any, recv: Any, count: Any, root: int) -> None:
             if group.worker is not None:
                 self._look_as_often_as_is_good()
             here = None if recv is None else address(recv)
@@ -123,45 +130,51 @@ class Shared:
             if not blocks(at, there, here, count, root, group.sequence):
                 raise self._failure()
 
-        return in_place if primitive is _ALL_REDUCE else direct
+        return shared_blocks
 
-    def exchange(
-        self,
-        primitive: Primitive,
-        parcel: Parcel,
-        dtype: DType,
-        op: ReduceOp | None,
-        root: int,
-    ) -> None:
-        """Carries this rank's part of a call out whose blocks may differ in size; see ``call``."""
-        group, at = self._group, self._kind(primitive, dtype, op)
+    def _build_transfer(self, kind: CallKind) -> Implementation:
+        address = MPI.Get_address
+
+        def shared_transfer(send: Any, recv: Any, extent: Extent, root: int) -> None:
+            here, there = (None if one is None else address(one) for one in (recv, send))
+            self.exchange(kind, transfer_of(kind, there, here, extent, root), root)
+
+        return shared_transfer
+
+    def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
+        """Carry this rank's part of a call out whose blocks may differ in size; see ``build``."""
+        group, described = self._group, self._kind(kind)
         self._look_as_often_as_is_good()
-        parts = self._kinds[primitive, dtype, op].parts
-        gives = np.array([(at, count * parts) for at, count in parcel.gives], _GIVEN)
-        takes = np.array(
-            [(rank, place, at, count * parts) for rank, place, at, count in parcel.takes], _TAKEN
+        parts = described.parts
+        puts = np.array([(at, count * parts) for at, count in transfer.puts], _PUT)
+        gets = np.array(
+            [(rank, place, at, count * parts) for rank, place, at, count in transfer.gets], _GET
         )
         done = self._kernels.shared_exchange(
-            at, parcel.places, parcel.most * parts, gives.ctypes.data, len(gives),
-            takes.ctypes.data, len(takes), root, group.sequence, parcel.total * parts,
+            ctypes.addressof(described), transfer.places, transfer.most * parts,
+            puts.ctypes.data, len(puts), gets.ctypes.data, len(gets), root, group.sequence,
+            transfer.total * parts,
         )  # fmt: skip
         if not done:
             raise self._failure()
 
-    def _kind(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> int:
-        """The address of the description of a kind of call."""
-        kind = self._kinds.get((primitive, dtype, op))
-        if kind is None:
-            kind = self._kinds[primitive, dtype, op] = self._described(primitive, dtype, op)
-        return ctypes.addressof(kind)
+    def _kind(self, kind: CallKind) -> _Kind:
+        """The description of a kind of call for the C library."""
+        key = kind.primitive, kind.dtype, kind.op
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = self._described(kind)
+        return found
 
-    def _described(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> _Kind:
+    def _described(self, kind: CallKind) -> _Kind:
+        primitive, _, op, dtype = kind
+        assert dtype is not None
         by = None if op is None else loop(op, dtype)
         parts = 1 if by is None else by.elements
         return _Kind(
             shared=self._pointer,
             what=kind_of(primitive, dtype, op, 0),
-            divisor=self._hold.n if op is ReduceOp.AVG else 1,
+            divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
             parts=parts,
             whole=WHOLE // max(1, self._hold.n - 1) * parts // dtype.itemsize,
@@ -179,7 +192,7 @@ class Shared:
         crowded = self._crowded_beside if beside else self._crowded
         self._hold.looks = LOOKS_IN_A_CROWD if crowded else LOOKS
 
-    def prompt(self, kind: int, count: int) -> bool:
+    def should_run_inline(self, kind: int, count: int) -> bool:
         """An asynchronous call is best carried out at once: all ranks are there, with the same, and
         no processor is free for a thread that would do it.
 
@@ -235,37 +248,47 @@ class Shared:
 
 
 #: struct mpicoll_given and struct mpicoll_taken.
-_GIVEN = np.dtype([("data", np.uintp), ("count", np.uintp)])
-_TAKEN = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")])
+_PUT = np.dtype([("data", np.uintp), ("count", np.uintp)])
+_GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")])
 
-_ALL_REDUCE = by_name["all_reduce"]
-
-
-def of(group: ProcessGroup) -> Shared | None:
-    """The memory that the ranks of a group share, or None on all of them. All ranks call."""
-    if group.shared is None:
-        group.shared = (_look(group) if 1 < group.size() <= MOST else None) or False
-    return group.shared or None
+#: By the name of the primitive, what of the C library carries it.
+_FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
+    "all_reduce": Shared._build_all_reduce,
+    **dict.fromkeys((*MOVES, *REDUCTIONS[1:]), Shared._build_blocks),
+}
 
 
-def made(
-    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> Direct | None:
-    """What carries such calls out.
-
-    None where no memory is shared, and where the C library does not combine ``dtype`` by ``op``.
-    """
-    shared = of(group)
-    if shared is None or not shared.serves(primitive, dtype, op):
-        return None
-    return shared.call(primitive, dtype, op)
+def get_or_create(group: ProcessGroup) -> Shared | None:
+    """Return the memory that the ranks of a group share, or None on all of them. All ranks call."""
+    found: Shared | Literal[False] | None = group.resources.find("shared")
+    if found is None:
+        found = (create(group) if 1 < group.size() <= MOST else None) or False
+        group.resources.keep("shared", found, abandon=lambda: None)
+    return found or None
 
 
-def _look(group: ProcessGroup) -> Shared | None:
-    """The memory that the ranks share, or None on all of them."""
+def _build(kind: CallKind) -> Implementation | None:
+    shared = get_or_create(kind.group)
+    return None if shared is None else shared.build(kind)
+
+
+def create(group: ProcessGroup) -> Shared | None:
+    """Return memory that the ranks share, or None on all of them. All ranks call."""
     n = group.size()
     slot = min(SLOT, TOGETHER // (_SLOTS * n)) // 64 * 64
     able = kernels is not None and not settings.SHARED_MEMORY.says("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
     segment = share(group.inner, region, able)
     return None if segment is None else Shared(group, segment, slot)
+
+
+ROUTE = Route(
+    "shared",
+    "shared memory",
+    MemoryKind.HOST,
+    tuple(_FUNCTIONS),
+    _build,
+    combines=lambda op, dtype: loop(op, dtype) is not None,
+    place="node",
+    needs="all ranks on one node, and the C library",
+)

@@ -1,44 +1,52 @@
-"""all_reduce of narrow floats by MPI: as float32 there and back, rounded once.
-
-Twice or four times the bytes, and as few messages as MPI takes for float32: where ranks are many
-and far from each other, what `composed` does in their place is n - 1 messages twice.
+"""Narrow floats reduced as float32 by MPI's own all_reduce and rounded once: for groups of so many
+ranks that the messages of `exchange` cost more than moving twice the bytes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from mpicoll.core.calls import Direct
+from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.kernels.reduction import narrow, scale
-from mpicoll.routes.host import composed, native
+from mpicoll.routes.host import mpi
+from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.wire import scratch
 
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-
-__all__ = ["all_reduce"]
+__all__ = ["ROUTE"]
 
 _FLOAT32 = by_name["float32"]
 
 
-def all_reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
-    """MPI_Allreduce of float32, in pieces; what is exact in ``dtype`` or no float: by exchange."""
-    if dtype.kind is not Kind.NARROW_FLOAT or not native.reducible(op, _FLOAT32):
-        return composed.all_reduce(group, dtype, op)
-    along = native.all_reduce(group, _FLOAT32, op)
-    step = native.PIECE // _FLOAT32.itemsize
+def _combines(op: ReduceOp, dtype: DType) -> bool:
+    """Not what is exact in the dtype: there is nothing to widen for."""
+    return dtype.kind is Kind.NARROW_FLOAT and mpi.reducible(op, _FLOAT32)
 
-    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+
+def _build(kind: CallKind) -> Implementation:
+    """MPI_Allreduce of float32, a chunk at a time."""
+    group, dtype = kind.group, kind.dtype
+    assert dtype is not None
+    wide_sum = mpi.build(kind._replace(dtype=_FLOAT32))
+    step = mpi.CHUNK // _FLOAT32.itemsize
+
+    def widened(send: Any, recv: Any, count: Any, root: int) -> None:
+        if not count:
+            return
         elements = np.frombuffer(recv, dtype.numpy, count)
         wide = scratch(group, min(step, count) * _FLOAT32.itemsize).view(np.float32)
         for start in range(0, count, step):
-            piece = elements[start : start + step]
-            sums = wide[: piece.size]
-            scale(dtype, piece, 1, sums)
-            along(None, sums, piece.size, root)
-            narrow(sums, piece)
+            chunk = elements[start : start + step]
+            sums = wide[: chunk.size]
+            scale(dtype, chunk, 1, sums)
+            wide_sum(None, sums, chunk.size, root)
+            narrow(sums, chunk)
 
-    return direct
+    return widened
+
+
+ROUTE = Route(
+    "widened", "MPI in float32", MemoryKind.HOST, ("all_reduce",), _build, combines=_combines
+)

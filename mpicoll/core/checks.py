@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.arrays import libraries
 from mpicoll.arrays.views import Parts, View
-from mpicoll.core.signature import kind_of
+from mpicoll.core.plan import Blocks, Extent
 from mpicoll.dtypes import OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.primitives import Layout, Primitive
@@ -19,116 +19,11 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = [
-    "Blocks",
-    "Direct",
-    "Plan",
-    "Prompt",
-    "Route",
-    "Task",
-    "Way",
-    "counts",
-    "operation",
-    "reads",
-    "row_of",
-    "views",
-    "writes",
-]
+__all__ = ["Splits", "Views", "operation", "reads", "row_of", "views", "writes"]
 
 
-#: Bytes of the arrays of a list that are packed at a time, all of them together.
-LISTED = 4 * 1024 * 1024
-
-
-class Plan:
-    """What all calls of one kind in one group share.
-
-    primitive: the row of the table, of that name.
-    group:     the group that calls.
-    op:        the reduce operation; None where nothing is combined.
-    dtype:     the dtype of the elements; None where there are none.
-    on_device: they are on a CUDA device, on every rank on one of its own.
-    route, direct, prompt: how it is carried out; see Way.
-    piece:     elements of a block that go at a time where an array is a list; None for all.
-    kind:      the signature of such calls, without the root; see mpicoll.core.signature.
-    even:      the count of a block is the same on all ranks, and part of the signature.
-    """
-
-    __slots__ = (
-        "direct", "dtype", "even", "group", "kind", "name", "on_device", "op", "piece",
-        "primitive", "prompt", "route",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        primitive: Primitive,
-        group: ProcessGroup,
-        op: ReduceOp | None,
-        dtype: DType | None,
-        on_device: bool,
-        way: Way,
-    ) -> None:
-        self.primitive = primitive
-        self.name = primitive.name
-        self.group = group
-        self.op = op
-        self.dtype = dtype
-        self.on_device = on_device
-        self.route, self.direct, self.prompt = way
-        self.kind = kind_of(primitive, dtype, op, 0, on_device)
-        self.even = primitive.even
-        self.piece: int | None = None
-        if primitive.listed and primitive.even and not on_device:
-            assert dtype is not None
-            self.piece = max(1, LISTED // (group.size() * dtype.itemsize))
-
-
-class Task(NamedTuple):
-    """What is carried out among a group's collectives and is no primitive, as a Plan has it."""
-
-    group: ProcessGroup
-    name: str
-    kind: int
-    even: bool = False
-
-
-class Blocks(NamedTuple):
-    """Elements for and from each rank, where they may differ from rank to rank."""
-
-    sends: Sequence[int]
-    receives: Sequence[int]
-
-
-#: The input, the output, the root's rank in the group, and the blocks: what a route gets to carry
-#: out. The input is None where it is the output, or where there is none; the output is None on
-#: ranks that receive nothing; blocks are None where all are alike.
-Route = Callable[["View | None", "View | None", int, "Blocks | None"], None]
-
-#: The same for contiguous arrays, where all ranks' blocks are alike: the buffers of the input and
-#: the output, as mpi4py takes them, the elements of a block, and the root.
-Direct = Callable[[Any, Any, int, int], None]
-
-#: Whether an asynchronous call is best carried out at once: asked with the root, or -1 for a list
-#: of calls, and a number that stands for what all ranks must have alike of the sizes.
-Prompt = Callable[[int, int], bool]
-
-
-class Way(NamedTuple):
-    """What carries out calls of one kind.
-
-    route:  carries a call out.
-    direct: the same for the calls of which no more is to be known; None where there are none.
-    prompt: asked of an asynchronous call that nothing is pending before whether to carry it out at
-            once instead of on the group's thread; None for never.
-    """
-
-    route: Route
-    direct: Direct | None = None
-    prompt: Prompt | None = None
-
-
-#: The views of a call, and its blocks.
-Views = tuple[View | None, View | None, Blocks | None]
+#: The views of a call's input and output, and its extent.
+Views = tuple[View | None, View | None, Extent]
 
 #: Split sizes of all_to_all_single: of the output and of the input, in rows of dimension 0.
 Splits = tuple[Sequence[int] | None, Sequence[int] | None]
@@ -142,7 +37,7 @@ def views(
     root: int,
     splits: Splits | None,
 ) -> Views:
-    """The views on the caller's arrays, checked against each other.
+    """Return the views of the caller's arrays, checked against each other, and the call's extent.
 
     Raises ArgumentTypeError (TypeError) for what is no array or no list, ArgumentError
     (ValueError) for sizes that do not fit and UnsupportedError (ValueError) for what is refused;
@@ -152,28 +47,16 @@ def views(
 
 
 def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
-    """This rank's array of a primitive in place is written to, not only read."""
-    if primitive.root == "src":
-        return root != group.rank()
-    return not primitive.root or root == group.rank()
+    """Return whether this rank's output is written to; of a primitive in place it may be read."""
+    me = group.rank()
+    if primitive.root and primitive.layout is Layout.IN_PLACE:
+        return (root == me) is (primitive.root == "dst")
+    return not primitive.reduces or bool(primitive.combined(me, group.size()))
 
 
 def reads(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
     """This rank's array of a primitive in place is read."""
     return primitive.root != "src" or root == group.rank()
-
-
-def counts(
-    primitive: Primitive, send: View | None, recv: View | None, blocks: Blocks | None
-) -> Sequence[int]:
-    """What all ranks must agree on of the sizes of a call."""
-    if not primitive.even:
-        return ()  # each size is between two ranks
-    if blocks is not None:
-        return blocks.sends if primitive.many_in else blocks.receives
-    # The smaller side is one block, which every rank has, roots and others.
-    sides = [view.count for view in (send, recv) if view is not None]
-    return (min(sides),) if sides else ()
 
 
 #: The greatest float64.
@@ -282,7 +165,8 @@ def _in_place(
     root: int,
     splits: Splits | None,
 ) -> Views:
-    return None, libraries.view(output, writes(primitive, group, root), primitive.at_output), None
+    recv = libraries.view(output, writes(primitive, group, root), primitive.at_output)
+    return None, recv, recv.count
 
 
 def _gathered(
@@ -303,21 +187,21 @@ def _gathered(
                 f"{where}: requires empty output on non-root ranks: to be given only on the rank "
                 f"that receives, {root}"
             )
-        return send, None, None
+        return send, None, send.count
     if not primitive.listed:
         recv = libraries.view(output, True, where)
         _same_kind(primitive, send, recv)
         _multiple(primitive, recv, (primitive.output, primitive.input), send, n)
-        return send, recv, None
+        return send, recv, send.count
     if output is None:
         raise ArgumentError(f"{where}: must be given on the rank that receives, {root}")
     listed = libraries.parts(output, True, where, n)
     _same_kind(primitive, send, listed)
     if primitive.root:
         _same_shapes(primitive, primitive.output, listed, send)
-        return send, listed, None
+        return send, listed, send.count
     blocks = _own_fits(primitive, group, listed, where, send, primitive.input)
-    return send, listed, Blocks([send.count] * n, blocks) if blocks else None
+    return send, listed, Blocks([send.count] * n, blocks) if blocks else send.count
 
 
 def _own_fits(
@@ -350,21 +234,21 @@ def _scattered(
                 f"{where}: requires empty input on non-root ranks: to be given only on the rank "
                 f"that sends, {root}"
             )
-        return None, recv, None
+        return None, recv, recv.count
     if not primitive.listed:
         send = libraries.view(input, False, where)
         _same_kind(primitive, send, recv)
         _multiple(primitive, send, (primitive.input, primitive.output), recv, n)
-        return send, recv, None
+        return send, recv, recv.count
     if input is None:
         raise ArgumentError(f"{where}: must be given on the rank that sends, {root}")
     listed = libraries.parts(input, False, where, n)
     _same_kind(primitive, listed, recv)
     if primitive.root:
         _same_shapes(primitive, primitive.input, listed, recv)
-        return listed, recv, None
+        return listed, recv, recv.count
     blocks = _own_fits(primitive, group, listed, where, recv, primitive.output)
-    return listed, recv, Blocks(blocks, [recv.count] * n) if blocks else None
+    return listed, recv, Blocks(blocks, [recv.count] * n) if blocks else recv.count
 
 
 def _exchanged(
@@ -431,7 +315,7 @@ def _empty(
     root: int,
     splits: Splits | None,
 ) -> Views:
-    return None, None, None
+    return None, None, 0
 
 
 _LAYOUTS: dict[Layout, Callable[..., Views]] = {

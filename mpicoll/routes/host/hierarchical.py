@@ -20,7 +20,7 @@ it costs nothing, and the nodes among each other, with a reduction of 16 bytes b
 Whoever goes on knows that all do.
 
 Sums and products of narrow floats are float32 from their elements to the result, which is rounded
-once. They travel as float32, up to four times as many bytes an element as in `composed`; there the
+once. They travel as float32, up to four times as many bytes an element as in `exchange`; there the
 elements of every rank travel, here those of a node.
 """
 
@@ -38,23 +38,24 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import at_address
-from mpicoll.core.calls import Direct
+from mpicoll.communicators import subset
 from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.core.signature import kind_of, told
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.reduction import combine, loop, narrow, scale
-from mpicoll.primitives import Primitive
-from mpicoll.routes.host import composed, native, shared
-from mpicoll.routes.parcels import Given, Parcel, Taken
+from mpicoll.routes.host import exchange, mpi, shared
+from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import INT_MAX, datatype, scratch
 from mpicoll.watch.consistency import listed
 
 if TYPE_CHECKING:
     from mpicoll.routes.host.shared import Shared
 
-__all__ = ["Levels", "made", "node_of", "of"]
+__all__ = ["ROUTE", "Levels", "get_or_create", "node_of"]
 
 #: Bytes that a rail carries at a time: what MPI reads is still in the cache.
 PIECE = 1024 * 1024
@@ -126,46 +127,40 @@ class Levels:
         return [(start, min(share, count - start)) for start in starts]
 
     @contextmanager
-    def call(
-        self, primitive: Primitive, dtype: DType, op: ReduceOp | None, root: int, count: int
-    ) -> Iterator[_Call]:
+    def call(self, kind: CallKind, root: int, count: int) -> Iterator[_Call]:
         """One call of the group; raises MismatchError, on all ranks, where theirs differ."""
-        made = _Call(self, primitive, kind_of(primitive, dtype, op, root), count)
+        call = _Call(self, kind, root, count)
         try:
-            yield made
+            yield call
         except _ApartError:
-            words = self.group.inner.allgather(told(made.kind, count))
+            words = self.group.inner.allgather(told(call.signature, count))
             raise MismatchError(
-                f"{primitive} on rank {self.group.rank()} of group {self.group.group_name}: the "
-                f"ranks' calls do not belong together: {listed(words)}"
+                f"{kind.primitive} on rank {self.group.rank()} of group {self.group.group_name}: "
+                f"the ranks' calls do not belong together: {listed(words)}"
             ) from None
 
 
-def of(group: ProcessGroup) -> Levels | None:
-    """The levels of a group, the same answer on every rank; all call for the first time together.
+def get_or_create(group: ProcessGroup) -> Levels | None:
+    """Return the levels of a group, or None on all its ranks. All ranks call.
 
     None where the ranks are on one node, or each on one of its own, and where the ranks of any node
     cannot share memory.
     """
-    found: Levels | Literal[False] | None = group.plans.get(_KEY)
+    found: Levels | Literal[False] | None = group.resources.find("levels")
     if found is None:
-        found = _look(group) or False
-        group.plans[_KEY] = found  # which the end of the group drops, with the memory
+        found = _create(group) or False
+        group.resources.keep("levels", found, abandon=lambda: None)
     return found or None
 
 
-#: Among the plans of a group, where none is ever made: what all of them share.
-_KEY = "levels"
-
-
-def _look(group: ProcessGroup) -> Levels | None:
+def _create(group: ProcessGroup) -> Levels | None:
     nodes = _nodes(group.inner)
     largest = max(map(len, nodes))
     if len(nodes) == 1 or not 1 < largest <= shared.MOST:
         return None
     ranks = nodes[_places(nodes)[group.rank()].node]
     node = _part(group, ranks)
-    memory = shared._look(node) if len(ranks) > 1 else None
+    memory = shared.create(node) if len(ranks) > 1 else None
     node.inner.Free()  # those who share memory need no messages
     able = np.array([memory is not None or len(ranks) == 1], np.uint8)
     group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
@@ -211,13 +206,8 @@ def _part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
 
     Only they call (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
     """
-    whole = group.inner.Get_group()
-    chosen = whole.Incl(list(ranks))
-    try:
+    with subset(group.inner, ranks) as chosen:
         comm = group.inner.Create_group(chosen, 0)
-    finally:
-        chosen.Free()
-        whole.Free()
     members = [group.ranks[rank] for rank in ranks]
     return ProcessGroup(
         comm, comm, members, group.backend, group.timeout, group.group_name, group.group_desc
@@ -247,40 +237,40 @@ class _ApartError(Exception):
 class _Call:
     """What is alike in all calls.
 
-    kind:   of the call, as its ranks must have it alike.
-    number: a number that is different where kind or count are.
+    signature: of the call, as its ranks must have it alike.
+    number: a number that is different where signature or count are.
     """
 
-    def __init__(self, levels: Levels, primitive: Primitive, kind: int, count: int) -> None:
-        self.kind = kind
-        words = f"{kind} {count}".encode()
+    def __init__(self, levels: Levels, kind: CallKind, root: int, count: int) -> None:
+        self.signature = kind_of(kind.primitive, kind.dtype, kind.op, root)
+        words = f"{self.signature} {count}".encode()
         self.number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
-        self._primitive = primitive
+        self._kind = kind
         self._levels = levels
         self._memory = levels.memory()
         self._agreed = False
 
-    def parcel(
+    def transfer(
         self,
         places: int = 1,
         most: int = 0,
-        gives: Sequence[Given] = (),
-        takes: Sequence[Taken] = (),
-    ) -> Parcel:
-        """A rank's part of an exchange on its node, see Parcel; places and most are its node's."""
-        return Parcel(places, most, self.number, gives, takes)
+        puts: Sequence[Put] = (),
+        gets: Sequence[Get] = (),
+    ) -> Transfer:
+        """A rank's part of an exchange on its node; places and most are its node's."""
+        return Transfer(places, most, self.number, puts, gets)
 
-    def exchange(self, parcel: Parcel, dtype: DType, op: ReduceOp | None = None) -> None:
-        """Carries this rank's part of an exchange on its node out: all its ranks call.
+    def exchange(self, transfer: Transfer, dtype: DType, op: ReduceOp | None = None) -> None:
+        """Carry this rank's part of an exchange on its node out: all its ranks call.
 
-        op: the blocks taken are combined into the place of the first; None: they are copied.
+        op: the blocks got are combined into the place of the first; None: they are copied.
         """
-        if self._memory is None:  # alone: what there is to take was given here
-            for _, place, to, count in parcel.takes:
-                ctypes.memmove(to, parcel.gives[place].address, count * dtype.itemsize)
+        if self._memory is None:  # alone: what there is to get was put here
+            for _, place, to, count in transfer.gets:
+                ctypes.memmove(to, transfer.puts[place].address, count * dtype.itemsize)
             return
         try:
-            self._memory.exchange(self._primitive, parcel, dtype, op, 0)
+            self._memory.exchange(self._kind._replace(dtype=dtype, op=op), transfer, 0)
         except MismatchError:
             if not self._agreed:
                 self._compare(0)
@@ -295,8 +285,8 @@ class _Call:
             return
         if self._memory is not None and self._levels.rails != len(self._levels.here):
             with suppress(MismatchError):
-                other = self.parcel()._replace(total=0)
-                self._memory.exchange(self._primitive, other, _FLOAT32, None, 0)
+                other = self.transfer()._replace(total=0)
+                self._memory.exchange(self._kind._replace(dtype=_FLOAT32, op=None), other, 0)
         raise _ApartError
 
     def _compare(self, number: int) -> bool:
@@ -312,19 +302,14 @@ class _Call:
 # --- what carries calls out ---------------------------------------------------------------------
 
 
-def made(
-    primitive: Primitive, group: ProcessGroup, op: ReduceOp | None, dtype: DType
-) -> Direct | None:
-    """What carries such calls out.
+def _build(kind: CallKind) -> Implementation | None:
+    """Return what carries such calls out. All ranks call.
 
-    None where the group has no levels, where the C library does not combine ``dtype`` by ``op``,
-    and for primitives that two levels do not serve, some of them where nodes have different numbers
-    of ranks. All ranks call.
+    None where the group has no levels, and for primitives that cannot be had where nodes have
+    different numbers of ranks.
     """
-    make, levels = _MAKERS.get(primitive.name), of(group)
-    if make is None or levels is None or (op is not None and loop(op, dtype) is None):
-        return None
-    return make(levels, primitive, dtype, op)
+    levels = get_or_create(kind.group)
+    return None if levels is None else _BUILDERS[kind.primitive.name](levels, kind)
 
 
 class _Arithmetic:
@@ -364,17 +349,18 @@ def _array(at: int, dtype: DType, count: int) -> Any:
     return np.frombuffer(at_address(at, count * dtype.itemsize), dtype.numpy, count)
 
 
-def _reduction(levels: Levels, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> Direct:
+def _reduction(levels: Levels, kind: CallKind) -> Implementation:
     """all_reduce: combine shares on the node, all_reduce them along the rails, gather them on the
     node. reduce: the same for the root; only its array is written.
     """
-    assert op is not None
+    primitive, _, op, dtype = kind
+    assert op is not None and dtype is not None
     by, everywhere = _Arithmetic(levels, dtype, op), not primitive.root
     wide, n, mine = by.wide, len(levels.here), levels.me.place
     along = None
     if levels.rail is not None:
-        routes = native.REDUCTIONS if native.reducible(by.op, wide) else composed.REDUCTIONS
-        along = routes[primitive.name](levels.rail, wide, by.op)
+        build = mpi.build if mpi.reducible(by.op, wide) else exchange.build
+        along = build(CallKind(primitive, levels.rail, by.op, wide))
     step = max(1, min(levels.rails * PIECE, TOGETHER) // wide.itemsize)
 
     def places(at: int, size: int, begin: int, own: int) -> tuple[int, int, int]:
@@ -387,10 +373,10 @@ def _reduction(levels: Levels, primitive: Primitive, dtype: DType, op: ReduceOp 
         result = at + begin * dtype.itemsize if everywhere else scratch + whole
         return source, source + begin * wide.itemsize if by.widens else result, result
 
-    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+    def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
         home, place = levels.places[root]
         gathers = everywhere or levels.me.node == home
-        with levels.call(primitive, dtype, op, root, count) as call:
+        with levels.call(kind, root, count) as call:
             for start in range(0, max(count, 1), step):
                 at = MPI.Get_address(recv) + start * dtype.itemsize
                 size = min(step, count - start)
@@ -399,73 +385,74 @@ def _reduction(levels: Levels, primitive: Primitive, dtype: DType, op: ReduceOp 
                 source, into, result = places(at, size, begin, own)
                 if by.widens:
                     by.widen(at, source, size)
-                gives = [Given(source + s * wide.itemsize, some) for s, some in shares]
-                takes = [Taken(r, mine, into, own) for r in range(n)] if along else []
+                puts = [Put(source + s * wide.itemsize, some) for s, some in shares]
+                gets = [Get(r, mine, into, own) for r in range(n)] if along else []
                 most = shares[0][1]
-                call.exchange(call.parcel(levels.rails, most, gives, takes), wide, by.op)
+                call.exchange(call.transfer(levels.rails, most, puts, gets), wide, by.op)
                 call.agree()
                 if along is not None and own:
                     along(None, at_address(into, own * wide.itemsize), own, home)
                     if gathers:
                         by.finish(into, result, own)
                 most = most if gathers else 0
-                gives = [Given(result, own)] if gathers and along else []
-                takes = [
-                    Taken(r, 0, at + s * dtype.itemsize, some)
+                puts = [Put(result, own)] if gathers and along else []
+                gets = [
+                    Get(r, 0, at + s * dtype.itemsize, some)
                     for r, (s, some) in enumerate(shares)
                     if (r != mine if everywhere else levels.me == (home, place))
                 ]
-                call.exchange(call.parcel(1, most, gives, takes), dtype)
+                call.exchange(call.transfer(1, most, puts, gets), dtype)
 
-    return direct
+    return carry_out
 
 
-def _broadcast(levels: Levels, primitive: Primitive, dtype: DType, op: None) -> Direct:
+def _broadcast(levels: Levels, kind: CallKind) -> Implementation:
     """Scatter shares on the root's node, broadcast them along the rails, gather them on all."""
+    dtype = kind.dtype
+    assert dtype is not None
     rail, mine, width = levels.rail, levels.me.place, dtype.itemsize
     step = max(1, min(levels.rails * PIECE, TOGETHER) // width)
 
-    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+    def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
         home, place = levels.places[root]
         rooted = levels.group.rank() == root
-        with levels.call(primitive, dtype, op, root, count) as call:
+        with levels.call(kind, root, count) as call:
             for start in range(0, max(count, 1), step):
                 at, size = MPI.Get_address(recv) + start * width, min(step, count - start)
                 shares = levels.shares(size, width)
-                spans = [Given(at + s * width, some) for s, some in shares]
+                spans = [Put(at + s * width, some) for s, some in shares]
                 own = spans[mine] if rail is not None else None
                 most = shares[0][1]
-                parcel = call.parcel()
+                transfer = call.transfer()
                 if levels.me.node == home:
-                    takes = [Taken(place, mine, *own)] if own is not None and not rooted else []
-                    parcel = call.parcel(levels.rails, most, spans if rooted else (), takes)
-                call.exchange(parcel, dtype)
+                    gets = [Get(place, mine, *own)] if own is not None and not rooted else []
+                    transfer = call.transfer(levels.rails, most, spans if rooted else (), gets)
+                call.exchange(transfer, dtype)
                 call.agree()
                 if rail is not None and own is not None and own.elements:
                     whole = at_address(own.address, own.elements * width)
                     rail.inner.Bcast([whole, own.elements, datatype(dtype)], home)
-                gives = () if own is None else (own,)
-                takes = [Taken(r, 0, *span) for r, span in enumerate(spans) if r != mine]
-                call.exchange(call.parcel(1, most, gives, () if rooted else takes), dtype)
+                puts = () if own is None else (own,)
+                gets = [Get(r, 0, *span) for r, span in enumerate(spans) if r != mine]
+                call.exchange(call.transfer(1, most, puts, () if rooted else gets), dtype)
 
-    return direct
+    return carry_out
 
 
-def _reduce_scatter(
-    levels: Levels, primitive: Primitive, dtype: DType, op: ReduceOp | None
-) -> Direct | None:
+def _reduce_scatter(levels: Levels, kind: CallKind) -> Implementation | None:
     """Each rank combines, on its node, the blocks of its rail, which then has a reduce_scatter."""
     rail, nodes, mine = levels.rail, levels.nodes, levels.me.place
+    primitive, _, op, dtype = kind
     if not levels.even:
         return None
-    assert rail is not None and op is not None
+    assert rail is not None and op is not None and dtype is not None
     by = _Arithmetic(levels, dtype, op)
     wide, n, itemsize = by.wide, len(levels.here), dtype.itemsize
-    along = composed.REDUCTIONS[primitive.name](rail, wide, by.op)
+    along = exchange.build(CallKind(primitive, rail, by.op, wide))
     step = _of_a_block(levels, wide)
 
-    def direct(send: Any, recv: Any, count: int, root: int) -> None:
-        with levels.call(primitive, dtype, op, 0, count) as call:
+    def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
+        with levels.call(kind, 0, count) as call:
             for start in range(0, max(count, 1), step):
                 size = min(step, count - start)
                 width = size * wide.itemsize
@@ -481,20 +468,22 @@ def _reduce_scatter(
                         for place, at in enumerate(places):
                             places[place] = out + (1 + place) * width
                             by.widen(at, places[place], size)
-                    gives = [Given(at, size) for at in places]
-                    takes = [Taken(r, mine, rows + row * width, size) for r in range(n)]
-                    call.exchange(call.parcel(n, size, gives, takes), wide, by.op)
+                    puts = [Put(at, size) for at in places]
+                    gets = [Get(r, mine, rows + row * width, size) for r in range(n)]
+                    call.exchange(call.transfer(n, size, puts, gets), wide, by.op)
                 call.agree()
                 if size:
                     blocks = at_address(rows, len(nodes) * width)
                     along(blocks, at_address(out, width), size, 0)
                     by.finish(out, result, size)
 
-    return direct
+    return carry_out
 
 
-def _all_gather(levels: Levels, primitive: Primitive, dtype: DType, op: None) -> Direct | None:
+def _all_gather(levels: Levels, kind: CallKind) -> Implementation | None:
     """Each rank gets the blocks of its rail; then all get, on their node, each other's."""
+    dtype = kind.dtype
+    assert dtype is not None
     rail, nodes, mine = levels.rail, levels.nodes, levels.me.place
     if not levels.even:
         return None
@@ -502,27 +491,27 @@ def _all_gather(levels: Levels, primitive: Primitive, dtype: DType, op: None) ->
     element, width = datatype(dtype), dtype.itemsize
     step = _of_a_block(levels, dtype)
     fits = INT_MAX // levels.group.size()
-    rest = native.MOVES[primitive.name](levels.group, dtype)
+    rest = mpi.build(kind)
 
-    def direct(send: Any, recv: Any, count: int, root: int) -> None:
+    def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
         if count > fits:  # displacements are C ints in most MPIs
             rest(send, recv, count, root)
             return
-        with levels.call(primitive, dtype, op, 0, count) as call:
+        with levels.call(kind, 0, count) as call:
             for start in range(0, max(count, 1), step):
                 size = min(step, count - start)
-                call.exchange(call.parcel(), dtype)
+                call.exchange(call.transfer(), dtype)
                 call.agree()
                 own = [send, size, start, element]
                 places = [ranks[mine] * count + start for ranks in nodes]
                 rail.inner.Allgatherv(own, [recv, ([size] * len(nodes), places), element])
                 for ranks in nodes:
                     first = MPI.Get_address(recv) + start * width
-                    spans = [Given(first + rank * count * width, size) for rank in ranks]
-                    takes = [Taken(r, 0, *span) for r, span in enumerate(spans) if r != mine]
-                    call.exchange(call.parcel(1, size, [spans[mine]], takes), dtype)
+                    spans = [Put(first + rank * count * width, size) for rank in ranks]
+                    gets = [Get(r, 0, *span) for r, span in enumerate(spans) if r != mine]
+                    call.exchange(call.transfer(1, size, [spans[mine]], gets), dtype)
 
-    return direct
+    return carry_out
 
 
 def _of_a_block(levels: Levels, dtype: DType) -> int:
@@ -531,7 +520,7 @@ def _of_a_block(levels: Levels, dtype: DType) -> int:
     return max(1, min(PIECE, TOGETHER // blocks) // dtype.itemsize)
 
 
-_MAKERS: dict[str, Callable[..., Direct | None]] = {
+_BUILDERS: dict[str, Callable[[Levels, CallKind], Implementation | None]] = {
     "all_reduce": _reduction,
     "reduce": _reduction,
     "broadcast": _broadcast,
@@ -540,3 +529,14 @@ _MAKERS: dict[str, Callable[..., Direct | None]] = {
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
 }
+
+ROUTE = Route(
+    "levels",
+    "node by node, then between them",
+    MemoryKind.HOST,
+    tuple(_BUILDERS),
+    _build,
+    combines=lambda op, dtype: loop(op, dtype) is not None,
+    place="nodes",
+    needs="several nodes, at least one with several ranks, and the C library",
+)

@@ -18,54 +18,49 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpicoll import settings
+from mpicoll import machine, settings
+from mpicoll.dtypes import DTYPES, OPERATIONS
 from mpicoll.errors import ArgumentError
 from mpicoll.primitives import Primitive, by_name
+from mpicoll.routes import registry
+from mpicoll.routes.route import Route
 
 __all__ = [
     "DEFAULT",
     "KINDS",
     "PLACES",
-    "ROUTES",
     "Found",
     "Rows",
     "Steps",
     "Table",
     "able",
     "default_path",
+    "job",
     "joined",
     "kind_of",
-    "machine",
     "merged",
     "parse",
     "primitive_of",
     "read",
-    "shown",
     "table_of",
     "taken",
     "unlike",
 ]
 
-#: The routes of host memory that a table chooses among.
-ROUTES = ("mpi", "pieces", "exchange", "widened", "shared", "levels")
 #: What a file has in place of a route where nothing was measured: what the defaults of the version
 #: that reads it have there.
 DEFAULT = "default"
 #: Where the ranks of a group can be.
 PLACES = ("node", "nodes", "apart")
-#: The one place where a route is to be had.
-_NEEDS = {"shared": "node", "levels": "nodes"}
-
 #: Bytes from which on a route is taken, in rising order from 0 on.
 Steps = tuple[tuple[int, str], ...]
 #: The steps by kind of call and place.
@@ -174,22 +169,39 @@ def primitive_of(kind: str) -> tuple[Primitive, bool]:
 
 
 def able(kind: str, place: str) -> tuple[str, ...]:
-    """The routes that a table may name for a kind of call at a place, in the order of ``ROUTES``.
-
-    Of those for "apart", every one serves all calls of the kind.
+    """Return the routes that a table may name for a kind of call at a place, in the order of the
+    registry: those that serve some such calls.
     """
     primitive, others = primitive_of(kind)
-    unable = {
-        "mpi": others,
-        "pieces": kind not in ("all_reduce", "reduce"),
-        "exchange": not primitive.reduces,
-        "widened": kind != "all_reduce of others",
-    }
     return tuple(
-        route
-        for route in ROUTES
-        if not unable.get(route, False) and _NEEDS.get(route, place) == place
+        route.name
+        for route in registry.HOST.values()
+        if primitive.name in route.primitives
+        and route.place in ("", place)
+        and (not primitive.reduces or _combines_some(route, others))
     )
+
+
+def _combines_some(route: Route, others: bool) -> bool:
+    by_mpi = registry.HOST["mpi"].combines
+    return any(
+        route.combines(op, dtype) and by_mpi(op, dtype) is not others
+        for op in OPERATIONS
+        for dtype in DTYPES
+        if dtype.kind in op.kinds
+    )
+
+
+@cache
+def _of_routes(kind: str) -> dict[str, Steps]:
+    """The row of a kind that the tables do not have: at each place the route that is only had
+    there, else the first that may be named.
+    """
+    return {
+        place: ((0, next((r for r in names if registry.HOST[r].place), names[0])),)
+        for place in PLACES
+        if (names := able(kind, place))
+    }
 
 
 class Table:
@@ -210,6 +222,8 @@ class Table:
         """The steps for a group of so many ranks, by place: as measured with the number of ranks
         that comes closest, by ratio, and where nothing was measured the default's.
         """
+        if kind not in KINDS:
+            return _of_routes(kind)
         usual = _nearest(_DEFAULTS[self._openmpi], kind, ranks)
         measured = _nearest(self._measured, kind, ranks)
         return usual | {place: _filled(steps, usual[place]) for place, steps in measured.items()}
@@ -223,6 +237,16 @@ class Table:
         if not self.path:
             return "the defaults"
         return f"{self.path} (measured on {', '.join(map(str, sorted(self._measured)))} ranks)"
+
+
+class _Job:
+    """The table of this job; rank 0's, on every rank."""
+
+    def __init__(self) -> None:
+        self.table = Table(openmpi=False)
+
+
+job = _Job()
 
 
 def _nearest(known: Mapping[int, Rows], kind: str, ranks: int) -> dict[str, Steps]:
@@ -255,19 +279,6 @@ def merged(steps: Iterable[tuple[int, str]]) -> Steps:
 # --- the file -----------------------------------------------------------------------------------
 
 
-def machine() -> str:
-    """The processors of this machine: what was measured on others is not for it."""
-    words: dict[str, str] = {}
-    with suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
-        for line in lines:
-            name, colon, value = line.partition(":")
-            if not colon:  # the end of the first processor
-                break
-            words[name.strip()] = value.strip()
-    parts = [platform.machine(), words.get("CPU implementer"), words.get("CPU part")]
-    return f"{os.cpu_count()} x {words.get('model name') or ' '.join(filter(None, parts))}"
-
-
 def default_path(mpi: str) -> Path:
     """Where ``tune`` writes what it finds on this machine with an MPI library, and init looks.
 
@@ -275,7 +286,7 @@ def default_path(mpi: str) -> Path:
     be shared by nodes of several kinds. Raises RuntimeError for a user without a home directory.
     """
     base = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
-    name = re.sub(r"[^\w.]+", "-", f"{mpi} on {machine()}").strip("-").lower()
+    name = re.sub(r"[^\w.]+", "-", f"{mpi} on {machine.describe()}").strip("-").lower()
     return Path(base) / "mpicoll" / f"{name}.json"
 
 
@@ -390,7 +401,7 @@ def unlike(text: str, mpi: str) -> str:
 
 
 def _origin(mpi: str) -> dict[str, str]:
-    return {"mpi": mpi, "machine": machine()}
+    return {"mpi": mpi, "machine": machine.describe()}
 
 
 def joined(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) -> str:
@@ -416,11 +427,3 @@ def _lines(value: Any, depth: int) -> str:
         return json.dumps(value)
     entries = [f"{json.dumps(name)}: {_lines(one, depth - 1)}" for name, one in value.items()]
     return "{\n" + textwrap.indent(",\n".join(entries), " ") + "\n}"
-
-
-def shown(size: int) -> str:
-    """Bytes, in words."""
-    for unit, name in ((1024 * _MIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} B"

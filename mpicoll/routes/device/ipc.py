@@ -30,23 +30,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll.arrays.views import DeviceView, View
-from mpicoll.core.calls import Blocks, Route
-from mpicoll.core.signature import kind_of, told
+from mpicoll.arrays.views import DeviceView
+from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.signature import kind_of, primitive_of, told
 from mpicoll.core.work import deadline
 from mpicoll.cuda.device import Lane, Memory
-from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.reduction import Loop, loop
-from mpicoll.primitives import PRIMITIVES, Primitive
-from mpicoll.routes.parcels import parcel_of
+from mpicoll.routes.algorithms import premultiplied
+from mpicoll.routes.device.space import at_home
+from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.transfers import CARRIED, transfer_of
 from mpicoll.routes.wire import all_gather_bytes
 from mpicoll.watch.consistency import listed
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
+    from mpicoll.routes.device.select import Agreed
 
-__all__ = ["Peers", "meet", "route"]
+__all__ = ["ROUTE", "Peers", "meet"]
 
 #: Turns between the steps of a round, and slots.
 LAG = 2
@@ -125,7 +128,7 @@ class Peers:
         if (everybody == mine).all():
             return ""
         return (
-            f"{PRIMITIVES[kind >> 16 & 0xFF]} on rank {self.me} of group {self.group.group_name}: "
+            f"{primitive_of(kind)} on rank {self.me} of group {self.group.group_name}: "
             f"the ranks' calls do not belong together: "
             f"{listed(told(*row[:2]) for row in everybody.tolist())}"
         )
@@ -195,15 +198,19 @@ def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
     return Peers(group, lane, room, own, found)
 
 
-def route(peers: Peers, primitive: Primitive, op: ReduceOp | None, dtype: DType) -> Route:
-    """What carries out calls of this kind, for operations that ``reduction.loop`` knows."""
-    make = _all_reduce if primitive.name == "all_reduce" else _in_two_steps
-    return make(peers, primitive, op, dtype)
+def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
+    """Return what carries out calls of this kind; None where no workspaces are mapped."""
+    peers = agreed.ipc
+    if peers is None:
+        return None
 
+    def build(kind: CallKind) -> Implementation:
+        make = _all_reduce if kind.primitive.name == "all_reduce" else _transfer
+        return at_home(peers.lane, make(peers, kind))
 
-def _on(view: View | None) -> DeviceView:
-    assert isinstance(view, DeviceView)
-    return view
+    if kind.op is not None and kind.op.factor is not None:
+        return premultiplied(kind, agreed.space, build)
+    return build(kind)
 
 
 def _rounds(count: int, step: int) -> int:
@@ -211,14 +218,15 @@ def _rounds(count: int, step: int) -> int:
     return max(1, -(-count // step))
 
 
-def _all_reduce(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Route:
+def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
+    primitive, _, op, dtype = kind
+    assert op is not None and dtype is not None
     by, n, me, size = loop(op, dtype), peers.n, peers.me, dtype.itemsize
     assert by is not None
     divisor = n if op is ReduceOp.AVG else 1
-    kind = kind_of(primitive, dtype, op, 0)
+    signature = kind_of(primitive, dtype, op, 0)
 
-    def all_reduce(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        view = _on(recv)
+    def all_reduce(send: Any, view: DeviceView, extent: Extent, root: int) -> None:
         step = peers.room // size
         whole = view.nbytes <= WHOLE or n == 1
 
@@ -257,42 +265,56 @@ def _all_reduce(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Ro
                 peers.copy(address + start * size, peers.second_slot(r, k), theirs * size)
 
         steps = [give, take] if whole else [give, take, spread]
-        peers.go(kind, view.count, _rounds(view.count, step), steps)
+        peers.go(signature, view.count, _rounds(view.count, step), steps)
 
     return all_reduce
 
 
-def _in_two_steps(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Route:
-    """Every primitive in which all that is taken has been given: copies, or one reduction."""
+def _transfer(peers: Peers, kind: CallKind) -> Implementation:
+    """Whatever gets only what another rank has put: copies, or one reduction."""
+    primitive, _, op, dtype = kind
+    assert dtype is not None
     size = dtype.itemsize
     by = None if op is None else loop(op, dtype)
-    divisor = peers.n if op is ReduceOp.AVG else 1
+    divisor = max(1, len(kind.combined)) if op is ReduceOp.AVG else 1
 
-    def in_two_steps(
-        send: View | None, recv: View | None, root: int, blocks: Blocks | None
-    ) -> None:
-        parcel = parcel_of(primitive, peers.group, send, recv, root, blocks)
-        room = peers.room // parcel.places // _LINE * _LINE
+    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        out, into = (None if one is None else one.address for one in (send, recv))
+        transfer = transfer_of(kind, out, into, extent, root)
+        room = peers.room // transfer.places // _LINE * _LINE
         step = room // size
 
         def length(count: int, k: int) -> int:
             return max(0, min(step, count - k * step))
 
         def give(k: int) -> None:
-            for place, (address, count) in enumerate(parcel.gives):
+            for place, (address, count) in enumerate(transfer.puts):
                 into = peers.slot(peers.me, k) + place * room
                 peers.copy(into, address + k * step * size, length(count, k) * size)
 
         def take(k: int) -> None:
-            sources = [peers.slot(rank, k) + place * room for rank, place, _, _ in parcel.takes]
-            outs = [one.address + k * step * size for one in parcel.takes]
-            if by is not None and parcel.takes:
-                peers.combine(by, sources, outs[0], length(parcel.takes[0].elements, k), divisor)
+            sources = [peers.slot(rank, k) + place * room for rank, place, _, _ in transfer.gets]
+            outs = [one.address + k * step * size for one in transfer.gets]
+            if by is not None and transfer.gets:
+                peers.combine(by, sources, outs[0], length(transfer.gets[0].elements, k), divisor)
                 return
-            for one, source, out in zip(parcel.takes, sources, outs, strict=True):
+            for one, source, out in zip(transfer.gets, sources, outs, strict=True):
                 peers.copy(out, source, length(one.elements, k) * size)
 
-        kind = kind_of(primitive, dtype, op, root)
-        peers.go(kind, parcel.total, _rounds(parcel.most, step), [give, take])
+        signature = kind_of(primitive, dtype, op, root)
+        peers.go(signature, transfer.total, _rounds(transfer.most, step), [give, take])
 
-    return in_two_steps
+    return carry_out
+
+
+ROUTE = Route(
+    "peer",
+    "device memory that the ranks of a node map",
+    MemoryKind.DEVICE,
+    ("all_reduce", *CARRIED),
+    _build,
+    combines=lambda op, dtype: loop(op, dtype) is not None,
+    scales=True,
+    uneven=("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"),
+    needs="all ranks on one node, and CUDA IPC between them",
+)

@@ -1,0 +1,104 @@
+"""What all calls of one kind in one group share, and the shape of what carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpicoll.core.signature import kind_of, number_of
+from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.primitives import Primitive
+
+if TYPE_CHECKING:
+    from mpicoll.arrays.views import View
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["Blocks", "CallKind", "Extent", "Implementation", "Plan", "Run", "Task", "sizes_of"]
+
+
+class Blocks(NamedTuple):
+    """Elements for and from each rank, where they may differ from rank to rank."""
+
+    sends: Sequence[int]
+    receives: Sequence[int]
+
+
+#: How much a call moves: the count of a block where all blocks are alike, else those of each rank.
+Extent = int | Blocks
+
+#: Carries a call out: the send and the receive buffer, the extent, the root's rank in the group.
+#: Buffers are contiguous: on the host what mpi4py takes as a buffer, or a list of such; on a device
+#: a DeviceView. Send is None where the call is in place, and where this rank sends nothing; recv is
+#: None where it receives nothing.
+Implementation = Callable[[Any, Any, Extent, int], None]
+
+#: The same for views of arrays, however these lie in memory.
+Run = Callable[["View | None", "View | None", Extent, int], None]
+
+
+class CallKind(NamedTuple):
+    """What an implementation is made for. op and dtype are None where the primitive has none."""
+
+    primitive: Primitive
+    group: ProcessGroup
+    op: ReduceOp | None
+    dtype: DType | None
+
+    @property
+    def combined(self) -> range:
+        """The ranks whose elements are combined on this rank, where it gets a result."""
+        return self.primitive.combined(self.group.rank(), self.group.size())
+
+
+class Plan:
+    """What all calls of one kind in one group share.
+
+    primitive: the row of the table, of that name.
+    group:     the group that calls.
+    op:        the reduce operation; None where nothing is combined.
+    dtype:     the dtype of the elements; None where there are none.
+    on_device: they are on a CUDA device, on every rank on one of its own.
+    route:     carries a call out on contiguous buffers.
+    run:       the same on views: the route and whatever packs, cuts and unpacks around it.
+    kind:      the signature of such calls, without the root; see mpicoll.core.signature.
+    even:      the count of a block is the same on all ranks, and part of the signature.
+    """
+
+    __slots__ = (
+        "dtype", "even", "group", "kind", "name", "on_device", "op", "primitive", "route", "run",
+    )  # fmt: skip
+
+    def __init__(self, kind: CallKind, on_device: bool, route: Implementation, run: Run) -> None:
+        self.primitive, self.group, self.op, self.dtype = kind
+        self.name = self.primitive.name
+        self.on_device = on_device
+        self.route = route
+        self.run = run
+        self.kind = kind_of(self.primitive, self.dtype, self.op, 0, on_device)
+        self.even = self.primitive.even
+
+
+class Task(NamedTuple):
+    """What is carried out among a group's collectives and is no primitive, as a Plan has it."""
+
+    group: ProcessGroup
+    name: str
+    kind: int
+    even: bool = False
+
+
+def sizes_of(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:
+    """What all ranks must have alike of a call's extent: a count, or the counts of all blocks.
+
+    0 where no size is known to more than two ranks.
+    """
+    if not primitive.even:
+        return 0
+    if isinstance(extent, int):
+        return extent
+    return tuple(extent.sends if primitive.many_in else extent.receives)
+
+
+def signed(sizes: int | tuple[int, ...]) -> int:
+    """The number that stands for these sizes in a signature."""
+    return sizes if isinstance(sizes, int) else number_of(sizes)

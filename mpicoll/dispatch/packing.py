@@ -1,0 +1,166 @@
+"""What stands between the caller's arrays and a route: packing, cutting, the order of streams.
+
+A route takes contiguous buffers. The wrappers here make them of views, whatever lies behind these:
+arrays whose elements lie apart, lists of arrays, memory that both sides share. They are composed
+when a plan is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpicoll.arrays import views
+from mpicoll.arrays.views import DeviceView, Parts, View
+from mpicoll.core import checks
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.plan import CallKind, Extent, Implementation, Plan, Run
+from mpicoll.cuda import device
+from mpicoll.cuda.device import Crossing, Lane
+from mpicoll.errors import ArgumentError, UnsupportedError
+from mpicoll.primitives import Layout
+
+__all__ = ["in_stream_order", "on_views", "stream_order"]
+
+#: Bytes of the arrays of a list that are packed at a time, all of them together.
+LISTED = 4 * 1024 * 1024
+
+
+def on_views(kind: CallKind, route: Implementation, on_device: bool) -> Run:
+    """Return what carries calls of a kind out on views: a route, and what it needs around it."""
+    primitive = kind.primitive
+    if primitive.layout is Layout.EMPTY:
+        return route
+    if on_device:
+        return _packed(kind, route, on_device)
+    if not primitive.listed:
+        return _packed(kind, route, on_device)
+    if primitive.layout is Layout.EXCHANGED:
+        return _one_by_one(route)
+    assert kind.dtype is not None
+    step = max(1, LISTED // (kind.group.size() * kind.dtype.itemsize))
+    return _in_chunks(kind, _packed(kind, route, on_device), step)
+
+
+def _packed(kind: CallKind, route: Implementation, on_device: bool) -> Run:
+    """A route on contiguous copies of what is not contiguous, or read and written at once."""
+    primitive, group = kind.primitive, kind.group
+    in_place = primitive.layout is Layout.IN_PLACE
+
+    def buffer(view: View | None) -> Any:
+        return view if on_device or view is None else view.buffer
+
+    def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
+        if send is not None and (
+            send.buffer is None or (recv is not None and views.overlap(send, recv))
+        ):
+            send = send.packed()
+        if recv is None or recv.buffer is not None:
+            route(buffer(send), buffer(recv), extent, root)
+            return
+        packed = recv.packed() if in_place else recv.blank()
+        route(buffer(send), buffer(packed), extent, root)
+        if checks.writes(primitive, group, root):
+            recv.fill(packed)
+
+    return run
+
+
+def _one_by_one(route: Implementation) -> Run:
+    """A route that takes lists of buffers: the arrays of a list, where they are if that can be."""
+
+    def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
+        assert send is not None and recv is not None
+        into = [one if one.buffer is not None else one.blank() for one in recv.parts]
+        out = [one if one.buffer is not None else one.packed() for one in send.parts]
+        overlaps = views.overlapping(out, into)
+        out = [one.packed() if both else one for one, both in zip(out, overlaps, strict=True)]
+        route([one.buffer for one in out], [one.buffer for one in into], extent, root)
+        for one, packed in zip(recv.parts, into, strict=True):
+            if packed is not one:
+                one.fill(packed)
+
+    return run
+
+
+def _in_chunks(kind: CallKind, whole: Run, step: int) -> Run:
+    """Calls whose blocks are alike, ``step`` elements of each block at a time.
+
+    Where this rank, or the root, has a list of arrays, no more of it is packed at once.
+    """
+    n, many_in = kind.group.size(), kind.primitive.many_in
+
+    def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
+        if not isinstance(extent, int) or extent <= step:
+            whole(send, recv, extent, root)
+            return
+        if send is not None and recv is not None and _meet(send, recv):
+            send = send.packed()  # a chunk that is received would be sent on
+            if many_in:
+                send = Parts([send.part(r * extent, extent) for r in range(n)], send.dtype)
+        out = [one if one.buffer is not None else one.packed() for one in _parts(send)]
+        into = [one if one.buffer is not None else one.blank() for one in _parts(recv)]
+        for start in range(0, extent, step):
+            size = min(step, extent - start)
+            whole(_cut(out, start, size), _cut(into, start, size), size, root)
+        for one, filled in zip(_parts(recv), into, strict=True):
+            if filled is not one:
+                one.fill(filled)
+
+    return run
+
+
+def _parts(view: View | None) -> Sequence[View]:
+    return () if view is None else view.parts
+
+
+def _cut(parts: Sequence[View], start: int, count: int) -> View | None:
+    """The same elements of each array, as the view of one array or of a list."""
+    cut = [one.part(start, count) for one in parts]
+    return None if not cut else cut[0] if len(cut) == 1 else Parts(cut, cut[0].dtype)
+
+
+def _meet(send: View, recv: View) -> bool:
+    """Memory of the two sides overlaps. Arrays that lie apart are copied before that matters."""
+    out = [one for one in send.parts if one.buffer is not None]
+    into = [one for one in recv.parts if one.buffer is not None]
+    return any(views.overlapping(out, into))
+
+
+def stream_order(send: View | None, recv: View | None) -> Crossing:
+    """Return the place of a call on a device among what the caller's streams hold now."""
+    parts = [part for view in (send, recv) if view is not None for part in view.parts]
+    streams = {part.stream for part in parts if isinstance(part, DeviceView)}
+    assert parts[0].device is not None
+    return Crossing(device.runtime(), parts[0].device, streams)
+
+
+def in_stream_order(
+    plan: Plan, order: Crossing, send: View | None, recv: View | None, extent: Extent, root: int
+) -> None:
+    """Carry a call on a device out in its place among the streams."""
+    lane = _lane(plan.group, order.index)
+    for view in (send, recv):
+        for part in () if view is None else view.parts:
+            assert isinstance(part, DeviceView)
+            part.lane = lane
+    lane.begin()
+    order.enter(lane)
+    try:
+        plan.run(send, recv, extent, root)
+    except (ArgumentError, UnsupportedError):
+        raise  # refused: the lane's memory is used by its streams alone, in their order
+    except BaseException:
+        lane.leave_behind()
+        raise
+    finally:  # after an error, too: what was begun goes on for a while
+        order.leave(lane)
+
+
+def _lane(group: ProcessGroup, index: int) -> Lane:
+    """What the collectives of a group have of a device."""
+    lane: Lane | None = group.resources.find(("device", index))
+    if lane is None:
+        lane = Lane(device.runtime(), index)
+        group.resources.keep(("device", index), lane, lambda _: lane.close(), lane.leave_behind)
+    return lane

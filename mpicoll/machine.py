@@ -1,0 +1,23 @@
+"""This machine, in words."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["describe"]
+
+
+def describe() -> str:
+    """Return the processors of this machine: what was measured on others is not for it."""
+    words: dict[str, str] = {}
+    with suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
+        for line in lines:
+            name, colon, value = line.partition(":")
+            if not colon:  # the end of the first processor
+                break
+            words[name.strip()] = value.strip()
+    parts = [platform.machine(), words.get("CPU implementer"), words.get("CPU part")]
+    return f"{os.cpu_count()} x {words.get('model name') or ' '.join(filter(None, parts))}"

@@ -1,0 +1,118 @@
+"""The choice of a route for device memory, the same on every rank: the ranks of a group tell each
+other what they can do, with its first such call.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.arrays.views import DeviceView
+from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.cuda import binding, capabilities
+from mpicoll.cuda.device import Lane
+from mpicoll.errors import MismatchError, UnsupportedError
+from mpicoll.routes import registry
+from mpicoll.routes.device import ipc, nccl
+from mpicoll.routes.device.space import DeviceSpace
+from mpicoll.routes.host import select
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["choose"]
+
+
+class Agreed:
+    """What a group has agreed on.
+
+    names: its routes, the best first.
+    ipc:   the workspaces of all ranks, where they are mapped.
+    nccl:  NCCL's communicator, where it was asked for and can be had.
+    space: this rank's device memory.
+    warn:  warns of ranks that share a GPU while others are idle.
+    """
+
+    def __init__(self, group: ProcessGroup, lane: Lane) -> None:
+        self.space = DeviceSpace(lane)
+        found = capabilities.exchange(group.inner)
+        forced = capabilities.forced_route(found)
+        peers = forced == "peer" or (forced is None and "peer" in capabilities.routes(found))
+        if not peers and forced not in ("staged", "nccl"):
+            found = capabilities.exchange(group.inner, tries=True)
+        self.names = capabilities.routes(found, forced)
+        mine = (lane.index, nccl.asked_for(group.backend))
+        said = group.inner.allgather(mine)
+        if len({asked for _, asked in said}) > 1:
+            raise MismatchError(
+                f"group {group.group_name}: backend 'nccl' has to be asked for by all ranks, or by "
+                f"none; this rank's is {group.backend!r}"
+            )
+        self.warn = partial(binding.warn, found, [index for index, _ in said], group.rank())
+        self.nccl = None
+        if "nccl" in self.names or mine[1]:
+            self.nccl = nccl.meet(group, lane)
+        if self.nccl is not None and forced is None:
+            self.names = ("nccl", *self.names)
+        self.ipc = ipc.meet(group, lane) if "peer" in self.names else None
+        if forced is None and "peer" in self.names and self.ipc is None:
+            # What MPI says that it can do counts now, and has to be tried.
+            found = capabilities.exchange(group.inner, tries=True)
+            others = (name for name in capabilities.routes(found) if name != "peer")
+            self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
+        for name, found_to_be in (("peer", self.ipc), ("nccl", self.nccl)):
+            if forced == name and found_to_be is None:
+                raise UnsupportedError(f"MPICOLL_DEVICE_ROUTE={name}: {_MISSING[name]}")
+
+    def on_host(self, kind: CallKind) -> Implementation:
+        """Return what carries such calls out on host memory."""
+        return select.choose(kind)
+
+    def close(self, limit: float) -> None:
+        """Give back what the routes have; all ranks call. limit: seconds to wait for them."""
+        for route in (self.nccl, self.ipc):
+            if route is not None:
+                route.close(limit)
+
+
+_MISSING = {
+    "peer": "a rank cannot map another's device memory (CUDA IPC)",
+    "nccl": "a rank has no NCCL, or two ranks share a GPU",
+}
+
+
+def choose(kind: CallKind) -> Implementation:
+    """Return what carries out calls of this kind on device memory in this group."""
+    group = kind.group
+    chosen: Implementation | None = None
+
+    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        nonlocal chosen
+        first = send if recv is None else recv
+        assert isinstance(first, DeviceView)
+        agreed: Agreed | None = group.resources.find("devices")
+        if is_first := agreed is None:  # the first call, on every rank
+            agreed = Agreed(group, first.working)
+            group.resources.keep("devices", agreed, agreed.close)
+        agreed.space.lane = first.working
+        if chosen is None:
+            chosen = _build(agreed, kind)
+        chosen(send, recv, extent, root)
+        if is_first:
+            agreed.warn()  # when nobody waits for this rank: a program may make warnings errors
+
+    return carry_out
+
+
+def _build(agreed: Agreed, kind: CallKind) -> Implementation:
+    """The best route that serves such calls."""
+    primitive, _, op, dtype = kind
+    for name in agreed.names:
+        route = registry.DEVICE[name]
+        found = route.build(kind, agreed) if route.serves(primitive, op, dtype) else None
+        if found is not None:
+            return found
+    raise UnsupportedError(
+        f"{primitive.name}: MPICOLL_DEVICE_ROUTE={agreed.names[0]} does not serve "
+        f"{'' if op is None else f'{op.name} of '}{dtype}; unset it"
+    )

@@ -1,0 +1,130 @@
+"""Device memory, as the algorithms see it, and what routes need around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpicoll.arrays.views import DeviceView, View, address
+from mpicoll.core.checks import reads
+from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.cuda.device import Lane
+from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.kernels.reduction import loop
+from mpicoll.primitives import Layout
+from mpicoll.routes.space import Space
+
+__all__ = ["DeviceSpace", "at_home", "for_mpi"]
+
+#: See Space. Each wait for the device is dear, and copies are quick: more at a time than on hosts.
+SMALL, CHUNK, STACK = 128 * 1024, 4 * 1024 * 1024, 64 * 1024 * 1024
+
+
+class DeviceSpace(Space):
+    """A device's memory.
+
+    lane: where the current call happens.
+    """
+
+    small = SMALL
+    chunk = CHUNK
+    stack = STACK
+    mpi = False
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+
+    def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
+        """The buffer is one."""
+        assert isinstance(buffer, DeviceView)
+        return buffer
+
+    def buffer(self, view: View) -> Any:
+        """The view itself."""
+        return view
+
+    def blank(self, dtype: DType, count: int) -> DeviceView:
+        """Scratch of the lane."""
+        memory = self.lane.scratch(count * dtype.itemsize)
+        blank = DeviceView(memory, dtype, self.lane.index, memory.address, (count,), None, 0)
+        blank.lane = self.lane
+        return blank
+
+    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+        """Enqueues a kernel."""
+        by = loop(op, out.dtype)
+        assert by is not None
+        lane = self.lane
+        addresses = [address(source) for source in sources]
+        lane.runtime.combine(lane.index, by, addresses, address(out), out.count, divisor, lane.work)
+
+    def scale(self, source: View, factor: Any, out: View) -> None:
+        """Enqueues a kernel."""
+        lane = self.lane
+        lane.runtime.scale(
+            lane.index, source.dtype, address(source), factor, address(out), out.count, lane.work
+        )
+
+    def narrow(self, source: View, out: View) -> None:
+        """Enqueues a kernel."""
+        lane = self.lane
+        lane.runtime.narrow(
+            lane.index, out.dtype, address(source), address(out), out.count, lane.work
+        )
+
+    def settle(self) -> None:
+        """Waits for the lane's stream."""
+        self.lane.settle(self.lane.work)
+
+
+def at_home(home: Lane, inner: Implementation) -> Implementation:
+    """``inner`` works on one device of this process alone: arrays of others are copied there."""
+
+    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        first = send if recv is None else recv
+        assert isinstance(first, DeviceView)
+        lane = first.working
+        if lane is home:
+            inner(send, recv, extent, root)
+            return
+        home.begin()
+        home.follow(lane)
+        out, into = (None if one is None else _moved(one, home) for one in (send, recv))
+        try:
+            inner(out, into, extent, root)
+            if recv is not None and into is not None:
+                home.runtime.copy(home.index, address(recv), into.address, recv.nbytes, home.work)
+        finally:
+            lane.follow(home)
+
+    return carry_out
+
+
+def _moved(view: View, home: Lane) -> DeviceView:
+    """A copy on another device."""
+    moved = DeviceSpace(home).blank(view.dtype, view.count)
+    home.runtime.copy(home.index, moved.address, address(view), view.nbytes, home.work)
+    return moved
+
+
+def for_mpi(space: DeviceSpace, kind: CallKind, inner: Implementation) -> Implementation:
+    """``inner`` gets memory that every MPI can take, when what the streams hold is done.
+
+    Managed memory, and memory of a pool (cudaMallocAsync), is copied: not all MPIs take it.
+    """
+    primitive, group = kind.primitive, kind.group
+    in_place = primitive.layout is Layout.IN_PLACE
+
+    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        runtime = space.lane.runtime
+        out, into = send, recv
+        if send is not None and not runtime.plain(address(send)):
+            out = send.packed()
+        if recv is not None and not runtime.plain(address(recv)):
+            into = recv.packed() if in_place and reads(primitive, group, root) else recv.blank()
+        space.settle()
+        inner(out, into, extent, root)
+        if recv is not None and into is not None and into is not recv:
+            recv.fill(into)
+
+    return carry_out

@@ -1,0 +1,247 @@
+"""MPI's own collectives: everything that is moved, and what MPI reduces rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.routes.route import MOVES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.wire import INT_MAX, datatype, message, operation
+
+__all__ = ["CHUNK", "CHUNKED", "ROUTE", "build", "reducible"]
+
+#: Elements of one MPI reduction at most: a C int counts them, and bytes of 16 times as many.
+MOST = 2**28
+#: Bytes of a chunk where a large reduction is cut: what one step leaves in the processor's caches
+#: is there for the next.
+CHUNK = 2 * 1024 * 1024
+
+
+def reducible(op: ReduceOp, dtype: DType) -> bool:
+    """Return whether MPI combines elements of a dtype rightly, with the same bits on every rank.
+
+    Not narrow floats: MPI has no such types, or rounds at every step. Not sums of 8 and 16-bit
+    integers: Open MPI's vector code saturates instead of wrapping around (open-mpi/ompi#8045). Not
+    the minimum and maximum of floats: MPI leaves open what becomes of NaN, and libraries compare in
+    an order that differs from rank to rank, so that ranks end with different results.
+    """
+    if op.op is ReduceOp.PREMUL_SUM or dtype.kind is Kind.NARROW_FLOAT:
+        return False
+    if dtype.kind is Kind.INTEGER and dtype.itemsize < 4 and op is ReduceOp.SUM:
+        return False
+    return not (dtype.kind is Kind.FLOAT and op in (ReduceOp.MIN, ReduceOp.MAX))
+
+
+def build(kind: CallKind, chunk: int = MOST * 16) -> Implementation:
+    """Return what makes MPI's call. chunk: bytes of a reduction in place that go at a time."""
+    return _BUILDERS[kind.primitive.name](kind, chunk)
+
+
+# --- moves --------------------------------------------------------------------------------------
+
+
+def _broadcast(kind: CallKind, chunk: int) -> Implementation:
+    """MPI_Bcast (MPI-4.1 section 6.4)."""
+    dtype = _dtype(kind)
+    bcast, element = kind.group.inner.Bcast, datatype(dtype)
+
+    def broadcast(send: Any, recv: Any, count: Any, root: int) -> None:
+        if count <= INT_MAX:
+            bcast([recv, count, element], root)
+        else:
+            bcast(message(recv, count, dtype), root)
+
+    return broadcast
+
+
+def _all_gather(kind: CallKind, chunk: int) -> Implementation:
+    """MPI_Allgather, and MPI_Allgatherv for blocks that differ (MPI-4.1 section 6.7)."""
+    dtype, comm, me = _dtype(kind), kind.group.inner, kind.group.rank()
+    allgather, element = comm.Allgather, datatype(dtype)
+
+    def all_gather(send: Any, recv: Any, count: Any, root: int) -> None:
+        if count <= INT_MAX:
+            allgather([send, count, element], [recv, count, element])
+        else:
+            allgather(message(send, count, dtype), message(recv, count, dtype))
+
+    def all_gather_any(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        if not isinstance(extent, Blocks):
+            all_gather(send, recv, extent, root)
+            return
+        counts = list(extent.receives)
+        *starts, total = accumulate(counts, initial=0)
+        own = message(send, counts[me], dtype)
+        if total <= INT_MAX:
+            comm.Allgatherv(own, [recv, (counts, starts), element])
+            return
+        into = message(recv, counts[me], dtype, starts[me])
+        MPI.COMM_SELF.Sendrecv(own, 0, 0, into, 0, 0)
+        for r, start in enumerate(starts):  # displacements are C ints in most MPIs: block by block
+            comm.Bcast(message(recv, counts[r], dtype, start), r)
+
+    return all_gather_any if kind.primitive.listed else all_gather
+
+
+def _gather(kind: CallKind, chunk: int) -> Implementation:
+    """MPI_Gather (MPI-4.1 section 6.5)."""
+    dtype, comm = _dtype(kind), kind.group.inner
+
+    def gather(send: Any, recv: Any, count: Any, root: int) -> None:
+        into = None if recv is None else message(recv, count, dtype)
+        comm.Gather(message(send, count, dtype), into, root)
+
+    return gather
+
+
+def _scatter(kind: CallKind, chunk: int) -> Implementation:
+    """MPI_Scatter (MPI-4.1 section 6.6)."""
+    dtype, comm = _dtype(kind), kind.group.inner
+
+    def scatter(send: Any, recv: Any, count: Any, root: int) -> None:
+        out = None if send is None else message(send, count, dtype)
+        comm.Scatter(out, message(recv, count, dtype), root)
+
+    return scatter
+
+
+def _barrier(kind: CallKind, chunk: int) -> Implementation:
+    """MPI_Barrier (MPI-4.1 section 6.3)."""
+    comm_barrier = kind.group.inner.Barrier
+
+    def barrier(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        comm_barrier()
+
+    return barrier
+
+
+# --- reductions ---------------------------------------------------------------------------------
+
+
+def _all_reduce(kind: CallKind, chunk: int) -> Implementation:
+    """MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
+    dtype, op = _dtype(kind), _op(kind)
+    reduce_all, n = kind.group.inner.Allreduce, kind.group.size()
+    element, combined = datatype(dtype), _mpi_operation(op, dtype)
+    in_place, averages = MPI.IN_PLACE, op is ReduceOp.AVG
+    step = min(MOST, chunk // dtype.itemsize)
+
+    def all_reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+        if count <= step:
+            reduce_all(in_place, [recv, count, element], combined)
+        else:
+            for start in range(0, count, step):
+                reduce_all(in_place, [recv, min(step, count - start), start, element], combined)
+        if averages:
+            _divide(recv, count, dtype, n)
+
+    return all_reduce
+
+
+def _reduce(kind: CallKind, chunk: int) -> Implementation:
+    """MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
+    dtype, op, group = _dtype(kind), _op(kind), kind.group
+    comm, n, me = group.inner, group.size(), group.rank()
+    element, combined = datatype(dtype), _mpi_operation(op, dtype)
+    step = min(MOST, chunk // dtype.itemsize)
+
+    def reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+        for start in range(0, max(count, 1), step):
+            part = [recv, min(step, count - start), start, element]
+            if me == root:
+                comm.Reduce(MPI.IN_PLACE, part, combined, root)
+            else:
+                comm.Reduce(part, None, combined, root)
+        if me == root and op is ReduceOp.AVG:
+            _divide(recv, count, dtype, n)
+
+    return reduce
+
+
+def _reduce_scatter(kind: CallKind, chunk: int) -> Implementation:
+    """MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1); more elements than it counts one block
+    after another, by MPI_Reduce.
+    """
+    dtype, op, group = _dtype(kind), _op(kind), kind.group
+    comm, n, me = group.inner, group.size(), group.rank()
+    reduce_scatter_block = comm.Reduce_scatter_block
+    element, combined = datatype(dtype), _mpi_operation(op, dtype)
+    fits = MOST // n
+
+    def reduce_scatter(send: Any, recv: Any, count: Any, root: int) -> None:
+        if count <= fits:
+            # mpi4py wants a block's count on either side.
+            reduce_scatter_block([send, count, element], [recv, count, element], combined)
+        else:
+            for start in range(0, count, MOST):
+                size = min(MOST, count - start)
+                for r in range(n):
+                    into = [recv, size, start, element] if r == me else None
+                    comm.Reduce(message(send, size, dtype, r * count + start), into, combined, r)
+        if op is ReduceOp.AVG:
+            _divide(recv, count, dtype, n)
+
+    return reduce_scatter
+
+
+def _mpi_operation(op: ReduceOp, dtype: DType) -> MPI.Op:
+    name = op.mpi_logical if dtype.kind is Kind.BOOL else op.mpi
+    assert name is not None
+    return operation(name)
+
+
+def _divide(buffer: Any, count: int, dtype: DType, n: int) -> None:
+    if count:
+        flat = np.frombuffer(buffer, dtype.numpy, count)
+        if dtype.kind is Kind.COMPLEX:  # by parts: a complex division makes nan of infinity
+            flat = flat.view(flat.real.dtype)
+        with np.errstate(all="ignore"):
+            np.divide(flat, n, out=flat)
+
+
+def _dtype(kind: CallKind) -> DType:
+    assert kind.dtype is not None
+    return kind.dtype
+
+
+def _op(kind: CallKind) -> ReduceOp:
+    assert kind.op is not None
+    return kind.op
+
+
+_BUILDERS: dict[str, Callable[[CallKind, int], Implementation]] = {
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_single": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+    "barrier": _barrier,
+}
+
+ROUTE = Route(
+    "mpi",
+    "MPI",
+    MemoryKind.HOST,
+    (*MOVES, *REDUCTIONS, "barrier"),
+    build,
+    combines=reducible,
+    uneven=("all_gather",),
+)
+CHUNKED = Route(
+    "pieces",
+    "MPI in pieces",
+    MemoryKind.HOST,
+    ("all_reduce", "reduce"),
+    lambda kind: build(kind, CHUNK),
+    combines=reducible,
+)

@@ -1,0 +1,206 @@
+"""The choice of a route for host memory, the same on every rank.
+
+A route is a function of primitive, dtype, operation and group, and inside a plan of the count:
+of what all ranks share. Never of contiguity, alignment or anything that one rank alone knows. For
+each size the job's table says which (`mpicoll.core.tables`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.dtypes import ReduceOp
+from mpicoll.output import format_bytes
+from mpicoll.primitives import Layout
+from mpicoll.routes import registry
+from mpicoll.routes.algorithms import premultiplied
+from mpicoll.routes.host import hierarchical, mpi, shared
+from mpicoll.routes.space import HOST
+from mpicoll.routes.tuning import Steps, able, job
+from mpicoll.routes.tuning import kind_of as kind_of_table
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["candidates", "choose", "place", "told"]
+
+
+def choose(kind: CallKind) -> Implementation:
+    """Return what carries out calls of this kind in this group."""
+    primitive, _, op, dtype = kind
+    if op is not None and op.op is ReduceOp.PREMUL_SUM:
+        # What is widened goes by the routes of what it is widened from: MPI's own sums of float32
+        # are not in rank order.
+        row = _row(kind._replace(op=ReduceOp.SUM))
+        return premultiplied(kind, HOST, lambda wide: _implementation(wide, row))
+    if primitive.layout is Layout.EMPTY:
+        return mpi.build(kind)
+    assert dtype is not None
+    return _implementation(kind, _row(kind))
+
+
+def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
+    """What carries out calls of a kind by a row of the tuning table, whatever their extent."""
+    primitive, _, op, dtype = kind
+    even = _BySize(kind, row).build()
+    routes = (r for r in registry.HOST.values() if primitive.name in r.uneven)
+    by = next((route for route in routes if route.serves(primitive, op, dtype)), None)
+    if by is None:
+        return even
+    uneven = by.build(kind)
+    assert uneven is not None
+
+    def any_extent(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
+
+    return any_extent
+
+
+class _Step(NamedTuple):
+    """What carries calls out from ``fewest`` elements a block on."""
+
+    fewest: int
+    route: Implementation
+
+
+class _BySize:
+    """The calls of one kind in one group, each by the route for its size."""
+
+    def __init__(self, kind: CallKind, row: dict[str, Steps]) -> None:
+        self._kind = kind
+        primitive, group, _, dtype = kind
+        assert dtype is not None
+        blocks = group.size() if primitive.many_in or primitive.many_out else 1
+        self._block = dtype.itemsize * blocks
+        self._row = row
+        #: Elements from which on it matters where the ranks are.
+        self._split = -(-_split(self._row) // self._block)
+        self._steps: list[_Step] | None = None  # until that is known
+        self._before = self._steps_at("apart")
+
+    def build(self) -> Implementation:
+        """Return what carries calls out, in few steps for the smallest.
+
+        It is not kept here: a plan that is dropped lets go at once of the memory that it shares.
+        """
+        few, first = _smallest(self._before, self._split)
+
+        def by_size(send: Any, recv: Any, count: Any, root: int) -> None:
+            nonlocal few, first
+            if count < few:
+                first(send, recv, count, root)
+                return
+            known = self._steps is not None
+            step = self._step(count)
+            if not known and self._steps is not None:
+                few, first = _smallest(self._steps, _NEVER)
+            step.route(send, recv, count, root)
+
+        return by_size
+
+    def _step(self, count: int) -> _Step:
+        """The step for so many elements; inside a call, in the order of the group's calls."""
+        steps = self._steps
+        if steps is None:
+            if count < self._split:
+                steps = self._before
+            else:
+                steps = self._steps = self._steps_at(place(self._kind.group))
+        for step in steps:
+            if count >= step.fewest:
+                return step
+        raise AssertionError(count)
+
+    def _steps_at(self, place: str) -> list[_Step]:
+        """The steps where the ranks are at ``place``, the last one first."""
+        served = _served(self._kind, self._row, place)
+        return [_Step(-(-least // self._block), route) for least, _, route in reversed(served)]
+
+
+def _smallest(steps: list[_Step], end: int) -> tuple[int, Implementation]:
+    """The step for the smallest, and the elements up to which it is the one, ``end`` at most."""
+    return min([end, *(step.fewest for step in steps[:-1])]), steps[-1].route
+
+
+def _named(kind: CallKind) -> str:
+    """What tables call such calls."""
+    primitive, _, op, dtype = kind
+    assert dtype is not None
+    return kind_of_table(primitive, op is not None and not mpi.reducible(op, dtype))
+
+
+def _row(kind: CallKind) -> dict[str, Steps]:
+    return job.table.row(_named(kind), kind.group.size())
+
+
+def _served(
+    kind: CallKind, row: dict[str, Steps], place: str
+) -> list[tuple[int, str, Implementation]]:
+    """The steps that can be had, from 0 on, each with what carries calls out. All ranks call.
+
+    In place of a route that does not serve such calls there is the first that serves all of them.
+    """
+    primitive, _, op, dtype = kind
+    found: list[tuple[int, str, Implementation]] = []
+    for least, name in row[place]:
+        if not registry.HOST[name].serves(primitive, op, dtype):
+            if registry.HOST[name].place:
+                continue
+            name = next(
+                route.name
+                for route in registry.HOST.values()
+                if not route.place and route.serves(primitive, op, dtype)
+            )
+        route = registry.HOST[name].build(kind)
+        if route is not None:
+            found.append((least if found else 0, name, route))
+    return found or _served(kind, row, "apart")
+
+
+def _split(row: dict[str, Steps]) -> int:
+    """Bytes from which on the places differ."""
+    differ = [
+        min((least for least, _ in set(steps) ^ set(row["apart"])), default=_NEVER)
+        for steps in row.values()
+    ]
+    return min(differ)
+
+
+_NEVER = 1 << 62
+
+
+def place(group: ProcessGroup) -> str:
+    """Where the ranks of the group are, as far as it matters. All ranks call."""
+    if hierarchical.get_or_create(group):
+        return "nodes"
+    return "node" if shared.get_or_create(group) else "apart"
+
+
+# --- for tune, and for people -------------------------------------------------------------------
+
+
+def candidates(kind: CallKind) -> dict[str, Implementation]:
+    """Return what can carry such calls out in this group, as ``choose`` has it, by the names of the
+    routes. All ranks call.
+    """
+    primitive, group, op, dtype = kind
+    here = place(group)
+    return {
+        name: _implementation(kind, {**_row(kind), here: ((0, name),)})
+        for name in able(_named(kind), here)
+        if registry.HOST[name].serves(primitive, op, dtype)
+        and registry.HOST[name].build(kind) is not None
+    }
+
+
+def told(kind: CallKind) -> str:
+    """Return how such calls are carried out, in words. All ranks call."""
+    if kind.primitive.layout is Layout.EMPTY:
+        return registry.HOST["mpi"].words
+    (_, first, _), *others = _served(kind, _row(kind), place(kind.group))
+    words = [registry.HOST[first].words]
+    words += [
+        f"from {format_bytes(least)} on {registry.HOST[name].words}" for least, name, _ in others
+    ]
+    return "; ".join(words)

@@ -1,0 +1,28 @@
+"""All routes, one line each. Within a kind of memory the order is that of tables and messages."""
+
+from __future__ import annotations
+
+from mpicoll.routes.device import direct, ipc, nccl, staged
+from mpicoll.routes.device import mpi as device_mpi
+from mpicoll.routes.host import exchange, hierarchical, mpi, shared, widened
+from mpicoll.routes.route import MemoryKind, Route
+
+__all__ = ["DEVICE", "HOST", "ROUTES"]
+
+ROUTES: tuple[Route, ...] = (
+    mpi.ROUTE,
+    mpi.CHUNKED,
+    exchange.ROUTE,
+    widened.ROUTE,
+    shared.ROUTE,
+    hierarchical.ROUTE,
+    nccl.ROUTE,
+    ipc.ROUTE,
+    direct.ROUTE,
+    device_mpi.ROUTE,
+    staged.ROUTE,
+)
+
+#: By name: one name may mean a route of each kind of memory.
+HOST = {route.name: route for route in ROUTES if route.memory is MemoryKind.HOST}
+DEVICE = {route.name: route for route in ROUTES if route.memory is MemoryKind.DEVICE}

@@ -1,0 +1,64 @@
+"""What a route says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from mpicoll.core.plan import Implementation
+from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.primitives import Primitive
+
+__all__ = ["EXCHANGES", "MOVES", "REDUCTIONS", "MemoryKind", "Route"]
+
+
+class MemoryKind(Enum):
+    """Where the buffers of a call are."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+#: Primitives that several routes serve, by name.
+MOVES = ("broadcast", "all_gather", "all_gather_single", "gather", "scatter")
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
+EXCHANGES = ("all_to_all", "all_to_all_single")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The declaration of a route.
+
+    name:       in tuning tables, settings and messages.
+    words:      what messages say that calls go by.
+    memory:     the kind of memory it serves.
+    primitives: the names of those it serves.
+    combines:   whether it combines elements of a dtype by an operation, for primitives that reduce.
+    build:      makes the implementation for a kind of call; None where the group cannot have it.
+                Gets the CallKind, and for device memory what the group has agreed on (see
+                routes/device/select.py). All ranks call it.
+    scales:     it applies the factor of PREMUL_SUM itself.
+    uneven:     the names of the primitives of which it serves blocks of different sizes.
+    place:      where the ranks have to be, see routes/tuning.py; "" anywhere.
+    needs:      what has to be there, in words.
+    """
+
+    name: str
+    words: str
+    memory: MemoryKind
+    primitives: tuple[str, ...]
+    build: Callable[..., Implementation | None]
+    combines: Callable[[ReduceOp, DType], bool] = lambda op, dtype: True
+    scales: bool = False
+    uneven: tuple[str, ...] = ()
+    place: str = ""
+    needs: str = ""
+
+    def serves(self, primitive: Primitive, op: ReduceOp | None, dtype: DType | None) -> bool:
+        """Return whether it carries such calls out, where the group can have it."""
+        if primitive.name not in self.primitives:
+            return False
+        if op is None or dtype is None:
+            return True
+        return (self.scales or op.op is not ReduceOp.PREMUL_SUM) and self.combines(op, dtype)

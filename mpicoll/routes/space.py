@@ -1,0 +1,110 @@
+"""The kinds of memory that the algorithms over messages work in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpicoll.arrays.views import Parts, View, of_numpy, scratch
+from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.kernels import reduction
+
+__all__ = ["HOST", "Host", "Space"]
+
+#: On the host, see Space. (Where memory of a device is meant, routes/device has them.)
+SMALL, CHUNK, STACK = 8 * 1024, 1024 * 1024, 32 * 1024 * 1024
+
+
+class Space(Protocol):
+    """One kind of memory and what can be done in it, for one call at a time.
+
+    Everything but ``settle`` may only be enqueued; what is enqueued is done in that order. Views
+    are contiguous and of equal counts, unless said otherwise; they may be empty.
+
+    small: bytes of all ranks' arrays together up to which each rank that needs the result of a
+           reduction gets everything: one exchange and one wait for the memory instead of two.
+    chunk: bytes that one rank gets from one other at a time: enough to hide what combining them
+           costs, few enough for the caches.
+    stack: bytes of all those chunks together, of which there are two at a time.
+    mpi:   MPI's own collectives may be asked for this memory.
+    """
+
+    small: int
+    chunk: int
+    stack: int
+    mpi: bool
+
+    def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
+        """The view of a buffer as implementations get it, or of a list of them."""
+
+    def buffer(self, view: View) -> Any:
+        """What implementations get of a contiguous view."""
+
+    def blank(self, dtype: DType, count: int) -> View:
+        """``count`` elements of whatever values, to be used until the call ends."""
+
+    def copy(self, source: View, into: View) -> None:
+        """Copies; the elements of one of the views may lie apart, in C order."""
+        if into.buffer is None:
+            into.fill(source)
+        else:
+            source.put(into)
+
+    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+        """``reduction.combine`` of views of one dtype."""
+
+    def scale(self, source: View, factor: Any, out: View) -> None:
+        """``reduction.scale``; ``out`` is float32 where ``source`` is of narrow floats."""
+
+    def narrow(self, source: View, out: View) -> None:
+        """``reduction.narrow``."""
+
+    def settle(self) -> None:
+        """Returns when all that was enqueued is done, so that MPI may read it or write over it."""
+
+
+class Host(Space):
+    """The memory of NumPy arrays; nothing is enqueued."""
+
+    small = SMALL
+    chunk = CHUNK
+    stack = STACK
+    mpi = True
+
+    def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
+        """Of what mpi4py takes as a buffer."""
+        if isinstance(buffer, list):
+            parts = [self.view(one, dtype, [n]) for one, n in zip(buffer, counts, strict=True)]
+            return Parts(parts, dtype)
+        count = sum(counts)
+        if not count:
+            return scratch(dtype, 0)
+        return of_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
+
+    def buffer(self, view: View) -> Any:
+        """The view's own."""
+        return view.buffer
+
+    def blank(self, dtype: DType, count: int) -> View:
+        """New memory."""
+        return scratch(dtype, count)
+
+    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+        """By the C library, or NumPy."""
+        reduction.combine(op, out.dtype, [source.flat for source in sources], out.flat, divisor)
+
+    def scale(self, source: View, factor: Any, out: View) -> None:
+        """By NumPy."""
+        reduction.scale(source.dtype, source.flat, factor, out.flat)
+
+    def narrow(self, source: View, out: View) -> None:
+        """By the C library, or NumPy."""
+        reduction.narrow(source.flat, out.flat)
+
+    def settle(self) -> None:
+        """There is nothing to wait for."""
+
+
+HOST = Host()

@@ -1,0 +1,159 @@
+"""One rank's part of a call through memory that all ranks see: what it puts there, what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.core.plan import Blocks, CallKind, Extent
+from mpicoll.core.signature import number_of
+from mpicoll.errors import MismatchError
+
+__all__ = ["CARRIED", "Get", "Put", "Transfer", "transfer_of"]
+
+
+class Put(NamedTuple):
+    """A block that a rank puts into its slot: where it is, and how many elements it has."""
+
+    address: int
+    elements: int
+
+
+class Get(NamedTuple):
+    """A block that a rank gets: from which rank, at which place of its slot, where to, how many
+    elements.
+    """
+
+    rank: int
+    place: int
+    address: int
+    elements: int
+
+
+class Transfer(NamedTuple):
+    """One rank's part of a call. A round carries a piece of every block.
+
+    places: blocks in the slot of a rank that has most of them.
+    most:   elements of the largest block of all ranks.
+    total:  what all ranks must have alike of the sizes, as a number; see mpicoll.core.signature.
+    puts, gets: blocks. Where there is an operation, the blocks got are combined into the place of
+            the first.
+    """
+
+    places: int
+    most: int
+    total: int
+    puts: Sequence[Put]
+    gets: Sequence[Get]
+
+
+def transfer_of(
+    kind: CallKind, send: int | None, recv: int | None, extent: Extent, root: int
+) -> Transfer:
+    """Return this rank's part of a call on contiguous buffers; every rank calls.
+
+    send, recv: the addresses of the buffers; None where this rank sends or receives nothing, and
+                send of calls in place.
+
+    Raises MismatchError, on all ranks, where blocks of all_to_all do not fit together.
+    """
+    return _TRANSFERS[kind.primitive.name](kind, send, recv, extent, root)
+
+
+def _broadcast(kind: CallKind, send: Any, recv: Any, count: Any, root: int) -> Transfer:
+    mine = kind.group.rank() == root
+    puts = [Put(recv, count)] if mine else []
+    gets = [] if mine else [Get(root, 0, recv, count)]
+    return Transfer(1, count, count, puts, gets)
+
+
+def _reduce(kind: CallKind, send: Any, recv: Any, count: Any, root: int) -> Transfer:
+    ranks = range(kind.group.size()) if kind.group.rank() == root else ()
+    gets = [Get(rank, 0, recv, count) for rank in ranks]
+    return Transfer(1, count, count, [Put(recv, count)], gets)
+
+
+def _prefix(kind: CallKind, send: Any, recv: Any, count: Any, root: int) -> Transfer:
+    gets = [Get(rank, 0, recv, count) for rank in kind.combined]
+    return Transfer(1, count, count, [Put(send, count)], gets)
+
+
+def _gather(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Transfer:
+    n, me = kind.group.size(), kind.group.rank()
+    if isinstance(extent, int):
+        counts, total = [extent] * n, n * extent
+    else:
+        counts, total = list(extent.receives), number_of(extent.receives)
+    gets = [] if recv is None else [Get(rank, 0, *put) for rank, put in _cut(kind, recv, counts)]
+    return Transfer(1, max(counts), total, [Put(send, counts[me])], gets)
+
+
+def _scatter(kind: CallKind, send: Any, recv: Any, count: Any, root: int) -> Transfer:
+    n, me = kind.group.size(), kind.group.rank()
+    puts = [] if send is None else [put for _, put in _cut(kind, send, [count] * n)]
+    return Transfer(n, count, count, puts, [Get(root, me, recv, count)])
+
+
+def _reduce_scatter(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Transfer:
+    n, me = kind.group.size(), kind.group.rank()
+    if isinstance(extent, int):
+        counts, total = [extent] * n, extent
+    else:
+        counts, total = list(extent.sends), number_of(extent.sends)
+    puts = [put for _, put in _cut(kind, send, counts)]
+    gets = [Get(rank, me, recv, counts[me]) for rank in range(n)]
+    return Transfer(n, max(counts), total, puts, gets)
+
+
+def _all_to_all(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Transfer:
+    """No rank knows the others' sizes: they are exchanged first."""
+    group, n, me = kind.group, kind.group.size(), kind.group.rank()
+    blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
+    sends, theirs = np.array(blocks.sends, np.int64), np.empty(n, np.int64)
+    group.inner.Alltoall(sends, theirs)
+    wrong = np.flatnonzero(theirs != blocks.receives)
+    most = np.array([max(blocks.sends), len(wrong)], np.int64)
+    group.inner.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
+    if most[1]:
+        rank = int(wrong[0]) if len(wrong) else -1
+        raise MismatchError(
+            f"all_to_all on rank {me} of group {group.group_name}: "
+            + (
+                f"expected {blocks.receives[rank]} elements from rank {rank}, which sends "
+                f"{theirs[rank]}"
+                if len(wrong)
+                else "other ranks' block sizes do not fit together"
+            )
+        )
+    puts = [put for _, put in _cut(kind, send, blocks.sends)]
+    gets = [Get(rank, me, *put) for rank, put in _cut(kind, recv, blocks.receives)]
+    return Transfer(n, int(most[0]), 0, puts, gets)
+
+
+def _cut(kind: CallKind, start: int, counts: Sequence[int]) -> Iterator[tuple[int, Put]]:
+    """The blocks of a buffer, which lie one after another, each with its rank."""
+    assert kind.dtype is not None
+    for rank, count in enumerate(counts):
+        yield rank, Put(start, count)
+        start += count * kind.dtype.itemsize
+
+
+#: By the name of the primitive: all that this module knows how to carry.
+_TRANSFERS: dict[str, Callable[[CallKind, Any, Any, Any, int], Transfer]] = {
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all_gather": _gather,
+    "all_gather_single": _gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all,
+}
+
+#: The names of these primitives.
+CARRIED = tuple(_TRANSFERS)

@@ -21,7 +21,7 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
 from mpicoll.kernels.reduction import loop
-from mpicoll.launch.serialized import serialize
+from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.routes.host import hosts, levels, shared
 
 #: Two nodes, one of two ranks, have three.

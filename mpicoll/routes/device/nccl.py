@@ -16,7 +16,7 @@ from mpicoll.arrays.views import DeviceView, View
 from mpicoll.core.calls import Blocks, Route
 from mpicoll.cuda.device import Lane
 from mpicoll.dtypes import DType, Kind, ReduceOp
-from mpicoll.launch.session import node
+from mpicoll.launch.host_identity import node
 from mpicoll.primitives import Primitive
 from mpicoll.routes.wire import all_gather_bytes
 

@@ -155,7 +155,7 @@ class Server:
         self.ended: set[int] = set()  # ranks in state end or gone
         self.earliest = -1  # the one of them that was in the fewest process groups
         self.latest = 0  # the most process groups that any rank was in
-        self.has_told_end = False  # the ranks know how to end
+        self.has_announced_end = False  # the ranks know how to end
         self.is_complete = False  # all ranks have come
         self.init_deadline = 0.0  # until when ranks may be inside MPI_Init
         self.why = ""  # why the job ends badly
@@ -368,8 +368,8 @@ class Server:
         # A later process group lacks a rank that has ended.
         if self.cycles.get(self.earliest, self.latest) < self.latest:
             self._end_badly(f"lost {self.earliest}")
-        if len(self.ended) == self.size and not self.has_told_end:
-            self.has_told_end = True
+        if len(self.ended) == self.size and not self.has_announced_end:
+            self.has_announced_end = True
             self._send_all("end some" if "gone" in self.state.values() else "end all")
 
     # --- PMI-1 -----------------------------------------------------------------------------------

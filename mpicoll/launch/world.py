@@ -11,7 +11,8 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
@@ -83,7 +84,7 @@ def start(
 _world_is_thread_multiple: bool | None = None
 
 
-def _is_thread_multiple(mpi: Any, comm: MPI.Intracomm | None) -> bool:
+def _is_thread_multiple(mpi: ModuleType, comm: MPI.Intracomm | None) -> bool:
     """Tell whether every rank has MPI_THREAD_MULTIPLE.
 
     Where one has not, none may use it: a blocking call on one rank would be a non-blocking call on
@@ -142,7 +143,7 @@ def master_address(world: MPI.Intracomm) -> str:
     return found
 
 
-def _load() -> Any:
+def _load() -> ModuleType:
     """Return mpi4py.MPI, which must not start and end MPI: it ends it in forked children, too."""
     try:
         import mpi4py
@@ -158,7 +159,7 @@ def _load() -> Any:
         ) from error
 
 
-def _initialize(mpi: Any) -> None:
+def _initialize(mpi: ModuleType) -> None:
     """Call MPI_Init_thread with the level that mpi4py.rc asks for, and MPI_Finalize at the end."""
     import mpi4py
 
@@ -171,7 +172,7 @@ def _initialize(mpi: Any) -> None:
 
 
 def _prepare(
-    mpi: Any, rendezvous: Rendezvous, limit: float | None
+    mpi: ModuleType, rendezvous: Rendezvous, limit: float | None
 ) -> contextlib.AbstractContextManager[None]:
     """Bring the ranks together; return the context in which MPI_Init makes them one world."""
     size, vendor = rendezvous.world_size, mpi.get_vendor()[0]
@@ -201,7 +202,7 @@ def _with_server(session: Session) -> Iterator[None]:
         yield
 
 
-def _check(mpi: Any, rendezvous: Rendezvous) -> None:
+def _check(mpi: ModuleType, rendezvous: Rendezvous) -> None:
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     if (rank, size) == (rendezvous.rank, rendezvous.world_size):
         return
@@ -232,7 +233,7 @@ def call_before_finalize(function: Callable[[], None]) -> None:
     if _has_callback:
         return
     _has_callback = True
-    mpi: Any = sys.modules["mpi4py.MPI"]
+    mpi = sys.modules["mpi4py.MPI"]
     key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: function())
     mpi.COMM_SELF.Set_attr(key, None)
 
@@ -255,7 +256,7 @@ def _finalize(process: int) -> None:
     """Finalise MPI at the end of the process, if all ranks are there to do so."""
     if _skips_finalize:
         return
-    mpi: Any = sys.modules["mpi4py.MPI"]
+    mpi = sys.modules["mpi4py.MPI"]
     if os.getpid() != process or mpi.Is_finalized():  # a forked child has no MPI
         return
     session = current()

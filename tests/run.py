@@ -49,10 +49,14 @@ PLAIN, BESIDE, MPI, TORCH = PARTS = "plain", "beside", "mpi", "torch"
 #: Where they are. What lies in a folder of another part belongs to that.
 PLACES = {
     PLAIN: ["tests"],
-    BESIDE: ["tests/test_jobs.py", "tests/test_launch.py", "tests/test_torch_front.py"],
+    BESIDE: [
+        "tests/test_jobs.py", "tests/test_launch.py", "tests/test_launch_ends.py",
+        "tests/test_launch_rendezvous.py", "tests/test_launch_server.py",
+        "tests/test_launch_timeout.py", "tests/test_torch_front.py",
+    ],
     MPI: ["tests/mpi"],
     TORCH: ["tests/pytorch"],
-}
+}  # fmt: skip
 TORCH_RANKS = [2, 4]
 #: Tests in which no MPI has a part, or any MPI the same: with the first one alone.
 ONCE = [

@@ -17,7 +17,8 @@ import pytest
 
 import mpicoll as dist
 from mpicoll import errors
-from mpicoll.launch.environment import LAUNCHERS, SINGLETON, check_world, local_rank
+from mpicoll.launch.environment import SINGLETON, check_world
+from mpicoll.launch.launchers import LAUNCHERS, find_local_rank
 
 #: The names of torch.distributed that mpicoll carries, by section.
 NAMES = {
@@ -67,7 +68,7 @@ def without_launchers() -> dict[str, str]:
 
 
 def marks() -> set[str]:
-    return {name for one in LAUNCHERS for name in (*one.marks, one.size, one.local)}
+    return {name for one in LAUNCHERS for name in (*one.marks, *one.local_rank)}
 
 
 @pytest.fixture
@@ -554,12 +555,14 @@ def test_node_local_rank(bare: pytest.MonkeyPatch) -> None:
     assert dist.get_node_local_rank() == dist.get_node_local_rank(5) == 3
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "launcher", [one for one in LAUNCHERS if one.local_rank], ids=lambda one: one.name
+)
 def test_node_local_rank_from_the_launcher(launcher, bare: pytest.MonkeyPatch) -> None:
     for mark in launcher.marks:
         bare.setenv(mark, "4")
-    bare.setenv(launcher.local, "2")
-    assert dist.get_node_local_rank(0) == local_rank() == 2
+    bare.setenv(launcher.local_rank[0], "2")
+    assert dist.get_node_local_rank(0) == find_local_rank() == 2
     bare.setenv("LOCAL_RANK", "1")  # the one that torch documents goes first
     assert dist.get_node_local_rank(0) == 1
 

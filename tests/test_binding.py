@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.cuda import binding, device
+from mpicoll.cuda import device
 from mpicoll.cuda.binding import bind, device_for, idle, warn
 from mpicoll.cuda.capabilities import Capabilities, Cuda
 from mpicoll.errors import MpicollError, UnsupportedError
-from mpicoll.launch.environment import LAUNCHERS
+from mpicoll.launch.launchers import LAUNCHERS
 
 SCRIPT = Path(__file__).parent.parent / "jobs" / "bind_gpu.sh"
 
@@ -50,7 +50,7 @@ class Gpus:
 def alone(monkeypatch):
     """A process of which no launcher says anything."""
     for launcher in LAUNCHERS:
-        for name in (*launcher.marks, launcher.size, launcher.local):
+        for name in (*launcher.marks, *launcher.local_rank):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
@@ -155,13 +155,10 @@ def test_the_script_chooses(run, environment, gpus, expected):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 
 
-NAMES = [
-    *(launcher.local for launcher in LAUNCHERS),
-    "MV2_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "FLUX_TASK_LOCAL_ID",
-]  # fmt: skip
+NAMES = dict.fromkeys(name for launcher in LAUNCHERS for name in launcher.local_rank)
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 def test_the_script_knows_every_launcher(run, name):
     assert run({name: "2", "CUDA_VISIBLE_DEVICES": "a,b,c"}).stdout == "c\n"
 
@@ -170,7 +167,7 @@ def test_the_script_and_python_choose_alike(run):
     for local_rank in range(5):
         done = run({"LOCAL_RANK": str(local_rank), "CUDA_VISIBLE_DEVICES": "0,1,2"})
         assert int(done.stdout) == device_for(local_rank, 3, {})
-    for name in binding.OWN_GPUS:
+    for name in {launcher.own_gpus for launcher in LAUNCHERS if launcher.own_gpus}:
         assert run({"LOCAL_RANK": "1", name: "1"}, r"0\n1\n").stdout == "unset\n"
 
 

@@ -18,9 +18,10 @@ import pytest
 
 from mpicoll.cuda import capabilities
 from mpicoll.cuda.capabilities import Capabilities, Cuda, forced_route, judged, routes
-from mpicoll.cuda.trial import LAUNCHED, OK, Trial, attempt
+from mpicoll.cuda.trial import OK, Trial, attempt
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.kernels import library
+from mpicoll.launch import is_launcher_variable
 
 FAKE = Path(__file__).with_name("fake_gpu")
 #: Seconds after which a try counts as hanging. It takes two or three.
@@ -221,7 +222,7 @@ def test_children_get_nothing_of_the_launcher():
         "OMPI_MCA_pml", "PRTE_MCA_plm", "PMIX_MCA_psec", "UCX_TLS", "MPIR_CVAR_ENABLE_GPU", "RANKS",
         "I_MPI_OFFLOAD", "PATH", "OMPI_ALLOW_RUN_AS_ROOT", "MPICH_GPU_SUPPORT_ENABLED",
     ]  # fmt: skip
-    assert [name for name in theirs + mine if LAUNCHED.match(name)] == theirs
+    assert [name for name in theirs + mine if is_launcher_variable(name)] == theirs
 
 
 #: What goes wrong, and what is told of it.

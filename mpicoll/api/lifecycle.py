@@ -31,7 +31,7 @@ from mpicoll.errors import (
     NotInitializedError,
     UnsupportedError,
 )
-from mpicoll.launch.serialized import plain
+from mpicoll.launch.serialized_mpi import plain
 from mpicoll.output import write_lines
 from mpicoll.watch import losses, positions
 from mpicoll.watch.ends import Guard, end_job, exit_code, keep_exit_code
@@ -86,7 +86,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
     Raises MpicollError (a RuntimeError) where nobody knows.
     """
-    known = launch.local_rank()
+    known = launch.find_local_rank()
     if known is not None:
         return known
     if fallback_rank is not None:
@@ -217,11 +217,12 @@ def init_process_group(
                 f"'mpi://', got {init_method!r}"
             )
         init_method = "mpi://"
-    told = launch.told(init_method, _given("rank", rank), _given("world_size", world_size))
-    meeting = launch.meeting(init_method, told, DEFAULT_TIMEOUT if limit is None else limit)
-    values = {"rank": told.rank, "world_size": told.world_size}
-    expected = {what: (told.names[what], n) for what, n in values.items() if n is not None}
-    begin(chosen, limit, group_name or "0", meeting=meeting, expected=expected, comm=comm)
+    given = launch.read_rank(init_method, _given("rank", rank), _given("world_size", world_size))
+    wait = DEFAULT_TIMEOUT if limit is None else limit
+    rendezvous = launch.find_rendezvous(init_method, given, wait)
+    values = {"rank": given.rank, "world_size": given.world_size}
+    expected = {what: (given.names[what], n) for what, n in values.items() if n is not None}
+    begin(chosen, limit, group_name or "0", rendezvous=rendezvous, expected=expected, comm=comm)
     return _until_the_end()
 
 
@@ -230,21 +231,21 @@ def begin(
     limit: float | None,
     name: str,
     *,
-    meeting: launch.Meeting | None = None,
+    rendezvous: launch.Rendezvous | None = None,
     expected: dict[str, tuple[str, int]] | None = None,
     comm: MPI.Intracomm | None = None,
 ) -> ProcessGroup:
     """Starts MPI and makes the default group of all ranks.
 
     limit:    seconds after which an operation has failed.
-    meeting:  where ranks that MPI's own launcher did not start find each other.
-    expected: without a meeting, what was said of rank and size, with the name of who said it.
+    rendezvous: where ranks that MPI's own launcher did not start find each other.
+    expected: without a rendezvous, what was said of rank and size, with the name of who said it.
     comm:     the program's communicator, if its ranks are all ranks.
     """
     global _guard
     settings.check()
-    with launch.start(meeting, limit, comm) as world:
-        if meeting is None:
+    with launch.start(rendezvous, limit, comm) as world:
+        if rendezvous is None:
             whose = "MPI" if comm is None else "comm"
             if comm is None and (expected or {}).get("world_size", ("", -1))[1] != 1:
                 launch.check_world(world.Get_size())
@@ -252,11 +253,11 @@ def begin(
         session = launch.current()
         if session is not None:
             session.check()
-            session.say("busy")
+            session.send("busy")
         if _guard is not None:  # of a group that was destroyed on the way of an exception
             _guard.remove()
         _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
-        launch.tell_at_finalize(_finalizing)
+        launch.call_before_finalize(_finalizing)
         try:
             agree(world)
             inner, messages = communicators.private(world), communicators.private(world)
@@ -286,7 +287,7 @@ def _look_around(comm: MPI.Intracomm) -> None:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     _node = (node.Get_rank(), node.Get_size())
     node.Free()
-    host, port = launch.master(comm), None
+    host, port = launch.master_address(comm), None
     if comm.Get_rank() == 0:
         with socket.create_server(("", 0)) as probe:  # the port is free now, if not for ever
             port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
@@ -391,7 +392,7 @@ def _part() -> None:
     """Tells who watches over this rank that nobody needs it any more."""
     session = launch.current()
     if session is not None:
-        session.say("free")
+        session.send("free")
 
 
 def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = None) -> str:
@@ -404,7 +405,7 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
     """
     if losses.survives() and losses.look(group):
         _give_up(group, "has lost a rank")
-        if launch.leave_running():
+        if launch.skip_finalize():
             _leave_out_mpi()
         return ""
     if any(work.overdue for work in group.pending):
@@ -474,7 +475,7 @@ def leave(group: ProcessGroup) -> None:
     group.close()
     state.groups.remove(group)
     if not group.finish(_A_MOMENT):
-        launch.leave_running()
+        launch.skip_finalize()
         # Whoever would finalise MPI: what is stuck may wake up while the interpreter ends.
         _leave_out_mpi("work that was given up is still inside MPI; MPI is not finalised")
 

@@ -320,7 +320,7 @@ def look_after(item: Pollable) -> None:
     if _poller is None:
         with _poller_lock:
             if _poller is None:
-                launch.warn_of_turns(default_group().rank())
+                launch.warn_if_serialized(default_group().rank())
                 _poller = Poller()
     _poller.add(item)
 

@@ -15,7 +15,7 @@ from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.work import seconds
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
-from mpicoll.launch.serialized import plain
+from mpicoll.launch.serialized_mpi import plain
 
 if TYPE_CHECKING:
     from mpi4py import MPI

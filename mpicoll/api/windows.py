@@ -368,7 +368,7 @@ class _Memory:
     def __init__(self, comm: MPI.Intracomm, view: View, owning: bool) -> None:
         from mpi4py import MPI
 
-        from mpicoll.launch.serialized import window
+        from mpicoll.launch.serialized_mpi import create_window
         from mpicoll.routes import wire
         from mpicoll.routes.host import shared_segment as segment
 
@@ -376,7 +376,7 @@ class _Memory:
         self.rank = comm.Get_rank()
         self.owner = view if owning else None
         block = MPI.buffer.fromaddress(start, view.nbytes) if view.nbytes else None
-        self.window = window(block, comm)
+        self.window = create_window(block, comm)
         self.window.Lock_all(MPI.MODE_NOCHECK)
         unified = self.window.Get_attr(MPI.WIN_MODEL) == MPI.WIN_UNIFIED
         place = segment.place(start, view.nbytes)

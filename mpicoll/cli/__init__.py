@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from mpicoll import __version__
+from mpicoll import __version__, launch
 from mpicoll.errors import MpicollError
 from mpicoll.output import write_lines
 
@@ -35,8 +35,6 @@ COMMANDS: dict[str, str] = {
     "tune": "what carries messages of which size best here, measured, for later jobs to go by",
 }
 
-#: Variables with the rank, the innermost launcher's first.
-RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 #: Seconds that the others give the rank that speaks: mpirun ends all ranks once one has failed.
 A_MOMENT = 2.0
 #: Seconds after which a rank that did not come is missing.
@@ -94,9 +92,8 @@ def _module(name: str) -> Any:
 
 
 def first(environment: Mapping[str, str] = os.environ) -> bool:
-    """This is rank 0, or alone, as the launcher says: the rank that speaks before MPI runs."""
-    said = next((environment[name] for name in RANKS if environment.get(name)), "0")
-    return said == "0"
+    """Tell whether this is rank 0, or alone, by the launcher: it speaks before MPI runs."""
+    return launch.find_rank(environment) in ("", "0")
 
 
 def start() -> str:

@@ -181,10 +181,10 @@ def _mpi(seen: Seen, me: int) -> Facts:
 
 
 def _launcher() -> str:
-    from mpicoll.launch.environment import LAUNCHERS
+    from mpicoll import launch
 
-    names = (each.name for each in LAUNCHERS if all(mark in os.environ for mark in each.marks))
-    return next(names, "none")
+    launcher = launch.find_launcher()
+    return "none" if launcher is None else launcher.name
 
 
 def _settings() -> str:

@@ -19,7 +19,7 @@ from mpicoll.errors import (
     ForkedError,
     NotInitializedError,
 )
-from mpicoll.launch.serialized import plain
+from mpicoll.launch.serialized_mpi import plain
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -172,7 +172,7 @@ class ProcessGroup:
         """Hands a task to the group's thread, which it returns; see Worker."""
         with self._giving:
             if self.worker is None:
-                launch.warn_of_turns(self.ranks[self._rank])
+                launch.warn_if_serialized(self.ranks[self._rank])
                 self.worker = Worker(f"mpicoll-{self.group_name}")
             self.worker.give(task)
             return self.worker

@@ -13,9 +13,6 @@ from mpicoll.errors import MpicollError, UnsupportedError
 
 __all__ = ["bind", "device_for", "idle", "warn"]
 
-#: Variables that tell that the launcher has given each rank GPUs of its own.
-OWN_GPUS = ("SLURM_GPUS_PER_TASK",)
-
 
 def device_for(
     local_rank: int, count: int, environment: Mapping[str, str] = os.environ
@@ -29,7 +26,7 @@ def device_for(
     """
     if count == 0:
         return None
-    if any(environment.get(name) for name in OWN_GPUS):
+    if launch.has_own_gpus(environment):
         return 0
     return local_rank % count
 
@@ -45,7 +42,7 @@ def bind() -> int | None:
         cuda = device.runtime()
     except UnsupportedError:
         return None
-    local_rank = launch.local_rank()  # known once init_process_group was there
+    local_rank = launch.find_local_rank()  # known once init_process_group was there
     if local_rank is None:
         raise MpicollError(
             "bind: neither LOCAL_RANK nor a launcher's variable tells the rank on the node; call "

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import settings
 from mpicoll.cuda import device, trial
-from mpicoll.cuda.trial import LAUNCHED, OK, Trial
+from mpicoll.cuda.trial import OK, Trial
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
-from mpicoll.launch import session
+from mpicoll.launch.host_identity import node
+from mpicoll.launch.launchers import is_launcher_variable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -264,7 +265,7 @@ def _probe(tries: bool, again: bool) -> Capabilities:
         library=str(library),
         cuda=Cuda.NONE,
         why="",
-        node=session.node(),
+        node=node(),
         forced=os.environ.get(FORCED, ""),
     )
     try:
@@ -371,7 +372,7 @@ def _key(version: str, library: Path, names: Sequence[str], driver: str) -> dict
     settings = {
         name: value
         for name, value in sorted(os.environ.items())
-        if _SETTINGS.match(name) and not LAUNCHED.match(name)
+        if _SETTINGS.match(name) and not is_launcher_variable(name)
     }
     return {
         "version": version,

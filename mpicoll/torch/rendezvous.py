@@ -48,7 +48,7 @@ def _mpi(url: str, timeout: timedelta = c10d.default_pg_timeout, **_: Any) -> It
 def _env(url: str, **settings: Any) -> Iterator[Found]:
     """The handler of ``env://``: torch's own, unless only MPI knows the ranks."""
     told = "?" in url or any(
-        name in os.environ and not launch.filled(name) for name in ("RANK", "WORLD_SIZE")
+        name in os.environ and not launch.was_filled(name) for name in ("RANK", "WORLD_SIZE")
     )
     asked = served(str(variable("init_process_group", "backend")))
     if told or NAME not in {part.rpartition(":")[2] for part in asked.split(",")}:
@@ -83,10 +83,10 @@ def meet(timeout: timedelta, expected: Mapping[str, list[str]] | None = None) ->
                 )
         launch.check_world(size)
         if _kept is None:
-            host, port = launch.master(world), 0
+            host, port = launch.master_address(world), 0
             if rank == 0:
                 # Where somebody has said a port, the store is there; else where one is free.
-                if not launch.filled("MASTER_PORT"):
+                if not launch.was_filled("MASTER_PORT"):
                     port = int(os.environ.get("MASTER_PORT", "0"))
                 _kept = _store(host, port, size, True, timeout)
                 port = _kept.port

@@ -69,7 +69,7 @@ _ENVIRONMENT = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 def _meet(timeout: Any) -> Any:
     """A store, this rank and size: MPI's own, unless a launcher of another kind told them."""
-    if not launch.by_mpi() and os.environ.keys() >= _ENVIRONMENT:
+    if not launch.is_started_by_mpi() and os.environ.keys() >= _ENVIRONMENT:
         store, rank, size = next(c10d.rendezvous("env://", timeout=timeout))
     else:
         store, rank, size = meet(timeout)
@@ -81,9 +81,9 @@ def tell_if_unused() -> None:
 
     That is what libraries do, and do not say, that were not told to look for other ranks.
     """
-    rank, size, _ = launch.said()
+    rank, size, _ = launch.announced()
     failed = hasattr(sys, "last_type")  # which the interpreter has said
-    if rank != "0" or size == "1" or _used or failed or "mpi4py.MPI" in sys.modules:
+    if rank != "0" or size in ("1", "?") or _used or failed or "mpi4py.MPI" in sys.modules:
         return
     write_lines(
         f"python -m mpicoll run: warning: {size} ranks were started, and the script made no "

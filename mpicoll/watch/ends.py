@@ -111,7 +111,7 @@ def end_job(code: int) -> None:
         session.abort(code)
     from mpi4py import MPI
 
-    MPI.COMM_WORLD.Abort(code)  # not through the one lock of launch.serialized
+    MPI.COMM_WORLD.Abort(code)  # not through the one lock of launch.serialized_mpi
 
 
 class Guard:
@@ -236,7 +236,7 @@ class Guard:
             if self._reader in ready and signal.SIGINT in os.read(self._reader, 512):
                 self._interrupted()
             if session is not None and session.fileno() in ready:
-                self._heard(session.news(), session.rank)
+                self._heard(session.ending(), session.rank)
             self._look_around(stuck)
 
     def _inside(self) -> list[ProcessGroup]:
@@ -270,11 +270,11 @@ class Guard:
         now = time.monotonic()
         # What others tell a rank that never waits must not pile up. Where MPI lets one thread in at
         # a time, the program may be inside it now.
-        if now > self._look_at_all and not launch.in_turns():
+        if now > self._look_at_all and not launch.is_serialized():
             self._look_at_all = now + _SELDOM
             for group in list(state.groups):
                 positions.look(group)
-        if losses.survives() and not launch.in_turns():
+        if losses.survives() and not launch.is_serialized():
             for group in list(state.groups):
                 losses.look(group)
         inside = self._inside()

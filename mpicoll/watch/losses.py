@@ -50,7 +50,7 @@ def look(group: ProcessGroup) -> bool:
             comm.Revoke()
         if shared := group.resources.find("shared"):
             shared.leave()
-        launch.leave_running()  # MPI_Finalize may wait for the one that is lost
+        launch.skip_finalize()  # MPI_Finalize may wait for the one that is lost
     return True
 
 

@@ -31,7 +31,7 @@ def world():
 @pytest.fixture(params=["many threads", "one lock"])
 def threads(request, monkeypatch):
     if request.param == "one lock":
-        monkeypatch.setattr(launch_world, "_many_threads", lambda *_: False)
+        monkeypatch.setattr(launch_world, "_is_thread_multiple", lambda *_: False)
 
 
 def halves(mpi):

@@ -20,7 +20,7 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
 from mpicoll.kernels.reduction import loop
-from mpicoll.launch.serialized import serialize
+from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.routes import tuning as tables
 from mpicoll.routes.host import hierarchical as levels
 from mpicoll.routes.host import select, shared

@@ -16,7 +16,7 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.cuda.device import Lane
 from mpicoll.dtypes import DType, Kind, ReduceOp
-from mpicoll.launch.session import node
+from mpicoll.launch.host_identity import node
 from mpicoll.routes.device.space import at_home
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.wire import all_gather_bytes

@@ -1,8 +1,8 @@
-"""Communicators for MPI libraries that let one thread in at a time.
+"""Communicators for MPI libraries that admit one thread at a time.
 
 Where MPI gives less than MPI_THREAD_MULTIPLE, one lock serves the whole process. A thread that
-blocked inside MPI would keep the lock from others whose messages it may be waiting for, so
-blocking calls become their non-blocking twins, tested under the lock and waited for outside of it.
+blocked inside MPI would keep the lock from others whose messages it may be waiting for. So
+blocking calls become their non-blocking twins: tested under the lock, waited for outside of it.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["plain", "serialize", "window"]
+__all__ = ["create_window", "plain", "serialize"]
 
 _lock = threading.RLock()
-#: Seconds between two tests of what is not complete yet, at the longest.
-_LONGEST = 200e-6
+#: Most seconds between two tests of a request.
+_LONGEST_PAUSE = 200e-6
 
 
 def serialize(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """The communicator, with every call under the process's one lock."""
+    """Return the communicator with every call under the process's one lock."""
     return cast("MPI.Intracomm", _Communicator(comm))
 
 
 def plain(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """The communicator as mpi4py made it."""
+    """Return the communicator as mpi4py made it."""
     return comm._comm if isinstance(comm, _Communicator) else comm
 
 
-def window(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
-    """A window of ``memory``, in bytes, as the communicator is: under the lock or not. A flush
-    moves what the others wait for, so the one that blocks in it holds up nobody for good.
+def create_window(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
+    """Create a window of ``memory``, in bytes, under the lock if the communicator is.
+
+    A flush moves the messages that others wait for, so blocking in it holds no rank up for good.
     """
     from mpi4py import MPI
 
@@ -58,7 +59,7 @@ class _Request:
         pause = 1e-6
         while not self.Test(status):
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def Cancel(self) -> None:
         with _lock:
@@ -66,7 +67,7 @@ class _Request:
 
 
 class _Locked:
-    """Something of MPI's, whose every call is under the lock, and blocks with it held."""
+    """An object of MPI whose every call is under the lock, and blocks with it held."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -84,16 +85,16 @@ class _Locked:
 class _Communicator(_Locked):
     """The calls of a communicator that mpicoll makes.
 
-    What has no twin below, creating communicators above all, blocks with the lock held.
+    A call without a twin below, such as creating a communicator, blocks with the lock held.
     """
 
     @property
     def _comm(self) -> MPI.Intracomm:
         return self._inner  # type: ignore[no-any-return]
 
-    def _begin(self, start: Callable[..., MPI.Request], *args: Any) -> _Request:
+    def _start(self, call: Callable[..., MPI.Request], *args: Any) -> _Request:
         with _lock:
-            return _Request(start(*args))
+            return _Request(call(*args))
 
     def Create(self, *args: Any) -> _Communicator:
         with _lock:
@@ -108,53 +109,60 @@ class _Communicator(_Locked):
             return _Communicator(self._comm.Dup())
 
     def Isend(self, *args: Any) -> _Request:
-        return self._begin(self._comm.Isend, *args)
+        return self._start(self._comm.Isend, *args)
 
     def Irecv(self, *args: Any) -> _Request:
-        return self._begin(self._comm.Irecv, *args)
+        return self._start(self._comm.Irecv, *args)
 
     def Send(self, *args: Any) -> None:
-        self._begin(self._comm.Isend, *args).Wait()
+        self._start(self._comm.Isend, *args).Wait()
 
-    def Recv(self, into: Any, source: int, tag: int, status: MPI.Status) -> None:
-        self._begin(self._comm.Irecv, into, source, tag).Wait(status)
+    def Recv(self, recv: Any, source: int, tag: int, status: MPI.Status) -> None:
+        self._start(self._comm.Irecv, recv, source, tag).Wait(status)
 
     def Sendrecv(
-        self, out: Any, target: int, tag: int, into: Any, source: int, recvtag: int, status: Any
+        self,
+        send: Any,
+        dest: int,
+        sendtag: int,
+        recv: Any,
+        source: int,
+        recvtag: int,
+        status: MPI.Status | None,
     ) -> None:
-        receive = self._begin(self._comm.Irecv, into, source, recvtag)
-        self._begin(self._comm.Isend, out, target, tag).Wait()
+        receive = self._start(self._comm.Irecv, recv, source, recvtag)
+        self._start(self._comm.Isend, send, dest, sendtag).Wait()
         receive.Wait(status)
 
     def Ibarrier(self) -> _Request:
-        return self._begin(self._comm.Ibarrier)
+        return self._start(self._comm.Ibarrier)
 
     def Barrier(self) -> None:
         self.Ibarrier().Wait()
 
     def Bcast(self, *args: Any) -> None:
-        self._begin(self._comm.Ibcast, *args).Wait()
+        self._start(self._comm.Ibcast, *args).Wait()
 
     def Reduce(self, *args: Any) -> None:
-        self._begin(self._comm.Ireduce, *args).Wait()
+        self._start(self._comm.Ireduce, *args).Wait()
 
     def Allreduce(self, *args: Any) -> None:
-        self._begin(self._comm.Iallreduce, *args).Wait()
+        self._start(self._comm.Iallreduce, *args).Wait()
 
     def Reduce_scatter_block(self, *args: Any) -> None:
-        self._begin(self._comm.Ireduce_scatter_block, *args).Wait()
+        self._start(self._comm.Ireduce_scatter_block, *args).Wait()
 
     def Alltoall(self, *args: Any) -> None:
-        self._begin(self._comm.Ialltoall, *args).Wait()
+        self._start(self._comm.Ialltoall, *args).Wait()
 
     def Gather(self, *args: Any) -> None:
-        self._begin(self._comm.Igather, *args).Wait()
+        self._start(self._comm.Igather, *args).Wait()
 
     def Scatter(self, *args: Any) -> None:
-        self._begin(self._comm.Iscatter, *args).Wait()
+        self._start(self._comm.Iscatter, *args).Wait()
 
     def Allgather(self, *args: Any) -> None:
-        self._begin(self._comm.Iallgather, *args).Wait()
+        self._start(self._comm.Iallgather, *args).Wait()
 
     def Allgatherv(self, *args: Any) -> None:
-        self._begin(self._comm.Iallgatherv, *args).Wait()
+        self._start(self._comm.Iallgatherv, *args).Wait()

@@ -1,4 +1,4 @@
-"""init_method: env://, tcp:// and file:// as meetings of the ranks."""
+"""init_method: the rendezvous of env://, tcp:// and file://."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
-from mpicoll.launch.environment import SINGLETON, by_mpi, filled
-from mpicoll.launch.meeting import Meeting, NotThere, Place, Store, loopback
-from mpicoll.launch.session import SECRET, greeted, read_line
+from mpicoll.launch.environment import SINGLETON, is_started_by_mpi, was_filled
+from mpicoll.launch.joining import SECRET, read_greeting, read_line
+from mpicoll.launch.rendezvous import (
+    Rendezvous,
+    ServerAddress,
+    ServerNotFoundError,
+    Store,
+    loopback,
+)
 
-__all__ = ["Told", "meeting", "told"]
+if TYPE_CHECKING:
+    from torch.distributed import PrefixStore
+
+__all__ = ["GivenRank", "find_rendezvous", "read_rank"]
 
 _WHERE = "init_process_group"
-#: Bytes of a place at the most: whatever else may be in a file is not read to its end.
+#: Bytes of an address at the most: anything else in a file is not read to its end.
 _LARGEST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a rank was told of its rank and the size of the world, and by whom.
+class GivenRank:
+    """The rank and the size of the world that this process was given.
 
-    rank, world_size: None where nobody said.
+    rank, world_size: None where they were not given.
+    names: how messages call what gave each of them.
     """
 
     rank: int | None
@@ -36,22 +46,22 @@ class Told:
     names: Mapping[str, str]
 
 
-def told(
+def read_rank(
     init_method: str | None,
     rank: int | None,
     world_size: int | None,
     environment: Mapping[str, str] = os.environ,
-) -> Told:
-    """Rank and size by argument, else by the query of the URL, else by RANK and WORLD_SIZE.
+) -> GivenRank:
+    """Return rank and size by argument, else by the query of the URL, else by RANK and WORLD_SIZE.
 
     The variables count where an init_method needs them; without one, where no process manager of
     MPI started this process; never where a single rank is asked for, nor where fill_environment
-    has set them. Raises ArgumentError for what is no number, or is said twice.
+    has set them. Raises ArgumentError for what is no number, and for values that disagree.
     """
     query = parse_qs(urlsplit(init_method or "").query)
     variables = (
         init_method != "mpi://"
-        and not (init_method is None and by_mpi(environment))
+        and not (init_method is None and is_started_by_mpi(environment))
         and environment.get(SINGLETON) != "1"
     )
     values: dict[str, int | None] = {}
@@ -67,9 +77,9 @@ def told(
             values[what], names[what] = argument, f"{what}="
         elif asked is not None:
             values[what], names[what] = asked, f"{what}="
-        elif variables and variable in environment and not filled(variable, environment):
+        elif variables and variable in environment and not was_filled(variable, environment):
             values[what], names[what] = _number(variable, environment[variable]), f"{variable}="
-    return Told(values.get("rank"), values.get("world_size"), names)
+    return GivenRank(values.get("rank"), values.get("world_size"), names)
 
 
 def _number(what: str, text: str) -> int:
@@ -79,15 +89,15 @@ def _number(what: str, text: str) -> int:
         raise ArgumentError(f"{_WHERE}: {what}: expected a number, got {text!r}") from None
 
 
-def meeting(
+def find_rendezvous(
     init_method: str | None,
-    told: Told,
+    given: GivenRank,
     limit: float,
     environment: Mapping[str, str] = os.environ,
-) -> Meeting | None:
-    """Where the ranks meet, unless MPI starts them; None where MPI's own rank and size are right.
+) -> Rendezvous | None:
+    """Return the ranks' rendezvous; None where MPI's own rank and size are right.
 
-    limit: seconds for a store of somebody else's.
+    limit: seconds for torchrun's store.
 
     Raises UnsupportedError for an init_method of another kind, ArgumentError for one that lacks
     something, and for an impossible rank.
@@ -98,11 +108,11 @@ def meeting(
             f"{_WHERE}: init_method: expected 'env://', 'tcp://HOST:PORT', 'file:///PATH', "
             f"'mpi://' or nothing, got {init_method!r}"
         )
-    if scheme == "mpi" or (init_method is None and by_mpi(environment)):
+    if scheme == "mpi" or (init_method is None and is_started_by_mpi(environment)):
         return None
-    rank, size = told.rank, told.world_size
+    rank, size = given.rank, given.world_size
     if rank is None or size is None:
-        if scheme == "env" or by_mpi(environment):
+        if scheme == "env" or is_started_by_mpi(environment):
             return None
         raise ArgumentError(
             f"{_WHERE}: {init_method!r} needs rank and world_size: as arguments, in its query "
@@ -110,42 +120,42 @@ def meeting(
         )
     if size < 1 or not 0 <= rank < size:
         raise ArgumentError(
-            f"{_WHERE}: {told.names['rank']}{rank}, {told.names['world_size']}{size}: expected a "
+            f"{_WHERE}: {given.names['rank']}{rank}, {given.names['world_size']}{size}: expected a "
             "rank from 0 to world_size - 1"
         )
     if scheme == "file":
-        file = File(Path(urlsplit(f"file://{rest}").path))
-        return Meeting(file, rank, size, after=file.remove)
+        file = FileStore(Path(urlsplit(f"file://{rest}").path))
+        return Rendezvous(file, rank, size, after=file.remove)
     if scheme == "tcp":
         host, _, port = urlsplit(f"tcp://{rest}").netloc.rpartition(":")
         return _at_port(host.strip("[]"), port, rank, size, repr(init_method))
     if size == 1:
-        return Meeting(_NOBODY, rank, size)
+        return Rendezvous(_NO_STORE, rank, size)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         host = loopback(environment.get("MASTER_ADDR", ""))
-        return Meeting(Agent(environment, limit), rank, size, host=host)
-    if "MASTER_PORT" not in environment and (init_method is None or by_mpi(environment)):
-        return None  # nowhere to meet: MPI has to know the ranks itself
+        return Rendezvous(AgentStore(environment, limit), rank, size, host=host)
+    if "MASTER_PORT" not in environment and (init_method is None or is_started_by_mpi(environment)):
+        return None  # no rendezvous is given: MPI has to know the ranks itself
     return _at_port(
         environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", ""), rank, size,
         "MASTER_ADDR and MASTER_PORT",
     )  # fmt: skip
 
 
-def _at_port(host: str, port: str, rank: int, size: int, what: str) -> Meeting:
+def _at_port(host: str, port: str, rank: int, size: int, what: str) -> Rendezvous:
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ArgumentError(
             f"{_WHERE}: {what}: expected the host of rank 0 and a port that is free there, got "
             f"{host}:{port}"
         )
-    return Meeting(Port(host, int(port)), rank, size, host=loopback(host), port=int(port))
+    return Rendezvous(PortStore(host, int(port)), rank, size, host=loopback(host), port=int(port))
 
 
-class Port(Store):
+class PortStore(Store):
     """The server of rank 0 at a known port.
 
-    It hands out the secret to whoever asks, which is as open as a TCPStore of torch.distributed.
-    Where MPICOLL_SECRET gives it to all ranks, nobody asks.
+    It hands the secret to any process that asks, and so is as open as a TCPStore of
+    torch.distributed. Where MPICOLL_SECRET gives the secret to all ranks, none asks.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -153,34 +163,36 @@ class Port(Store):
         self._port = port
 
     def set(self, key: str, value: str) -> None:
-        """Nothing: the server stands there already."""
+        """Do nothing: the server is at its port already."""
 
     def get(self, key: str) -> bytes:
-        """Where it is, and its secret; raises NotThere where it is not."""
-        secret = "" if os.environ.get(SECRET) else self._ask()
-        return Place([self._host], self._port, secret, "").text().encode()
+        """Return its address and secret; raise ServerNotFoundError where it is not there."""
+        secret = "" if os.environ.get(SECRET) else self._ask_secret()
+        return ServerAddress([self._host], self._port, secret, "").format().encode()
 
-    def _ask(self) -> str:
+    def _ask_secret(self) -> str:
         try:
             with socket.create_connection((self._host, self._port), 3.0) as sock:
-                greeted(sock)
+                read_greeting(sock)
                 sock.sendall(b"secret\n")
                 word, _, secret = read_line(sock).partition(" ")
         except OSError as error:
-            raise NotThere(f"{self._host}:{self._port}: {error}") from None
+            raise ServerNotFoundError(f"{self._host}:{self._port}: {error}") from None
         if word != "secret":
-            raise NotThere(f"{self._host}:{self._port} hands out no secret", wrong=True)
+            raise ServerNotFoundError(
+                f"{self._host}:{self._port} hands out no secret", is_other=True
+            )
         return secret
 
 
-class File(Store):
-    """A file that all ranks see, of nobody else's to read or write."""
+class FileStore(Store):
+    """A file that all ranks see, and that its owner alone may read and write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def set(self, key: str, value: str) -> None:
-        """Writes the file, whole at once; whatever an earlier job left there is gone."""
+        """Replace the file, in one step: an earlier job may have left one there."""
         try:
             descriptor, name = tempfile.mkstemp(
                 prefix=f".{self._path.name}-", dir=self._path.parent
@@ -194,15 +206,18 @@ class File(Store):
             ) from error
 
     def get(self, key: str) -> bytes:
-        """What it holds, which may be an earlier job's; raises NotThere while that is nothing."""
+        """Return its content, which may be an earlier job's.
+
+        Raises ServerNotFoundError while there is none.
+        """
         try:
             with self._path.open("rb") as file:
                 value = file.read(_LARGEST)
                 owner = os.fstat(file.fileno()).st_uid
         except OSError as error:
-            raise NotThere(f"file://{self._path}: {error.strerror}") from None
+            raise ServerNotFoundError(f"file://{self._path}: {error.strerror}") from None
         if not value:
-            raise NotThere(f"file://{self._path} is empty")
+            raise ServerNotFoundError(f"file://{self._path} is empty")
         if owner != os.geteuid():
             raise LaunchError(
                 f"{_WHERE}: file://{self._path} belongs to user {owner}, not to this one; name "
@@ -211,19 +226,19 @@ class File(Store):
         return value
 
     def remove(self) -> None:
-        """On rank 0, when everybody has read it."""
+        """Remove the file, on rank 0, when all ranks have read it."""
         self._path.unlink(missing_ok=True)
 
 
-class Agent(Store):
-    """The store of torchrun's agent, under keys of this start of the workers."""
+class AgentStore(Store):
+    """The store of torchrun's agent, under keys of our own."""
 
     def __init__(self, environment: Mapping[str, str], limit: float) -> None:
         self._environment = environment
         self._limit = limit
-        self._opened: Any = None
+        self._opened: PrefixStore | None = None
 
-    def _store(self) -> Any:
+    def _store(self) -> PrefixStore:
         if self._opened is None:
             try:
                 from torch.distributed import PrefixStore, TCPStore
@@ -240,13 +255,13 @@ class Agent(Store):
         return self._opened
 
     def set(self, key: str, value: str) -> None:
-        """Sets a key."""
+        """Set a key."""
         self._store().set(key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, waited for."""
+        """Return the value of a key, once it is set."""
         return bytes(self._store().get(key))
 
 
-#: Who is alone in the world meets nobody.
-_NOBODY = File(Path(os.devnull))
+#: A single rank needs none.
+_NO_STORE = FileStore(Path(os.devnull))

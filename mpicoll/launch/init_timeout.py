@@ -1,4 +1,4 @@
-"""The limit of a beginning: a rank that waits for others that do not come says so, and ends."""
+"""The timeout of initialisation: a rank whose peers do not come reports it, and ends."""
 
 from __future__ import annotations
 
@@ -14,81 +14,81 @@ from typing import TYPE_CHECKING
 
 from mpicoll import communicators
 from mpicoll.kernels.library import kernels
-from mpicoll.launch.environment import said
-from mpicoll.launch.meeting import Meeting
-from mpicoll.launch.session import node
+from mpicoll.launch.host_identity import node
+from mpicoll.launch.launchers import announced
+from mpicoll.launch.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["limited"]
+__all__ = ["enforce_timeout"]
 
 
 @contextlib.contextmanager
-def limited(
-    limit: float | None, meeting: Meeting | None, comm: MPI.Intracomm | None = None
+def enforce_timeout(
+    limit: float | None, rendezvous: Rendezvous | None, comm: MPI.Intracomm | None = None
 ) -> Iterator[None]:
-    """In here this rank waits for the others; it ends with a message when its time is over.
+    """End this process with a message if the other ranks do not come in time.
 
-    limit: seconds; None: no limit.
+    limit: seconds; None: no timeout.
     comm:  the others are those of this communicator; None: of the whole job.
 
     MPI_Init keeps the interpreter's lock, so the thread that waits is inside the C library; without
-    that there is no limit.
+    that there is no timeout.
     """
     if limit is None or kernels is None:
         yield
         return
-    rank, size, together = said()
-    if meeting is not None:
-        rank, size = str(meeting.rank), str(meeting.world_size)
+    rank, size, on_one_node = announced()
+    if rendezvous is not None:
+        rank, size = str(rendezvous.rank), str(rendezvous.world_size)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()  # what was printed is not lost
-    job = _job() if together else None
+    job = _job_name() if on_one_node else None
     if comm is not None:
         rank, size = str(comm.Get_rank()), str(comm.Get_size())
-        job = job and _part(job, comm)
+        job = job and _part_name(job, comm)
     before = (
         f"mpicoll: rank {rank} of {size}: init_process_group: the other ranks did not all come "
         f"within {limit:g} s"
     )
     after = ": see what became of them, or give a longer timeout; ending the job\n"
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if job is not None:
-            name = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            name = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             with contextlib.suppress(OSError):
                 name.bind(f"\0{job}/{rank}")
-        (reader, writer), (told, tells) = os.pipe(), os.pipe()
-        for each in (reader, writer, told, tells):
-            held.callback(os.close, each)
+        (reader, writer), (started, starts) = os.pipe(), os.pipe()
+        for each in (reader, writer, started, starts):
+            stack.callback(os.close, each)
         thread = threading.Thread(
             target=kernels.limit,
             args=(
-                tells, reader, int(1000 * limit), before.encode(), after.encode(),
+                starts, reader, int(1000 * limit), before.encode(), after.encode(),
                 job and job.encode(), int(size) if job else 0,
             ),
             name="mpicoll-limit",
             daemon=True,
         )  # fmt: skip
         thread.start()
-        held.callback(thread.join)
-        held.callback(os.write, writer, b"\0")
-        os.read(told, 1)  # the thread has left Python for good
+        stack.callback(thread.join)
+        stack.callback(os.write, writer, b"\0")
+        os.read(started, 1)  # the thread has left Python for good
         yield
 
 
-def _part(job: str, comm: MPI.Intracomm) -> str | None:
-    """Names the ranks of a communicator among those of the job, alike on all of them."""
+def _part_name(job: str, comm: MPI.Intracomm) -> str | None:
+    """Name the ranks of a communicator among those of the job, alike on all of them."""
     from mpi4py import MPI
 
     ranks = communicators.members(comm, MPI.COMM_WORLD)
     return None if None in ranks else f"{job}/{zlib.crc32(repr(ranks).encode())}"
 
 
-def _job(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Names this job among those of its node, alike on all of its ranks there; None if nobody does.
+def _job_name(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Name this job among those of its node, alike on all of its ranks there; None without a name.
 
-    A PMIx manager gives a job a name; one of PMI has one process on a node, at the other end of
+    A PMIx manager gives a job a name. A PMI manager has one process on a node, at the other end of
     each rank's connection.
     """
     job = environment.get("PMIX_NAMESPACE", "")

@@ -1,0 +1,280 @@
+"""How a rank that no launcher of MPI started joins its job: it finds the server and connects."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import math
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from mpicoll import settings
+from mpicoll.errors import CollectiveTimeoutError, LaunchError, MpicollError
+from mpicoll.launch import server
+from mpicoll.launch.host_identity import addresses, machine, node
+from mpicoll.launch.rendezvous import (
+    RankTakenError,
+    Rendezvous,
+    ServerAddress,
+    ServerNotFoundError,
+)
+from mpicoll.launch.session import Session, set_current
+
+__all__ = ["SECRET", "join", "read_greeting", "read_line"]
+
+_WHERE = "init_process_group"
+#: A secret that all processes may be given when they are started.
+SECRET = settings.SECRET.name
+#: The key under which rank 0 publishes where its server is.
+_KEY = "mpicoll"
+#: Seconds for a connection to one address, and for an answer on it.
+_CONNECT, _ANSWER = 3.0, 10.0
+#: Seconds after which whatever answers at the port that was given counts as something else.
+_DOUBT = 10.0
+#: Seconds that a server process needs to start, with plenty to spare.
+_START = 30.0
+#: Seconds that the server has to say which ranks are missing, once this rank has given up.
+_LAST_WORDS = 5.0
+#: Most bytes of a line.
+_LONGEST = 1024
+
+
+def join(rendezvous: Rendezvous, limit: float | None) -> Session:
+    """Connect to the server and wait for the other ranks.
+
+    limit: seconds to wait for all of them; None: for ever.
+
+    Raises CollectiveTimeoutError where some do not come in time, LaunchError where they disagree.
+    """
+    limit = math.inf if limit is None else limit
+    deadline = time.monotonic() + limit
+    try:
+        pmi, watch = _find(rendezvous, limit, deadline)
+        session = Session(watch, pmi.fileno(), rendezvous.rank, rendezvous.world_size)
+        try:
+            _await_all(session, limit, deadline)
+        except BaseException:
+            watch.close()
+            pmi.close()
+            raise
+    finally:
+        if rendezvous.rank == 0:
+            rendezvous.after()
+    pmi.detach()  # it is the MPI library's from now on
+    set_current(session)
+    return session
+
+
+def _find(
+    rendezvous: Rendezvous, limit: float, deadline: float
+) -> tuple[socket.socket, socket.socket]:
+    """Return the two connections to the server, which rank 0 starts."""
+    with contextlib.ExitStack() as stack:
+        address = None
+        if rendezvous.rank == 0:
+            address, process = _start_server(rendezvous, limit)
+            stack.enter_context(process)  # which ends with rank 0 until that is connected to it
+            rendezvous.store.set(_KEY, address.format())
+        return _reach(address, rendezvous, limit, deadline)
+
+
+def _reach(
+    known: ServerAddress | None, rendezvous: Rendezvous, limit: float, deadline: float
+) -> tuple[socket.socket, socket.socket]:
+    start, pause, reported = time.monotonic(), 0.05, None
+    while True:
+        try:
+            address = known or ServerAddress.parse(_read_store(rendezvous))
+            return _connect(address, "pmi", rendezvous), _connect(address, "watch", rendezvous)
+        except RankTakenError as error:
+            # Perhaps by a process that is ending: of an earlier job, or an earlier try of this one.
+            if time.monotonic() - start > _DOUBT:
+                raise LaunchError(f"{_WHERE}: {error}") from None
+        except ServerNotFoundError as error:
+            now = time.monotonic()
+            # Another program may have the port that was given; an address found may be out of date.
+            if error.is_other and rendezvous.port and now - start > _DOUBT:
+                raise LaunchError(
+                    f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}: rank 0's server "
+                    f"is expected at port {rendezvous.port}, but {error}; choose another port, and "
+                    f"give all ranks the same {SECRET}, if any"
+                ) from None
+            reported = error if error.is_other or reported is None else reported
+            if now > deadline:
+                raise CollectiveTimeoutError(
+                    f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size} did not reach "
+                    f"rank 0's server within {limit:g} s: {reported}. Is rank 0 running, and can "
+                    "this host reach its host?"
+                ) from None
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+
+
+def _read_store(rendezvous: Rendezvous) -> bytes:
+    """Return what rank 0 has published."""
+    try:
+        return rendezvous.store.get(_KEY)
+    except (ServerNotFoundError, MpicollError):
+        raise
+    except Exception as error:  # the store may be another library's, with errors of its own
+        raise CollectiveTimeoutError(
+            f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}: rank 0 has not come to "
+            f"the store: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _await_all(session: Session, limit: float, deadline: float) -> None:
+    me = f"rank {session.rank} of {session.size}"
+    line = session.receive(max(0, deadline - time.monotonic()))
+    if line is None:
+        session.send("late")
+        line = session.receive(_LAST_WORDS)
+    if line is None:
+        raise CollectiveTimeoutError(
+            f"{_WHERE}: {me}: the server that rank 0 started has stopped: it said nothing within "
+            f"{limit:g} s, nor when it was asked"
+        )
+    word, _, rest = line.partition(" ")
+    if word == "go":
+        return
+    if word == "missing":
+        ranks = "ranks" if "," in rest else "rank"
+        raise CollectiveTimeoutError(
+            f"{_WHERE}: {me}: {ranks} {rest.replace(',', ', ')} did not come within {limit:g} s; "
+            "see what became of them, or give a longer timeout"
+        )
+    if word == "lost":
+        raise LaunchError(f"{_WHERE}: {me}: rank {rest} ended before all had come")
+    if word == "refused":
+        raise LaunchError(f"{_WHERE}: {me}: the ranks disagree: {rest}")
+    raise LaunchError(f"{_WHERE}: {me}: the server that rank 0 started is gone")
+
+
+# --- the server ---------------------------------------------------------------------------------
+
+
+def _start_server(
+    rendezvous: Rendezvous, limit: float
+) -> tuple[ServerAddress, subprocess.Popen[bytes]]:
+    """Start the server; return its address, and the process.
+
+    The server waits for this rank as long as the standard input of the process is open.
+    """
+    # A secret that all ranks were given is not published.
+    published = "" if _given_secret() else secrets.token_hex(32)
+    configuration = {
+        "host": rendezvous.host,
+        "port": rendezvous.port,
+        "secret": _given_secret() or published,
+        "size": rendezvous.world_size,
+        "limit": limit,
+        "open": bool(rendezvous.port) and not _given_secret(),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", server.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # it outlives rank 0, and Ctrl-C is for the ranks
+        cwd="/",
+    )
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(OSError):
+        process.stdin.write(json.dumps(configuration).encode() + b"\n")
+        process.stdin.flush()
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    line = process.stdout.readline() if poll.poll(1000 * _START) else b""
+    answer = json.loads(line or "{}")
+    if "port" not in answer:
+        process.kill()
+        process.communicate()
+        raise LaunchError(
+            f"{_WHERE}: rank 0 cannot listen at port {rendezvous.port or '0 (any)'} of "
+            f"{rendezvous.host or 'this host'}: "
+            f"{answer.get('error', 'its server process did not start')}"
+        )
+    master = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
+    hosts = [rendezvous.host] if rendezvous.host else [*master, *addresses()]
+    return ServerAddress(hosts, answer["port"], published, machine()), process
+
+
+def _given_secret() -> str:
+    return settings.SECRET.value()
+
+
+# --- connecting ---------------------------------------------------------------------------------
+
+
+def _candidates(address: ServerAddress) -> Iterator[str]:
+    if address.machine == machine():
+        yield from ("127.0.0.1", "::1")
+    yield from address.hosts
+
+
+def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous) -> socket.socket:
+    """Return a connection to the server of this job, by the first host name that leads there."""
+    errors, is_other = [], True
+    for host in _candidates(address):
+        try:
+            sock = socket.create_connection((host, address.port), _CONNECT)
+            try:
+                _introduce(sock, role, rendezvous, _given_secret() or address.secret)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+        except (OSError, UnicodeError, ServerNotFoundError) as error:  # UnicodeError: a bad name
+            errors.append(f"{host}: {error}")
+            is_other = is_other and getattr(error, "is_other", False)
+    raise ServerNotFoundError("; ".join(errors), is_other)
+
+
+def _introduce(sock: socket.socket, role: str, rendezvous: Rendezvous, secret: str) -> None:
+    nonce = read_greeting(sock)
+    mine = secrets.token_hex(server.NONCE)
+    words = [role, str(rendezvous.rank), str(rendezvous.world_size), node(), mine]
+    proof = server.mac(secret, "rank", nonce, *words)
+    sock.sendall(" ".join([*words, proof]).encode() + b"\n")
+    answer, _, rest = read_line(sock).partition(" ")
+    if answer == "taken":
+        raise RankTakenError(f"another process says that it is rank {rendezvous.rank} of this job")
+    if answer == "refused":
+        raise LaunchError(f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}: {rest}")
+    if answer != "ok" or not hmac.compare_digest(rest, server.mac(secret, "server", nonce, mine)):
+        raise ServerNotFoundError("the server there does not have this job's secret", is_other=True)
+    sock.settimeout(None)
+
+
+def read_greeting(sock: socket.socket) -> str:
+    """Return the nonce of our server's greeting; raise ServerNotFoundError for any other."""
+    sock.settimeout(_ANSWER)
+    server.tune(sock)
+    greeting = read_line(sock)
+    nonce = greeting.removeprefix(server.GREETING + " ")
+    if nonce == greeting:
+        raise ServerNotFoundError("something else listens there", is_other=True)
+    return nonce
+
+
+def read_line(sock: socket.socket) -> str:
+    """Read one line byte by byte: what follows is for another reader."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        try:
+            byte = sock.recv(1)
+        except TimeoutError:
+            raise ServerNotFoundError(
+                "whatever listens there says nothing", is_other=True
+            ) from None
+        if not byte or len(line) > _LONGEST:
+            raise ServerNotFoundError("whatever listens there closed the connection", is_other=True)
+        line += byte
+    return line.decode("ascii", "replace").rstrip("\n")

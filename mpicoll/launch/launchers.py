@@ -1,0 +1,247 @@
+"""The table of launchers: all that the rest of the code knows of any of them."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "LAUNCHERS",
+    "Dialect",
+    "Launcher",
+    "announced",
+    "find_launcher",
+    "find_launchers",
+    "find_local_rank",
+    "find_rank",
+    "has_own_gpus",
+    "is_bootstrap_variable",
+    "is_launcher_variable",
+]
+
+
+class Dialect(enum.Enum):
+    """What process managers speak with MPI libraries."""
+
+    PMI = "PMI, which libraries of the MPICH family understand"
+    PMIX = "PMIx, which Open MPI understands"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """One launcher, or process manager, by its environment variables.
+
+    name:    how messages call it.
+    marks:   variables that are all set in every process it starts; none for a batch system, which
+             starts no ranks.
+    rank, size: the variables with the rank and the number of ranks, "" without one.
+    local_rank: those with the rank on the node; the first that is set counts.
+    local_size: the one with the number of ranks on the node, "" without one.
+    remedy:  what to do when MPI does not see the ranks it started.
+    dialect: what it tells MPI its ranks in; None: MPI has to learn them in another way.
+    bootstrap: a pattern of the names by which an MPI library finds its ranks. They are hidden while
+             MPI starts in another way.
+    owned:   a pattern of the names that a process must not get if it is no rank of this job.
+    own_gpus: a variable that is set where each rank has GPUs of its own, "" without one.
+
+    Patterns match at the beginning of a name.
+    """
+
+    name: str
+    marks: tuple[str, ...] = ()
+    rank: str = ""
+    size: str = ""
+    local_rank: tuple[str, ...] = ()
+    local_size: str = ""
+    remedy: str = ""
+    dialect: Dialect | None = None
+    bootstrap: str = ""
+    owned: str = ""
+    own_gpus: str = ""
+
+    def is_present(self, environment: Mapping[str, str] = os.environ) -> bool:
+        """Tell whether it started this process."""
+        return bool(self.marks) and all(mark in environment for mark in self.marks)
+
+
+_SRUN_REMEDY = (
+    "give srun the process manager of the MPI library: --mpi=pmi2 for MPICH and its family, "
+    "--mpi=pmix for Open MPI (srun --mpi=list shows what the site has)"
+)
+
+#: The innermost launcher first: an mpirun inside a Slurm job is an mpirun.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        "torchrun",
+        marks=("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank=("LOCAL_RANK",),
+        local_size="LOCAL_WORLD_SIZE",
+        remedy="let init_process_group find the ranks (init_method='env://' or nothing), and call "
+        "it before mpi4py.MPI is imported",
+        owned=r"TORCHELASTIC_|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$",
+    ),
+    Launcher(
+        "Open MPI's mpirun",
+        marks=("OMPI_COMM_WORLD_SIZE",),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        remedy="use the mpirun of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
+        "(python -m mpi4py --mpi-library shows which it is)",
+        dialect=Dialect.PMIX,
+        bootstrap="OMPI_COMM_WORLD_",
+        owned=r"(OMPI|PRTE)_(?!MCA_|ALLOW_)|OMPI_MCA_(orte|ess|pmix|initial_wdir|num_procs)",
+    ),
+    Launcher(
+        "a PMI process manager (MPICH's mpiexec, srun --mpi=pmi2)",
+        marks=("PMI_RANK", "PMI_SIZE"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_size="MPI_LOCALNRANKS",
+        remedy="the MPI library that mpi4py loads does not speak PMI: start it with its own mpirun "
+        "(or srun --mpi=pmix for Open MPI), or let mpi4py load one of the MPICH family "
+        "(python -m mpi4py --mpi-library shows which it is)",
+        dialect=Dialect.PMI,
+        bootstrap=r"PMI2?_|MPI_LOCALRANKID|MPI_LOCALNRANKS"
+        r"|(I_MPI_PMI|I_MPI_PMI_LIBRARY|MPIR_CVAR_PMI_VERSION|MPICH_PMI_VERSION)$",
+        owned=r"PMI2?_|MPI_LOCAL|HYDI?_|HYDRA_|I_MPI_(HYDRA|INFO|PMI)",
+    ),
+    Launcher(
+        "MVAPICH2's mpirun_rsh",
+        marks=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        remedy="let mpi4py load MVAPICH2 (python -m mpi4py --mpi-library shows which it loads), or "
+        "use the mpirun of the library that it loads",
+        dialect=Dialect.PMI,
+        bootstrap="MV2_COMM_WORLD_",
+        owned="MV2_COMM_WORLD_",
+    ),
+    Launcher(
+        "srun --mpi=pmix",
+        marks=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
+        rank="PMIX_RANK",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank=("SLURM_LOCALID",),
+        remedy=_SRUN_REMEDY,
+        dialect=Dialect.PMIX,
+        own_gpus="SLURM_GPUS_PER_TASK",
+    ),
+    Launcher(
+        "a PMIx process manager",
+        marks=("PMIX_RANK",),
+        rank="PMIX_RANK",
+        dialect=Dialect.PMIX,
+        bootstrap="PMIX_",
+        owned=r"PMIX_(?!MCA_)",
+    ),
+    Launcher(
+        "Flux",
+        marks=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+        rank="FLUX_TASK_RANK",
+        size="FLUX_JOB_SIZE",
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        remedy="give flux run the process manager of the MPI library: -o pmi=simple for MPICH and "
+        "its family, -o pmi=pmix for Open MPI",
+        owned="FLUX_",
+    ),
+    Launcher(
+        "PALS (HPE Cray's mpiexec)",
+        marks=("PALS_RANKID",),
+        rank="PALS_RANKID",
+        local_rank=("PALS_LOCAL_RANKID",),
+        local_size="PALS_LOCAL_SIZE",
+        owned="PALS_",
+    ),
+    Launcher(
+        "jsrun",
+        marks=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        rank="JSM_NAMESPACE_RANK",
+        size="JSM_NAMESPACE_SIZE",
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+        remedy="jsrun starts the ranks of Spectrum MPI: let mpi4py load that "
+        "(python -m mpi4py --mpi-library shows which it loads)",
+        owned="JSM_",
+    ),
+    Launcher(
+        "srun",
+        marks=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank=("SLURM_LOCALID",),
+        remedy=_SRUN_REMEDY,
+        owned="SLURM",
+        own_gpus="SLURM_GPUS_PER_TASK",
+    ),
+    Launcher(
+        "Slurm",
+        marks=("SLURM_JOB_ID", "SLURM_NTASKS"),
+        rank="SLURM_PROCID",
+        size="SLURM_NTASKS",
+        local_rank=("SLURM_LOCALID",),
+        remedy="the batch script runs once: start the program in it with srun or mpirun",
+    ),
+    Launcher("PBS", owned="PBS_"),
+    Launcher("LSF", owned="LSB_"),
+)
+
+
+def find_launchers(environment: Mapping[str, str] = os.environ) -> Iterator[Launcher]:
+    """Yield the launchers that started this process, the innermost first."""
+    return (launcher for launcher in LAUNCHERS if launcher.is_present(environment))
+
+
+def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
+    """Return the innermost launcher, None without one."""
+    return next(find_launchers(environment), None)
+
+
+def announced(environment: Mapping[str, str] = os.environ) -> tuple[str, str, bool]:
+    """Return this rank and the number of ranks as the launcher announces them, "?" for what it does
+    not, and whether it announces that all are on this node.
+    """
+    launcher = find_launcher(environment)
+    if launcher is None:
+        return "?", "?", False
+    rank, size = environment.get(launcher.rank, "?"), environment.get(launcher.size, "?")
+    return rank, size, size.isdigit() and environment.get(launcher.local_size) == size
+
+
+def find_rank(environment: Mapping[str, str] = os.environ) -> str:
+    """Return this rank by the first variable that any launcher would set, "" where none is set."""
+    names = (launcher.rank for launcher in LAUNCHERS)
+    return next((environment[name] for name in names if environment.get(name)), "")
+
+
+def find_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return this rank on its node, by LOCAL_RANK or by the launcher; None where neither is set."""
+    launcher = find_launcher(environment)
+    for name in ("LOCAL_RANK", *(launcher.local_rank if launcher is not None else ())):
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    return None
+
+
+def has_own_gpus(environment: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether a launcher has given each rank GPUs of its own."""
+    return any(environment.get(launcher.own_gpus) for launcher in LAUNCHERS)
+
+
+def is_bootstrap_variable(name: str) -> bool:
+    """Tell whether MPI libraries find their ranks by this variable."""
+    return any(each.bootstrap and re.match(each.bootstrap, name) for each in LAUNCHERS)
+
+
+def is_launcher_variable(name: str) -> bool:
+    """Tell whether a launcher sets this variable for the ranks of its own job alone."""
+    return any(each.owned and re.match(each.owned, name) for each in LAUNCHERS)

@@ -1,0 +1,198 @@
+"""Jobs whose ranks no launcher of MPI started: what the tests of launching share.
+
+The jobs are small scripts. Each is started as plain processes, with RANK and WORLD_SIZE as its test
+says, by torchrun, or by mpiexec. No job may hang: a process that is still there after LIMIT seconds
+prints where it is and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_jobs import made_by
+
+from mpicoll.kernels.library import kernels
+
+__all__ = [
+    "LIMIT", "MPIEXEC", "SERVER", "TORCHRUN", "VENDOR", "Ended", "Job", "compiled", "job", "mpich",
+    "run",
+]  # fmt: skip
+
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+#: Seconds after which a job counts as hanging. Most take two.
+LIMIT = 40
+
+VENDOR = subprocess.run(
+    [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
+     "from mpi4py import MPI; print(MPI.get_vendor()[0])"],
+    stdout=subprocess.PIPE, text=True, check=False,
+).stdout.strip()  # fmt: skip
+
+compiled = pytest.mark.skipif(kernels is None, reason="the limit is the C library's")
+mpich = pytest.mark.skipif(VENDOR == "Open MPI", reason="Open MPI does not speak PMI-1")
+
+PREAMBLE = f"""
+import faulthandler, os, signal, sys, threading, time
+faulthandler.register(signal.SIGALRM, chain=True)  # print where all threads are, then die
+signal.alarm({LIMIT})
+import numpy as np
+import mpicoll as dist
+
+def say(*words):  # one write, so that ranks do not print into each other's lines
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def total(value):
+    x = np.full(3, value, np.float64)
+    dist.all_reduce(x)
+    return x[0]
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script and how it is started.
+
+    ranks:       the ranks that are started, of ``size``.
+    by:          "hand", "torchrun", "mpiexec" or "one" (a process that starts its ranks).
+    environment: $PORT and $FOLDER are replaced; None takes a variable away.
+    later:       these ranks start a second later.
+    nodes:       what starts a command on another node, in the order of the ranks.
+    """
+
+    script: str
+    ranks: tuple[int, ...] = (0, 1)
+    size: int = 0
+    by: str = "hand"
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    later: tuple[int, ...] = ()
+    nodes: tuple[list[str], ...] = ()
+
+
+@dataclass
+class Ended:
+    """How a job ended: the exit codes by rank, and all that was printed."""
+
+    codes: list[int]
+    out: str
+    err: str
+    seconds: float
+    folder: Path
+
+    @property
+    def lines(self) -> list[str]:
+        return sorted(self.out.splitlines())
+
+    def in_good_order(self, *lines: str) -> None:
+        assert not any(self.codes), self
+        assert self.lines == sorted(lines), self
+
+    def badly(self, *codes: int) -> None:
+        assert "(most recent call first)" not in self.err, f"a rank hung\n{self}"
+        assert self.codes == list(codes), self
+
+    def __str__(self) -> str:
+        return (
+            f"exit codes {self.codes} after {self.seconds:.1f} s\n---- stdout\n{self.out}"
+            f"---- stderr\n{self.err}"
+        )
+
+
+job = made_by(Job)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
+    port = str(free_port())
+
+    def fill(text: str) -> str:
+        for name, value in {**parameters, "PORT": port, "FOLDER": folder}.items():
+            text = text.replace(f"${name}", str(value))
+        return text
+
+    script = folder / "script.py"
+    script.write_text(PREAMBLE + fill(task.script))
+    size = task.size or len(task.ranks)
+    common: dict[str, str | None] = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TEST_MPICOLL_FOLDER": str(folder),
+    }
+    commands = [([sys.executable, str(script)], common)]
+    if task.by == "hand":
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+        nodes = task.nodes or ([],) * len(task.ranks)
+        commands = [
+            ([*node, *commands[0][0]], common | {"RANK": str(rank)})
+            for node, rank in zip(nodes, task.ranks, strict=True)
+        ]
+    elif task.by == "torchrun":
+        options = ["--nproc-per-node", str(size), "--master-port", port, "--max-restarts", "1"]
+        commands = [([str(TORCHRUN), *options, str(script)], common)]
+    elif task.by == "mpiexec":
+        commands = [([*MPIEXEC, "-n", str(size), *commands[0][0]], common)]
+    start = time.monotonic()
+    processes = []
+    for rank, (command, variables) in enumerate(commands):
+        environment = {
+            name: fill(value)
+            for name, value in {**os.environ, **variables, **task.environment}.items()
+            if value is not None
+        }
+        if rank in task.later:
+            time.sleep(1)
+        with (folder / f"out-{rank}").open("w") as out, (folder / f"err-{rank}").open("w") as err:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+                )
+            )  # fmt: skip
+    try:
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0, start + LIMIT + 10 - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    out, err = (
+        "".join(path.read_text() for path in sorted(folder.glob(f"{kind}-*")))
+        for kind in ("out", "err")
+    )
+    codes = [process.returncode for process in processes]
+    return Ended(codes, out, err, time.monotonic() - start, folder)
+
+
+#: The process of this job's server.
+SERVER = """
+    def server():
+        for _ in range(200):
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                try:
+                    said = [open(f"/proc/{pid}/{what}").read() for what in ("environ", "cmdline")]
+                except OSError:
+                    continue
+                if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in said[0] and "server.py" in said[1]:
+                    return int(pid)
+            time.sleep(0.05)
+"""

@@ -1,0 +1,216 @@
+"""How jobs end whose ranks no launcher of MPI started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launch_jobs import LIMIT, SERVER, Ended, job, mpich, run  # noqa: F401 (whole_jobs calls run)
+
+pytest_plugins = ["whole_jobs"]
+
+
+@mpich
+@job("""
+    dist.init_process_group()
+    say(total(1))
+    $end
+""", ranks=(0, 1, 2))  # fmt: skip
+@pytest.mark.parametrize(
+    "end",
+    [
+        "pass",
+        "sys.exit(0)",
+        "time.sleep(dist.get_rank())",
+        "dist.destroy_process_group(); os._exit(0)",
+        "rank = dist.get_rank(); dist.destroy_process_group(); os._exit(0) if rank != 1 else 0",
+        "rank = dist.get_rank(); dist.destroy_process_group(); time.sleep(2 - rank)",
+        "os.fork() or os._exit(0)",
+    ],
+)
+def test_ends_in_good_order(end: str, ended: Ended) -> None:
+    ended.in_good_order(*["3.0"] * 3)
+    assert ended.err == "", ended
+
+
+@mpich
+@job("""
+    dist.init_process_group()
+    total(1)
+    sys.exit(73)
+""", ranks=(0, 1, 2))  # fmt: skip
+def test_exit_codes(ended: Ended) -> None:
+    ended.badly(73, 73, 73)
+
+
+@mpich
+@job("""
+    from mpicoll.launch import world
+    start = world._initialize
+    def initialize(mpi):
+        if os.environ["RANK"] == "1":
+            time.sleep(1)
+            os._exit(3)
+        start(mpi)
+    world._initialize = initialize
+    dist.init_process_group()
+    say("not reached")
+""", ranks=(0, 1, 2))  # fmt: skip
+def test_a_rank_that_is_lost_while_others_are_inside_mpi_init(ended: Ended) -> None:
+    ended.badly(-signal.SIGIO, 3, -signal.SIGIO)
+    assert ended.seconds < LIMIT / 2
+
+
+@mpich
+@job("""
+    import threading
+    from mpicoll.launch import joining
+    os.environ["MASTER_PORT"] = "$PORT"
+    def die(*what):  # the server runs, and rank 0 goes without a word
+        os._exit(0)
+    joining._connect = die
+    dist.init_process_group()
+""", ranks=(0,), size=2)  # fmt: skip
+def test_no_server_is_left_of_a_rank_0_that_never_came(ended: Ended) -> None:
+    for _ in range(50):
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"{ended.folder}".encode() in path.with_name("cmdline").read_bytes():
+                    found.append(path)
+                if f"TEST_MPICOLL_FOLDER={ended.folder}\0".encode() in path.read_bytes():
+                    found.append(path)
+        if not found:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{found} are still there")
+
+
+#: What a rank does that goes badly, its exit code, that of the others, and what they say.
+BADLY = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -9, 1, "rank 1 of 3 was lost"),
+    "_exit": ("os._exit(0)", 0, 1, "rank 1 of 3 was lost"),
+    "exception": ("1 / 0", 1, 1, "rank 1 of 3 ended the job with exit code 1"),
+    "exit": ("sys.exit(7)", 7, 7, "rank 1 of 3 ended the job with exit code 7"),
+    "abort": (
+        "from mpi4py import MPI; MPI.COMM_WORLD.Abort(9); time.sleep(100)", 9, 9,
+        "rank 1 of 3 ended the job with exit code 9",
+    ),
+}  # fmt: skip
+
+
+@mpich
+@pytest.mark.parametrize(("end", "own", "others", "words"), BADLY.values(), ids=list(BADLY))
+@job("""
+    dist.init_process_group()
+    total(1)
+    if dist.get_rank() == 1:
+        child = os.fork()  # keeps nobody from noticing
+        if child == 0:
+            time.sleep(100)
+        with open("$FOLDER/child", "w") as file:
+            file.write(str(child))
+        say(time.time())
+        $end
+    if dist.get_rank() == 2:
+        time.sleep(100)  # in Python
+    dist.barrier()  # in MPI
+    say("not reached")
+""", ranks=(0, 1, 2))  # fmt: skip
+def test_a_rank_that_goes_badly(end: str, own: int, others: int, words: str, ended: Ended) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int((ended.folder / "child").read_text()), signal.SIGKILL)
+    ended.badly(others, own, others)
+    for rank in 0, 2:
+        assert f"rank {rank}: {words}" in ended.err, ended
+    assert ended.err.count("Traceback") == ("1 / 0" in end), ended
+    # The time that it took, from the end of rank 1 on.
+    left = max((ended.folder / name).stat().st_mtime for name in ("err-0", "err-2"))
+    assert left - float(ended.lines[0]) < 5 and len(ended.lines) == 1, ended
+
+
+@mpich
+@job("""
+    dist.init_process_group()
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+    time.sleep(1)
+    dist.init_process_group()
+    say("not reached")
+""")
+def test_a_second_cycle_without_a_rank_that_left(ended: Ended) -> None:
+    ended.badly(1, 0)
+    assert "rank 0: rank 1 of 2 was lost" in ended.err or "rank 0 of 2: rank 1" in ended.err
+    assert ended.out == ""
+
+
+@mpich
+@job("""
+    dist.init_process_group()
+    import io
+    def collects(*what, before=sys.excepthook):  # as torch.distributed's hook does
+        kept, sys.stderr = sys.stderr, io.StringIO()
+        try:
+            before(*what)
+        finally:
+            held, sys.stderr = sys.stderr.getvalue(), kept
+        sys.stderr.write(held)
+    sys.excepthook = collects
+    if $destroy:
+        dist.destroy_process_group()
+    raise ValueError("lost my way")
+""", ranks=(0,))  # fmt: skip
+@pytest.mark.parametrize("destroy", [False, True])
+def test_a_hook_that_collects_what_is_printed(destroy: bool, ended: Ended) -> None:
+    ended.badly(1)
+    assert ended.err.count("ValueError: lost my way") == 1, ended
+
+
+@mpich
+@pytest.mark.parametrize("end", ["pass", "dist.destroy_process_group()"])
+@job(
+    SERVER
+    + """
+    dist.init_process_group()
+    total(1)
+    if dist.get_rank() == 0:
+        with open("$FOLDER/server", "w") as file:
+            file.write(str(server()))
+        os.kill(server(), signal.SIGSTOP)
+    dist.barrier()
+    $end
+"""
+)
+def test_a_server_that_has_stopped_keeps_nobody(end: str, ended: Ended) -> None:
+    os.kill(int((ended.folder / "server").read_text()), signal.SIGKILL)
+    ended.in_good_order()
+    for rank in range(2):
+        assert f"rank {rank} of 2: the server that rank 0 started has not answered" in ended.err
+
+
+@mpich
+@job(
+    SERVER
+    + """
+    from mpicoll import launch
+    dist.init_process_group()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    stopped = server()
+    os.kill(stopped, signal.SIGSTOP)
+    for _ in range(1000):  # more than the connection holds
+        launch.current().send("free" * 1000)
+    say("not blocked")
+    os.kill(stopped, signal.SIGKILL)
+    sys.exit(5)
+"""
+)
+def test_a_server_that_has_stopped_blocks_nobody_who_speaks(ended: Ended) -> None:
+    assert ended.lines == ["not blocked"] and ended.codes[0] != 0, ended
+    assert "(most recent call first)" not in ended.err, ended

@@ -1,0 +1,149 @@
+"""What follows from environment variables and arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
+from mpicoll.launch.environment import (
+    Bootstrap,
+    choose_bootstrap,
+    fill_environment,
+    is_started_by_mpi,
+)
+from mpicoll.launch.init_methods import AgentStore, FileStore, PortStore, find_rendezvous, read_rank
+from mpicoll.launch.rendezvous import ServerNotFoundError
+
+TORCH = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "7"}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "openmpi", "environment", "inherited", "bootstrap"),
+    [
+        (4, False, ENV, False, Bootstrap.SERVER),
+        (4, False, ENV | TORCH, False, Bootstrap.SERVER),
+        (4, False, PMI, False, Bootstrap.MANAGER),
+        (4, False, PMI | ENV | TORCH, False, Bootstrap.SERVER),  # torchrun inside a job of mpiexec
+        (4, False, PMI, True, Bootstrap.SERVER),  # started by a rank of mpiexec
+        (4, False, PMI | {"PMI_SIZE": "1"}, False, Bootstrap.SERVER),
+        (8, False, PMI, False, Bootstrap.MANAGER),  # and MPI then disagrees
+        (4, False, SRUN, False, Bootstrap.SERVER),  # --mpi=none
+        (4, False, SRUN | {"PMIX_RANK": "1"}, False, Bootstrap.SERVER),  # not for this library
+        (4, False, OMPI, False, Bootstrap.SERVER),  # likewise
+        (4, True, OMPI, False, Bootstrap.MANAGER),
+        (4, True, SRUN | {"PMIX_RANK": "1"}, False, Bootstrap.MANAGER),
+        (4, True, SRUN, False, Bootstrap.SERVER),
+        (4, True, PMI, False, Bootstrap.SERVER),
+        (1, False, {}, False, Bootstrap.SINGLETON),
+        (1, False, PMI, False, Bootstrap.SINGLETON),
+        (1, False, PMI | {"PMI_SIZE": "1"}, False, Bootstrap.MANAGER),
+        (1, True, OMPI, False, Bootstrap.SINGLETON),
+        (1, False, TORCH, False, Bootstrap.SINGLETON),
+    ],
+)
+def test_choose_bootstrap(
+    world_size: int,
+    openmpi: bool,
+    environment: dict[str, str],
+    inherited: bool,
+    bootstrap: Bootstrap,
+) -> None:
+    assert choose_bootstrap(world_size, openmpi, environment, inherited) is bootstrap
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False), (ENV, False), (SRUN, False), (PMI, True), (OMPI, True), (PMI | TORCH, False),
+        ({"PMIX_RANK": "0"}, True), ({"PMI_RANK": "0"}, False),
+        (PMI | {"PMI_FD": "987"}, False),  # a descriptor that this process does not have
+    ],
+)  # fmt: skip
+def test_is_started_by_mpi(environment: dict[str, str], expected: bool) -> None:
+    assert is_started_by_mpi(environment) is expected
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "size", "environment", "store"),
+    [
+        (None, None, None, {}, None),
+        (None, None, None, PMI | ENV, None),
+        (None, None, None, ENV, PortStore),
+        (None, None, None, ENV | TORCH, AgentStore),
+        (None, None, None, PMI | ENV | TORCH, AgentStore),
+        (None, 0, 4, {}, None),  # nowhere to meet: MPI has to know
+        ("mpi://", None, None, ENV, None),
+        ("env://", None, None, {}, None),
+        ("env://", None, None, ENV, PortStore),
+        ("env://", 2, 4, {"MASTER_ADDR": "h", "MASTER_PORT": "7"}, PortStore),
+        ("env://", 2, 4, PMI, None),
+        ("tcp://h:7", 0, 2, {}, PortStore),
+        ("tcp://[::1]:7", 0, 2, {}, PortStore),
+        ("tcp://h:7?rank=1&world_size=2", None, None, {}, PortStore),
+        ("tcp://h:7", None, None, ENV, PortStore),
+        ("tcp://h:7", None, None, PMI, None),
+        ("file:///x/y", 0, 2, {}, FileStore),
+    ],
+)
+def test_where_to_meet(
+    method: str | None, rank: int | None, size: int | None, environment: dict[str, str], store: Any
+) -> None:
+    found = find_rendezvous(method, read_rank(method, rank, size, environment), 1.0, environment)
+    assert type(None if found is None else found.store) is (store or type(None))
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "size", "environment", "error", "words"),
+    [
+        ("http://x", None, None, {}, UnsupportedError, "'tcp://HOST:PORT'"),
+        ("tcp://h:7", None, 2, {}, ArgumentError, "needs rank and world_size"),
+        ("tcp://h", 0, 2, {}, ArgumentError, "a port that is free"),
+        ("tcp://h:x", 0, 2, {}, ArgumentError, "a port that is free"),
+        ("tcp://h:7", 2, 2, {}, ArgumentError, "rank=2, world_size=2"),
+        ("tcp://h:7?rank=1", 0, 2, {}, ArgumentError, "rank=0 disagrees"),
+        ("file:///x", 0, None, {}, ArgumentError, "needs rank and world_size"),
+        ("env://", None, None, ENV | {"RANK": "a"}, ArgumentError, "RANK: expected a number"),
+        ("env://", 0, 2, {}, ArgumentError, "MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_rendezvous_that_cannot_be(
+    method: str, rank: int | None, size: int | None, environment: dict[str, str],
+    error: type[Exception], words: str,
+) -> None:  # fmt: skip
+    with pytest.raises(error, match=words.replace("(", r"\(")):
+        find_rendezvous(method, read_rank(method, rank, size, environment), 1.0, environment)
+
+
+def test_missing_variables_are_filled_in() -> None:
+    environment = {"RANK": "7", "MASTER_ADDR": "there"}
+    fill_environment(1, 4, 0, 2, "here", 99, environment)
+    assert environment == {
+        "RANK": "7", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "there", "MASTER_PORT": "99",
+    }  # fmt: skip
+
+
+def test_a_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    file = FileStore(tmp_path / "meet")
+    with pytest.raises(ServerNotFoundError):
+        file.get("k")
+    (tmp_path / "meet").touch()
+    with pytest.raises(ServerNotFoundError):
+        file.get("k")
+    file.set("k", "v")
+    assert file.get("k") == b"v" and (tmp_path / "meet").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["meet"]
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "meet", 12345, -1)
+        with pytest.raises(LaunchError, match="belongs to user 12345"):
+            file.get("k")
+    file.remove()
+    file.remove()

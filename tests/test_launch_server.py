@@ -1,0 +1,253 @@
+"""The server through which ranks become one world."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from launch_jobs import SERVER, TORCHRUN, Ended, job, mpich, run  # noqa: F401 (whole_jobs calls run)
+
+from mpicoll.launch import server
+
+pytest_plugins = ["whole_jobs"]
+
+#: Tells at which addresses the server listens, before all ranks have come.
+LISTENS = (
+    SERVER
+    + """
+    import glob
+    def listens():
+        inodes, pid = set(), server()
+        for path in glob.glob(f"/proc/{pid}/fd/*"):
+            try:
+                inodes.add(os.readlink(path))
+            except OSError:
+                pass
+        for path in "/proc/net/tcp", "/proc/net/tcp6":
+            for line in open(path).read().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                    yield words[1].partition(":")[0]
+    if os.environ["RANK"] == "1":
+        while not (found := list(listens())):  # it is about to
+            time.sleep(0.05)
+        say("listens", *found)
+    $begin
+    say("done")
+"""
+)
+LOOPBACK, ALL = "0100007F", "0" * 32
+
+
+@mpich
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [("env://", LOOPBACK), ("tcp://localhost:$PORT", LOOPBACK), ("file://$FOLDER/meet", ALL)],
+)
+@pytest.mark.parametrize("begin", ["dist.init_process_group('mpi', '$method', 30)"])
+@job(LISTENS)
+def test_where_the_server_listens(method: str, where: str, begin: str, ended: Ended) -> None:
+    ended.in_good_order("done", "done", f"listens {where}")
+
+
+@mpich
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "dist.init_process_group(timeout=30)",
+        "import torch; torch.distributed.init_process_group('mpicoll')",
+    ],
+    ids=["mpicoll", "torch"],
+)
+@job(LISTENS, size=2, by="torchrun")
+@pytest.mark.skipif(not TORCHRUN.exists(), reason="there is no torchrun")
+def test_where_the_server_listens_under_torchrun(begin: str, ended: Ended) -> None:
+    ended.in_good_order("done", "done", f"listens {LOOPBACK}")
+
+
+class Peer:
+    """A connection to a server under test."""
+
+    def __init__(self, port: int) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), 5)
+        self.file = self.sock.makefile("rwb")
+
+    def say(self, line: str) -> None:
+        self.file.write(line.encode() + b"\n")
+        self.file.flush()
+
+    def hear(self) -> str:
+        try:
+            return self.file.readline().decode().rstrip("\n")
+        except ConnectionError:
+            return ""
+
+    def introduce(
+        self, role: str, rank: int, size: int = 2, secret: str = "s", node: str = "n"
+    ) -> str:
+        nonce = self.hear().removeprefix(server.GREETING + " ")
+        words = [role, rank, size, node, "mine"]
+        self.say(" ".join(map(str, [*words, server.mac(secret, "rank", nonce, *words)])))
+        answer = self.hear()
+        if answer.startswith("ok"):
+            assert answer == f"ok {server.mac(secret, 'server', nonce, 'mine')}"
+        return answer.partition(" ")[0]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A server of two ranks in a thread; its port."""
+    monkeypatch.setattr(server, "_IDENTIFY_TIMEOUT", 1.0)
+    monkeypatch.setattr(server, "_GRACE", 0.5)
+    listener = server.listen("127.0.0.1", 0)
+    reader, writer = os.pipe()  # rank 0 is on its way
+    one = server.Server(listener, "s", 2, 3.0, starter=reader)
+    thread = threading.Thread(target=one.serve)
+    thread.start()
+    yield listener.getsockname()[1]
+    os.close(writer)
+    thread.join(10)
+    os.close(reader)
+    assert not thread.is_alive(), "the server did not end"
+
+
+def all_of(port: int) -> dict[tuple[str, int], Peer]:
+    peers = {}
+    for role in "pmi", "watch":
+        for rank in range(2):
+            peers[role, rank] = Peer(port)
+            assert peers[role, rank].introduce(role, rank, node="ab"[rank]) == "ok"
+    assert [peers["watch", rank].hear() for rank in range(2)] == ["go", "go"]
+    return peers
+
+
+def test_strangers_are_refused_and_disturb_nobody(served: int) -> None:
+    wrong = Peer(served)
+    assert wrong.introduce("pmi", 0, secret="another") == ""
+    for garbage in (
+        "GET / HTTP/1.1",
+        "secret",
+        "pmi 0 2 n",
+        "pmi 0 2 n mine 0",
+        "x" * 5000,
+        "\0\xff",
+    ):
+        one = Peer(served)
+        one.hear()
+        with contextlib.suppress(ConnectionError):
+            one.say(garbage)
+        assert one.hear() == "", garbage
+    cut = Peer(served)
+    cut.sock.sendall(b"pmi 0")
+    silent = Peer(served)
+    assert silent.hear().startswith(server.GREETING)
+    peers = all_of(served)
+    start = time.monotonic()
+    assert silent.hear() == "" and time.monotonic() - start < 3
+    for peer in peers.values():
+        peer.sock.close()
+        peer.file.close()
+
+
+def test_a_rank_comes_once_and_agrees_on_the_size(served: int) -> None:
+    first = Peer(served)
+    assert first.introduce("watch", 0) == "ok"
+    assert Peer(served).introduce("watch", 0) == "taken"
+    assert Peer(served).introduce("watch", 2) == "refused"
+    assert first.hear() == "refused there is no rank 2 in a world of 2"
+    late = Peer(served)
+    assert late.introduce("watch", 1) == "ok"
+    assert late.hear() == "refused there is no rank 2 in a world of 2"
+
+
+def test_pmi(served: int) -> None:
+    peers = all_of(served)
+    zero, one = peers["pmi", 0], peers["pmi", 1]
+
+    def ask(line: str, peer: Peer = zero) -> str:
+        peer.say(line)
+        return peer.hear()
+
+    peers["watch", 0].say("there")
+    assert peers["watch", 0].hear() == "here"
+    answer = ask("cmd=init pmi_version=1 pmi_subversion=1")
+    assert answer == "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1"
+    assert ask("cmd=get_universe_size") == "cmd=universe_size rc=0 size=2"
+    assert "vallen_max=" in ask("cmd=get_maxes") and "appnum=0" in ask("cmd=get_appnum")
+    name = ask("cmd=get_my_kvsname").rpartition("=")[2]
+    assert ask(f"cmd=put kvsname={name} key=k value=a=b c ") == "cmd=put_result rc=0 msg=success"
+    found = ask(f"cmd=get kvsname={name} key=k", one)
+    assert found == "cmd=get_result rc=0 msg=success value=a=b c "
+    assert "rc=-1" in ask(f"cmd=get kvsname={name} key=other")
+    mapping = ask(f"cmd=get kvsname={name} key=PMI_process_mapping")
+    assert mapping.endswith("value=(vector,(0,1,1),(1,1,1))")
+    assert "rc=-1" in ask("cmd=publish_name service=x port=y")
+    zero.say("mcmd=spawn\nnprocs=1\nendcmd")
+    assert "rc=-1" in zero.hear()
+    zero.say("cmd=barrier_in")
+    zero.sock.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        zero.sock.recv(1)
+    assert ask("cmd=barrier_in", one) == "cmd=barrier_out rc=0"
+    zero.sock.settimeout(5)
+    assert zero.sock.recv(100) == b"cmd=barrier_out rc=0\n"
+    one.say("cmd=abort exitcode=5 message=abort job")
+    assert [peers["watch", rank].hear() for rank in range(2)] == ["abort 1 5"] * 2
+
+
+def test_ends_as_the_server_tells_them(served: int) -> None:
+    peers = all_of(served)
+    zero, one = peers["watch", 0], peers["watch", 1]
+    zero.say("busy\nfree\nend")
+    one.say("busy\nfree")
+    peers["pmi", 0].say("cmd=barrier_in")
+    for role in "pmi", "watch":  # without MPI_Finalize
+        peers[role, 1].sock.close()
+        peers[role, 1].file.close()
+    assert zero.hear() == "end some"
+    assert peers["pmi", 0].hear() == "cmd=barrier_out rc=0"
+
+
+def test_a_rank_is_lost(served: int) -> None:
+    peers = all_of(served)
+    peers["watch", 0].say("busy")
+    peers["watch", 1].sock.close()
+    peers["watch", 1].file.close()
+    assert peers["watch", 0].hear() == "lost 1"
+    assert peers["pmi", 0].hear() == "", "who is inside MPI has to come out"
+
+
+def test_a_server_that_nobody_comes_to_ends(served: int) -> None:
+    assert served
+
+
+def test_mapping() -> None:
+    assert server.mapping(["a"] * 4) == "(vector,(0,1,4))"
+    assert server.mapping(["a", "a", "b", "b"]) == "(vector,(0,1,2),(1,1,2))"
+    assert server.mapping(["b", "a", "b"]) == "(vector,(0,1,1),(1,1,1),(0,1,1))"
+
+
+def test_the_server_needs_the_standard_library_alone() -> None:
+    settings = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "secret": "s",
+        "size": 1,
+        "limit": 0.1,
+        "open": False,
+    }
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(server.__file__)], input=json.dumps(settings) + "\n",
+        capture_output=True, text=True, timeout=20, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["port"] > 0 and done.stderr == ""
+    assert time.monotonic() - start < 10, "whoever waits for what it prints waits for the server"

@@ -1,0 +1,173 @@
+"""The table of launchers: every row goes everywhere, and nothing knows a launcher beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import mpicoll
+from mpicoll import cli, launch
+from mpicoll.cli import doctor
+from mpicoll.cuda import trial
+from mpicoll.cuda.binding import device_for
+from mpicoll.errors import LaunchError
+from mpicoll.launch import launchers
+from mpicoll.launch.environment import (
+    Bootstrap,
+    check_world,
+    choose_bootstrap,
+    is_started_by_mpi,
+    replace_bootstrap_variables,
+)
+from mpicoll.launch.launchers import LAUNCHERS, Dialect, Launcher
+
+#: In no list anywhere: that it passes shows that one row is enough.
+MADE_UP = Launcher(
+    "the made-up launcher",
+    marks=("MADEUP_JOB",),
+    rank="MADEUP_RANK",
+    size="MADEUP_SIZE",
+    local_rank=("MADEUP_LOCAL_RANK",),
+    local_size="MADEUP_LOCAL_SIZE",
+    remedy="make up another",
+    dialect=Dialect.PMI,
+    bootstrap="MADEUP_(RANK|SIZE)",
+    owned="MADEUP_",
+    own_gpus="MADEUP_GPUS",
+)
+STARTERS = [*(each for each in LAUNCHERS if each.marks), MADE_UP]
+Environment = dict[str, str]
+
+every_launcher = pytest.mark.parametrize("launcher", STARTERS, ids=lambda each: each.name)
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table with one more row, and an environment that no launcher has left anything in."""
+    monkeypatch.setattr(launchers, "LAUNCHERS", (*LAUNCHERS, MADE_UP))
+    for name in list(os.environ):
+        if launchers.is_launcher_variable(name) or launchers.is_bootstrap_variable(name):
+            monkeypatch.delenv(name)
+
+
+def simulate(launcher: Launcher, rank: int = 1, size: int = 4) -> Environment:
+    """What the launcher sets on a rank of a job on one node."""
+    found = dict.fromkeys(launcher.marks, "7") | {
+        launcher.rank: str(rank),
+        launcher.size: str(size),
+        **dict.fromkeys(launcher.local_rank[:1], str(rank)),
+        launcher.local_size: str(size),
+    }
+    return {name: value for name, value in found.items() if name}
+
+
+@every_launcher
+def test_it_is_found(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = simulate(launcher)
+    assert launch.find_launcher(environment) is launcher
+    for mark in launcher.marks:
+        rest = {name: value for name, value in environment.items() if name != mark}
+        assert launch.find_launcher(rest) is not launcher
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert doctor._launcher() == launcher.name
+
+
+@every_launcher
+def test_rank_and_size(launcher: Launcher) -> None:
+    environment = simulate(launcher)
+    size = "4" if launcher.size else "?"
+    on_one_node = bool(launcher.size and launcher.local_size)
+    assert launch.announced(environment) == ("1", size, on_one_node)
+    if launcher.local_size:
+        assert not launch.announced(environment | {launcher.local_size: "2"})[2]
+    assert launch.find_rank(environment) == "1"
+    assert launch.find_local_rank(environment) == (1 if launcher.local_rank else None)
+    assert not cli.first(environment) and cli.first(simulate(launcher, 0))
+    for name in launcher.local_rank:
+        alone = dict.fromkeys(launcher.marks, "7") | {name: "3"}
+        assert launch.find_local_rank(alone) == 3
+
+
+@every_launcher
+def test_mpi_sees_one_rank(launcher: Launcher) -> None:
+    environment = simulate(launcher)
+    check_world(4, environment)
+    check_world(1, simulate(launcher, 0, 1))
+    if launcher.size:
+        with pytest.raises(LaunchError) as caught:
+            check_world(1, environment)
+        for words in (f"{launcher.name} announces 4 ranks", f"{launcher.size}=4", launcher.remedy):
+            assert words and words in str(caught.value)
+    else:
+        check_world(1, environment)
+
+
+@every_launcher
+@pytest.mark.parametrize("dialect", Dialect)
+def test_whether_mpi_understands_it(launcher: Launcher, dialect: Dialect) -> None:
+    environment = simulate(launcher)
+    assert is_started_by_mpi(environment) == (launcher.dialect is not None)
+    understood = launcher.dialect is dialect and launcher.size
+    expected = Bootstrap.MANAGER if understood else Bootstrap.SERVER
+    assert choose_bootstrap(4, dialect is Dialect.PMIX, environment) is expected
+
+
+@every_launcher
+def test_what_is_hidden_while_mpi_starts(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in simulate(launcher).items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with replace_bootstrap_variables({"PMI_FD": "9"}):
+        assert (launcher.rank in os.environ) == (launcher.dialect is None)
+        assert os.environ["PMI_FD"] == "9"
+    assert dict(os.environ) == before
+
+
+@every_launcher
+def test_what_a_child_gets(launcher: Launcher) -> None:
+    environment = simulate(launcher) | dict.fromkeys(launcher.local_rank, "1")
+    environment |= {launcher.own_gpus: "1"} if launcher.own_gpus else {}
+    kept = trial._without_launcher(environment | {"LANG": "C"})
+    assert kept["LANG"] == "C" and not kept.keys() & environment.keys()
+
+
+@every_launcher
+def test_gpus_of_its_own(launcher: Launcher) -> None:
+    assert device_for(3, 4, simulate(launcher)) == 3
+    if launcher.own_gpus:
+        assert device_for(3, 4, {launcher.own_gpus: "1"}) == 0
+
+
+@pytest.mark.parametrize("name", ["PBS_JOBID", "LSB_JOBID"])
+def test_a_batch_system_starts_no_ranks(name: str) -> None:
+    assert launch.find_launcher({name: "7"}) is None
+    assert launch.is_launcher_variable(name)
+
+
+def test_a_launcher_that_announces_no_size_inside_one_that_does() -> None:
+    environment = {"PMIX_RANK": "1", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    assert launch.announced(environment) == ("1", "?", False)
+    assert not cli.first(environment)
+    with pytest.raises(LaunchError, match="Slurm announces 4 ranks"):
+        check_world(1, environment)
+
+
+def test_there_is_one_table() -> None:
+    """No module but the table's own names what a launcher sets; the server's is PMI itself."""
+    home = Path(mpicoll.__file__).parent
+    names = {
+        name
+        for each in LAUNCHERS
+        for name in (*each.marks, each.rank, each.size, *each.local_rank, each.local_size)
+        if name and each.name != "torchrun"
+    } | {each.own_gpus for each in LAUNCHERS if each.own_gpus}
+    known = {"launch/launchers.py": names, "launch/world.py": {"PMI_RANK", "PMI_SIZE"}}
+    for path in home.rglob("*.py"):
+        found = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", path.read_text("utf-8"))) & names
+        assert found <= known.get(path.relative_to(home).as_posix(), set()), path

@@ -150,7 +150,16 @@ def documented() -> dict[str, object]:
 
 
 #: What ProcessGroup has for the library alone.
-INSIDE = {"busy", "check_open", "close", "finish", "free", "give", "lane", "leave_devices"}
+INSIDE = {
+    "busy",
+    "check_open",
+    "close",
+    "finish",
+    "free",
+    "give",
+    "device_context",
+    "leave_devices",
+}
 
 
 def missing(function, name: str) -> list[str]:

@@ -471,8 +471,8 @@ def leave(group: ProcessGroup) -> None:
     What is stuck stays inside MPI, which cannot be finalised then: the process ends without.
     """
     group.close()
-    for lane in group.lanes.values():
-        lane.leave_behind()
+    for context in group.device_contexts.values():
+        context.leave_behind()
     state.groups.remove(group)
     if not group.finish(_A_MOMENT):
         launch.leave_running()

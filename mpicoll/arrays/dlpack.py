@@ -14,7 +14,7 @@ import numpy as np
 from mpicoll.dtypes import DType, by_dlpack
 from mpicoll.errors import UnsupportedError
 
-__all__ = ["CPU_DEVICES", "CUDA_DEVICES", "Opened", "device_name", "opened", "to_numpy"]
+__all__ = ["CPU_DEVICES", "CUDA_DEVICES", "DlpackArray", "device_name", "open_capsule", "to_numpy"]
 
 #: kDLCPU and kDLCUDAHost: memory that the host may read and write.
 CPU_DEVICES = frozenset({1, 3})
@@ -85,7 +85,7 @@ class _Memory:
         self.__array_interface__ = interface
 
 
-class Opened(NamedTuple):
+class DlpackArray(NamedTuple):
     """What a capsule says of an array: strides in bytes, None where elements lie side by side."""
 
     capsule: Any
@@ -96,7 +96,7 @@ class Opened(NamedTuple):
     read_only: bool
 
 
-def opened(array: Any, **stream: int) -> Opened:
+def open_capsule(array: Any, **stream: int) -> DlpackArray:
     """The array behind a DLPack object; its memory lives as long as the capsule.
 
     stream: for arrays on a device, the stream that is to see the producer's work.
@@ -127,16 +127,16 @@ def opened(array: Any, **stream: int) -> Opened:
     if tensor.strides:
         strides = tuple(tensor.strides[i] * row.itemsize for i in range(tensor.ndim))
     address = (tensor.data or 0) + tensor.byte_offset
-    return Opened(capsule, row, address, shape, strides, read_only)
+    return DlpackArray(capsule, row, address, shape, strides, read_only)
 
 
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:
     """A NumPy array on the memory of ``array``, a DLPack object on the host; zero-copy.
 
     The result is read-only where the producer says so. The producer's memory lives as long as
-    the result. Raises as ``opened`` does.
+    the result. Raises as ``open_capsule`` does.
     """
-    found = opened(array)
+    found = open_capsule(array)
     row = found.dtype
     if 0 in found.shape:
         return np.empty(found.shape, row.numpy)

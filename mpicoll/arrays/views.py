@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.cuda.device import Lane, Layout
+from mpicoll.cuda.runtime import StridedMemory
+from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 
@@ -20,13 +21,14 @@ __all__ = [
     "Alias",
     "Array",
     "DeviceView",
-    "Parts",
     "View",
+    "ViewList",
     "address",
-    "of_numpy",
-    "overlap",
-    "overlapping",
-    "scratch",
+    "empty",
+    "find_overlapping",
+    "from_numpy",
+    "memory_at",
+    "overlaps",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -82,24 +84,24 @@ class View:
 
     def part(self, start: int, count: int) -> View:
         """The view of ``count`` elements from element ``start`` on; for contiguous views only."""
-        return of_numpy(self.flat[start : start + count], self.dtype)
+        return from_numpy(self.flat[start : start + count], self.dtype)
 
-    def blank(self) -> View:
+    def empty_like(self) -> View:
         """As many elements on the same device, uninitialised; there only until the call ends."""
-        return scratch(self.dtype, self.count)
+        return empty(self.dtype, self.count)
 
-    def packed(self) -> View:
+    def contiguous(self) -> View:
         """A contiguous copy of the elements, each array's in C order."""
-        into = self.blank()
-        self.put(into)
+        into = self.empty_like()
+        self.copy_to(into)
         return into
 
-    def put(self, packed: View) -> None:
+    def copy_to(self, packed: View) -> None:
         """Copies the elements into a contiguous view of as many."""
         array = self.array
         packed.flat.reshape(array.shape)[...] = array
 
-    def fill(self, packed: View) -> None:
+    def copy_from(self, packed: View) -> None:
         """Takes the elements over from a contiguous view of as many."""
         array = self.array
         array[...] = packed.flat.reshape(array.shape)
@@ -134,10 +136,10 @@ class DeviceView(View):
 
     address, strides: where the first is, and how many bytes lie between neighbours.
     stream: the caller's stream, as a number.
-    lane:   where the call happens; there is none before it begins.
+    context: where the call happens; there is none before it begins.
     """
 
-    __slots__ = ("_shape", "address", "device", "lane", "stream", "strides")
+    __slots__ = ("_context", "_shape", "address", "device", "stream", "strides")
     device: int
 
     def __init__(
@@ -150,7 +152,7 @@ class DeviceView(View):
         strides: tuple[int, ...] | None,
         stream: int,
     ) -> None:
-        plain = contiguous(shape, dtype.itemsize)
+        plain = contiguous_strides(shape, dtype.itemsize)
         count = math.prod(shape)
         self.owner = owner
         self.dtype = dtype
@@ -160,13 +162,13 @@ class DeviceView(View):
         self._shape = shape
         self.strides = plain if strides is None else strides
         self.stream = stream
-        self.lane: Lane | None = None
+        self._context: DeviceContext | None = None
         self.buffer = None
         if not count or all(
             own == step or extent == 1
             for own, step, extent in zip(self.strides, plain, shape, strict=True)
         ):
-            self.buffer = at_address(address, count * dtype.itemsize)
+            self.buffer = memory_at(address, count * dtype.itemsize)
 
     @property
     def array(self) -> Array:
@@ -182,48 +184,56 @@ class DeviceView(View):
         """The view of ``count`` elements from element ``start`` on; for contiguous views only."""
         return self._near(self.address + start * self.dtype.itemsize, count, self.dtype)
 
-    def blank(self) -> DeviceView:
+    def empty_like(self) -> DeviceView:
         """As many elements on the same device, uninitialised; there only until the call ends."""
-        return self.room(self.count)
+        return self.new_empty(self.count)
 
-    def room(self, count: int, dtype: DType | None = None) -> DeviceView:
+    def new_empty(self, count: int, dtype: DType | None = None) -> DeviceView:
         """``count`` uninitialised elements on the same device; there only until the call ends."""
         dtype = dtype or self.dtype
-        address = self.working.scratch(count * dtype.itemsize).address
+        address = self.context.scratch(count * dtype.itemsize).address
         return self._near(address, count, dtype)
 
     def _near(self, address: int, count: int, dtype: DType) -> DeviceView:
         found = DeviceView(self.owner, dtype, self.device, address, (count,), None, self.stream)
-        found.lane = self.lane
+        found._context = self._context
         return found
 
     @property
-    def working(self) -> Lane:
-        """The lane of a call that has begun."""
-        assert self.lane is not None
-        return self.lane
+    def context(self) -> DeviceContext:
+        """The context of a call that has begun."""
+        assert self._context is not None
+        return self._context
 
-    def put(self, packed: View) -> None:
+    @context.setter
+    def context(self, context: DeviceContext) -> None:
+        self._context = context
+
+    def copy_to(self, packed: View) -> None:
         """Copies the elements into a contiguous view of as many."""
         self._move(packed, False)
 
-    def fill(self, packed: View) -> None:
+    def copy_from(self, packed: View) -> None:
         """Takes the elements over from a contiguous view of as many."""
         self._move(packed, True)
 
     def _move(self, packed: View, inward: bool) -> None:
         assert isinstance(packed, DeviceView)
-        lane, size = self.working, self.dtype.itemsize
-        own = Layout(self.address, self.strides)
-        other = Layout(packed.address, contiguous(self._shape, size))
+        context, size = self.context, self.dtype.itemsize
+        own = StridedMemory(self.address, self.strides)
+        other = StridedMemory(packed.address, contiguous_strides(self._shape, size))
         into, source = (own, other) if inward else (other, own)
         if self.buffer is not None:
-            lane.runtime.copy(lane.index, into.address, source.address, self.nbytes, lane.work)
+            context.runtime.copy(
+                context.index, into.address, source.address, self.nbytes, context.work
+            )
         else:
-            lane.runtime.copy_strided(lane.index, into, source, self._shape, size, lane.work)
+            context.runtime.copy_strided(
+                context.index, into, source, self._shape, size, context.work
+            )
 
 
-class Parts(View):
+class ViewList(View):
     """The elements of a list of arrays of one dtype on one device, one after another."""
 
     __slots__ = ("_parts", "device")
@@ -243,20 +253,22 @@ class Parts(View):
         """Number of elements of each array."""
         return tuple(part.count for part in self._parts)
 
-    def blank(self) -> View:
+    def empty_like(self) -> View:
         """As many elements on the same device, uninitialised; there only until the call ends."""
         first = self._parts[0]
-        return first.room(self.count) if isinstance(first, DeviceView) else super().blank()
+        return (
+            first.new_empty(self.count) if isinstance(first, DeviceView) else super().empty_like()
+        )
 
-    def put(self, packed: View) -> None:
+    def copy_to(self, packed: View) -> None:
         """Copies the elements into a contiguous view of as many."""
         for part, start in zip(self._parts, self.starts, strict=True):
-            part.put(packed.part(start, part.count))
+            part.copy_to(packed.part(start, part.count))
 
-    def fill(self, packed: View) -> None:
+    def copy_from(self, packed: View) -> None:
         """Takes the elements over from a contiguous view of as many."""
         for part, start in zip(self._parts, self.starts, strict=True):
-            part.fill(packed.part(start, part.count))
+            part.copy_from(packed.part(start, part.count))
 
     @property
     def starts(self) -> list[int]:
@@ -264,30 +276,30 @@ class Parts(View):
         return [0, *accumulate(self.counts[:-1])]
 
 
-def at_address(address: int, nbytes: int) -> Any:
+def memory_at(address: int, nbytes: int) -> Any:
     """Memory as mpi4py takes it."""
     from mpi4py import MPI
 
     return MPI.buffer.fromaddress(address, nbytes)
 
 
-def contiguous(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """The strides of elements that lie side by side in C order, in bytes."""
     return tuple(accumulate(reversed(shape[1:]), mul, initial=itemsize))[::-1][: len(shape)]
 
 
-def of_numpy(array: Array, dtype: DType) -> View:
+def from_numpy(array: Array, dtype: DType) -> View:
     """The view of a C-contiguous NumPy array whose row is known."""
     buffer: Array = array if dtype.buffers else array.view(CARRIERS[dtype.itemsize])
     return View(array, dtype, array.size, buffer)
 
 
-def scratch(dtype: DType, count: int) -> View:
+def empty(dtype: DType, count: int) -> View:
     """The view of ``count`` new elements, uninitialised."""
-    return of_numpy(np.empty(count, dtype.numpy), dtype)
+    return from_numpy(np.empty(count, dtype.numpy), dtype)
 
 
-def overlap(one: View, other: View) -> bool:
+def overlaps(one: View, other: View) -> bool:
     """True where the memory of two views overlaps; False where one of them must be packed."""
     if one.buffer is None or other.buffer is None:
         return False
@@ -295,7 +307,7 @@ def overlap(one: View, other: View) -> bool:
     return start < begin + other.nbytes and begin < start + one.nbytes
 
 
-def overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
+def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
     """For each of some contiguous views whether its memory overlaps that of any of the others."""
     spans = sorted((address(one), address(one) + one.nbytes) for one in others)
     begins = [begin for begin, _ in spans]

@@ -14,8 +14,8 @@ import numpy as np
 from mpicoll import communicators, launch
 from mpicoll.core.progress import Worker
 from mpicoll.core.tables import Table
-from mpicoll.cuda import device
-from mpicoll.cuda.device import Lane
+from mpicoll.cuda import runtime
+from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -62,8 +62,8 @@ class ProcessGroup:
     plans:    the plan of each (primitive, dtype, operation) met so far.
     scratch:  memory that routes use, one call at a time.
     shared:   memory that the ranks share; None before it was looked for, False where there is none.
-    lanes:    the streams and the memory that collectives have of each CUDA device.
-    ferries:  what takes messages to and from each CUDA device.
+    device_contexts: the streams and the memory that collectives have of each CUDA device.
+    host_staging: what takes messages to and from each CUDA device.
     windows:  memory that ranks of the group put into; see windows.py.
     devices:  how device memory goes; None before the ranks have agreed on it.
     sequence: number of collectives begun that are compared between the ranks.
@@ -103,8 +103,8 @@ class ProcessGroup:
         self.plans: dict[Any, Any] = {}
         self.scratch = np.empty(0, np.uint8)
         self.shared: Any = None
-        self.lanes: dict[int, Lane] = {}
-        self.ferries: dict[int, Any] = {}
+        self.device_contexts: dict[int, DeviceContext] = {}
+        self.host_staging: dict[int, Any] = {}
         self.windows: list[Any] = []
         self.devices: Any = None
         self.sequence = 0
@@ -180,11 +180,11 @@ class ProcessGroup:
         """Asynchronous collectives are pending, and a caller has to queue behind them."""
         return self.worker is not None and self.worker.busy
 
-    def lane(self, index: int) -> Lane:
+    def device_context(self, index: int) -> DeviceContext:
         """What collectives have of a CUDA device."""
-        found = self.lanes.get(index)
+        found = self.device_contexts.get(index)
         if found is None:
-            found = self.lanes[index] = Lane(device.runtime(), index)
+            found = self.device_contexts[index] = DeviceContext(runtime.get_runtime(), index)
         return found
 
     def give(self, task: Callable[[], None]) -> Worker:
@@ -223,9 +223,9 @@ class ProcessGroup:
 
     def leave_devices(self) -> None:
         """Gives back what the group has of CUDA devices."""
-        for one in (*self.lanes.values(), *self.ferries.values()):
+        for one in (*self.device_contexts.values(), *self.host_staging.values()):
             one.close()
-        self.lanes, self.ferries, self.devices = {}, {}, None
+        self.device_contexts, self.host_staging, self.devices = {}, {}, None
 
     def __repr__(self) -> str:
         return (

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from mpicoll import launch
-from mpicoll.cuda import device
+from mpicoll.cuda import runtime
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import MpicollError, UnsupportedError
 
-__all__ = ["bind", "device_for", "idle", "warn"]
+__all__ = ["bind", "describe_idle_gpus", "device_for", "warn_of_idle_gpus"]
 
 #: Variables that tell that the launcher has given each rank GPUs of its own.
 OWN_GPUS = ("SLURM_GPUS_PER_TASK",)
@@ -42,7 +42,7 @@ def bind() -> int | None:
     it, and there is no process group yet.
     """
     try:
-        cuda = device.runtime()
+        cuda = runtime.get_runtime()
     except UnsupportedError:
         return None
     local_rank = launch.local_rank()  # known once init_process_group was there
@@ -57,7 +57,9 @@ def bind() -> int | None:
     return index
 
 
-def idle(all_ranks: Sequence[Capabilities], used: Sequence[int | None]) -> dict[str, str]:
+def describe_idle_gpus(
+    all_ranks: Sequence[Capabilities], used: Sequence[int | None]
+) -> dict[str, str]:
     """The nodes on which ranks share a GPU while others are idle, with what to say of it.
 
     all_ranks: what each rank can do.
@@ -84,12 +86,14 @@ def idle(all_ranks: Sequence[Capabilities], used: Sequence[int | None]) -> dict[
     return told
 
 
-def warn(all_ranks: Sequence[Capabilities], used: Sequence[int | None], rank: int) -> None:
+def warn_of_idle_gpus(
+    all_ranks: Sequence[Capabilities], used: Sequence[int | None], rank: int
+) -> None:
     """Warns of idle GPUs, on the first rank of each node where there are some.
 
     rank: this process's.
     """
     node = all_ranks[rank].node
-    text = idle(all_ranks, used).get(node)
+    text = describe_idle_gpus(all_ranks, used).get(node)
     if text and rank == next(r for r, own in enumerate(all_ranks) if own.node == node):
         warnings.warn(f"mpicoll: {text}", RuntimeWarning, stacklevel=3)

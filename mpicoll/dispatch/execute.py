@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any
 
 from mpicoll.arrays import views
-from mpicoll.arrays.libraries import glances
-from mpicoll.arrays.views import DeviceView, Parts, View
+from mpicoll.arrays.adapters import fast_views
+from mpicoll.arrays.views import DeviceView, View, ViewList
 from mpicoll.core import calls
 from mpicoll.core.calls import Blocks, Plan, Task
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
 from mpicoll.core.signature import LIST, list_of, number_of, task_of
 from mpicoll.core.work import Work
-from mpicoll.cuda import device
-from mpicoll.cuda.device import Crossing
+from mpicoll.cuda import runtime
+from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import (
@@ -64,12 +64,12 @@ def run(
         plan = _plan(primitive, member, op, None, False)
     else:
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
-    crossing = _crossing(plan, send, recv)
+    order = _stream_order(plan, send, recv)
     sizes = number_of(calls.counts(primitive, send, recv, blocks))
-    how = plan, crossing, blocks
+    how = plan, order, blocks
     waits = not async_op and not member.busy()
     return _dispatch(
-        plan, async_op, waits, output, sizes, root, _carry_out, send, recv, how, (crossing,),
+        plan, async_op, waits, output, sizes, root, _carry_out, send, recv, how, (order,),
         at_once,
     )  # fmt: skip
 
@@ -85,7 +85,7 @@ def _dispatch(
     send: Any,
     recv: Any,
     how: Any,
-    crossings: Sequence[Crossing | None] = (),
+    orders: Sequence[StreamOrder | None] = (),
     at_once: bool = True,
     name: str = "",
 ) -> Work | None:
@@ -99,9 +99,9 @@ def _dispatch(
     if waits:
         perform(plan, sizes, root, carry, send, recv, how)
         return None
-    for crossing in crossings:
-        if crossing is not None:
-            crossing.asynchronous = True  # the group's thread has no part in the caller's streams
+    for order in orders:
+        if order is not None:
+            order.asynchronous = True  # the group's thread has no part in the caller's streams
     at_once = at_once and async_op and _is_prompt(plan, root, sizes)
     task = partial(perform, plan, sizes, root, carry, send, recv, how)
     written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
@@ -132,21 +132,21 @@ def run_plain(
     """The same, and a short way where nothing about the call is unusual.
 
     For primitives in place, and those of one input and one output. The group has made such a call
-    before, nothing is pending, and a glance shows each array to be one block of memory. Everything
-    else, errors too, takes the way of all calls.
+    before, nothing is pending, and a fast view shows each array to be one block of memory.
+    Everything else, errors too, takes the way of all calls.
     """
     member: Any = state.default if group is None else group
     send = direct = None
-    glance = glances.get(output.__class__)
-    seen = None if glance is None else glance(output)
+    fast_view = fast_views.get(output.__class__)
+    seen = None if fast_view is None else fast_view(output)
     try:
         if seen is not None:
             dtype, recv, count = seen
             plan = member.plans[primitive, dtype, op]
             direct = plan.direct
         if direct is not None and primitive.input:
-            glance = glances.get(input.__class__)
-            seen = None if glance is None else glance(input)
+            fast_view = fast_views.get(input.__class__)
+            seen = None if fast_view is None else fast_view(input)
             other, send, sent = seen or _NOTHING_SEEN
             n = member.size()
             blocks_in = n if primitive.many_in else 1
@@ -170,7 +170,7 @@ def run_plain(
     if not async_op:
         perform(plan, sizes, root, direct, send, recv, count)
         return None
-    if not _is_prompt(plan, root, sizes):  # a glance does not hold the memory of the arrays
+    if not _is_prompt(plan, root, sizes):  # a fast view does not hold the memory of the arrays
         return run(primitive, group, async_op, output, input, op, root, at_once=False)
     task = partial(perform, plan, sizes, root, direct, send, recv, count)
     return submit(member, task, plan.name, (output,), True)
@@ -203,13 +203,13 @@ def run_all(
     found = fusing.fused(name, primitive, member, outputs, inputs, held=waits)
     plan = _plan(primitive, member, op, found.dtype, found.on_device)
     ready = [
-        (_crossing(plan, send, recv), send, recv, blocks) for send, recv, blocks in found.calls
+        (_stream_order(plan, send, recv), send, recv, blocks) for send, recv, blocks in found.calls
     ]
     sizes = list_of(found.counts)
     how = plan, ready
-    crossings = [crossing for crossing, *_ in ready]
+    orders = [order for order, *_ in ready]
     return _dispatch(
-        plan, async_op, waits, outputs, sizes, LIST, _carry_out_all, None, None, how, crossings,
+        plan, async_op, waits, outputs, sizes, LIST, _carry_out_all, None, None, how, orders,
         name=name,
     )  # fmt: skip
 
@@ -224,9 +224,9 @@ def _carry_out_all(
     group = plan.group
     if len(group.recent) > 1:  # it has not been its turn just now
         consistency.check(group)
-    for crossing, out, into, blocks in ready:
+    for order, out, into, blocks in ready:
         group.sequence += 1
-        _carry_out(out, into, (plan, crossing, blocks), 0)
+        _carry_out(out, into, (plan, order, blocks), 0)
 
 
 #: Carries out a call that is counted and compared, with the group's lock held: what is sent, what
@@ -303,26 +303,26 @@ def _plan(
     return plan
 
 
-def _crossing(plan: Plan, send: View | None, recv: View | None) -> Crossing | None:
+def _stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrder | None:
     """The order of a call among what the caller's streams hold now; None on host memory."""
     if not plan.on_device:
         return None
     parts = [part for view in (send, recv) if view is not None for part in view.parts]
     streams = {part.stream for part in parts if isinstance(part, DeviceView)}
     assert parts[0].device is not None
-    return Crossing(device.runtime(), parts[0].device, streams)
+    return StreamOrder(runtime.get_runtime(), parts[0].device, streams)
 
 
 def _carry_out(
     send: View | None,
     recv: View | None,
-    how: tuple[Plan, Crossing | None, Blocks | None],
+    how: tuple[Plan, StreamOrder | None, Blocks | None],
     root: int,
 ) -> None:
     """Moves the bytes of a call whose plan, place among the streams, and blocks are known."""
-    plan, crossing, blocks = how
-    if crossing is not None:
-        with _ordered(plan.group, crossing, send, recv):
+    plan, order, blocks = how
+    if order is not None:
+        with _ordered(plan.group, order, send, recv):
             _perform_packed(plan, send, recv, root, blocks)
     elif plan.piece is not None and blocks is None:
         _perform_in_pieces(plan, send, recv, root, plan.piece)
@@ -334,25 +334,25 @@ def _carry_out(
 
 @contextmanager
 def _ordered(
-    group: ProcessGroup, crossing: Crossing, send: View | None, recv: View | None
+    group: ProcessGroup, order: StreamOrder, send: View | None, recv: View | None
 ) -> Iterator[None]:
-    """In here views of a device have the lane that the call happens in."""
-    lane = group.lane(crossing.index)
+    """In here views of a device have the context that the call happens in."""
+    context = group.device_context(order.index)
     for view in (send, recv):
         for part in () if view is None else view.parts:
             assert isinstance(part, DeviceView)
-            part.lane = lane
-    lane.begin()
-    crossing.enter(lane)
+            part.context = context
+    context.begin()
+    order.enter(context)
     try:
         yield
     except (ArgumentError, UnsupportedError):
-        raise  # refused: the lane's memory is used by its streams alone, in their order
+        raise  # refused: the context's memory is used by its streams alone, in their order
     except BaseException:
-        lane.leave_behind()
+        context.leave_behind()
         raise
     finally:  # after an error, too: what was begun goes on for a while
-        crossing.leave(lane)
+        order.leave(context)
 
 
 def _perform_packed(
@@ -364,18 +364,18 @@ def _perform_packed(
     listed = layout is Layout.EXCHANGED and not plan.on_device
     if (
         send is not None
-        and not (listed and isinstance(send, Parts))
-        and (send.buffer is None or (recv is not None and views.overlap(send, recv)))
+        and not (listed and isinstance(send, ViewList))
+        and (send.buffer is None or (recv is not None and views.overlaps(send, recv)))
     ):
-        send = send.packed()
-    if recv is None or recv.buffer is not None or (listed and isinstance(recv, Parts)):
+        send = send.contiguous()
+    if recv is None or recv.buffer is not None or (listed and isinstance(recv, ViewList)):
         plan.route(send, recv, root, blocks)
         return
     read = layout is Layout.IN_PLACE
-    packed = recv.packed() if read else recv.blank()
+    packed = recv.contiguous() if read else recv.empty_like()
     plan.route(send, packed, root, blocks)
     if not read or calls.writes(plan.primitive, plan.group, root):
-        recv.fill(packed)
+        recv.copy_from(packed)
 
 
 def _perform_in_pieces(
@@ -390,19 +390,19 @@ def _perform_in_pieces(
         _perform_packed(plan, send, recv, root, None)
         return
     if send is not None and recv is not None and _meet(send, recv):
-        send = send.packed()  # a piece that is received would be sent on
+        send = send.contiguous()  # a piece that is received would be sent on
         if plan.primitive.many_in:
-            send = Parts(
+            send = ViewList(
                 [send.part(r * count, count) for r in range(plan.group.size())], send.dtype
             )
-    out = [one if one.buffer is not None else one.packed() for one in _parts(send)]
-    into = [one if one.buffer is not None else one.blank() for one in _parts(recv)]
+    out = [one if one.buffer is not None else one.contiguous() for one in _parts(send)]
+    into = [one if one.buffer is not None else one.empty_like() for one in _parts(recv)]
     for start in range(0, count, step):
         size = min(step, count - start)
         _perform_packed(plan, _cut(out, start, size), _cut(into, start, size), root, None)
     for one, filled in zip(_parts(recv), into, strict=True):
         if filled is not one:
-            one.fill(filled)
+            one.copy_from(filled)
 
 
 def _parts(view: View | None) -> Sequence[View]:
@@ -412,14 +412,14 @@ def _parts(view: View | None) -> Sequence[View]:
 def _cut(parts: Sequence[View], start: int, count: int) -> View | None:
     """The same elements of each array, as the view of one array or of a list."""
     cut = [one.part(start, count) for one in parts]
-    return None if not cut else cut[0] if len(cut) == 1 else Parts(cut, cut[0].dtype)
+    return None if not cut else cut[0] if len(cut) == 1 else ViewList(cut, cut[0].dtype)
 
 
 def _meet(send: View, recv: View) -> bool:
     """Memory of the two sides overlaps. Arrays that lie apart are copied before that matters."""
     out = [one for one in send.parts if one.buffer is not None]
     into = [one for one in recv.parts if one.buffer is not None]
-    return any(views.overlapping(out, into))
+    return any(views.find_overlapping(out, into))
 
 
 def _explained(error: Exception, name: str, group: ProcessGroup) -> Exception:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mpi4py import MPI
 
-from mpicoll.arrays.views import Parts, View, overlapping, scratch
+from mpicoll.arrays.views import View, ViewList, empty, find_overlapping
 from mpicoll.core.calls import Blocks
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
@@ -82,9 +82,9 @@ class Space(Protocol):
     def copy(self, source: View, into: View) -> None:
         """Copies; the elements of one of the views may lie apart, in C order."""
         if into.buffer is None:
-            into.fill(source)
+            into.copy_from(source)
         else:
-            source.put(into)
+            source.copy_to(into)
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """``reduction.combine`` of views of one dtype."""
@@ -108,7 +108,7 @@ class Host(Space):
 
     def blank(self, dtype: DType, count: int) -> View:
         """New memory."""
-        return scratch(dtype, count)
+        return empty(dtype, count)
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """By the C library, or NumPy."""
@@ -334,8 +334,8 @@ def all_to_all(group: ProcessGroup, space: Space, send: View, recv: View, blocks
     outgoing, incoming = _arrays(send, blocks.sends), _arrays(recv, blocks.receives)
     into = [_contiguous(space, one) for one in incoming]
     out = [_contiguous(space, one) for one in outgoing]
-    if isinstance(send, Parts):
-        twice = overlapping(out, into)
+    if isinstance(send, ViewList):
+        twice = find_overlapping(out, into)
         out = [_blank(space, v) if both else v for v, both in zip(out, twice, strict=True)]
     if _copy_what_differs(space, outgoing, out):
         space.settle()
@@ -345,7 +345,7 @@ def all_to_all(group: ProcessGroup, space: Space, send: View, recv: View, blocks
 
 
 def _arrays(view: View, counts: Sequence[int]) -> Sequence[View]:
-    if isinstance(view, Parts):
+    if isinstance(view, ViewList):
         return view.parts
     return [view.part(*span) for span in _spans(counts)]
 

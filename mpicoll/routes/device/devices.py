@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.arrays.views import DeviceView, View, address
 from mpicoll.core.calls import Blocks, Route, Way, reads, writes
-from mpicoll.cuda import binding, capabilities
-from mpicoll.cuda.device import Lane
+from mpicoll.cuda import binding, capabilities, device_routes
+from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.kernels.reduction import loop
@@ -36,32 +36,36 @@ class Devices:
     warn:  warns of ranks that share a GPU while others are idle.
     """
 
-    def __init__(self, group: ProcessGroup, lane: Lane) -> None:
-        self.space = Space(lane)
+    def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:
+        self.space = DeviceSpace(context)
         found = capabilities.exchange(group.inner)
-        forced = capabilities.forced_route(found)
-        peers = forced == "peer" or (forced is None and "peer" in capabilities.routes(found))
+        forced = device_routes.forced_route(found)
+        peers = forced == "peer" or (
+            forced is None and "peer" in device_routes.eligible_routes(found)
+        )
         if not peers and forced not in ("staged", "nccl"):
-            found = capabilities.exchange(group.inner, tries=True)
-        self.names = capabilities.routes(found, forced)
-        mine = (lane.index, nccl.asked_for(group.backend))
+            found = capabilities.exchange(group.inner, probes=True)
+        self.names = device_routes.eligible_routes(found, forced)
+        mine = (context.index, nccl.asked_for(group.backend))
         said = group.inner.allgather(mine)
         if len({asked for _, asked in said}) > 1:
             raise MismatchError(
                 f"group {group.group_name}: backend 'nccl' has to be asked for by all ranks, or by "
                 f"none; this rank's is {group.backend!r}"
             )
-        self.warn = partial(binding.warn, found, [index for index, _ in said], group.rank())
+        self.warn = partial(
+            binding.warn_of_idle_gpus, found, [index for index, _ in said], group.rank()
+        )
         self.nccl = None
         if "nccl" in self.names or mine[1]:
-            self.nccl = nccl.meet(group, lane)
+            self.nccl = nccl.meet(group, context)
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
-        self.peers = peer.meet(group, lane) if "peer" in self.names else None
+        self.peers = peer.meet(group, context) if "peer" in self.names else None
         if forced is None and "peer" in self.names and self.peers is None:
             # What MPI says that it can do counts now, and has to be tried.
-            found = capabilities.exchange(group.inner, tries=True)
-            others = (name for name in capabilities.routes(found) if name != "peer")
+            found = capabilities.exchange(group.inner, probes=True)
+            others = (name for name in device_routes.eligible_routes(found) if name != "peer")
             self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
         for name, found_to_be in (("peer", self.peers), ("nccl", self.nccl)):
             if forced == name and found_to_be is None:
@@ -81,51 +85,59 @@ _MISSING = {
 }
 
 
-class Space(algorithms.Space):
+class DeviceSpace(algorithms.Space):
     """A device's memory, as algorithms see it.
 
-    lane: where the current call happens.
+    context: where the current call happens.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
+    def __init__(self, context: DeviceContext) -> None:
+        self.context = context
 
     def serves(self, op: ReduceOp, dtype: DType) -> bool:
         """A kernel does it."""
         return loop(op, dtype) is not None
 
     def blank(self, dtype: DType, count: int) -> DeviceView:
-        """Scratch of the lane."""
-        memory = self.lane.scratch(count * dtype.itemsize)
-        made = DeviceView(memory, dtype, self.lane.index, memory.address, (count,), None, 0)
-        made.lane = self.lane
+        """Scratch of the context."""
+        memory = self.context.scratch(count * dtype.itemsize)
+        made = DeviceView(memory, dtype, self.context.index, memory.address, (count,), None, 0)
+        made.context = self.context
         return made
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """Enqueues a kernel."""
         by = loop(op, out.dtype)
         assert by is not None
-        lane = self.lane
+        context = self.context
         addresses = [address(source) for source in sources]
-        lane.runtime.combine(lane.index, by, addresses, address(out), out.count, divisor, lane.work)
+        context.runtime.combine(
+            context.index, by, addresses, address(out), out.count, divisor, context.work
+        )
 
     def scale(self, source: View, factor: Any, out: View) -> None:
         """Enqueues a kernel."""
-        lane = self.lane
-        lane.runtime.scale(
-            lane.index, source.dtype, address(source), factor, address(out), out.count, lane.work
+        context = self.context
+        context.runtime.scale(
+            context.index,
+            source.dtype,
+            address(source),
+            factor,
+            address(out),
+            out.count,
+            context.work,
         )
 
     def narrow(self, source: View, out: View) -> None:
         """Enqueues a kernel."""
-        lane = self.lane
-        lane.runtime.narrow(
-            lane.index, out.dtype, address(source), address(out), out.count, lane.work
+        context = self.context
+        context.runtime.narrow(
+            context.index, out.dtype, address(source), address(out), out.count, context.work
         )
 
     def settle(self) -> None:
-        """Waits for the lane's stream."""
-        self.lane.settle(self.lane.work)
+        """Waits for the context's stream."""
+        self.context.synchronize(self.context.work)
 
 
 def choose(
@@ -142,8 +154,8 @@ def choose(
         assert isinstance(first, DeviceView)
         agreed: Devices | None = group.devices
         if agreed is None:  # the first call, on every rank
-            agreed = made = group.devices = Devices(group, first.working)
-        agreed.space.lane = first.working
+            agreed = made = group.devices = Devices(group, first.context)
+        agreed.space.context = first.context
         if chosen is None:
             chosen = _first(agreed, primitive, group, op, dtype)
         chosen(send, recv, root, blocks)
@@ -177,7 +189,7 @@ def _peer(
         return None
 
     def on_home(combined: ReduceOp | None, moved: DType) -> Route:
-        return _at_home(peers.lane, peer.route(peers, primitive, combined, moved))
+        return _at_home(peers.context, peer.route(peers, primitive, combined, moved))
 
     if op is None or op.factor is None:
         return on_home(op, dtype)
@@ -198,7 +210,7 @@ def _nccl(
     if agreed.nccl is None:
         return None
     found = nccl.route(agreed.nccl, primitive, op, dtype)
-    return None if found is None else _at_home(agreed.nccl.lane, found)
+    return None if found is None else _at_home(agreed.nccl.context, found)
 
 
 def _direct(
@@ -226,7 +238,7 @@ def _native(
     return _plain(agreed.space, primitive, group, found)
 
 
-def _averaged(space: Space, primitive: Primitive, group: ProcessGroup, sums: Route) -> Route:
+def _averaged(space: DeviceSpace, primitive: Primitive, group: ProcessGroup, sums: Route) -> Route:
     """``sums``, divided by the number of ranks on the device: native routes divide by NumPy."""
 
     def averaged(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
@@ -253,53 +265,53 @@ _ROUTES: dict[str, Callable[..., Route | None]] = {
 }
 
 
-def _at_home(home: Lane, inner: Route) -> Route:
+def _at_home(home: DeviceContext, inner: Route) -> Route:
     """``inner`` works on one device of this process alone: arrays of others are copied there."""
 
     def at_home(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
-        lane = first.working
-        if lane is home:
+        context = first.context
+        if context is home:
             inner(send, recv, root, blocks)
             return
         home.begin()
-        home.follow(lane)
+        home.follow(context)
         out, into = (None if one is None else _moved(one, home) for one in (send, recv))
         try:
             inner(out, into, root, blocks)
             if recv is not None and into is not None:
                 home.runtime.copy(home.index, address(recv), into.address, recv.nbytes, home.work)
         finally:
-            lane.follow(home)
+            context.follow(home)
 
     return at_home
 
 
-def _moved(view: View, home: Lane) -> DeviceView:
+def _moved(view: View, home: DeviceContext) -> DeviceView:
     """A copy on another device."""
-    moved = Space(home).blank(view.dtype, view.count)
+    moved = DeviceSpace(home).blank(view.dtype, view.count)
     home.runtime.copy(home.index, moved.address, address(view), view.nbytes, home.work)
     return moved
 
 
-def _plain(space: Space, primitive: Primitive, group: ProcessGroup, inner: Route) -> Route:
+def _plain(space: DeviceSpace, primitive: Primitive, group: ProcessGroup, inner: Route) -> Route:
     """``inner`` gets memory that every MPI can take, when what the streams hold is done.
 
     Managed memory, and memory of a pool (cudaMallocAsync), is copied: not all MPIs take it.
     """
 
     def plain(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        runtime = space.lane.runtime
+        runtime = space.context.runtime
         out, into = send, recv
-        if send is not None and not runtime.plain(address(send)):
-            out = send.packed()
-        if recv is not None and not runtime.plain(address(recv)):
+        if send is not None and not runtime.is_plain(address(send)):
+            out = send.contiguous()
+        if recv is not None and not runtime.is_plain(address(recv)):
             filled = send is None and reads(primitive, group, root)
-            into = recv.packed() if filled else recv.blank()
+            into = recv.contiguous() if filled else recv.empty_like()
         space.settle()
         inner(out, into, root, blocks)
         if recv is not None and into is not None and into is not recv:
-            recv.fill(into)
+            recv.copy_from(into)
 
     return plain

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpicoll.arrays.views import DeviceView, View
 from mpicoll.core.calls import Blocks, Route
-from mpicoll.cuda.device import Lane
+from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.launch.session import node
 from mpicoll.primitives import Primitive
@@ -42,29 +42,29 @@ def asked_for(backend: str) -> bool:
 class Nccl:
     """A group's NCCL communicator.
 
-    lane: what this rank has of its device.
+    context: what this rank has of its device.
     """
 
-    def __init__(self, group: ProcessGroup, lane: Lane, comm: Any) -> None:
+    def __init__(self, group: ProcessGroup, context: DeviceContext, comm: Any) -> None:
         self.group = group
         self.n, self.me = group.size(), group.rank()
-        self.lane = lane
+        self.context = context
         self.comm = comm
 
     def close(self) -> None:
         """Ends the communicator, when what was enqueued is done."""
-        self.lane.settle(self.lane.work)
+        self.context.synchronize(self.context.work)
         self.comm.destroy()
 
 
-def meet(group: ProcessGroup, lane: Lane) -> Nccl | None:
+def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | None:
     """The communicator of all ranks; None on all of them where one has no NCCL, or two share a GPU.
 
     All call.
     """
-    runtime = lane.runtime
+    runtime = context.runtime
     able = runtime.has_nccl()
-    mine = f"{node()} {runtime.identity(lane.index)}" if able else ""
+    mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
     everybody = [
         bytes(one) for one in all_gather_bytes(group.inner, np.frombuffer(mine.encode(), np.uint8))
     ]
@@ -73,12 +73,12 @@ def meet(group: ProcessGroup, lane: Lane) -> Nccl | None:
     identity = None
     if group.rank() == 0:
         with suppress(Exception):  # whatever NCCL says: all ranks take another route then
-            identity = runtime.nccl_identity()
+            identity = runtime.nccl_unique_id()
     identity = group.inner.bcast(identity, 0)
     if identity is None:
         return None
-    made = runtime.nccl(lane.index, group.size(), identity, group.rank())
-    return Nccl(group, lane, made)
+    made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
+    return Nccl(group, context, made)
 
 
 def route(nccl: Nccl, primitive: Primitive, op: ReduceOp | None, dtype: DType) -> Route | None:
@@ -111,8 +111,8 @@ def _moves(nccl: Nccl, primitive: Primitive, dtype: DType) -> Route:
         sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]
     ) -> None:
         """Of each message the rank, the address, and the bytes."""
-        stream = nccl.lane.work
-        with nccl.lane.runtime.nccl_together():
+        stream = nccl.context.work
+        with nccl.context.runtime.nccl_group():
             for rank, address, nbytes in sends:
                 kind, unit = _unit(nbytes)
                 nccl.comm.send(address, nbytes // unit, kind, rank, stream)
@@ -129,8 +129,8 @@ def _moves(nccl: Nccl, primitive: Primitive, dtype: DType) -> Route:
         ]
 
     def moves(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        stream = nccl.lane.work
-        with nccl.lane.runtime.on(nccl.lane.index):
+        stream = nccl.context.work
+        with nccl.context.runtime.on(nccl.context.index):
             if name == "broadcast":
                 array = _on(recv)
                 kind, unit = _unit(array.nbytes)
@@ -166,8 +166,8 @@ def _reductions(nccl: Nccl, primitive: Primitive, operation: int, dtype: DType) 
     name, kind = primitive.name, _DTYPES[dtype.name]
 
     def reductions(send: View | None, recv: View | None, root: int, blocks: Blocks | None) -> None:
-        out, stream = _on(recv), nccl.lane.work
-        with nccl.lane.runtime.on(nccl.lane.index):
+        out, stream = _on(recv), nccl.context.work
+        with nccl.context.runtime.on(nccl.context.index):
             if name == "all_reduce":
                 nccl.comm.allReduce(out.address, out.address, out.count, kind, operation, stream)
             elif name == "reduce":

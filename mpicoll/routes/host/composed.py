@@ -61,11 +61,11 @@ class _Reducer:
     def stack(self, count: int) -> View:
         """Room for ``count`` elements of every rank: the group's scratch, which grows as needed."""
         memory = scratch(self.group, self.n * count * self.dtype.itemsize)
-        return views.of_numpy(memory.view(self.dtype.numpy), self.dtype)
+        return views.from_numpy(memory.view(self.dtype.numpy), self.dtype)
 
     def view(self, buffer: Any, count: int) -> View:
         """The view of ``count`` elements of a buffer."""
-        return views.of_numpy(np.frombuffer(buffer, self.dtype.numpy, count), self.dtype)
+        return views.from_numpy(np.frombuffer(buffer, self.dtype.numpy, count), self.dtype)
 
     def exchange(self, out: Sides, into: Sides) -> None:
         """Sends and receives: for each rank a view, the first element and the count, or None."""
@@ -165,7 +165,7 @@ def reduce(group: ProcessGroup, dtype: DType, op: ReduceOp) -> Direct:
                 incoming = [reducer.others(r, recv, *block) for r, block in enumerate(piece)]
                 reducer.exchange([nothing] * n, incoming)
             else:
-                own = views.scratch(dtype, mine)
+                own = views.empty(dtype, mine)
                 reducer.combine_own(recv, piece, own, 0)
                 outgoing = [(own, 0, mine) if r == root and mine else nothing for r in range(n)]
                 reducer.exchange(outgoing, [nothing] * n)

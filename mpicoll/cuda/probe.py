@@ -1,6 +1,6 @@
 """Device memory given to MPI, tried in processes of their own, so that a crash costs nothing.
 
-``python -m mpicoll.cuda.trial FOLDER SECONDS [RANK SIZE]`` is one such process. It writes down how
+``python -m mpicoll.cuda.probe FOLDER SECONDS [RANK SIZE]`` is one such process. It writes down how
 far it comes, because what goes wrong leaves no other word: libraries that take device memory for
 the host's crash, hang, or move garbage.
 """
@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpicoll import launch
-from mpicoll.cuda import device
+from mpicoll.cuda import runtime
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LAUNCHED", "Trial", "attempt"]
+__all__ = ["LAUNCHED", "ProbeOutcome", "run_probe"]
 
 #: Seconds that the processes have: CUDA and a network file system are slow to start on.
 LIMIT = 60.0
@@ -47,7 +47,7 @@ LAUNCHED = re.compile(
 )
 
 
-class Trial(NamedTuple):
+class ProbeOutcome(NamedTuple):
     """What became of a try.
 
     ranks:     between how many ranks.
@@ -64,12 +64,12 @@ class Trial(NamedTuple):
 # --- here ---------------------------------------------------------------------------------------
 
 
-def attempt(
+def run_probe(
     openmpi: bool,
     library: Path,
     limit: float = LIMIT,
     environment: Mapping[str, str] = os.environ,
-) -> Trial:
+) -> ProbeOutcome:
     """Moves and reduces device memory between two processes, which become a world of their own;
     where they cannot be started, in one.
 
@@ -137,7 +137,7 @@ def _run(
     ranks: int,
     limit: float,
     environment: dict[str, str],
-) -> Trial:
+) -> ProbeOutcome:
     """Starts processes, one for each place, sees them end, and reads what they wrote."""
     with tempfile.TemporaryDirectory(prefix="mpicoll-", ignore_cleanup_errors=True) as folder:
         program = [sys.executable, "-m", __name__, folder, str(limit)]
@@ -157,7 +157,7 @@ def _run(
             _wait(processes, limit + _GRACE)
             codes = [process.poll() for process in processes]
         except OSError as error:
-            return Trial(ranks, str(error), "", "")
+            return ProbeOutcome(ranks, str(error), "", "")
         finally:
             _end(processes)
         notes = [_read(Path(folder, f"rank-{rank}")) for rank in range(ranks)]
@@ -166,7 +166,7 @@ def _run(
         verdicts.append(_verdict(stage, notes, codes))
         if verdicts[-1] != OK:
             break
-    return Trial(ranks, *(*verdicts, "", "", "")[:3])
+    return ProbeOutcome(ranks, *(*verdicts, "", "", "")[:3])
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> None:
@@ -222,22 +222,22 @@ class _Place(NamedTuple):
     """A rank of the trial, its device and the device's stream."""
 
     world: MPI.Intracomm
-    cuda: device.Runtime
+    cuda: runtime.Runtime
     number: int
     stream: int
 
-    def filled(self, values: np.ndarray[Any, Any]) -> device.Memory:
+    def filled(self, values: np.ndarray[Any, Any]) -> runtime.Memory:
         """Device memory that holds those values."""
         memory = self.cuda.allocate(self.number, values.nbytes)
-        host = self.cuda.pinned(self.number, values.nbytes)
+        host = self.cuda.allocate_pinned(self.number, values.nbytes)
         host.on_host()[...] = values.view(np.uint8)
         self.cuda.copy(self.number, memory.address, host.address, values.nbytes, self.stream)
         self.cuda.synchronize(self.cuda.record(self.number, self.stream))
         return memory
 
-    def holds(self, memory: device.Memory, values: np.ndarray[Any, Any]) -> bool:
+    def holds(self, memory: runtime.Memory, values: np.ndarray[Any, Any]) -> bool:
         """Whether device memory holds those values."""
-        host = self.cuda.pinned(self.number, values.nbytes)
+        host = self.cuda.allocate_pinned(self.number, values.nbytes)
         self.cuda.copy(self.number, host.address, memory.address, values.nbytes, self.stream)
         self.cuda.synchronize(self.cuda.record(self.number, self.stream))
         return bool(np.array_equal(host.on_host(), values.view(np.uint8)))
@@ -248,7 +248,7 @@ def _values(nbytes: int, rank: int) -> np.ndarray[Any, Any]:
     return (np.arange(nbytes // 4) % 251 + 1000 * rank).astype(np.float32)
 
 
-def _message(memory: device.Memory) -> list[Any]:
+def _message(memory: runtime.Memory) -> list[Any]:
     from mpi4py import MPI
 
     buffer = MPI.buffer.fromaddress(memory.address, memory.nbytes)
@@ -307,10 +307,10 @@ def _try(folder: Path, limit: float, rank: int | None, size: int | None) -> None
             meeting = launch.meeting(method, launch.told(method, rank, size), limit)
         with launch.start(meeting, limit) as world:
             me = world.Get_rank()
-            cuda = device.runtime()
+            cuda = runtime.get_runtime()
             index = me % cuda.count()
             cuda.use(index)
-            place = _Place(world, cuda, index, cuda.stream(index))
+            place = _Place(world, cuda, index, cuda.create_stream(index))
             world.Barrier()
         note(OK)
         for stage, test in STAGES:  # noqa: B007 (note reads it)

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from mpicoll.arrays import dlpack
-from mpicoll.arrays.views import CARRIERS, Alias, DeviceView, Parts, View, of_numpy
-from mpicoll.cuda import device
-from mpicoll.cuda.device import LEGACY, UNKNOWN
+from mpicoll.arrays.views import CARRIERS, Alias, DeviceView, View, ViewList, from_numpy
+from mpicoll.cuda import runtime
+from mpicoll.cuda.runtime import LEGACY, UNKNOWN
 from mpicoll.dtypes import DType, Kind, by_name, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-__all__ = ["glances", "parts", "view"]
+__all__ = ["build_view", "build_view_list", "check_same_device", "fast_views"]
 
 Array = np.ndarray[Any, Any]
 
 
-def view(array: Any, writable: bool, where: str) -> View:
+def build_view(array: Any, writable: bool, where: str) -> View:
     """The View of any array, on the host or on a CUDA device.
 
     array:    a NumPy or CuPy array, a torch tensor, or an object with the buffer protocol, the
@@ -38,7 +38,7 @@ def view(array: Any, writable: bool, where: str) -> View:
     return _adapters[array.__class__](array, writable, where)
 
 
-def parts(arrays: Any, writable: bool, where: str, length: int) -> Parts:
+def build_view_list(arrays: Any, writable: bool, where: str, length: int) -> ViewList:
     """The view of a list of ``length`` arrays of one dtype.
 
     Raises ArgumentTypeError where ``arrays`` is no list or tuple, ArgumentError for another
@@ -50,7 +50,7 @@ def parts(arrays: Any, writable: bool, where: str, length: int) -> Parts:
         raise ArgumentError(
             f"{where}: expected one array for each of the group's {length} ranks, got {len(arrays)}"
         )
-    found = [view(a, writable, f"{where}[{i}]") for i, a in enumerate(arrays)]
+    found = [build_view(a, writable, f"{where}[{i}]") for i, a in enumerate(arrays)]
     dtype = found[0].dtype
     for i, one in enumerate(found):
         if one.dtype is not dtype:
@@ -58,11 +58,11 @@ def parts(arrays: Any, writable: bool, where: str, length: int) -> Parts:
                 f"{where}: invalid tensor type: different dtypes in one list: [0] is {dtype}, "
                 f"[{i}] is {one.dtype}; convert the arrays to one dtype"
             )
-        same_device(where, f"[{i}]", one, "[0]", found[0])
-    return Parts(found, dtype)
+        check_same_device(where, f"[{i}]", one, "[0]", found[0])
+    return ViewList(found, dtype)
 
 
-def same_device(where: str, name: str, one: View, other_name: str, other: View) -> None:
+def check_same_device(where: str, name: str, one: View, other_name: str, other: View) -> None:
     """Raises UnsupportedError where two arrays of a call are not on one device."""
     if one.device != other.device:
         raise UnsupportedError(
@@ -80,10 +80,10 @@ def _place(view: View) -> str:
 Adapter = Callable[[Any, bool, str], View]
 #: The quick look at an array that may be written to: dtype, buffer and count where it is one
 #: contiguous block with nothing unusual about it, else None; never raises.
-Glance = Callable[[Any], "tuple[DType, Any, int] | None"]
+FastView = Callable[[Any], "tuple[DType, Any, int] | None"]
 
 
-def _glance_numpy(array: Array) -> tuple[DType, Any, int] | None:
+def _fast_view_numpy(array: Array) -> tuple[DType, Any, int] | None:
     dtype = by_numpy.get(array.dtype)
     # carray: C-contiguous, aligned and writeable, in one look.
     if dtype is None or not array.flags.carray:
@@ -97,7 +97,7 @@ def _numpy(array: Array, writable: bool, where: str) -> View:
         raise UnsupportedError(_dtype_message(array.dtype, where))
     flags = array.flags
     if flags.carray or (not writable and flags.c_contiguous and flags.aligned):
-        return of_numpy(array, dtype)
+        return from_numpy(array, dtype)
     if writable:
         if not flags.writeable:
             raise ArgumentError(
@@ -162,7 +162,7 @@ def _dlpack(array: Any, writable: bool, where: str) -> View:
     try:
         if on_device:
             # The producer makes its work visible to the stream that it is told.
-            found = dlpack.opened(array, stream=LEGACY)
+            found = dlpack.open_capsule(array, stream=LEGACY)
         else:
             alias = dlpack.to_numpy(array)
     except Exception as error:  # whatever the producer raises when it refuses
@@ -195,7 +195,7 @@ def _cuda(array: Any, writable: bool, where: str) -> View:
     if index is None:
         index = _runtime(where).device_of(address)
     if type(array).__module__.partition(".")[0] == "cupy":
-        stream = _runtime(where).current(index)  # the interface tells another device's
+        stream = _runtime(where).current_stream(index)  # the interface tells another device's
     else:
         stream = interface.get("stream") or UNKNOWN
     return _on_device(
@@ -204,9 +204,9 @@ def _cuda(array: Any, writable: bool, where: str) -> View:
     )  # fmt: skip
 
 
-def _runtime(where: str) -> device.Runtime:
+def _runtime(where: str) -> runtime.Runtime:
     try:
-        return device.runtime()
+        return runtime.get_runtime()
     except UnsupportedError as error:
         raise UnsupportedError(f"{where}: {error}") from error
 
@@ -224,7 +224,7 @@ def _on_device(
     where: str,
 ) -> View:
     """The view of an array on a device; raises UnsupportedError where there is no CuPy."""
-    _runtime(where).check(index, stream, where)
+    _runtime(where).check_stream(index, stream, where)
     number = dtype.itemsize // (2 if dtype.kind is Kind.COMPLEX else 1)
     found = DeviceView(owner, dtype, index, address, shape, strides, stream)
     # Kernels go over numbers where all lie side by side, over elements where they do not.
@@ -255,7 +255,7 @@ def _jax(array: Any, writable: bool, where: str) -> View:
     return _dlpack(array, writable, where)
 
 
-def _torch(torch: Any) -> tuple[Glance, Adapter]:
+def _torch(torch: Any) -> tuple[FastView, Adapter]:
     """For torch tensors: address and count straight from the tensor."""
     from mpi4py import MPI
 
@@ -305,7 +305,7 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
     # Complex tensors may be lazy conjugates, which takes one more look.
     plain = {kind: row for kind, row in rows.items() if row.kind is not Kind.COMPLEX}
 
-    def glance(tensor: Any) -> tuple[DType, Any, int] | None:
+    def fast_view(tensor: Any) -> tuple[DType, Any, int] | None:
         row = plain.get(tensor.dtype)
         if row is None or not tensor.is_cpu or tensor.is_neg():
             return None
@@ -320,7 +320,7 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
     def adapter(tensor: Any, writable: bool, where: str) -> View:
         if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor: a result on its way
             tensor = tensor.trigger_wait()
-        seen = glance(tensor) if type(tensor) in direct else None
+        seen = fast_view(tensor) if type(tensor) in direct else None
         if seen is None:
             refuse(tensor, where, writable)
             tensor = tensor.resolve_conj().resolve_neg()
@@ -344,7 +344,7 @@ def _torch(torch: Any) -> tuple[Glance, Adapter]:
         held = tensor.detach()  # keeps the memory, whatever is assigned to tensor.data meanwhile
         return Alias(tensor, row, count, buffer, lambda _: alias(held))
 
-    return glance, adapter
+    return fast_view, adapter
 
 
 class _Adapters(dict[type, Adapter]):
@@ -355,7 +355,7 @@ class _Adapters(dict[type, Adapter]):
 
 
 _adapters = _Adapters({np.ndarray: _numpy})
-glances: dict[type, Glance] = {np.ndarray: _glance_numpy}
+fast_views: dict[type, FastView] = {np.ndarray: _fast_view_numpy}
 
 
 def _find(array: Any, writable: bool, where: str) -> View:
@@ -363,8 +363,8 @@ def _find(array: Any, writable: bool, where: str) -> View:
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(array, torch.Tensor):
         if torch.Tensor not in _adapters:
-            glance, _adapters[torch.Tensor] = _torch(torch)
-            glances[torch.Tensor] = glances[torch.nn.Parameter] = glance
+            fast_view, _adapters[torch.Tensor] = _torch(torch)
+            fast_views[torch.Tensor] = fast_views[torch.nn.Parameter] = fast_view
         found = _adapters[torch.Tensor]
     elif isinstance(array, np.ma.MaskedArray):
         found = _masked

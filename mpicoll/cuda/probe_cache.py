@@ -1,0 +1,79 @@
+"""The outcomes of earlier probes, kept in files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpicoll.cuda.probe import LAUNCHED, OK, ProbeOutcome
+
+__all__ = ["build_key", "digest", "load", "store"]
+
+#: Beginnings of the names of variables that an MPI library's handling of device memory depends on.
+_SETTINGS = re.compile(
+    "MPICH_|MPIR_|MVP_|MV2_|I_MPI_(OFFLOAD|FABRICS|OFI|SHM)|OMPI_MCA_|OPAL_|UCX_|FI_|PSM|LD_LIBRARY_PATH$|LD_PRELOAD$|MPI4PY_"
+)
+
+
+def build_key(version: str, library: Path, names: Sequence[str], driver: str) -> dict[str, Any]:
+    """All that the outcome of a try may depend on."""
+    modified = 0
+    with suppress(OSError):
+        modified = library.stat().st_mtime_ns
+    settings = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if _SETTINGS.match(name) and not LAUNCHED.match(name)
+    }
+    return {
+        "version": version,
+        "library": str(library),
+        "modified": modified,
+        "settings": settings,
+        "gpus": sorted(set(names)),
+        "driver": driver,
+    }
+
+
+def digest(key: Mapping[str, Any]) -> str:
+    """Return a short text that is equal for equal keys alone."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _place(key: Mapping[str, Any]) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(base, "mpicoll", f"device-memory-{digest(key)}.json")
+
+
+def load(key: Mapping[str, Any]) -> ProbeOutcome | None:
+    """The outcome of an earlier try; None where there is none, or the file is broken."""
+    try:
+        outcome = ProbeOutcome(**json.loads(_place(key).read_text())["outcome"])
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+        return None
+    whole = isinstance(outcome.ranks, int) and all(isinstance(text, str) for text in outcome[1:])
+    return outcome if whole else None
+
+
+def store(key: Mapping[str, Any], outcome: ProbeOutcome) -> None:
+    """Keeps the outcome of a try that took place, where files can be written."""
+    if outcome.began != OK:
+        return
+    with suppress(OSError, RuntimeError):
+        place = _place(key)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".", dir=place.parent)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"key": key, "outcome": outcome._asdict()}, file, indent=1)
+            Path(name).replace(place)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise

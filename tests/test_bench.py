@@ -448,7 +448,7 @@ class cuda:
 import mpicoll.cuda.runtime
 from types import SimpleNamespace
 fake = SimpleNamespace(count=lambda: 1, use=lambda index: None, name=lambda index: "Fake",
-                       identity=lambda index: "0000:00:00.0")
+                       pci_bus_id=lambda index: "0000:00:00.0")
 mpicoll.cuda.runtime.get_runtime = lambda: fake
 """
 

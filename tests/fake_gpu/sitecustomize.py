@@ -59,7 +59,7 @@ class FakeGpu:
 
     def allocate(self, index, nbytes):
         self.allocated += 1
-        memory = self.pinned(index, nbytes)
+        memory = self.allocate_pinned(index, nbytes)
         if self.faulty() and FAULT == "crash":
             memory.address = NOWHERE  # in MPI's hands a segmentation fault, or an error of the OS
         if self.faulty() and FAULT == "hang":

@@ -468,7 +468,7 @@ def test_mpi_error_keeps_its_class() -> None:
 LOADED = """
 import json, sys
 {}
-names = "mpi4py.MPI cupy torch numpy mpi4py".split()
+names = "mpi4py.MPI cupy jax torch numpy mpi4py".split()
 print(json.dumps([name for name in names if name in sys.modules]))
 """
 
@@ -511,6 +511,25 @@ dist.get_node_local_rank(0), dist.is_backend_available("gloo"), dist.is_torchela
 try:
     dist.get_rank()
 except dist.NotInitializedError:
+    pass
+"""
+    assert loaded_by(code) <= {"numpy", "mpi4py"}
+
+
+def test_views_load_no_array_library() -> None:
+    code = """
+import numpy as np
+from mpicoll.arrays.adapters import build_view
+from mpicoll.errors import ArgumentTypeError
+class WithDlpack:
+    def __init__(self, array): self.array = array
+    def __dlpack__(self, **how): return self.array.__dlpack__()
+    def __dlpack_device__(self): return self.array.__dlpack_device__()
+for array in np.zeros(3), np.zeros(3).view(np.recarray), bytearray(8), WithDlpack(np.zeros(3)):
+    assert build_view(array, True, "test").nbytes in (8, 24)
+try:
+    build_view("no array", True, "test")
+except ArgumentTypeError:
     pass
 """
     assert loaded_by(code) <= {"numpy", "mpi4py"}

@@ -1,4 +1,4 @@
-"""Reading DLPack capsules: any array that speaks the protocol becomes address, shape and dtype.
+"""The adapter of arrays with DLPack, and a reader of its capsules.
 
 NumPy's own reader refuses bfloat16 and the 8-bit floats; this one knows every row of the dtype
 table. Structures as in DLPack 1.1 (https://dmlc.github.io/dlpack/latest/c_api.html).
@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpicoll.arrays import cuda_arrays, numpy_arrays
+from mpicoll.arrays.views import Adapter, Alias, View
+from mpicoll.cuda.runtime import LEGACY, UNKNOWN
 from mpicoll.dtypes import DType, by_dlpack
 from mpicoll.errors import UnsupportedError
 
-__all__ = ["CPU_DEVICES", "CUDA_DEVICES", "DlpackArray", "device_name", "open_capsule", "to_numpy"]
+__all__ = ["build_view", "find_adapter"]
 
 #: kDLCPU and kDLCUDAHost: memory that the host may read and write.
 CPU_DEVICES = frozenset({1, 3})
@@ -25,6 +28,42 @@ _DEVICE_NAMES = {
     13: "cuda_managed", 14: "oneapi",
 }  # fmt: skip
 _READ_ONLY = 1
+
+
+def find_adapter(array: object) -> Adapter | None:
+    """Return the adapter if the array has DLPack."""
+    return Adapter(build_view) if hasattr(array, "__dlpack__") else None
+
+
+def build_view(array: Any, writable: bool, where: str) -> View:
+    """Return the view of an array; `adapters.build_view` says more."""
+    kind, index = (int(word) for word in array.__dlpack_device__())
+    if kind not in CPU_DEVICES | CUDA_DEVICES:
+        raise UnsupportedError(
+            f"{where}: arrays on {device_name(array)} are not supported; copy to the host "
+            "or to a CUDA device first"
+        )
+    on_device = kind in CUDA_DEVICES
+    if on_device:
+        cuda_arrays.get_runtime(where)  # raises where there is no CUDA
+    try:
+        if on_device:
+            # The producer makes its work visible to the stream that it is told.
+            found = open_capsule(array, stream=LEGACY)
+        else:
+            alias = to_numpy(array)
+    except Exception as error:  # whatever the producer raises when it refuses
+        raise UnsupportedError(f"{where}: {type(array).__name__}: {error}") from error
+    if on_device:
+        return cuda_arrays.build_device_view(
+            (array, found), found.dtype, index, found.address, found.shape, found.strides, UNKNOWN,
+            writable, found.read_only, where,
+        )  # fmt: skip
+    inner = numpy_arrays.build_view(alias, writable, where)
+    return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
+
+
+# --- capsules -----------------------------------------------------------------------------------
 
 
 class _Device(ctypes.Structure):

@@ -5,7 +5,7 @@ https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html (version 2
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,15 +19,23 @@ from mpicoll.errors import UnsupportedError
 __all__ = ["build_device_view", "find_adapter", "get_runtime"]
 
 
+class SupportsCudaArrayInterface(Protocol):
+    """An array of any library that has the interface."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Address, shape, strides, dtype and stream."""
+
+
 def find_adapter(array: object) -> Adapter | None:
     """Return the adapter if the array's type has the interface."""
     return Adapter(_build_view) if hasattr(type(array), "__cuda_array_interface__") else None
 
 
-def _build_view(array: Any, writable: bool, where: str) -> View:
+def _build_view(array: SupportsCudaArrayInterface, writable: bool, where: str) -> View:
     interface = array.__cuda_array_interface__
     address, read_only = interface["data"]
-    # The interface has no word for bfloat16 and the 8-bit floats, the array's own dtype has.
+    # The interface cannot express bfloat16 and the 8-bit floats, the array's own dtype can.
     kind = getattr(array, "dtype", None)
     kind = kind if isinstance(kind, np.dtype) else np.dtype(interface["typestr"])
     dtype = by_numpy.get(kind)
@@ -39,7 +47,9 @@ def _build_view(array: Any, writable: bool, where: str) -> View:
     if index is None:
         index = get_runtime(where).device_of(address)
     if type(array).__module__.partition(".")[0] == "cupy":
-        stream = get_runtime(where).current_stream(index)  # the interface tells another device's
+        stream = get_runtime(where).current_stream(
+            index
+        )  # the interface has that of the current device
     else:
         stream = interface.get("stream") or UNKNOWN
     return build_device_view(
@@ -79,7 +89,7 @@ def build_device_view(
     get_runtime(where).check_stream(index, stream, where)
     number = dtype.itemsize // (2 if dtype.kind is Kind.COMPLEX else 1)
     found = DeviceView(owner, dtype, index, address, shape, strides, stream)
-    # Kernels go over numbers where all lie side by side, over elements where they do not.
+    # Kernels go over numbers in contiguous arrays, over elements in others.
     places = [address % number]
     if found.buffer is None:
         places = [place % dtype.itemsize for place in (address, *found.strides)]

@@ -42,7 +42,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
     plain_types = _plain_types(torch)
 
     def alias(tensor: Any) -> Array:
-        """Not Tensor.numpy(), after which the storage cannot be resized any more, as FSDP does."""
+        """Not Tensor.numpy(), after which storage cannot be resized any more, which FSDP does."""
         row, shape = rows[tensor.dtype], tuple(tensor.shape)
         if not tensor.numel():
             return np.empty(shape, row.numpy)
@@ -82,7 +82,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
                 "to; pass resolve_conj().resolve_neg()"
             )
 
-    # Complex tensors may be lazy conjugates, which has to be looked up as well.
+    # Complex tensors may be lazy conjugates: they have no fast view.
     real = {kind: row for kind, row in rows.items() if row.kind is not Kind.COMPLEX}
 
     def fast_view(tensor: Any) -> tuple[DType, Any, int] | None:

@@ -1,4 +1,4 @@
-"""What MPI and the GPUs of each rank can do."""
+"""What MPI and the GPUs can do in the process of each rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ OVERRIDE = settings.CUDA_AWARE.name
 
 
 class CudaSupport(IntEnum):
-    """What MPI does with device memory."""
+    """What an MPI library does with device memory."""
 
     #: Nothing: it has to be copied to the host.
     NONE = 0
-    #: Sends and receives it.
+    #: It sends and receives it.
     TRANSFER = 1
-    #: Reduces it as well, and has collectives of it.
+    #: It also reduces it, and has collectives of it.
     FULL = 2
 
 
@@ -42,16 +42,16 @@ class Capabilities:
     library: its file.
     cuda:    what MPI does with device memory.
     why:     how that is known.
-    problem: what is wrong with it: it is not what the library says of itself. "" for nothing.
-    remedy:  what to change to get more of it, where that is known.
-    settled: nothing is left to be tried.
-    key:     of the outcome of a try: equal where a try would have the same outcome.
-    gpus:    what tells each GPU that this process sees from all others of its host.
-    names:   what they are called.
+    problem: how it falls short of what the library claims; "" if it does not.
+    remedy:  what to change to get more of it, if known.
+    settled: nothing is left to probe.
+    key:     of the probe's outcome: equal for ranks whose probes would have the same outcome.
+    gpus:    the PCI bus ids of the GPUs that this process sees.
+    names:   of their models.
     no_gpu:  why there are none.
-    nccl:    NCCL is there.
-    node:    names what shares memory with this process.
-    forced:  what MPICOLL_DEVICE_ROUTE says here.
+    nccl:    NCCL is available.
+    node:    names the processes that share memory with this one.
+    forced:  the value of MPICOLL_DEVICE_ROUTE in this process.
     """
 
     vendor: str
@@ -71,7 +71,7 @@ class Capabilities:
     forced: str = ""
 
     def words(self) -> dict[str, Any]:
-        """Plain values, of which JSON can be made."""
+        """Return plain values, fit for JSON."""
         return asdict(self) | {
             "cuda": self.cuda.name.lower(),
             "gpus": list(self.gpus),
@@ -80,7 +80,7 @@ class Capabilities:
 
     @classmethod
     def from_words(cls, words: Mapping[str, Any]) -> Capabilities:
-        """What ``words`` told."""
+        """Return what ``words`` was called on."""
         return cls(
             **{
                 **words,
@@ -95,14 +95,14 @@ _known: Capabilities | None = None
 
 
 def discover(probes: bool = False, again: bool = False) -> Capabilities:
-    """What this process can do; MPI has to run. The answer is kept once it is settled.
+    """Return what this process can do, with MPI running. A settled answer is kept.
 
-    probes: what is not settled by what is said, or known from earlier tries, is tried, in two
-           processes beside this one; that takes some seconds, and a minute at most. For one rank
-           at a time: ``exchange`` lets one try for all that are alike.
-    again: what is known from earlier tries does not count.
+    probes: probe what neither the MPI library's own words nor earlier probes settle, in two child
+            processes. That takes some seconds, a minute at most. `exchange` lets one rank probe for
+            all that are alike.
+    again:  ignore the outcomes of earlier probes.
 
-    Raises ArgumentError for an MPICOLL_CUDA_AWARE that is none of none, transfer and full.
+    Raises ArgumentError if MPICOLL_CUDA_AWARE is none of none, transfer and full.
     """
     global _known
     if _known is None or not _known.settled or again:
@@ -158,10 +158,10 @@ def _discover(probes: bool, again: bool) -> Capabilities:
 
 
 def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | None) -> Capabilities:
-    """What follows from what MPI says of itself and the outcome of a try.
+    """Return what follows from the MPI library's claims and the outcome of a probe.
 
-    claims:  by which queries MPI says that it takes device memory.
-    outcome: None where nothing was tried.
+    claims:  the queries in which it says that it takes device memory.
+    outcome: None if nothing was probed.
     """
     says = f"{' and '.join(claims)}: yes" if claims else "MPI does not say that it takes any"
     # Point-to-point is the lesser claim: where libraries fail, it is in reductions.
@@ -173,26 +173,25 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
         why = f"{says}; could not be tried: {outcome.began}"
         return replace(found, cuda=believed, why=why)
     stages = {"transfer": outcome.transfer, "reduction": outcome.reduction}
-    told = ", ".join(f"{stage} {how}" for stage, how in stages.items() if how)
+    details = ", ".join(f"{stage} {how}" for stage, how in stages.items() if how)
     cuda = CudaSupport.NONE
     if outcome.transfer == OK:
         cuda = CudaSupport.FULL if outcome.reduction == OK else CudaSupport.TRANSFER
     problem = ""
     if claims and cuda is not CudaSupport.FULL:
-        problem = f"MPI says that it takes device memory ({says}), but {tried}: {told}"
-    return replace(found, cuda=cuda, why=f"{says}; {tried}: {told}", problem=problem)
+        problem = f"MPI says that it takes device memory ({says}), but {tried}: {details}"
+    return replace(found, cuda=cuda, why=f"{says}; {tried}: {details}", problem=problem)
 
 
 def exchange(
     comm: MPI.Intracomm, probes: bool = False, again: bool = False
 ) -> tuple[Capabilities, ...]:
-    """What each rank can do, by rank; every rank of the communicator calls.
+    """Return what each rank can do, by rank; all ranks of the communicator call.
 
-    probes: what is not settled is tried by one rank for all to which the same applies; the others
-           wait for it.
-    again: what is known from earlier tries does not count.
+    probes: probe what is not settled, on one rank for all that are alike, while the others wait.
+    again:  ignore the outcomes of earlier probes.
 
-    Raises ArgumentError, on all ranks, where MPICOLL_CUDA_AWARE has no meaning on one.
+    Raises ArgumentError on all ranks if MPICOLL_CUDA_AWARE has no meaning on one.
     """
     global _known
     me, wrong, open_key = comm.Get_rank(), "", ""

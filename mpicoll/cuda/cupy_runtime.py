@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
-from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, StridedMemory
+from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, NcclCommunicator, StridedMemory
 from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 from mpicoll.kernels.device_kernels import DeviceKernels, external
@@ -20,7 +20,7 @@ __all__ = ["CupyRuntime"]
 
 
 class _CupyEvent:
-    """An event of CuPy, which is destroyed when nobody holds it, and its device."""
+    """An event of CuPy, which is destroyed with its last reference, and its device."""
 
     def __init__(self, index: int, event: Any) -> None:
         self.index = index
@@ -46,48 +46,48 @@ class CupyRuntime:
             raise UnsupportedError("arrays on a GPU: CuPy finds no GPU on this host")
         self._cupy = cupy
         self._api = cupy.cuda.runtime
-        self._streams: dict[int, Any] = {}  # ours, by their numbers: CuPy ends those nobody holds
+        self._streams: dict[int, Any] = {}  # by number; CuPy destroys those without a reference
         self._kernels: dict[int, DeviceKernels] = {}
         self._driver = ctypes.CDLL("libcuda.so.1")
 
     def count(self) -> int:
-        """How many devices there are."""
+        """Return the number of devices."""
         return int(self._api.getDeviceCount())
 
     def name(self, index: int) -> str:
-        """What the device is called."""
+        """Return the name of a device's model."""
         found: bytes = self._api.getDeviceProperties(index)["name"]
         return found.decode()
 
     def pci_bus_id(self, index: int) -> str:
-        """The device's PCI bus id."""
+        """Return the device's PCI bus id."""
         return str(self._api.deviceGetPCIBusId(index))
 
     def driver_version(self) -> str:
-        """Versions of the driver's and of the runtime's CUDA, and of CuPy."""
+        """Return the driver's and the runtime's version of CUDA, and CuPy's."""
         versions = [self._api.driverGetVersion(), self._api.runtimeGetVersion()]
         driver, here = (f"{one // 1000}.{one % 1000 // 10}" for one in versions)
         return f"CUDA {driver} (driver), {here} (runtime), CuPy {self._cupy.__version__}"
 
     def device_of(self, address: int) -> int:
-        """The device whose memory it is, as the driver knows."""
+        """Return the device that the driver says the memory belongs to."""
         return int(self._api.pointerGetAttributes(address).device)
 
     def use(self, index: int) -> None:
-        """Makes a device the calling thread's current one."""
+        """Make a device the calling thread's current one."""
         self._cupy.cuda.Device(index).use()
 
-    def on(self, index: int) -> AbstractContextManager[Any]:
-        """In here a device is the calling thread's current one; on our own threads for longer."""
+    def on(self, index: int) -> AbstractContextManager[object]:
+        """Return a context in which a device is current; on mpicoll's own threads it stays so."""
         current: Any = self._cupy.cuda.Device(index)
         if threading.current_thread().name.startswith("mpicoll-"):
-            # Going back to device 0, where threads begin, would set that up for every rank.
+            # Going back to device 0, where threads begin, would set it up in every rank.
             current.use()
             return nullcontext()
         return current  # type: ignore[no-any-return]
 
     def check_stream(self, index: int, stream: int, where: str) -> None:
-        """Raises UnsupportedError for a stream that a graph is being captured from."""
+        """Raise UnsupportedError for a stream that is being captured into a graph."""
         with self.on(index):
             captured = stream not in (UNKNOWN, LEGACY) and self._api.streamIsCapturing(stream)
         if captured:
@@ -97,52 +97,52 @@ class CupyRuntime:
             )
 
     def current_stream(self, index: int) -> int:
-        """CuPy's current stream of the device, whichever device is current."""
+        """Return CuPy's current stream on the device, whichever device is current."""
         return int(self._cupy.cuda.get_current_stream(index).ptr) or LEGACY
 
     def destroy_stream(self, stream: int) -> None:
-        """Lets CuPy destroy the stream."""
+        """Drop the stream, which CuPy destroys."""
         del self._streams[stream]
 
     def create_stream(self, index: int) -> int:
-        """A stream that does not wait for the default stream."""
+        """Return a new non-blocking stream."""
         with self.on(index):
             made = self._cupy.cuda.Stream(non_blocking=True)
         self._streams[made.ptr] = made
         return int(made.ptr)
 
     def record(self, index: int, stream: int) -> _CupyEvent:
-        """An event, recorded in the stream."""
+        """Record an event in the stream."""
         with self.on(index):
             event = self._cupy.cuda.Event(disable_timing=True)
             self._api.eventRecord(event.ptr, stream)
         return _CupyEvent(index, event)
 
     def wait(self, index: int, stream: int, event: Event) -> None:
-        """Makes the stream wait."""
+        """Make the stream wait for the event."""
         assert isinstance(event, _CupyEvent)
         with self.on(index):
             self._api.streamWaitEvent(stream, event.event.ptr)
 
     def synchronize(self, event: Event) -> None:
-        """Waits for the event; other threads run meanwhile."""
+        """Wait for the event; other threads run meanwhile."""
         assert isinstance(event, _CupyEvent)
         event.event.synchronize()
 
     def allocate(self, index: int, nbytes: int) -> Memory:
-        """Memory by cudaMalloc."""
+        """Allocate by cudaMalloc."""
         with self.on(index):
             memory = self._cupy.cuda.Memory(nbytes)
         return Memory(memory.ptr, nbytes, memory)
 
     def allocate_pinned(self, index: int, nbytes: int) -> Memory:
-        """Memory by cudaHostAlloc, of CuPy's pool."""
+        """Allocate by cudaHostAlloc, from CuPy's pool."""
         with self.on(index):
             memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
         return Memory(memory.ptr, nbytes, memory)
 
     def is_plain(self, address: int) -> bool:
-        """Whether the driver would export the memory by a handle of cudaIpcGetMemHandle."""
+        """Return whether the driver would export the memory by cudaIpcGetMemHandle."""
         return self._attribute(_EXPORTABLE, address) and not self._attribute(_MANAGED, address)
 
     def _attribute(self, which: int, address: int) -> bool:
@@ -153,7 +153,7 @@ class CupyRuntime:
         return not failed and bool(value.value)
 
     def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
-        """A cudaMemcpyAsync of whatever kind the addresses tell."""
+        """Enqueue a cudaMemcpyAsync; the addresses tell its kind."""
         if nbytes:
             with self.on(index):
                 self._api.memcpyAsync(into, source, nbytes, self._api.memcpyDefault, stream)
@@ -162,12 +162,12 @@ class CupyRuntime:
         self, index: int, into: StridedMemory, source: StridedMemory, shape: Sequence[int],
         itemsize: int, stream: int,
     ) -> None:  # fmt: skip
-        """A copy by CuPy, of unsigned integers of the elements' size, which have no values."""
+        """Enqueue a copy by CuPy, as unsigned integers of the elements' size."""
         cupy = self._cupy
         with self.on(index), external(stream):
             arrays = []
             for address, strides in (into, source):
-                # Whoever made the view of the memory holds it.
+                # The view keeps the memory.
                 memory = cupy.cuda.UnownedMemory(address, 1, self, index)
                 place = cupy.cuda.MemoryPointer(memory, 0)
                 kind = f"u{itemsize}" if itemsize <= 8 else "c16"
@@ -179,21 +179,21 @@ class CupyRuntime:
         self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
         stream: int,
     ) -> None:  # fmt: skip
-        """A kernel."""
+        """Enqueue a kernel."""
         if count:
             self._kernels_of(index).combine(by, sources, out, count, divisor, stream)
 
     def scale(
         self, index: int, dtype: DType, source: int, factor: Any, out: int, count: int, stream: int
     ) -> None:
-        """A kernel."""
+        """Enqueue a kernel."""
         if count:
             self._kernels_of(index).scale(dtype, source, factor, out, count, stream)
 
     def narrow(
         self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
     ) -> None:
-        """A kernel."""
+        """Enqueue a kernel."""
         if count:
             self._kernels_of(index).narrow(dtype, source, out, count, stream)
 
@@ -203,36 +203,40 @@ class CupyRuntime:
         return self._kernels[index]
 
     def export(self, index: int, memory: Memory) -> bytes:
-        """A handle of cudaIpcGetMemHandle."""
+        """Return a handle of cudaIpcGetMemHandle."""
         with self.on(index):
             handle: bytes = self._api.ipcGetMemHandle(memory.address)
         return handle
 
     def open(self, index: int, handle: bytes) -> Memory:
-        """The memory behind a handle, by cudaIpcOpenMemHandle with lazy peer access."""
+        """Map memory by cudaIpcOpenMemHandle, with lazy peer access."""
         with self.on(index):
             address = self._api.ipcOpenMemHandle(handle)
         return Memory(address, 0, _MappedMemory(self, index, address))
 
     def has_nccl(self) -> bool:
-        """CuPy finds NCCL's library."""
+        """Return whether CuPy finds NCCL's library."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is not there
             from cupy.cuda import nccl
         return bool(nccl.available)
 
-    def nccl_unique_id(self) -> Any:
-        """ncclGetUniqueId."""
-        return self._cupy.cuda.nccl.get_unique_id()
+    def nccl_unique_id(self) -> tuple[int, ...]:
+        """Call ncclGetUniqueId."""
+        identity: tuple[int, ...] = self._cupy.cuda.nccl.get_unique_id()
+        return identity
 
-    def create_nccl(self, index: int, n: int, identity: Any, rank: int) -> Any:
-        """ncclCommInitRank."""
+    def create_nccl(
+        self, index: int, n: int, identity: tuple[int, ...], rank: int
+    ) -> NcclCommunicator:
+        """Call ncclCommInitRank."""
         with self.on(index):
-            return self._cupy.cuda.nccl.NcclCommunicator(n, identity, rank)
+            comm: NcclCommunicator = self._cupy.cuda.nccl.NcclCommunicator(n, identity, rank)
+        return comm
 
     @contextmanager
     def nccl_group(self) -> Iterator[None]:
-        """Between ncclGroupStart and ncclGroupEnd."""
+        """Call ncclGroupStart, and ncclGroupEnd at the end."""
         self._cupy.cuda.nccl.groupStart()
         try:
             yield
@@ -241,7 +245,7 @@ class CupyRuntime:
 
 
 class _MappedMemory:
-    """Closes another process's memory with its last holder."""
+    """Unmaps another process's memory with its last reference."""
 
     def __init__(self, runtime: CupyRuntime, index: int, address: int) -> None:
         self._runtime, self._index, self._address = runtime, index, address

@@ -1,4 +1,4 @@
-"""The routes of device memory that a group can take, from what its ranks can do."""
+"""The routes of device memory that a group can take, given what its ranks can do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 
 __all__ = ["FORCED", "ROUTES", "eligible_routes", "forced_route"]
 
-#: A device route that is to be taken whether or not there is a better one.
+#: The variable that forces a device route.
 FORCED = settings.DEVICE_ROUTE.name
 
 
 class _Route(NamedTuple):
-    """What a device route asks of every rank.
+    """What a device route needs of every rank.
 
-    lacks:    what a rank lacks for it, "" for nothing.
+    lacks:    returns what a rank lacks for it, "" for nothing.
     together: all ranks have to be on one node.
     """
 
@@ -42,13 +42,13 @@ def _gpu(own: Capabilities) -> str:
     return "" if own.gpus else f"a GPU ({own.no_gpu})"
 
 
-#: The routes by what they need, the best first.
+#: What the routes need, the best route first.
 ROUTES: dict[str, _Route] = {
     "peer": _Route(_gpu, together=True),
     "direct": _Route(_mpi_does(CudaSupport.TRANSFER)),
     "native": _Route(_mpi_does(CudaSupport.FULL)),
     "staged": _Route(lambda own: ""),
-    # Only where it is asked for.
+    # Only if it is asked for.
     "nccl": _Route(lambda own: "" if own.nccl else "NCCL"),
 }
 
@@ -56,13 +56,12 @@ ROUTES: dict[str, _Route] = {
 def eligible_routes(
     all_ranks: Sequence[Capabilities], forced: str | None = None
 ) -> tuple[str, ...]:
-    """The device routes that a group can take, the best first: the same on each of its ranks.
+    """Return the device routes that a group can take, the best first, alike on all its ranks.
 
     all_ranks: what each rank of the group can do.
-    forced:    the one route that is asked for (``forced_route``).
+    forced:    the one route that is asked for (`forced_route`).
 
-    Raises ArgumentError where that is no route, UnsupportedError where a rank lacks something for
-    it.
+    Raises ArgumentError if that is no route, UnsupportedError if a rank lacks something for it.
     """
     if forced is None:
         return tuple(name for name in ROUTES if name != "nccl" and not _missing(name, all_ranks))
@@ -75,32 +74,31 @@ def eligible_routes(
 
 
 def _missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
-    """What is missing for a route, and on which ranks; "" for nothing."""
+    """Describe what is missing for a route, and on which ranks; "" for nothing."""
     route = ROUTES[name]
     lacking: dict[str, list[int]] = {}
     for rank, own in enumerate(all_ranks):
         lack = route.lacks(own)
         if lack:
             lacking.setdefault(lack, []).append(rank)
-    told = [f"{_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
+    missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
     away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
     if route.together and away:
-        told.append(f"{_ranks(away)} is on another node than rank 0")
-    return "; ".join(told)
+        missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
+    return "; ".join(missing)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
+def _describe_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
 
 
 def forced_route(all_ranks: Sequence[Capabilities]) -> str | None:
-    """The route that MPICOLL_DEVICE_ROUTE asks for, if it does.
+    """Return the route that MPICOLL_DEVICE_ROUTE asks for, if it is set.
 
-    Raises MismatchError where the ranks differ in it.
+    Raises MismatchError if it differs between ranks.
     """
-    said = {own.forced for own in all_ranks}
-    if len(said) > 1:
-        told = ", ".join(f"rank {rank}: {own.forced!r}" for rank, own in enumerate(all_ranks))
-        raise MismatchError(f"{FORCED} has to be the same on all ranks: {told}")
-    return said.pop() or None
+    asked = {own.forced for own in all_ranks}
+    if len(asked) > 1:
+        values = ", ".join(f"rank {rank}: {own.forced!r}" for rank, own in enumerate(all_ranks))
+        raise MismatchError(f"{FORCED} has to be the same on all ranks: {values}")
+    return asked.pop() or None

@@ -1,6 +1,6 @@
-"""What MPI libraries say of device memory: their quirks are rows of tables.
+"""What MPI libraries say of their support for device memory; their quirks are rows of tables.
 
-They are not believed alone: some say that they take device memory, and crash when they reduce it.
+Their word alone is not believed: some claim support, and crash when they reduce device memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ __all__ = ["QUERIES", "SWITCHES", "find_library", "find_switch", "has_ucx_with_c
 
 
 class Switch(NamedTuple):
-    """A variable that turns device memory off in an MPI library.
+    """An environment variable that turns device memory off in an MPI library.
 
     library: a pattern of MPI_Get_library_version's text.
-    name:    of the variable.
-    default: the value of a variable that is not set.
-    off:     a pattern of the whole value that turns it off.
+    default: what counts if the variable is not set.
+    off:     a pattern of the whole value that turns device memory off.
     remedy:  what to do about it.
     """
 
@@ -59,13 +58,13 @@ SWITCHES: tuple[Switch, ...] = (
 
 
 def _support() -> int | None:
-    """MPIX_Query_cuda_support (Open MPI, MPICH, MVAPICH, Intel MPI)."""
+    """Ask MPIX_Query_cuda_support (Open MPI, MPICH, MVAPICH, Intel MPI)."""
     function = _function("MPIX_Query_cuda_support")
     return None if function is None else int(function())
 
 
 def _gpu_support() -> int | None:
-    """MPIX_GPU_query_support of MPIX_GPU_SUPPORT_CUDA (MPICH and its family)."""
+    """Ask MPIX_GPU_query_support of MPIX_GPU_SUPPORT_CUDA (MPICH and its family)."""
     function, found = _function("MPIX_GPU_query_support"), ctypes.c_int(0)
     if function is None or function(0, ctypes.byref(found)) != 0:
         return None
@@ -73,8 +72,8 @@ def _gpu_support() -> int | None:
 
 
 def _kinds() -> int | None:
-    """mpi_memory_alloc_kinds (MPI-4.1 section 12.4.3): says something only where it lists cuda,
-    for kinds that were not asked for when MPI started are not listed.
+    """Read mpi_memory_alloc_kinds (MPI-4.1 section 12.4.3), which means something only if it lists
+    cuda: kinds that were not asked for when MPI started are not listed.
     """
     from mpi4py import MPI
 
@@ -84,7 +83,7 @@ def _kinds() -> int | None:
     return 1 if re.search(r"\bcuda\b", kinds) else None
 
 
-#: What MPI libraries say of themselves: 1, 0, or None where they say nothing.
+#: What MPI libraries say of themselves: 1, 0, or None for nothing.
 QUERIES: dict[str, Callable[[], int | None]] = {
     "MPIX_Query_cuda_support": _support,
     "MPIX_GPU_query_support": _gpu_support,
@@ -93,7 +92,7 @@ QUERIES: dict[str, Callable[[], int | None]] = {
 
 
 def _function(name: str) -> Any:
-    """A function of the MPI library that mpi4py has loaded, or None."""
+    """Return a function of the MPI library that mpi4py has loaded, or None."""
     from mpi4py import MPI
 
     return getattr(ctypes.CDLL(MPI.__file__), name, None)
@@ -111,7 +110,7 @@ class _Symbol(ctypes.Structure):
 
 
 def find_library() -> Path:
-    """The file of the MPI library that mpi4py has loaded."""
+    """Return the file of the MPI library that mpi4py has loaded."""
     symbol, function = _Symbol(), _function("MPI_Get_library_version")
     with suppress(AttributeError):
         ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(symbol))
@@ -119,7 +118,7 @@ def find_library() -> Path:
 
 
 def find_switch(version: str, environment: Mapping[str, str]) -> Switch | None:
-    """The variable by which device memory is off in this library, if there is one."""
+    """Return the variable by which device memory is off in this library, if there is one."""
     for switch in SWITCHES:
         value = environment.get(switch.name, switch.default)
         if re.search(switch.library, version) and re.fullmatch(switch.off, value, re.IGNORECASE):
@@ -128,7 +127,7 @@ def find_switch(version: str, environment: Mapping[str, str]) -> Switch | None:
 
 
 def has_ucx_with_cuda() -> bool:
-    """A UCX with CUDA's transports is loaded: it may move device memory, whatever MPI says."""
+    """Return whether UCX is loaded with CUDA transports, and may move device memory anyway."""
     with suppress(OSError):
         for path in set(re.findall(r"/\S*/libuct\.so\S*", Path("/proc/self/maps").read_text())):
             if any(Path(path).parent.glob("ucx/libuct_cuda.so*")):

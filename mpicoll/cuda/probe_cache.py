@@ -1,4 +1,4 @@
-"""The outcomes of earlier probes, kept in files."""
+"""Outcomes of earlier probes, kept in files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpicoll.cuda.probe import LAUNCHED, OK, ProbeOutcome
 
 __all__ = ["build_key", "digest", "load", "store"]
 
-#: Beginnings of the names of variables that an MPI library's handling of device memory depends on.
+#: Prefixes of the variables that an MPI library's handling of device memory depends on.
 _SETTINGS = re.compile(
     "MPICH_|MPIR_|MVP_|MV2_|I_MPI_(OFFLOAD|FABRICS|OFI|SHM)|OMPI_MCA_|OPAL_|UCX_|FI_|PSM|LD_LIBRARY_PATH$|LD_PRELOAD$|MPI4PY_"
 )
 
 
 def build_key(version: str, library: Path, names: Sequence[str], driver: str) -> dict[str, Any]:
-    """All that the outcome of a try may depend on."""
+    """Return all that the outcome of a probe may depend on."""
     modified = 0
     with suppress(OSError):
         modified = library.stat().st_mtime_ns
@@ -43,19 +43,19 @@ def build_key(version: str, library: Path, names: Sequence[str], driver: str) ->
 
 
 def digest(key: Mapping[str, Any]) -> str:
-    """Return a short text that is equal for equal keys alone."""
+    """Return a short text for a key."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _place(key: Mapping[str, Any]) -> Path:
+def _path(key: Mapping[str, Any]) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(base, "mpicoll", f"device-memory-{digest(key)}.json")
 
 
 def load(key: Mapping[str, Any]) -> ProbeOutcome | None:
-    """The outcome of an earlier try; None where there is none, or the file is broken."""
+    """Return the outcome of an earlier probe; None if there is none, or the file is broken."""
     try:
-        outcome = ProbeOutcome(**json.loads(_place(key).read_text())["outcome"])
+        outcome = ProbeOutcome(**json.loads(_path(key).read_text())["outcome"])
     except (OSError, RuntimeError, ValueError, TypeError, KeyError):
         return None
     whole = isinstance(outcome.ranks, int) and all(isinstance(text, str) for text in outcome[1:])
@@ -63,17 +63,17 @@ def load(key: Mapping[str, Any]) -> ProbeOutcome | None:
 
 
 def store(key: Mapping[str, Any], outcome: ProbeOutcome) -> None:
-    """Keeps the outcome of a try that took place, where files can be written."""
+    """Keep the outcome of a probe that took place, if files can be written."""
     if outcome.began != OK:
         return
     with suppress(OSError, RuntimeError):
-        place = _place(key)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".", dir=place.parent)
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
         try:
             with os.fdopen(descriptor, "w") as file:
                 json.dump({"key": key, "outcome": outcome._asdict()}, file, indent=1)
-            Path(name).replace(place)
+            Path(name).replace(path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise

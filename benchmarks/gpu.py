@@ -39,7 +39,7 @@ from measure import Aim, Case, Ranks, Report, Times, measure
 
 import mpicoll as dist
 from mpicoll.core.groups import default_group
-from mpicoll.cuda import binding, capabilities, device
+from mpicoll.cuda import binding, capabilities, device_routes, runtime
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.primitives import by_name
 
@@ -102,7 +102,7 @@ def operations() -> list[Operation]:
 def no_gpu() -> str:
     """Why there is no GPU that can be used; "" where there is one."""
     try:
-        device.runtime()
+        runtime.get_runtime()
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -150,11 +150,11 @@ class Gpu:
 
 def groups_of(report: Report, wanted: list[str]) -> dict[str, Any]:
     """A group for each route that the ranks can take; says why the others are not measured."""
-    found = capabilities.exchange(default_group().inner, tries=True)
+    found = capabilities.exchange(default_group().inner, probes=True)
     made = {}
     for name in wanted:
         try:
-            capabilities.routes(found, name)
+            device_routes.eligible_routes(found, name)
             made[name] = forced(name)
         except MpicollError as error:
             report.line(f"not measured: {name}: {error}")
@@ -166,7 +166,7 @@ def forced(name: str) -> Any:
     """A group that takes a route, which its first call agrees on. All ranks call."""
     import cupy
 
-    os.environ[capabilities.FORCED] = name
+    os.environ[device_routes.FORCED] = name
     capabilities._known = None  # it holds the variable of before
     try:
         group = dist.new_group()
@@ -176,14 +176,14 @@ def forced(name: str) -> Any:
             raise SystemExit(f"{name}: all_reduce gives a wrong sum")
         return group
     finally:
-        del os.environ[capabilities.FORCED]
+        del os.environ[device_routes.FORCED]
         capabilities._known = None
 
 
 def takes_device_memory() -> bool:
     """MPI's own collectives take device memory on all ranks: it has been seen to, or is said to."""
-    found = capabilities.exchange(default_group().inner, tries=True)
-    return all(own.cuda is capabilities.Cuda.FULL for own in found)
+    found = capabilities.exchange(default_group().inner, probes=True)
+    return all(own.cuda is capabilities.CudaSupport.FULL for own in found)
 
 
 def copies(gpu: Gpu, whole: Any) -> Case:
@@ -284,15 +284,15 @@ def describe(report: Report, gpu: Gpu) -> bool:
     """Say what runs here; True where all ranks share one GPU."""
     from mpi4py import MPI
 
-    runtime = device.runtime()
+    cuda = runtime.get_runtime()
     everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, runtime.identity(gpu.index))
+    dist.all_gather_object(everybody, cuda.pci_bus_id(gpu.index))
     library = MPI.Get_library_version().splitlines()[0].strip("\0")
     what = {
-        "gpu": runtime.name(gpu.index),
+        "gpu": cuda.name(gpu.index),
         "gpus": len(set(everybody)),
         "ranks": dist.get_world_size(),
-        "driver": runtime.driver(),
+        "driver": cuda.driver_version(),
         "mpi": " ".join(library.split()),
         "mpicoll": dist.__version__,
         "python": platform.python_version(),

@@ -445,11 +445,11 @@ class cuda:
             pass
     get_current_stream = Stream
 ''')
-import mpicoll.cuda.device
+import mpicoll.cuda.runtime
 from types import SimpleNamespace
 fake = SimpleNamespace(count=lambda: 1, use=lambda index: None, name=lambda index: "Fake",
-                       identity=lambda index: "0000:00:00.0")
-mpicoll.cuda.device.runtime = lambda: fake
+                       pci_bus_id=lambda index: "0000:00:00.0")
+mpicoll.cuda.runtime.get_runtime = lambda: fake
 """
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.cuda import device
-from mpicoll.cuda.binding import bind, device_for, idle, warn
-from mpicoll.cuda.capabilities import Capabilities, Cuda
+from mpicoll.cuda import runtime
+from mpicoll.cuda.binding import bind, device_for
+from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.launch.launchers import LAUNCHERS
 
@@ -57,7 +57,7 @@ def alone(monkeypatch):
 
 def test_bind(alone, monkeypatch):
     gpus = Gpus()
-    monkeypatch.setattr(device, "runtime", lambda: gpus)
+    monkeypatch.setattr(runtime, "get_runtime", lambda: gpus)
     with pytest.raises(MpicollError, match="init_process_group first"):
         bind()
     monkeypatch.setenv("LOCAL_RANK", "6")
@@ -71,12 +71,12 @@ def test_bind_without_a_gpu(alone, monkeypatch):
     def runtime():
         raise UnsupportedError("none here")
 
-    monkeypatch.setattr(device, "runtime", runtime)
+    monkeypatch.setattr(runtime, "get_runtime", runtime)
     assert bind() is None
 
 
 def rank(gpus: str, node: str = "a") -> Capabilities:
-    return Capabilities("M", "1", "", Cuda.NONE, "", node, gpus=tuple(gpus))
+    return Capabilities("M", "1", "", CudaSupport.NONE, "", node, gpus=tuple(gpus))
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,19 @@ def rank(gpus: str, node: str = "a") -> Capabilities:
     ],
 )
 def test_idle(ranks, used, expected):
-    found = idle(ranks, used)
+    found = describe_idle_gpus(ranks, used)
     assert list(found) == list(expected)
     for node, text in expected.items():
         with pytest.warns(RuntimeWarning, match=text):
-            warn(ranks, used, next(r for r, own in enumerate(ranks) if own.node == node))
+            warn_of_idle_gpus(
+                ranks, used, next(r for r, own in enumerate(ranks) if own.node == node)
+            )
     firsts = {own.node: r for r, own in reversed(list(enumerate(ranks)))}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for r, own in enumerate(ranks):
             if own.node not in expected or firsts[own.node] != r:
-                warn(ranks, used, r)
+                warn_of_idle_gpus(ranks, used, r)
 
 
 # --- bind_gpu.sh --------------------------------------------------------------------------------

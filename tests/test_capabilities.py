@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.cuda import capabilities
-from mpicoll.cuda.capabilities import Capabilities, Cuda, forced_route, judged, routes
-from mpicoll.cuda.trial import OK, Trial, attempt
+from mpicoll.cuda import mpi_support, probe_cache
+from mpicoll.cuda.capabilities import Capabilities, CudaSupport, judge
+from mpicoll.cuda.device_routes import eligible_routes, forced_route
+from mpicoll.cuda.probe import OK, ProbeOutcome, run_probe
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.kernels import library
 from mpicoll.launch import is_launcher_variable
@@ -28,7 +29,9 @@ FAKE = Path(__file__).with_name("fake_gpu")
 LIMIT = 15.0
 
 
-def rank(cuda: Cuda = Cuda.NONE, gpus: int = 1, node: str = "a", **more: str) -> Capabilities:
+def rank(
+    cuda: CudaSupport = CudaSupport.NONE, gpus: int = 1, node: str = "a", **more: str
+) -> Capabilities:
     """What a rank can do."""
     why = "as the test says"
     made = tuple(f"gpu-{i}" for i in range(gpus))
@@ -38,7 +41,7 @@ def rank(cuda: Cuda = Cuda.NONE, gpus: int = 1, node: str = "a", **more: str) ->
 
 # --- routes -------------------------------------------------------------------------------------
 
-KINDS = list(itertools.product(Cuda, (0, 2), "ab"))
+KINDS = list(itertools.product(CudaSupport, (0, 2), "ab"))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -50,18 +53,18 @@ def test_routes_are_what_all_ranks_can_take(n):
         if "NONE" not in worst:
             expected.append("direct")
             expected += ["native"] if "TRANSFER" not in worst else []
-        found = routes([rank(*kind) for kind in kinds])
+        found = eligible_routes([rank(*kind) for kind in kinds])
         assert found == (*expected, "staged"), kinds
         for name in ("peer", "direct", "native", "staged"):
             if name in found:
-                assert routes([rank(*kind) for kind in kinds], name) == (name,)
+                assert eligible_routes([rank(*kind) for kind in kinds], name) == (name,)
             else:
                 with pytest.raises(UnsupportedError):
-                    routes([rank(*kind) for kind in kinds], name)
+                    eligible_routes([rank(*kind) for kind in kinds], name)
 
 
 def test_a_forced_route_says_what_is_missing_and_where():
-    ranks = [rank(Cuda.FULL), rank(), rank(Cuda.TRANSFER, 0, "b"), rank()]
+    ranks = [rank(CudaSupport.FULL), rank(), rank(CudaSupport.TRANSFER, 0, "b"), rank()]
     told = "direct: each of ranks 1, 3 lacks an MPI that sends and receives device memory (as the t"
     for forced, words in {
         "direct": [told],
@@ -70,11 +73,11 @@ def test_a_forced_route_says_what_is_missing_and_where():
         "nccl": ["NCCL"],
     }.items():
         with pytest.raises(UnsupportedError) as caught:
-            routes(ranks, forced)
+            eligible_routes(ranks, forced)
         for word in words:
             assert word in str(caught.value)
     with pytest.raises(ArgumentError, match=r"expected one of .*staged.*got 'fast'"):
-        routes(ranks, "fast")
+        eligible_routes(ranks, "fast")
 
 
 def test_the_forced_route_is_that_of_all_ranks():
@@ -84,9 +87,11 @@ def test_the_forced_route_is_that_of_all_ranks():
         forced_route([rank(forced="peer"), rank()])
 
 
-@pytest.mark.parametrize("own", [rank(), rank(Cuda.FULL, 3, "b", problem="p", forced="peer")])
+@pytest.mark.parametrize(
+    "own", [rank(), rank(CudaSupport.FULL, 3, "b", problem="p", forced="peer")]
+)
 def test_words(own):
-    assert Capabilities.of_words(json.loads(json.dumps(own.words()))) == own
+    assert Capabilities.from_words(json.loads(json.dumps(own.words()))) == own
 
 
 # --- what MPI says ------------------------------------------------------------------------------
@@ -124,27 +129,37 @@ OPENMPI = "Open MPI v5.0.11, package: Open MPI"
     ],
 )  # fmt: skip
 def test_switches(version, environment, name):
-    found = capabilities._switched_off(version, environment)
+    found = mpi_support.find_switch(version, environment)
     assert (found and found.name) == name
 
 
 @pytest.mark.parametrize(
     ("claims", "outcome", "cuda", "problem"),
     [
-        ((), None, Cuda.NONE, ""),
-        (("q",), None, Cuda.TRANSFER, ""),
-        (("q",), Trial(2, OK, OK, OK), Cuda.FULL, ""),
-        ((), Trial(2, OK, OK, OK), Cuda.FULL, ""),
-        (("q",), Trial(2, OK, OK, "crashed (SIGSEGV)"), Cuda.TRANSFER, "reduction crashed"),
-        ((), Trial(2, OK, OK, "crashed (SIGSEGV)"), Cuda.TRANSFER, ""),
-        (("q",), Trial(1, OK, "hung", ""), Cuda.NONE, "tried on one rank: transfer hung"),
-        ((), Trial(2, OK, "crashed (SIGSEGV)", ""), Cuda.NONE, ""),
-        (("q",), Trial(1, "failed: no GPU", "", ""), Cuda.TRANSFER, ""),
-        ((), Trial(1, "failed: no GPU", "", ""), Cuda.NONE, ""),
+        ((), None, CudaSupport.NONE, ""),
+        (("q",), None, CudaSupport.TRANSFER, ""),
+        (("q",), ProbeOutcome(2, OK, OK, OK), CudaSupport.FULL, ""),
+        ((), ProbeOutcome(2, OK, OK, OK), CudaSupport.FULL, ""),
+        (
+            ("q",),
+            ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"),
+            CudaSupport.TRANSFER,
+            "reduction crashed",
+        ),
+        ((), ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"), CudaSupport.TRANSFER, ""),
+        (
+            ("q",),
+            ProbeOutcome(1, OK, "hung", ""),
+            CudaSupport.NONE,
+            "tried on one rank: transfer hung",
+        ),
+        ((), ProbeOutcome(2, OK, "crashed (SIGSEGV)", ""), CudaSupport.NONE, ""),
+        (("q",), ProbeOutcome(1, "failed: no GPU", "", ""), CudaSupport.TRANSFER, ""),
+        ((), ProbeOutcome(1, "failed: no GPU", "", ""), CudaSupport.NONE, ""),
     ],
 )
-def test_judged(claims, outcome, cuda, problem):
-    found = judged(rank(), claims, outcome)
+def test_judge(claims, outcome, cuda, problem):
+    found = judge(rank(), claims, outcome)
     assert found.cuda is cuda
     assert found.settled == (outcome is not None)
     assert problem in found.problem and bool(found.problem) == bool(problem)
@@ -156,16 +171,16 @@ def test_ucx_with_cuda_is_seen_by_its_files(tmp_path):
     copied = shutil.copy(library.how()[len("compiled (") : -1], tmp_path / "libuct.so.0")
     (tmp_path / "ucx").mkdir()
     held = ctypes.CDLL(copied)
-    assert not capabilities._ucx_with_cuda()
+    assert not mpi_support.has_ucx_with_cuda()
     (tmp_path / "ucx" / "libuct_cuda.so.0").touch()
-    assert capabilities._ucx_with_cuda()
+    assert mpi_support.has_ucx_with_cuda()
     del held
 
 
 # --- outcomes that are kept ---------------------------------------------------------------------
 
 KEY = {"version": "1", "settings": {"UCX_TLS": "all"}}
-OUTCOME = Trial(2, OK, OK, "hung")
+OUTCOME = ProbeOutcome(2, OK, OK, "hung")
 
 
 @pytest.fixture
@@ -175,10 +190,10 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_an_outcome_is_kept_for_the_same_key(cache):
-    assert capabilities._recall(KEY) is None
-    capabilities._remember(KEY, OUTCOME)
-    assert capabilities._recall(KEY) == OUTCOME
-    assert capabilities._recall({**KEY, "settings": {}}) is None
+    assert probe_cache.load(KEY) is None
+    probe_cache.store(KEY, OUTCOME)
+    assert probe_cache.load(KEY) == OUTCOME
+    assert probe_cache.load({**KEY, "settings": {}}) is None
     assert len(list(cache.iterdir())) == 1, "a temporary file is left"
 
 
@@ -188,23 +203,23 @@ def test_an_outcome_is_kept_for_the_same_key(cache):
      '{"key": KEY, "outcome": {"ranks": 2, "began": 1, "transfer": "ok", "reduction": "ok"}}'],
 )  # fmt: skip
 def test_a_broken_file_is_ignored(cache, text):
-    capabilities._remember(KEY, OUTCOME)
+    probe_cache.store(KEY, OUTCOME)
     (path,) = cache.iterdir()
     path.write_bytes(text.replace("KEY", json.dumps(KEY)).encode("latin-1"))
-    assert capabilities._recall(KEY) is None
-    capabilities._remember(KEY, OUTCOME)
-    assert capabilities._recall(KEY) == OUTCOME
+    assert probe_cache.load(KEY) is None
+    probe_cache.store(KEY, OUTCOME)
+    assert probe_cache.load(KEY) == OUTCOME
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    capabilities._remember(KEY, OUTCOME)
-    assert capabilities._recall(KEY) is None
+    probe_cache.store(KEY, OUTCOME)
+    assert probe_cache.load(KEY) is None
 
 
 def test_what_did_not_begin_is_not_kept(cache):
-    capabilities._remember(KEY, Trial(2, "failed: no GPU", "", ""))
+    probe_cache.store(KEY, ProbeOutcome(2, "failed: no GPU", "", ""))
     assert not cache.exists()
 
 
@@ -241,21 +256,21 @@ FAULTS = {
 MARK = f"tries of {os.getpid()}"
 LIBRARY = subprocess.run(
     [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
-     "from mpi4py import MPI; from mpicoll.cuda import capabilities\n"
-     "print(MPI.get_vendor()[0]); print(capabilities._library())"],
+     "from mpi4py import MPI; from mpicoll.cuda import mpi_support\n"
+     "print(MPI.get_vendor()[0]); print(mpi_support.find_library())"],
     stdout=subprocess.PIPE, text=True, check=False,
 ).stdout.splitlines()  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def trials():
-    """Tries of all that may go wrong, as Trial and seconds."""
+    """Probes of all that may go wrong: outcomes and seconds."""
 
     def one(fault):
         start = time.monotonic()
         own = {"FAKE_GPU": fault, "FAKE_GPUS": "2", "PYTHONPATH": str(FAKE), "MARK": MARK}
         environment = os.environ | own
-        found = attempt(LIBRARY[0] == "Open MPI", Path(LIBRARY[1]), LIMIT, environment)
+        found = run_probe(LIBRARY[0] == "Open MPI", Path(LIBRARY[1]), LIMIT, environment)
         return found, time.monotonic() - start
 
     with ThreadPoolExecutor(3) as pool:
@@ -265,7 +280,7 @@ def trials():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_try_tells_what_went_wrong(fault, trials):
     found, seconds = trials[fault]
-    assert found == Trial(2, *FAULTS[fault])
+    assert found == ProbeOutcome(2, *FAULTS[fault])
     if fault != "hang-reduction":
         assert seconds < LIMIT, "ended only because the time was over"
 
@@ -280,11 +295,11 @@ def test_no_try_leaves_a_process(trials):
 
 def test_where_two_cannot_be_started_one_tries_alone(monkeypatch):
     environment = {**os.environ, "FAKE_GPU": "nothing", "PYTHONPATH": str(FAKE)}
-    monkeypatch.setattr("mpicoll.cuda.trial._mpirun", lambda *_: None)
+    monkeypatch.setattr("mpicoll.cuda.probe._mpirun", lambda *_: None)
     if LIBRARY[0] == "Open MPI":
-        assert attempt(True, Path(LIBRARY[1]), LIMIT, environment) == Trial(1, OK, OK, OK)
+        assert run_probe(True, Path(LIBRARY[1]), LIMIT, environment) == ProbeOutcome(1, OK, OK, OK)
     else:  # this library, taken for Open MPI without an mpirun
-        assert attempt(True, Path("/nowhere"), LIMIT, environment) == Trial(1, OK, OK, OK)
+        assert run_probe(True, Path("/nowhere"), LIMIT, environment) == ProbeOutcome(1, OK, OK, OK)
 
 
 # --- the probe ----------------------------------------------------------------------------------
@@ -293,15 +308,15 @@ PROBE = """
 import os
 import mpicoll as dist
 dist.init_process_group()
-from mpicoll.cuda import capabilities, trial
-capabilities.SWITCHES = ()  # some libraries take no device memory unless they are asked
+from mpicoll.cuda import capabilities, mpi_support, probe
+mpi_support.SWITCHES = ()  # some libraries take no device memory unless they are asked
 tries = []
-def attempt(*what):
+def run_probe(*what):
     tries.append(what)
-    return trial.Trial(2, "ok", "ok", "ok")
-trial.attempt = attempt
+    return probe.ProbeOutcome(2, "ok", "ok", "ok")
+probe.run_probe = run_probe
 for tries_too in False, True, True:
-    found = capabilities.probe(tries_too)
+    found = capabilities.discover(tries_too)
     print(found.cuda.name, len(found.gpus), found.settled, len(tries), found.why, sep="|")
 """
 

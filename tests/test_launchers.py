@@ -11,7 +11,6 @@ import pytest
 import mpicoll
 from mpicoll import cli, launch
 from mpicoll.cli import doctor
-from mpicoll.cuda import trial
 from mpicoll.cuda.binding import device_for
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
@@ -133,7 +132,7 @@ def test_what_is_hidden_while_mpi_starts(
 def test_what_a_child_gets(launcher: Launcher) -> None:
     environment = simulate(launcher) | dict.fromkeys(launcher.local_rank, "1")
     environment |= {launcher.own_gpus: "1"} if launcher.own_gpus else {}
-    kept = trial._without_launcher(environment | {"LANG": "C"})
+    kept = probe._without_launcher(environment | {"LANG": "C"})
     assert kept["LANG"] == "C" and not kept.keys() & environment.keys()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpicoll import settings
-from mpicoll.cuda import capabilities
+from mpicoll.cuda import capabilities, device_routes
 from mpicoll.errors import ArgumentError
 from mpicoll.settings import SETTINGS
 
@@ -99,8 +99,8 @@ def test_every_name_in_the_project_is_in_the_table() -> None:
 
 
 def test_device_routes_are_those_of_the_table() -> None:
-    assert sorted(settings.DEVICE_ROUTE.values) == sorted(capabilities.ROUTES)
-    levels = [level.name.lower() for level in capabilities.Cuda]
+    assert sorted(settings.DEVICE_ROUTE.values) == sorted(device_routes.ROUTES)
+    levels = [level.name.lower() for level in capabilities.CudaSupport]
     assert sorted(settings.CUDA_AWARE.values) == sorted(levels)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicoll import launch
-from mpicoll.arrays import libraries
+from mpicoll.arrays import adapters
 from mpicoll.arrays.views import DeviceView, View
 from mpicoll.core.groups import ProcessGroup, default_group, resolve
 from mpicoll.core.pickles import Bytes
@@ -274,7 +274,7 @@ def _message(
     group: ProcessGroup, name: str, tensor: Any, peer: int, tag: int, receives: bool
 ) -> MessageWork:
     group.check_open()
-    view = libraries.view(tensor, receives, f"{name}: tensor")
+    view = adapters.build_view(tensor, receives, f"{name}: tensor")
     packed, land = _packed(group, view, receives)
     begin = group.messages.Irecv if receives else group.messages.Isend
     return MessageWork(
@@ -288,22 +288,22 @@ def _packed(
     """What MPI gets of an array, and what brings that to the array where it was received."""
     if isinstance(view, DeviceView):
         assert view.device is not None
-        ferry = group.resources.find(("staging", view.device))
-        if ferry is None:
-            from mpicoll.routes.device.staged import Ferry
+        staging = group.resources.find(("staging", view.device))
+        if staging is None:
+            from mpicoll.routes.device.staged import HostStaging
 
-            ferry = Ferry(view.device)
-            group.resources.keep(("staging", view.device), ferry, lambda _: ferry.close())
+            staging = HostStaging(view.device)
+            group.resources.keep(("staging", view.device), staging, lambda _: staging.close())
         if not receives:
-            return ferry.to_host(view), None
-        packed: View = ferry.place(view)
-        return packed, partial(ferry.to_device, view, packed, ferry.crossing(view))
+            return staging.to_host(view), None
+        packed: View = staging.place(view)
+        return packed, partial(staging.to_device, view, packed, staging.stream_order(view))
     if view.buffer is not None:
         return view, None
     if not receives:
-        return view.packed(), None
-    packed = view.blank()
-    return packed, partial(view.fill, packed)
+        return view.contiguous(), None
+    packed = view.empty_like()
+    return packed, partial(view.copy_from, packed)
 
 
 def in_background(work: MessageWork) -> MessageWork:
@@ -531,7 +531,7 @@ class P2POp:
     ) -> None:
         if op is not isend and op is not irecv:
             raise ArgumentError(f"P2POp: op: expected mpicoll.isend or mpicoll.irecv, got {op!r}")
-        libraries.view(tensor, op is irecv, "P2POp: tensor")
+        adapters.build_view(tensor, op is irecv, "P2POp: tensor")
         self.op = op
         self.tensor = tensor
         self.group = default_group() if group is None else group

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicoll.api.point_to_point import MessageWork, in_background, look_after
-from mpicoll.arrays import libraries
+from mpicoll.arrays import adapters
 from mpicoll.arrays.views import Array, View
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Work
@@ -93,7 +93,7 @@ class Window:
                 f"{where}: tensor: the window has one already; tensor_deregister first, or make "
                 "another window"
             )
-        view = _plain(libraries.view(tensor, True, f"{where}: tensor"), where)
+        view = _plain(adapters.build_view(tensor, True, f"{where}: tensor"), where)
         if view.buffer is None:
             raise UnsupportedError(
                 f"{where}: tensor: expected a contiguous array, got one of shape "
@@ -169,7 +169,7 @@ class Window:
         where = "put"
         memory = self._registered(where)
         dst = self._rank(where, "dst_rank", dst)
-        view = _plain(libraries.view(tensor, False, f"{where}: tensor"), where)
+        view = _plain(adapters.build_view(tensor, False, f"{where}: tensor"), where)
         theirs = memory.of[dst]
         if view.dtype.name != theirs.dtype:
             raise UnsupportedError(
@@ -183,7 +183,7 @@ class Window:
                 f"not fit into the {theirs.count} that rank {dst} has registered"
             )
         if view.buffer is None:
-            view = view.packed()
+            view = view.contiguous()
         return self._call(where, partial(memory.put, view, dst, offset), async_op, limit)
 
     def signal(self, peer: int, async_op: bool, limit: float | None = None) -> Work | None:
@@ -278,7 +278,7 @@ class Window:
     def _signal(self, peer: int, receives: bool) -> MessageWork:
         begin = self._comm.Irecv if receives else self._comm.Isend
         name = "wait_signal" if receives else "signal"
-        empty = libraries.view(np.empty(0, np.uint8), receives, name)
+        empty = adapters.build_view(np.empty(0, np.uint8), receives, name)
         return MessageWork(
             self.group, name, empty, empty, None, receives, peer,
             lambda what: begin(what, peer, _SIGNAL),

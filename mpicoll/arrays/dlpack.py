@@ -1,22 +1,25 @@
-"""Reading DLPack capsules: any array that speaks the protocol becomes address, shape and dtype.
+"""The adapter of arrays with DLPack, and a reader of its capsules.
 
-NumPy's own reader refuses bfloat16 and the 8-bit floats; this one knows every row of the dtype
+NumPy's own reader refuses bfloat16 and the 8-bit floats; this one serves every row of the dtype
 table. Structures as in DLPack 1.1 (https://dmlc.github.io/dlpack/latest/c_api.html).
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpicoll.arrays import cuda_arrays, numpy_arrays
+from mpicoll.arrays.views import Adapter, Alias, Array, View
+from mpicoll.cuda.runtime import LEGACY, UNKNOWN
 from mpicoll.dtypes import DType, by_dlpack
 from mpicoll.errors import UnsupportedError
 
-__all__ = ["CPU_DEVICES", "CUDA_DEVICES", "Opened", "device_name", "opened", "to_numpy"]
+__all__ = ["build_view", "find_adapter"]
 
-#: kDLCPU and kDLCUDAHost: memory that the host may read and write.
+#: kDLCPU and kDLCUDAHost: memory that the host can read and write.
 CPU_DEVICES = frozenset({1, 3})
 #: kDLCUDA and kDLCUDAManaged.
 CUDA_DEVICES = frozenset({2, 13})
@@ -25,6 +28,52 @@ _DEVICE_NAMES = {
     13: "cuda_managed", 14: "oneapi",
 }  # fmt: skip
 _READ_ONLY = 1
+
+
+class SupportsDlpack(Protocol):
+    """An array of any library that has DLPack."""
+
+    def __dlpack__(self, **options: Any) -> object:
+        """Return a capsule."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the type and the number of the device."""
+
+
+def find_adapter(array: object) -> Adapter | None:
+    """Return the adapter if the array has DLPack."""
+    return Adapter(build_view) if hasattr(array, "__dlpack__") else None
+
+
+def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
+    """Return the view of an array; `adapters.build_view` says more."""
+    kind, index = (int(word) for word in array.__dlpack_device__())
+    if kind not in CPU_DEVICES | CUDA_DEVICES:
+        raise UnsupportedError(
+            f"{where}: arrays on {device_name(array)} are not supported; copy to the host "
+            "or to a CUDA device first"
+        )
+    on_device = kind in CUDA_DEVICES
+    if on_device:
+        cuda_arrays.get_runtime(where)  # raises where there is no CUDA
+    try:
+        if on_device:
+            # The producer makes its work visible to this stream.
+            found = open_capsule(array, stream=LEGACY)
+        else:
+            alias = to_numpy(array)
+    except Exception as error:  # whatever the producer raises when it refuses
+        raise UnsupportedError(f"{where}: {type(array).__name__}: {error}") from error
+    if on_device:
+        return cuda_arrays.build_device_view(
+            (array, found), found.dtype, index, found.address, found.shape, found.strides, UNKNOWN,
+            writable, found.read_only, where,
+        )  # fmt: skip
+    inner = numpy_arrays.build_view(alias, writable, where)
+    return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
+
+
+# --- capsules -----------------------------------------------------------------------------------
 
 
 class _Device(ctypes.Structure):
@@ -70,25 +119,25 @@ _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
-def device_name(array: Any) -> str:
-    """The device of a DLPack array, as ``cpu`` or ``cuda:1``."""
+def device_name(array: SupportsDlpack) -> str:
+    """Return the device of a DLPack array, as ``cpu`` or ``cuda:1``."""
     kind, index = array.__dlpack_device__()
     name = _DEVICE_NAMES.get(int(kind), f"device type {int(kind)}")
     return name if int(kind) in CPU_DEVICES else f"{name}:{index}"
 
 
 class _Memory:
-    """Host memory that belongs to a capsule, offered to NumPy."""
+    """Offers the host memory of a capsule to NumPy, and keeps it."""
 
-    def __init__(self, capsule: Any, interface: dict[str, Any]) -> None:
+    def __init__(self, capsule: object, interface: dict[str, Any]) -> None:
         self.capsule = capsule
         self.__array_interface__ = interface
 
 
-class Opened(NamedTuple):
-    """What a capsule says of an array: strides in bytes, None where elements lie side by side."""
+class DlpackArray(NamedTuple):
+    """An array as its capsule describes it; strides in bytes, None in C order."""
 
-    capsule: Any
+    capsule: object
     dtype: DType
     address: int
     shape: tuple[int, ...]
@@ -96,13 +145,13 @@ class Opened(NamedTuple):
     read_only: bool
 
 
-def opened(array: Any, **stream: int) -> Opened:
-    """The array behind a DLPack object; its memory lives as long as the capsule.
+def open_capsule(array: SupportsDlpack, **stream: int) -> DlpackArray:
+    """Return the array behind a DLPack object; its memory lives as long as the capsule.
 
-    stream: for arrays on a device, the stream that is to see the producer's work.
+    stream: for arrays on a device, the stream that the producer's work has to be visible to.
 
     Raises UnsupportedError for a dtype that is not in the table, and whatever the producer raises
-    when it refuses to export.
+    if it refuses to export.
     """
     try:
         capsule = array.__dlpack__(max_version=(1, 1), **stream)
@@ -127,20 +176,20 @@ def opened(array: Any, **stream: int) -> Opened:
     if tensor.strides:
         strides = tuple(tensor.strides[i] * row.itemsize for i in range(tensor.ndim))
     address = (tensor.data or 0) + tensor.byte_offset
-    return Opened(capsule, row, address, shape, strides, read_only)
+    return DlpackArray(capsule, row, address, shape, strides, read_only)
 
 
-def to_numpy(array: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array on the memory of ``array``, a DLPack object on the host; zero-copy.
+def to_numpy(array: SupportsDlpack) -> Array:
+    """Return a NumPy array on the memory of ``array``, a DLPack object on the host.
 
-    The result is read-only where the producer says so. The producer's memory lives as long as
-    the result. Raises as ``opened`` does.
+    It is read-only if the producer says so. The producer's memory lives as long as the result.
+    Raises as `open_capsule` does.
     """
-    found = opened(array)
+    found = open_capsule(array)
     row = found.dtype
     if 0 in found.shape:
         return np.empty(found.shape, row.numpy)
-    # NumPy's array interface has no word for bfloat16: the bytes travel as unsigned integers.
+    # NumPy's array interface cannot express bfloat16: the bytes travel as unsigned integers.
     carrier = f"<u{row.itemsize}" if not row.buffers else row.numpy.str
     interface = {
         "data": (found.address, found.read_only),

@@ -1,4 +1,4 @@
-"""What the routes see of arrays: where elements are, how many, of what dtype, on which device."""
+"""Views, what the library sees of arrays: where elements are, how many, of what dtype."""
 
 from __future__ import annotations
 
@@ -7,49 +7,54 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicoll.cuda.device import Lane, Layout
+from mpicoll.cuda.runtime import StridedMemory
+from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 
 __all__ = [
     "CARRIERS",
+    "Adapter",
     "Alias",
     "Array",
+    "BuildView",
     "DeviceView",
-    "Parts",
+    "FastView",
     "View",
+    "ViewList",
     "address",
-    "of_numpy",
-    "overlap",
-    "overlapping",
-    "scratch",
+    "empty",
+    "find_overlapping",
+    "from_numpy",
+    "memory_at",
+    "overlaps",
 ]
 
 Array = np.ndarray[Any, Any]
 
-#: The NumPy dtypes in which elements travel that NumPy's buffers have no word for, by their size.
+#: The NumPy dtypes, by size, for elements whose own dtype NumPy's buffers cannot express.
 CARRIERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 
 
 class View:
-    """The elements of an array, as the routes see them.
+    """The elements of an array.
 
-    owner:  the user's object, held as long as the view lives.
-    dtype:  the row of the dtype table.
+    owner:  the caller's object, held as long as the view lives.
+    dtype:  a row of the dtype table.
     count:  number of elements.
-    buffer: what mpi4py takes as a buffer; None where the elements are not contiguous in C
-            order, and have to be packed first.
+    buffer: what mpi4py takes as a buffer; None if the elements are not contiguous in C order, and
+            have to be packed first.
     device: the number of the CUDA device where they are; None: on the host.
     """
 
     __slots__ = ("buffer", "count", "dtype", "owner")
     device: int | None = None
 
-    def __init__(self, owner: Any, dtype: DType, count: int, buffer: Any) -> None:
+    def __init__(self, owner: object, dtype: DType, count: int, buffer: Any) -> None:
         self.owner = owner
         self.dtype = dtype
         self.count = count
@@ -58,11 +63,11 @@ class View:
     @property
     def array(self) -> Array:
         """A NumPy array of the owner's shape on the owner's memory."""
-        return self.owner  # type: ignore[no-any-return]
+        return self.owner  # type: ignore[return-value]
 
     @property
     def flat(self) -> Array:
-        """The elements as a one-dimensional NumPy array; for contiguous views only."""
+        """The elements as a one-dimensional NumPy array; contiguous views only."""
         return self.array.reshape(-1)
 
     @property
@@ -81,37 +86,37 @@ class View:
         return (self,)
 
     def part(self, start: int, count: int) -> View:
-        """The view of ``count`` elements from element ``start`` on; for contiguous views only."""
-        return of_numpy(self.flat[start : start + count], self.dtype)
+        """Return the view of ``count`` elements from ``start`` on; contiguous views only."""
+        return from_numpy(self.flat[start : start + count], self.dtype)
 
-    def blank(self) -> View:
-        """As many elements on the same device, uninitialised; there only until the call ends."""
-        return scratch(self.dtype, self.count)
+    def empty_like(self) -> View:
+        """Return as many uninitialised elements on the same device, valid until the call ends."""
+        return empty(self.dtype, self.count)
 
-    def packed(self) -> View:
-        """A contiguous copy of the elements, each array's in C order."""
-        into = self.blank()
-        self.put(into)
+    def contiguous(self) -> View:
+        """Return a contiguous copy of the elements, each array's in C order."""
+        into = self.empty_like()
+        self.copy_to(into)
         return into
 
-    def put(self, packed: View) -> None:
-        """Copies the elements into a contiguous view of as many."""
+    def copy_to(self, packed: View) -> None:
+        """Copy the elements to a contiguous view of as many."""
         array = self.array
         packed.flat.reshape(array.shape)[...] = array
 
-    def fill(self, packed: View) -> None:
-        """Takes the elements over from a contiguous view of as many."""
+    def copy_from(self, packed: View) -> None:
+        """Copy the elements from a contiguous view of as many."""
         array = self.array
         array[...] = packed.flat.reshape(array.shape)
 
 
 class Alias(View):
-    """The elements of an array that is not NumPy's, which a NumPy array is made for when needed."""
+    """The elements of an array of another library; its NumPy array is built when it is needed."""
 
     __slots__ = ("_array", "_make")
 
     def __init__(
-        self, owner: Any, dtype: DType, count: int, buffer: Any, make: Callable[[Any], Array]
+        self, owner: object, dtype: DType, count: int, buffer: Any, make: Callable[[Any], Array]
     ) -> None:
         self.owner = owner
         self.dtype = dtype
@@ -132,17 +137,17 @@ class Alias(View):
 class DeviceView(View):
     """The elements of an array on a CUDA device.
 
-    address, strides: where the first is, and how many bytes lie between neighbours.
-    stream: the caller's stream, as a number.
-    lane:   where the call happens; there is none before it begins.
+    address, strides: of the first element, and the bytes between neighbours.
+    stream:  the caller's, as a number.
+    context: what the group has of the device; set when the call begins.
     """
 
-    __slots__ = ("_shape", "address", "device", "lane", "stream", "strides")
+    __slots__ = ("_context", "_shape", "address", "device", "stream", "strides")
     device: int
 
     def __init__(
         self,
-        owner: Any,
+        owner: object,
         dtype: DType,
         device: int,
         address: int,
@@ -150,7 +155,7 @@ class DeviceView(View):
         strides: tuple[int, ...] | None,
         stream: int,
     ) -> None:
-        plain = contiguous(shape, dtype.itemsize)
+        plain = contiguous_strides(shape, dtype.itemsize)
         count = math.prod(shape)
         self.owner = owner
         self.dtype = dtype
@@ -160,17 +165,17 @@ class DeviceView(View):
         self._shape = shape
         self.strides = plain if strides is None else strides
         self.stream = stream
-        self.lane: Lane | None = None
+        self._context: DeviceContext | None = None
         self.buffer = None
         if not count or all(
             own == step or extent == 1
             for own, step, extent in zip(self.strides, plain, shape, strict=True)
         ):
-            self.buffer = at_address(address, count * dtype.itemsize)
+            self.buffer = memory_at(address, count * dtype.itemsize)
 
     @property
     def array(self) -> Array:
-        """Refused: NumPy has no arrays on a device."""
+        """Raises UnsupportedError: NumPy has no arrays on a device."""
         raise UnsupportedError(f"an array on cuda:{self.device} has no NumPy array")
 
     @property
@@ -179,52 +184,60 @@ class DeviceView(View):
         return self._shape
 
     def part(self, start: int, count: int) -> DeviceView:
-        """The view of ``count`` elements from element ``start`` on; for contiguous views only."""
-        return self._near(self.address + start * self.dtype.itemsize, count, self.dtype)
+        """Return the view of ``count`` elements from ``start`` on; contiguous views only."""
+        return self._same_device(self.address + start * self.dtype.itemsize, count, self.dtype)
 
-    def blank(self) -> DeviceView:
-        """As many elements on the same device, uninitialised; there only until the call ends."""
-        return self.room(self.count)
+    def empty_like(self) -> DeviceView:
+        """Return as many uninitialised elements on the same device, valid until the call ends."""
+        return self.new_empty(self.count)
 
-    def room(self, count: int, dtype: DType | None = None) -> DeviceView:
-        """``count`` uninitialised elements on the same device; there only until the call ends."""
+    def new_empty(self, count: int, dtype: DType | None = None) -> DeviceView:
+        """Return ``count`` uninitialised elements on the same device, valid until the call ends."""
         dtype = dtype or self.dtype
-        address = self.working.scratch(count * dtype.itemsize).address
-        return self._near(address, count, dtype)
+        address = self.context.scratch(count * dtype.itemsize).address
+        return self._same_device(address, count, dtype)
 
-    def _near(self, address: int, count: int, dtype: DType) -> DeviceView:
+    def _same_device(self, address: int, count: int, dtype: DType) -> DeviceView:
         found = DeviceView(self.owner, dtype, self.device, address, (count,), None, self.stream)
-        found.lane = self.lane
+        found._context = self._context
         return found
 
     @property
-    def working(self) -> Lane:
-        """The lane of a call that has begun."""
-        assert self.lane is not None
-        return self.lane
+    def context(self) -> DeviceContext:
+        """What the group has of the device, once the call has begun."""
+        assert self._context is not None
+        return self._context
 
-    def put(self, packed: View) -> None:
-        """Copies the elements into a contiguous view of as many."""
+    @context.setter
+    def context(self, context: DeviceContext) -> None:
+        self._context = context
+
+    def copy_to(self, packed: View) -> None:
+        """Copy the elements to a contiguous view of as many."""
         self._move(packed, False)
 
-    def fill(self, packed: View) -> None:
-        """Takes the elements over from a contiguous view of as many."""
+    def copy_from(self, packed: View) -> None:
+        """Copy the elements from a contiguous view of as many."""
         self._move(packed, True)
 
     def _move(self, packed: View, inward: bool) -> None:
         assert isinstance(packed, DeviceView)
-        lane, size = self.working, self.dtype.itemsize
-        own = Layout(self.address, self.strides)
-        other = Layout(packed.address, contiguous(self._shape, size))
+        context, size = self.context, self.dtype.itemsize
+        own = StridedMemory(self.address, self.strides)
+        other = StridedMemory(packed.address, contiguous_strides(self._shape, size))
         into, source = (own, other) if inward else (other, own)
         if self.buffer is not None:
-            lane.runtime.copy(lane.index, into.address, source.address, self.nbytes, lane.work)
+            context.runtime.copy(
+                context.index, into.address, source.address, self.nbytes, context.work
+            )
         else:
-            lane.runtime.copy_strided(lane.index, into, source, self._shape, size, lane.work)
+            context.runtime.copy_strided(
+                context.index, into, source, self._shape, size, context.work
+            )
 
 
-class Parts(View):
-    """The elements of a list of arrays of one dtype on one device, one after another."""
+class ViewList(View):
+    """The elements of a list of arrays of one dtype on one device, array by array."""
 
     __slots__ = ("_parts", "device")
 
@@ -243,60 +256,65 @@ class Parts(View):
         """Number of elements of each array."""
         return tuple(part.count for part in self._parts)
 
-    def blank(self) -> View:
-        """As many elements on the same device, uninitialised; there only until the call ends."""
+    def empty_like(self) -> View:
+        """Return as many uninitialised elements on the same device, valid until the call ends."""
         first = self._parts[0]
-        return first.room(self.count) if isinstance(first, DeviceView) else super().blank()
+        return (
+            first.new_empty(self.count) if isinstance(first, DeviceView) else super().empty_like()
+        )
 
-    def put(self, packed: View) -> None:
-        """Copies the elements into a contiguous view of as many."""
+    def copy_to(self, packed: View) -> None:
+        """Copy the elements to a contiguous view of as many."""
         for part, start in zip(self._parts, self.starts, strict=True):
-            part.put(packed.part(start, part.count))
+            part.copy_to(packed.part(start, part.count))
 
-    def fill(self, packed: View) -> None:
-        """Takes the elements over from a contiguous view of as many."""
+    def copy_from(self, packed: View) -> None:
+        """Copy the elements from a contiguous view of as many."""
         for part, start in zip(self._parts, self.starts, strict=True):
-            part.fill(packed.part(start, part.count))
+            part.copy_from(packed.part(start, part.count))
 
     @property
     def starts(self) -> list[int]:
-        """The place of each array's first element among all."""
+        """The position of each array's first element among all elements."""
         return [0, *accumulate(self.counts[:-1])]
 
 
-def at_address(address: int, nbytes: int) -> Any:
-    """Memory as mpi4py takes it."""
+def memory_at(address: int, nbytes: int) -> Any:
+    """Return memory as mpi4py takes it."""
     from mpi4py import MPI
 
     return MPI.buffer.fromaddress(address, nbytes)
 
 
-def contiguous(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The strides of elements that lie side by side in C order, in bytes."""
+def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the strides, in bytes, of contiguous elements in C order."""
     return tuple(accumulate(reversed(shape[1:]), mul, initial=itemsize))[::-1][: len(shape)]
 
 
-def of_numpy(array: Array, dtype: DType) -> View:
-    """The view of a C-contiguous NumPy array whose row is known."""
+def from_numpy(array: Array, dtype: DType) -> View:
+    """Return the view of a C-contiguous NumPy array whose dtype row is known."""
     buffer: Array = array if dtype.buffers else array.view(CARRIERS[dtype.itemsize])
     return View(array, dtype, array.size, buffer)
 
 
-def scratch(dtype: DType, count: int) -> View:
-    """The view of ``count`` new elements, uninitialised."""
-    return of_numpy(np.empty(count, dtype.numpy), dtype)
+def empty(dtype: DType, count: int) -> View:
+    """Return the view of ``count`` new, uninitialised elements on the host."""
+    return from_numpy(np.empty(count, dtype.numpy), dtype)
 
 
-def overlap(one: View, other: View) -> bool:
-    """True where the memory of two views overlaps; False where one of them must be packed."""
+def overlaps(one: View, other: View) -> bool:
+    """Return whether the memory of two views overlaps; False if one of them has to be packed."""
     if one.buffer is None or other.buffer is None:
         return False
     start, begin = address(one), address(other)
     return start < begin + other.nbytes and begin < start + one.nbytes
 
 
-def overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
-    """For each of some contiguous views whether its memory overlaps that of any of the others."""
+def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
+    """Return for each of ``views`` whether its memory overlaps that of any of ``others``.
+
+    All are contiguous.
+    """
     spans = sorted((address(one), address(one) + one.nbytes) for one in others)
     begins = [begin for begin, _ in spans]
     ends = list(accumulate((end for _, end in spans), max))
@@ -309,8 +327,26 @@ def overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
 
 
 def address(view: View) -> int:
-    """Where the elements of a contiguous view begin."""
+    """Return the address of a contiguous view's first element."""
     buffer = view.buffer
     if isinstance(buffer, np.ndarray):
         return buffer.__array_interface__["data"][0]  # type: ignore[no-any-return]
     return buffer.address  # type: ignore[no-any-return]
+
+
+#: Builds the view of an array: the array, whether it will be written to, and what messages call it.
+BuildView = Callable[[Any, bool, str], View]
+#: Returns dtype, buffer and count of an array that may be written to if it is one contiguous block
+#: with nothing unusual about it, else None. Never raises.
+FastView = Callable[[Any], "tuple[DType, Any, int] | None"]
+
+
+class Adapter(NamedTuple):
+    """How arrays of one type become views.
+
+    build_view: serves every array of the type, or raises.
+    fast_view:  serves the plain ones without a View, on the hot path; optional.
+    """
+
+    build_view: BuildView
+    fast_view: FastView | None = None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 import mpicoll
-from mpicoll.cuda import binding, device
+from mpicoll.cuda import binding, runtime
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import UnsupportedError
 from mpicoll.primitives import Layout, Primitive
@@ -188,7 +188,7 @@ class Gpu:
     """
 
     def __init__(self) -> None:
-        cuda = device.runtime()
+        cuda = runtime.get_runtime()
         index = binding.bind()
         if index is None:
             raise UnsupportedError("arrays on a GPU: CuPy finds no GPU on this host")
@@ -196,7 +196,7 @@ class Gpu:
 
         self._cupy: Any = cupy
         self.name = f"GPU memory, CuPy {cupy.__version__} arrays, rank 0 on {cuda.name(index)}"
-        self.memory = f"GPU {cuda.identity(index)} of {socket.gethostname()}"
+        self.memory = f"GPU {cuda.pci_bus_id(index)} of {socket.gethostname()}"
 
     def empty(self, count: int, dtype: DType) -> Any:
         """Of CuPy."""

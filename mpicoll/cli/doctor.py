@@ -94,7 +94,8 @@ def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, S
     import mpicoll as dist
     from mpicoll.core.groups import default_group
     from mpicoll.cuda import binding
-    from mpicoll.cuda.capabilities import exchange, forced_route, routes
+    from mpicoll.cuda.capabilities import exchange
+    from mpicoll.cuda.device_routes import eligible_routes, forced_route
     from mpicoll.errors import MpicollError
     from mpicoll.primitives import PRIMITIVES, Layout
 
@@ -102,8 +103,8 @@ def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, S
     seen = Seen([])
     route = ""
     try:
-        seen.all_ranks = exchange(group.inner, tries=True, again=again)
-        route = routes(seen.all_ranks, forced_route(seen.all_ranks))[0]
+        seen.all_ranks = exchange(group.inner, probes=True, again=again)
+        route = eligible_routes(seen.all_ranks, forced_route(seen.all_ranks))[0]
     except MpicollError as error:  # the same on all ranks
         seen.bad_route = str(error)
     if seen.all_ranks:
@@ -112,7 +113,7 @@ def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, S
             binding.device_for(rank, len(own.gpus))
             for rank, own in zip(local, seen.all_ranks, strict=True)
         ]
-        seen.idle = list(binding.idle(seen.all_ranks, used).values())
+        seen.idle = list(binding.describe_idle_gpus(seen.all_ranks, used).values())
     seen.host = _host_routes(group)
     if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
         seen.shared = bool(group.resources.find("shared"))
@@ -322,7 +323,7 @@ def _not_shared(seen: Seen) -> Sequence[str]:
 
 def _remedies(seen: Seen) -> Sequence[str]:
     """Towards a better device route, where there are GPUs."""
-    from mpicoll.cuda.capabilities import Cuda
+    from mpicoll.cuda.capabilities import CudaSupport
 
     told = {f"{own.why}: {own.remedy}" for own in seen.all_ranks if own.remedy}
     for own in seen.all_ranks:
@@ -330,7 +331,9 @@ def _remedies(seen: Seen) -> Sequence[str]:
         if own.gpus and tls and not re.search("cuda|all|^\\^", tls):
             told.add(f"UCX_TLS={tls} leaves out cuda: add cuda_copy,cuda_ipc if MPI uses UCX")
     several = len({own.node for own in seen.all_ranks}) > 1
-    plain = any(own.gpus and own.cuda is Cuda.NONE and not own.remedy for own in seen.all_ranks)
+    plain = any(
+        own.gpus and own.cuda is CudaSupport.NONE and not own.remedy for own in seen.all_ranks
+    )
     if several and plain:
         told.add(
             "between nodes device memory goes through the host, because MPI does not take it: a "

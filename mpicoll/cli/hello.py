@@ -26,10 +26,11 @@ def run(options: argparse.Namespace) -> int:
     from mpicoll.api.lifecycle import node_size
     from mpicoll.core.groups import default_group
     from mpicoll.cuda.binding import device_for
-    from mpicoll.cuda.capabilities import exchange, forced_route, routes
+    from mpicoll.cuda.capabilities import exchange
+    from mpicoll.cuda.device_routes import eligible_routes, forced_route
 
     all_ranks = exchange(default_group().inner)
-    route = routes(all_ranks, forced_route(all_ranks))[0]
+    route = eligible_routes(all_ranks, forced_route(all_ranks))[0]
     own, local = all_ranks[dist.get_rank()], dist.get_node_local_rank()
     index = device_for(local, len(own.gpus))
     gpu = "no GPU" if index is None else f"GPU {index} ({own.gpus[index]}), device route {route}"

@@ -243,7 +243,7 @@ class _Bench:
 
         def buffer(memory: Any, elements: int) -> Any:
             array = memory[: elements * kind.dtype.itemsize].view(kind.dtype.numpy)
-            return views.of_numpy(array, kind.dtype).buffer
+            return views.from_numpy(array, kind.dtype).buffer
 
         if not row.input:
             send, recv = None, buffer(self._whole, count)

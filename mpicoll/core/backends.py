@@ -6,7 +6,7 @@ import importlib.util
 import os
 from typing import Any, ClassVar
 
-from mpicoll.cuda import device
+from mpicoll.cuda import runtime
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.output import warn
 
@@ -115,7 +115,7 @@ def check_device(device_id: Any, where: str) -> None:
             f"{device_id!r}"
         )
     try:
-        count = device.runtime().count()
+        count = runtime.get_runtime().count()
     except UnsupportedError as error:
         raise UnsupportedError(f"{where}: device_id: {error}") from error
     if int(number) >= count:
@@ -167,7 +167,7 @@ def is_nccl_available() -> bool:
     Returns True or False; backend="nccl" is taken anyway, and goes over MPI.
     """
     try:
-        return device.runtime().has_nccl()
+        return runtime.get_runtime().has_nccl()
     except UnsupportedError:
         return False
 

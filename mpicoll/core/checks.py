@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.arrays import libraries
-from mpicoll.arrays.views import Parts, View
+from mpicoll.arrays import adapters
+from mpicoll.arrays.views import View, ViewList
 from mpicoll.core.plan import Blocks, Extent
 from mpicoll.dtypes import OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
@@ -136,10 +136,10 @@ def _same_kind(primitive: Primitive, send: View, recv: View) -> None:
             f"{primitive.name}: invalid tensor type: different dtypes: {primitive.output} is "
             f"{recv.dtype}, {primitive.input} is {send.dtype}"
         )
-    libraries.same_device(primitive.name, primitive.input, send, primitive.output, recv)
+    adapters.check_same_device(primitive.name, primitive.input, send, primitive.output, recv)
 
 
-def _same_shapes(primitive: Primitive, name: str, parts: Parts, one: View) -> None:
+def _same_shapes(primitive: Primitive, name: str, parts: ViewList, one: View) -> None:
     for i, part in enumerate(parts.parts):
         if part.shape != one.shape:
             raise ArgumentError(
@@ -165,7 +165,7 @@ def _in_place(
     root: int,
     splits: Splits | None,
 ) -> Views:
-    recv = libraries.view(output, writes(primitive, group, root), primitive.at_output)
+    recv = adapters.build_view(output, writes(primitive, group, root), primitive.at_output)
     return None, recv, recv.count
 
 
@@ -178,7 +178,7 @@ def _gathered(
     splits: Splits | None,
 ) -> Views:
     n = group.size()
-    send = libraries.view(input, False, primitive.at_input)
+    send = adapters.build_view(input, False, primitive.at_input)
     receiving = not primitive.root or root == group.rank()
     where = primitive.at_output
     if not receiving:
@@ -189,13 +189,13 @@ def _gathered(
             )
         return send, None, send.count
     if not primitive.listed:
-        recv = libraries.view(output, True, where)
+        recv = adapters.build_view(output, True, where)
         _same_kind(primitive, send, recv)
         _multiple(primitive, recv, (primitive.output, primitive.input), send, n)
         return send, recv, send.count
     if output is None:
         raise ArgumentError(f"{where}: must be given on the rank that receives, {root}")
-    listed = libraries.parts(output, True, where, n)
+    listed = adapters.build_view_list(output, True, where, n)
     _same_kind(primitive, send, listed)
     if primitive.root:
         _same_shapes(primitive, primitive.output, listed, send)
@@ -205,7 +205,7 @@ def _gathered(
 
 
 def _own_fits(
-    primitive: Primitive, group: ProcessGroup, listed: Parts, where: str, own: View, name: str
+    primitive: Primitive, group: ProcessGroup, listed: ViewList, where: str, own: View, name: str
 ) -> Sequence[int]:
     """The counts of a list's blocks, of which this rank's is that of ``own``; () if all alike."""
     counts, me = listed.counts, group.rank()
@@ -226,7 +226,7 @@ def _scattered(
     splits: Splits | None,
 ) -> Views:
     n = group.size()
-    recv = libraries.view(output, True, primitive.at_output)
+    recv = adapters.build_view(output, True, primitive.at_output)
     where = primitive.at_input
     if primitive.root and root != group.rank():
         if input is not None and not (isinstance(input, (list, tuple)) and not input):
@@ -236,13 +236,13 @@ def _scattered(
             )
         return None, recv, recv.count
     if not primitive.listed:
-        send = libraries.view(input, False, where)
+        send = adapters.build_view(input, False, where)
         _same_kind(primitive, send, recv)
         _multiple(primitive, send, (primitive.input, primitive.output), recv, n)
         return send, recv, recv.count
     if input is None:
         raise ArgumentError(f"{where}: must be given on the rank that sends, {root}")
-    listed = libraries.parts(input, False, where, n)
+    listed = adapters.build_view_list(input, False, where, n)
     _same_kind(primitive, listed, recv)
     if primitive.root:
         _same_shapes(primitive, primitive.input, listed, recv)
@@ -262,12 +262,12 @@ def _exchanged(
     n = group.size()
     of_output, of_input = primitive.at_output, primitive.at_input
     if primitive.listed:
-        to = libraries.parts(output, True, of_output, n)
-        out = libraries.parts(input, False, of_input, n)
+        to = adapters.build_view_list(output, True, of_output, n)
+        out = adapters.build_view_list(input, False, of_input, n)
         _same_kind(primitive, out, to)
         return out, to, _agreeing(primitive, group, Blocks(out.counts, to.counts))
-    recv = libraries.view(output, True, of_output)
-    send = libraries.view(input, False, of_input)
+    recv = adapters.build_view(output, True, of_output)
+    send = adapters.build_view(input, False, of_input)
     _same_kind(primitive, send, recv)
     of_both = splits or (None, None)
     receives = _blocks(recv, of_both[0], n, of_output, "output_split_sizes")

@@ -7,22 +7,22 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from mpicoll import launch
-from mpicoll.cuda import device
+from mpicoll.cuda import runtime
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import MpicollError, UnsupportedError
 
-__all__ = ["bind", "device_for", "idle", "warn"]
+__all__ = ["bind", "describe_idle_gpus", "device_for", "warn_of_idle_gpus"]
 
 
 def device_for(
     local_rank: int, count: int, environment: Mapping[str, str] = os.environ
 ) -> int | None:
-    """The GPU of a rank: in turn, or the first where the launcher has given each rank its own.
+    """Return the GPU of a rank: in turn, or the first if the launcher gives each rank its own.
 
     local_rank: the rank on its node.
-    count: how many GPUs the process sees: those that CUDA_VISIBLE_DEVICES lists, if it is set.
+    count:      of the GPUs that the process sees: those in CUDA_VISIBLE_DEVICES, if it is set.
 
-    None without a GPU.
+    Returns None without a GPU.
     """
     if count == 0:
         return None
@@ -32,17 +32,16 @@ def device_for(
 
 
 def bind() -> int | None:
-    """Makes the GPU that this rank is to work on current in CuPy, and returns its number; None
-    where there is no GPU, or no CuPy.
+    """Make this rank's GPU current in CuPy, and return its number.
 
-    Raises MpicollError (a RuntimeError) where the rank on the node is not known: no launcher says
-    it, and there is no process group yet.
+    Returns None without a GPU or CuPy. Raises MpicollError (a RuntimeError) if the rank on the node
+    is not known: no launcher gives it, and there is no process group yet.
     """
     try:
-        cuda = device.runtime()
+        cuda = runtime.get_runtime()
     except UnsupportedError:
         return None
-    local_rank = launch.find_local_rank()  # known once init_process_group was there
+    local_rank = launch.find_local_rank()  # known once init_process_group has run
     if local_rank is None:
         raise MpicollError(
             "bind: neither LOCAL_RANK nor a launcher's variable tells the rank on the node; call "
@@ -54,18 +53,20 @@ def bind() -> int | None:
     return index
 
 
-def idle(all_ranks: Sequence[Capabilities], used: Sequence[int | None]) -> dict[str, str]:
-    """The nodes on which ranks share a GPU while others are idle, with what to say of it.
+def describe_idle_gpus(
+    all_ranks: Sequence[Capabilities], used: Sequence[int | None]
+) -> dict[str, str]:
+    """Describe, by node, where ranks share a GPU while other GPUs are idle.
 
     all_ranks: what each rank can do.
-    used:      the number of the GPU that each works on.
+    used:      the number of the GPU that each rank works on.
     """
     users: dict[str, dict[str, list[int]]] = {}
     for rank, (own, index) in enumerate(zip(all_ranks, used, strict=True)):
         here = users.setdefault(own.node, {})
         for number, gpu in enumerate(own.gpus):
             here.setdefault(gpu, []).extend([rank] * (number == index))
-    told = {}
+    found = {}
     for node, here in users.items():
         unused = [gpu for gpu, ranks in here.items() if not ranks]
         shared = [
@@ -74,19 +75,21 @@ def idle(all_ranks: Sequence[Capabilities], used: Sequence[int | None]) -> dict[
             if len(ranks) > 1
         ]
         if shared and unused:
-            told[node] = (
+            found[node] = (
                 f"{', '.join(shared)}, while of the GPUs of their node idle: {', '.join(unused)}; "
                 "let each rank choose its own with mpicoll.cuda.binding.bind()"
             )
-    return told
+    return found
 
 
-def warn(all_ranks: Sequence[Capabilities], used: Sequence[int | None], rank: int) -> None:
-    """Warns of idle GPUs, on the first rank of each node where there are some.
+def warn_of_idle_gpus(
+    all_ranks: Sequence[Capabilities], used: Sequence[int | None], rank: int
+) -> None:
+    """Warn of idle GPUs, on the first rank of each node that has some.
 
     rank: this process's.
     """
     node = all_ranks[rank].node
-    text = idle(all_ranks, used).get(node)
+    text = describe_idle_gpus(all_ranks, used).get(node)
     if text and rank == next(r for r, own in enumerate(all_ranks) if own.node == node):
         warnings.warn(f"mpicoll: {text}", RuntimeWarning, stacklevel=3)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mpicoll.arrays.libraries import glances
+from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
 from mpicoll.core.plan import CallKind, Plan, Task, signed, sizes_of
 from mpicoll.core.signature import LIST, list_of, rooted_kind, task_of
 from mpicoll.core.work import Work
-from mpicoll.cuda.device import Crossing
+from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing, packing
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import (
@@ -68,7 +68,9 @@ def run(
     )
 
 
-def _placed(plan: Plan, send: View | None, recv: View | None) -> tuple[Carry, Sequence[Crossing]]:
+def _placed(
+    plan: Plan, send: View | None, recv: View | None
+) -> tuple[Carry, Sequence[StreamOrder]]:
     """What carries a call out: on a device, in its place among what the caller's streams hold."""
     if not plan.on_device:
         return plan.run, ()
@@ -87,7 +89,7 @@ def _dispatch(
     send: Any,
     recv: Any,
     how: Any,
-    orders: Sequence[Crossing] = (),
+    orders: Sequence[StreamOrder] = (),
     at_once: bool = True,
     name: str = "",
 ) -> Work | None:
@@ -141,21 +143,21 @@ def run_plain(
     """The same, and a short way where nothing about the call is unusual.
 
     For primitives in place, and those of one input and one output. The group has made such a call
-    before, nothing is pending, and a glance shows each array to be one block of memory. Everything
-    else, errors too, takes the way of all calls.
+    before, nothing is pending, and a fast view shows each array to be one block of memory.
+    Everything else, errors too, takes the way of all calls.
     """
     member: Any = state.default if group is None else group
     send = route = None
-    glance = glances.get(output.__class__)
-    seen = None if glance is None else glance(output)
+    fast_view = fast_views.get(output.__class__)
+    seen = None if fast_view is None else fast_view(output)
     try:
         if seen is not None:
             dtype, recv, count = seen
             plan = member.plans[primitive, dtype, op]
             route = plan.route
         if route is not None and primitive.input:
-            glance = glances.get(input.__class__)
-            seen = None if glance is None else glance(input)
+            fast_view = fast_views.get(input.__class__)
+            seen = None if fast_view is None else fast_view(input)
             other, send, sent = seen or _NOTHING_SEEN
             n = member.size()
             blocks_in = n if primitive.many_in else 1
@@ -179,7 +181,9 @@ def run_plain(
     if not async_op:
         perform(plan, sizes, root, route, send, recv, count)
         return None
-    if not _should_run_inline(plan, root, sizes):  # a glance does not hold the memory of the arrays
+    if not _should_run_inline(
+        plan, root, sizes
+    ):  # a fast view does not hold the memory of the arrays
         return run(primitive, group, async_op, output, input, op, root, at_once=False)
     task = partial(perform, plan, sizes, root, route, send, recv, count)
     return submit(member, task, plan.name, (output,), True)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpicoll.arrays import views
-from mpicoll.arrays.libraries import glances, same_device
-from mpicoll.arrays.views import CARRIERS, Alias, DeviceView, Parts, View
+from mpicoll.arrays.adapters import check_same_device, fast_views
+from mpicoll.arrays.views import CARRIERS, Alias, DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.checks import Views
 from mpicoll.core.plan import sizes_of
@@ -116,7 +116,7 @@ class _Entries:
         in_place = self._layout is Layout.IN_PLACE
         #: Those that have a block in the larger side of a call.
         self._ranks = 1 if in_place else group.size()
-        #: The views of entries that took more than a glance; of the others the output is a buffer.
+        #: The views of entries that have no fast view; of the others the output is a buffer.
         self._views: dict[int, Views] = {}
         self._outputs = outputs
         if in_place and _all_plain(self._outputs):
@@ -124,7 +124,7 @@ class _Entries:
             self.counts: Sequence[Any] = list(map(_size, self._outputs))
             self.on_device = False
             return
-        looks = {} if not in_place else glances if held else _HOLDING
+        looks = {} if not in_place else fast_views if held else _HOLDING
         seen: list[Any] = [looks.get(one.__class__, _nothing)(one) for one in outputs]
         for place, output in enumerate(outputs):
             if seen[place] is None:
@@ -150,7 +150,7 @@ class _Entries:
         if len(devices) > 1:
             first, *others = (self._output(place) for place in range(len(outputs)))
             for place, other in enumerate(others, 1):
-                same_device(name, f"[{place}]", other, "[0]", first)
+                check_same_device(name, f"[{place}]", other, "[0]", first)
         self.on_device = None not in devices
 
     def sizes(self) -> list[int]:
@@ -204,12 +204,12 @@ def _all_plain(arrays: Sequence[Any]) -> bool:
 _dtype, _plain, _size = attrgetter("dtype"), attrgetter("flags.carray"), attrgetter("size")
 
 
-#: Glances whose buffers hold the memory, whatever the caller does with the array.
-_HOLDING = {np.ndarray: glances[np.ndarray]}
+#: Fast views whose buffers hold the memory, whatever the caller does with the array.
+_HOLDING = {np.ndarray: fast_views[np.ndarray]}
 
 
 def _nothing(array: Any) -> None:
-    """What is seen of an array of a kind that takes more than a glance."""
+    """What is seen of an array of a kind without a fast view."""
 
 
 def _carried(buffer: Any, dtype: DType) -> Array:
@@ -229,7 +229,7 @@ def _side(items: Sequence[Any], widths: Sequence[int], rows: int, dtype: DType) 
     widths: of each call the elements of a block.
     """
     lines: Sequence[Sequence[Any]] = [items]
-    if isinstance(items[0], Parts):
+    if isinstance(items[0], ViewList):
         lines, rows = list(zip(*(item.parts for item in items), strict=True)), 1
     first = lines[0][0]
     if isinstance(first, DeviceView):
@@ -283,32 +283,32 @@ class _OnHost(_Side):
 
     def _buffer(self, one: View) -> Any:
         if one.buffer is None:
-            beside = views.scratch(self.dtype, one.count)
+            beside = views.empty(self.dtype, one.count)
             self._scattered.append((one, beside))
             one = beside
         return one.buffer
 
-    def blank(self) -> View:
+    def empty_like(self) -> View:
         """As many elements, uninitialised; there until the next call of this thread."""
         return _room(1, self.dtype, self.count)
 
-    def packed(self) -> View:
+    def contiguous(self) -> View:
         """A copy of the elements; there until the next call of this thread."""
         into = _room(0, self.dtype, self.count)
-        self.put(into)
+        self.copy_to(into)
         return into
 
-    def put(self, packed: View) -> None:
+    def copy_to(self, packed: View) -> None:
         """Copies the elements into a contiguous view of as many."""
         for one, beside in self._scattered:
-            one.put(beside)
+            one.copy_to(beside)
         self._move(packed, inward=False)
 
-    def fill(self, packed: View) -> None:
+    def copy_from(self, packed: View) -> None:
         """Takes the elements over from a contiguous view of as many."""
         self._move(packed, inward=True)
         for one, beside in self._scattered:
-            one.fill(beside)
+            one.copy_from(beside)
 
     def _move(self, packed: View, inward: bool) -> None:
         at = sys.modules["mpi4py.MPI"].Get_address(packed.buffer)
@@ -337,25 +337,25 @@ class _OnDevice(_Side):
         """The views of the arrays."""
         return [one for line in self._lines for one in line]
 
-    def blank(self) -> View:
+    def empty_like(self) -> View:
         """As many elements on the same device, uninitialised; there only until the call ends."""
-        room: View = self._lines[0][0].room(self.count)
+        room: View = self._lines[0][0].new_empty(self.count)
         return room
 
-    def put(self, packed: View) -> None:
+    def copy_to(self, packed: View) -> None:
         """Copies the elements into a contiguous view of as many."""
-        wholes = [one if self._has_blocks(one) else one.packed() for one in self.parts]
+        wholes = [one if self._has_blocks(one) else one.contiguous() for one in self.parts]
         for block, place in self._blocks(wholes, packed):
-            block.put(place)
+            block.copy_to(place)
 
-    def fill(self, packed: View) -> None:
+    def copy_from(self, packed: View) -> None:
         """Takes the elements over from a contiguous view of as many."""
-        wholes = [one if self._has_blocks(one) else one.blank() for one in self.parts]
+        wholes = [one if self._has_blocks(one) else one.empty_like() for one in self.parts]
         for block, place in self._blocks(wholes, packed):
-            block.fill(place)
+            block.copy_from(place)
         for one, whole in zip(self.parts, wholes, strict=True):
             if whole is not one:
-                one.fill(whole)
+                one.copy_from(whole)
 
     def _has_blocks(self, one: View) -> bool:
         """Its blocks are to be had as views."""
@@ -386,4 +386,4 @@ _rooms = _Rooms()
 
 def _room(which: int, dtype: DType, count: int) -> View:
     flat = _rooms.memory[which, : count * dtype.itemsize].view(dtype.numpy)
-    return views.of_numpy(flat, dtype)
+    return views.from_numpy(flat, dtype)

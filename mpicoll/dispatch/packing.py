@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpicoll.arrays import views
-from mpicoll.arrays.views import DeviceView, Parts, View
+from mpicoll.arrays.views import DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Extent, Implementation, Plan, Run
-from mpicoll.cuda import device
-from mpicoll.cuda.device import Crossing, Lane
+from mpicoll.cuda import runtime
+from mpicoll.cuda.streams import DeviceContext, StreamOrder
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.primitives import Layout
 
@@ -52,16 +52,16 @@ def _packed(kind: CallKind, route: Implementation, on_device: bool) -> Run:
 
     def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
         if send is not None and (
-            send.buffer is None or (recv is not None and views.overlap(send, recv))
+            send.buffer is None or (recv is not None and views.overlaps(send, recv))
         ):
-            send = send.packed()
+            send = send.contiguous()
         if recv is None or recv.buffer is not None:
             route(buffer(send), buffer(recv), extent, root)
             return
-        packed = recv.packed() if in_place else recv.blank()
+        packed = recv.contiguous() if in_place else recv.empty_like()
         route(buffer(send), buffer(packed), extent, root)
         if checks.writes(primitive, group, root):
-            recv.fill(packed)
+            recv.copy_from(packed)
 
     return run
 
@@ -71,14 +71,14 @@ def _one_by_one(route: Implementation) -> Run:
 
     def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
         assert send is not None and recv is not None
-        into = [one if one.buffer is not None else one.blank() for one in recv.parts]
-        out = [one if one.buffer is not None else one.packed() for one in send.parts]
-        overlaps = views.overlapping(out, into)
-        out = [one.packed() if both else one for one, both in zip(out, overlaps, strict=True)]
+        into = [one if one.buffer is not None else one.empty_like() for one in recv.parts]
+        out = [one if one.buffer is not None else one.contiguous() for one in send.parts]
+        overlaps = views.find_overlapping(out, into)
+        out = [one.contiguous() if both else one for one, both in zip(out, overlaps, strict=True)]
         route([one.buffer for one in out], [one.buffer for one in into], extent, root)
         for one, packed in zip(recv.parts, into, strict=True):
             if packed is not one:
-                one.fill(packed)
+                one.copy_from(packed)
 
     return run
 
@@ -95,17 +95,17 @@ def _in_chunks(kind: CallKind, whole: Run, step: int) -> Run:
             whole(send, recv, extent, root)
             return
         if send is not None and recv is not None and _meet(send, recv):
-            send = send.packed()  # a chunk that is received would be sent on
+            send = send.contiguous()  # a chunk that is received would be sent on
             if many_in:
-                send = Parts([send.part(r * extent, extent) for r in range(n)], send.dtype)
-        out = [one if one.buffer is not None else one.packed() for one in _parts(send)]
-        into = [one if one.buffer is not None else one.blank() for one in _parts(recv)]
+                send = ViewList([send.part(r * extent, extent) for r in range(n)], send.dtype)
+        out = [one if one.buffer is not None else one.contiguous() for one in _parts(send)]
+        into = [one if one.buffer is not None else one.empty_like() for one in _parts(recv)]
         for start in range(0, extent, step):
             size = min(step, extent - start)
             whole(_cut(out, start, size), _cut(into, start, size), size, root)
         for one, filled in zip(_parts(recv), into, strict=True):
             if filled is not one:
-                one.fill(filled)
+                one.copy_from(filled)
 
     return run
 
@@ -117,50 +117,52 @@ def _parts(view: View | None) -> Sequence[View]:
 def _cut(parts: Sequence[View], start: int, count: int) -> View | None:
     """The same elements of each array, as the view of one array or of a list."""
     cut = [one.part(start, count) for one in parts]
-    return None if not cut else cut[0] if len(cut) == 1 else Parts(cut, cut[0].dtype)
+    return None if not cut else cut[0] if len(cut) == 1 else ViewList(cut, cut[0].dtype)
 
 
 def _meet(send: View, recv: View) -> bool:
     """Memory of the two sides overlaps. Arrays that lie apart are copied before that matters."""
     out = [one for one in send.parts if one.buffer is not None]
     into = [one for one in recv.parts if one.buffer is not None]
-    return any(views.overlapping(out, into))
+    return any(views.find_overlapping(out, into))
 
 
-def stream_order(send: View | None, recv: View | None) -> Crossing:
+def stream_order(send: View | None, recv: View | None) -> StreamOrder:
     """Return the place of a call on a device among what the caller's streams hold now."""
     parts = [part for view in (send, recv) if view is not None for part in view.parts]
     streams = {part.stream for part in parts if isinstance(part, DeviceView)}
     assert parts[0].device is not None
-    return Crossing(device.runtime(), parts[0].device, streams)
+    return StreamOrder(runtime.get_runtime(), parts[0].device, streams)
 
 
 def in_stream_order(
-    plan: Plan, order: Crossing, send: View | None, recv: View | None, extent: Extent, root: int
+    plan: Plan, order: StreamOrder, send: View | None, recv: View | None, extent: Extent, root: int
 ) -> None:
     """Carry a call on a device out in its place among the streams."""
-    lane = _lane(plan.group, order.index)
+    context = _context(plan.group, order.index)
     for view in (send, recv):
         for part in () if view is None else view.parts:
             assert isinstance(part, DeviceView)
-            part.lane = lane
-    lane.begin()
-    order.enter(lane)
+            part.context = context
+    context.begin()
+    order.enter(context)
     try:
         plan.run(send, recv, extent, root)
     except (ArgumentError, UnsupportedError):
-        raise  # refused: the lane's memory is used by its streams alone, in their order
+        raise  # refused: the context's memory is used by its streams alone, in their order
     except BaseException:
-        lane.leave_behind()
+        context.leave_behind()
         raise
     finally:  # after an error, too: what was begun goes on for a while
-        order.leave(lane)
+        order.leave(context)
 
 
-def _lane(group: ProcessGroup, index: int) -> Lane:
+def _context(group: ProcessGroup, index: int) -> DeviceContext:
     """What the collectives of a group have of a device."""
-    lane: Lane | None = group.resources.find(("device", index))
-    if lane is None:
-        lane = Lane(device.runtime(), index)
-        group.resources.keep(("device", index), lane, lambda _: lane.close(), lane.leave_behind)
-    return lane
+    context: DeviceContext | None = group.resources.find(("device", index))
+    if context is None:
+        context = DeviceContext(runtime.get_runtime(), index)
+        group.resources.keep(
+            ("device", index), context, lambda _: context.close(), context.leave_behind
+        )
+    return context

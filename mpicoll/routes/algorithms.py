@@ -12,7 +12,7 @@ twice the bytes, and a combination with a wait for it at each step, which on a d
 several messages; they win only where many ranks reduce little.
 
 Views that are given to a function are ready to be read and written. Its results are there once the
-caller has settled. `build` makes implementations of them; the routes `exchange` on the host and
+caller has synchronized. `build` makes implementations of them; the routes `exchange` on the host and
 `direct` on a device are these.
 """
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
-from mpicoll.arrays.views import Parts, View
+from mpicoll.arrays.views import View, ViewList
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
@@ -215,7 +215,7 @@ def all_gather(on: On, send: View | None, recv: View, blocks: Blocks, root: int)
                 step.send(recv.part(*run), target)
         step.finish()
         if here == 1 and n > 2 and send is not None:
-            space.settle()  # this rank's copy goes on from its place
+            space.synchronize()  # this rank's copy goes on from its place
         here *= 2
 
 
@@ -280,7 +280,7 @@ def all_to_all(on: On, send: View, recv: View, blocks: Blocks, root: int) -> Non
 
 
 def _arrays(view: View, counts: Sequence[int]) -> Sequence[View]:
-    if isinstance(view, Parts):
+    if isinstance(view, ViewList):
         return view.parts
     return [view.part(*span) for span in _spans(counts)]
 
@@ -317,10 +317,10 @@ def all_reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> Non
         _Reduction(on, recv, [_Piece([(0, count)] * n, recv)]).carry_out()
     elif count:
         terms = _Terms(on, recv.dtype)
-        stack = space.blank(terms.dtype, n * count)
+        stack = space.empty(terms.dtype, n * count)
         parts = [stack.part(r * count, count) for r in range(n)]
         terms.take(recv, parts[me])
-        space.settle()
+        space.synchronize()
         if space.mpi:
             # mpi4py wants a block's count.
             group.inner.Allgather(MPI.IN_PLACE, message(stack.buffer, count, stack.dtype))
@@ -346,7 +346,7 @@ def reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None:
         pieces = [_Piece(cut, recv.part(*cut[me])) for cut in cuts]
     else:
         # The result of one piece is on its way while the next one is combined.
-        rooms = [space.blank(recv.dtype, cut[me][1]) for cut in cuts[:2]]
+        rooms = [space.empty(recv.dtype, cut[me][1]) for cut in cuts[:2]]
         pieces = [_Piece(cut, rooms[i % 2].part(0, cut[me][1])) for i, cut in enumerate(cuts)]
 
     def then(piece: _Piece) -> None:
@@ -457,10 +457,10 @@ class _Reduction:
         self._terms = _Terms(on, source.dtype)
         dtype, both = self._terms.dtype, range(min(2, len(pieces)))
         most = max((piece.out.count for piece in pieces), default=0)
-        self._stacks = [space.blank(dtype, (n - 1) * most) for _ in both]
+        self._stacks = [space.empty(dtype, (n - 1) * most) for _ in both]
         if self._terms.factor is not None:
             products = max((sum(c for _, c in set(piece.cut)) for piece in pieces), default=0)
-            self._products = [space.blank(dtype, products) for _ in both]
+            self._products = [space.empty(dtype, products) for _ in both]
 
     def carry_out(self, then: Callable[[_Piece], None] | None = None) -> None:
         """``then`` is called for each piece, in order, once its result may be sent."""
@@ -469,7 +469,7 @@ class _Reduction:
             return
         parts = self._prepared(0)
         if self._terms.factor is not None:
-            space.settle()
+            space.synchronize()
         begun = self._begin(0, parts)
         for i, piece in enumerate(pieces):
             messages, sources = begun
@@ -480,14 +480,14 @@ class _Reduction:
                 parts = self._prepared(i + 1)
             if more or (i and then is not None):
                 # The piece before is combined: its stack is free, and its result may be sent.
-                space.settle()
+                space.synchronize()
             if more:
                 begun = self._begin(i + 1, parts)
             self._terms.combine(sources, own, piece.out)
             if i and then is not None:
                 then(pieces[i - 1])
         if then is not None:
-            space.settle()
+            space.synchronize()
             then(pieces[-1])
 
     def _prepared(self, i: int) -> list[View]:
@@ -534,7 +534,7 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
 
 
 def build(kind: CallKind, space: Space) -> Implementation:
-    """Return what carries calls of a kind out on buffers in ``space``; its caller settles."""
+    """Return what carries calls of a kind out on buffers in ``space``; its caller synchronizes."""
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
@@ -572,7 +572,7 @@ def premultiplied(
     add = build_sum(CallKind(primitive, group, ReduceOp.SUM, wide))
 
     def scaled(view: View) -> View:
-        product = space.blank(wide, view.count)
+        product = space.empty(wide, view.count)
         space.scale(view, factor, product)
         return product
 
@@ -586,7 +586,7 @@ def premultiplied(
             out = scaled(into)
             add(None, space.buffer(out), extent, root)
         else:
-            out = into if wide is dtype else space.blank(wide, mine)
+            out = into if wide is dtype else space.empty(wide, mine)
             product = scaled(space.view(send, dtype, sends))
             add(space.buffer(product), space.buffer(out), extent, root)
         if out is into or not (everywhere or root == me):

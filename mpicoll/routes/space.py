@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpicoll.arrays.views import Parts, View, of_numpy, scratch
+from mpicoll.arrays.views import View, ViewList, empty, from_numpy
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels import reduction
 
@@ -20,7 +20,7 @@ SMALL, CHUNK, STACK = 8 * 1024, 1024 * 1024, 32 * 1024 * 1024
 class Space(Protocol):
     """One kind of memory and what can be done in it, for one call at a time.
 
-    Everything but ``settle`` may only be enqueued; what is enqueued is done in that order. Views
+    Everything but ``synchronize`` may only be enqueued; what is enqueued is done in that order. Views
     are contiguous and of equal counts, unless said otherwise; they may be empty.
 
     small: bytes of all ranks' arrays together up to which each rank that needs the result of a
@@ -42,15 +42,15 @@ class Space(Protocol):
     def buffer(self, view: View) -> Any:
         """What implementations get of a contiguous view."""
 
-    def blank(self, dtype: DType, count: int) -> View:
+    def empty(self, dtype: DType, count: int) -> View:
         """``count`` elements of whatever values, to be used until the call ends."""
 
     def copy(self, source: View, into: View) -> None:
         """Copies; the elements of one of the views may lie apart, in C order."""
         if into.buffer is None:
-            into.fill(source)
+            into.copy_from(source)
         else:
-            source.put(into)
+            source.copy_to(into)
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """``reduction.combine`` of views of one dtype."""
@@ -61,7 +61,7 @@ class Space(Protocol):
     def narrow(self, source: View, out: View) -> None:
         """``reduction.narrow``."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Returns when all that was enqueued is done, so that MPI may read it or write over it."""
 
 
@@ -77,19 +77,19 @@ class Host(Space):
         """Of what mpi4py takes as a buffer."""
         if isinstance(buffer, list):
             parts = [self.view(one, dtype, [n]) for one, n in zip(buffer, counts, strict=True)]
-            return Parts(parts, dtype)
+            return ViewList(parts, dtype)
         count = sum(counts)
         if not count:
-            return scratch(dtype, 0)
-        return of_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
+            return empty(dtype, 0)
+        return from_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
 
     def buffer(self, view: View) -> Any:
         """The view's own."""
         return view.buffer
 
-    def blank(self, dtype: DType, count: int) -> View:
+    def empty(self, dtype: DType, count: int) -> View:
         """New memory."""
-        return scratch(dtype, count)
+        return empty(dtype, count)
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """By the C library, or NumPy."""
@@ -103,7 +103,7 @@ class Host(Space):
         """By the C library, or NumPy."""
         reduction.narrow(source.flat, out.flat)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """There is nothing to wait for."""
 
 

@@ -18,7 +18,7 @@ NOWHERE = 4096
 
 
 class FakeGpu:
-    """The part of mpicoll.cuda.device.Runtime that finding out needs."""
+    """The part of mpicoll.cuda.runtime.Runtime that finding out needs."""
 
     def __init__(self):
         self.allocated = 0
@@ -30,10 +30,10 @@ class FakeGpu:
     def name(self, index):
         return "Fake GPU"
 
-    def identity(self, index):
+    def pci_bus_id(self, index):
         return f"0000:{index:02x}:00.0"
 
-    def driver(self):
+    def driver_version(self):
         return "fake driver"
 
     def has_nccl(self):
@@ -43,7 +43,7 @@ class FakeGpu:
         assert 0 <= index < self.count()
         self.index = index
 
-    def stream(self, index):
+    def create_stream(self, index):
         return 1
 
     def record(self, index, stream):
@@ -59,7 +59,7 @@ class FakeGpu:
 
     def allocate(self, index, nbytes):
         self.allocated += 1
-        memory = self.pinned(index, nbytes)
+        memory = self.allocate_pinned(index, nbytes)
         if self.faulty() and FAULT == "crash":
             memory.address = NOWHERE  # in MPI's hands a segmentation fault, or an error of the OS
         if self.faulty() and FAULT == "hang":
@@ -70,8 +70,8 @@ class FakeGpu:
             os._exit(3)
         return memory
 
-    def pinned(self, index, nbytes):
-        from mpicoll.cuda.device import Memory
+    def allocate_pinned(self, index, nbytes):
+        from mpicoll.cuda.runtime import Memory
 
         block = (ctypes.c_uint8 * nbytes)()
         return Memory(ctypes.addressof(block), nbytes, block)
@@ -84,20 +84,20 @@ class FakeGpu:
 
 
 if FAULT and "-S" not in sys.orig_argv:
-    import mpicoll.cuda.device
+    import mpicoll.cuda.runtime
     from mpicoll.errors import UnsupportedError
 
     fake = FakeGpu()
 
-    def runtime():
-        if FAULT == "absent" and "mpicoll.cuda.trial" in sys.orig_argv:
+    def get_runtime():
+        if FAULT == "absent" and "mpicoll.cuda.probe" in sys.orig_argv:
             raise UnsupportedError("the fake is gone")
         return fake
 
-    mpicoll.cuda.device.runtime = runtime
+    mpicoll.cuda.runtime.get_runtime = get_runtime
     if os.environ.get("FAKE_CLAIM"):
-        from mpicoll.cuda import capabilities
+        from mpicoll.cuda import mpi_support
 
-        capabilities.SWITCHES = ()
-        capabilities.QUERIES.clear()
-        capabilities.QUERIES["fake_query"] = lambda: 1
+        mpi_support.SWITCHES = ()
+        mpi_support.QUERIES.clear()
+        mpi_support.QUERIES["fake_query"] = lambda: 1

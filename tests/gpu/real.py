@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 from simulated import laid_out
 
-from mpicoll.cuda import device
+from mpicoll.cuda import runtime
 from mpicoll.dtypes import by_numpy
 
 #: Nanoseconds that it takes to make values, and where nothing else delays them.
@@ -257,4 +257,6 @@ class Arrays:
 
 def check_kind(address: int, kind: str) -> None:
     """Memory of another kind than plain is recognised."""
-    assert kind == "plain" or not device.runtime().plain(address), f"{kind} memory is called plain"
+    assert kind == "plain" or not runtime.get_runtime().is_plain(address), (
+        f"{kind} memory is called plain"
+    )

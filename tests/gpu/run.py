@@ -61,15 +61,15 @@ ON_UCX = {
 ASK = """
 import json, sys
 import mpicoll as dist
-from mpicoll.cuda import capabilities
+from mpicoll.cuda import capabilities, device_routes
 from mpicoll.errors import MpicollError
 from mpicoll.core.groups import default_group
 dist.init_process_group(timeout=60)
-found = capabilities.exchange(default_group().inner, tries=True)
+found = capabilities.exchange(default_group().inner, probes=True)
 said = {"auto": ""}
 for name in sys.argv[1:]:
     try:
-        capabilities.routes(found, name)
+        device_routes.eligible_routes(found, name)
         said[name] = ""
     except MpicollError as error:
         said[name] = str(error)

@@ -1,4 +1,4 @@
-"""CUDA devices that are not there: what `mpicoll.cuda.device.Runtime` promises, and no more.
+"""CUDA devices that are not there: what `mpicoll.cuda.runtime.Runtime` promises, and no more.
 
 Memory is the host's. What is put into a stream happens as late as the rules allow: when the host
 waits for an event, just what that event needs is done, in the order of each stream. So whoever
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.cuda.device import Memory
+from mpicoll.cuda.runtime import Memory
 from mpicoll.errors import UnsupportedError
 from mpicoll.kernels import reduction
 
@@ -90,10 +90,10 @@ class Simulated:
     def name(self, index: int) -> str:
         return f"simulated {index}"
 
-    def identity(self, index: int) -> str:
+    def pci_bus_id(self, index: int) -> str:
         return f"0000:0{index}:00.0"
 
-    def driver(self) -> str:
+    def driver_version(self) -> str:
         return "simulated"
 
     def device_of(self, address: int) -> int:
@@ -102,21 +102,21 @@ class Simulated:
     def use(self, index: int) -> None:
         self.current = index
 
-    def check(self, index: int, stream: int, where: str) -> None:
+    def check_stream(self, index: int, stream: int, where: str) -> None:
         self._find(index, stream)
         if stream in self.captured:
             raise UnsupportedError(f"{where}: the current stream is being captured")
 
-    def stream(self, index: int) -> int:
+    def create_stream(self, index: int) -> int:
         with self.lock:
             number = next(self.numbers)
             self.streams[index, number] = Stream(index)
             return number
 
-    def current(self, index: int) -> int:
+    def current_stream(self, index: int) -> int:
         return LEGACY
 
-    def end_stream(self, stream: int) -> None:
+    def destroy_stream(self, stream: int) -> None:
         key = next(key for key in self.streams if key[1] == stream)
         assert not self.streams[key].waiting, "given back before all was done"
         del self.streams[key]
@@ -148,11 +148,11 @@ class Simulated:
         os.ftruncate(file, size)
         return _mapped(self, file, size, nbytes, fill=True)
 
-    def pinned(self, index: int, nbytes: int) -> Memory:
+    def allocate_pinned(self, index: int, nbytes: int) -> Memory:
         array = np.full(max(nbytes, 1), 0xCD, np.uint8)
         return Memory(array.ctypes.data, nbytes, array)
 
-    def plain(self, address: int) -> bool:
+    def is_plain(self, address: int) -> bool:
         return address not in self.pool
 
     def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
@@ -215,11 +215,11 @@ class Simulated:
     def has_nccl(self) -> bool:
         return False
 
-    def exported(self, index: int, memory: Memory) -> bytes:
+    def export(self, index: int, memory: Memory) -> bytes:
         owner = memory._owner
         return f"{os.getpid()} {owner.file} {owner.size} {memory.nbytes}".encode()
 
-    def opened(self, index: int, handle: bytes) -> Memory:
+    def open(self, index: int, handle: bytes) -> Memory:
         process, file, size, nbytes = map(int, handle.split())
         file = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
         return _mapped(self, file, size, nbytes, fill=False)
@@ -350,7 +350,7 @@ class Arrays:
         self, host: np.ndarray, index: int = 0, layout: str = "C", kind: str = "plain"
     ) -> DeviceArray:
         """An array like ``host``, of ``laid_out``'s layout, in memory of that kind."""
-        stream = self.cuda.stream(index)
+        stream = self.cuda.create_stream(index)
         return DeviceArray(self.cuda, host, index, stream, layout, kind)
 
     def working(self) -> contextlib.AbstractContextManager[Any]:

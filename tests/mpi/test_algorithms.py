@@ -1,6 +1,6 @@
 """The algorithms over messages: every primitive x dtype x operation in both kinds of memory.
 
-`Late` stands for a device: memory in which nothing that is enqueued happens before `settle`.
+`Late` stands for a device: memory in which nothing that is enqueued happens before `synchronize`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Late(Host):
     def __init__(self):
         self.enqueued = []
 
-    def blank(self, dtype, count):
-        view = HOST.blank(dtype, count)
+    def empty(self, dtype, count):
+        view = HOST.empty(dtype, count)
         view.flat.view(np.uint8)[...] = 0xAA
         if dtype.kind in (Kind.FLOAT, Kind.NARROW_FLOAT, Kind.COMPLEX):
             view.flat[...] = np.nan
@@ -55,7 +55,7 @@ class Late(Host):
     def narrow(self, source, out):
         self.enqueued.append((HOST.narrow, source, out))
 
-    def settle(self):
+    def synchronize(self):
         for work, *arguments in self.enqueued:
             work(*arguments)
         self.enqueued.clear()
@@ -75,7 +75,7 @@ def places(world):
 
         def settled(send, recv, extent, root):
             route(send, recv, extent, root)
-            space.settle()
+            space.synchronize()
 
         return settled
 

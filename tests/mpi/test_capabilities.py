@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mpicoll.cuda import capabilities, device, trial
-from mpicoll.cuda.capabilities import Cuda, exchange, forced_route, routes
-from mpicoll.cuda.trial import OK, Trial
+from mpicoll.cuda import capabilities, mpi_support, probe, runtime
+from mpicoll.cuda.capabilities import CudaSupport, exchange
+from mpicoll.cuda.device_routes import eligible_routes, forced_route
+from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import ArgumentError
 
 
@@ -22,10 +23,10 @@ class Gpus:
     def name(self, index):
         return self.kind
 
-    def identity(self, index):
+    def pci_bus_id(self, index):
         return f"0000:0{index}:00.0"
 
-    def driver(self):
+    def driver_version(self):
         return "1"
 
     def has_nccl(self):
@@ -36,70 +37,72 @@ class Gpus:
 def fresh(monkeypatch, tmp_path):
     """Nothing is known yet; MPI says that it takes device memory. Gives what each try was for."""
     monkeypatch.setattr(capabilities, "_known", None)
-    monkeypatch.setattr(capabilities, "QUERIES", {"query": lambda: 1})
-    monkeypatch.setattr(capabilities, "SWITCHES", ())
+    monkeypatch.setattr(mpi_support, "QUERIES", {"query": lambda: 1})
+    monkeypatch.setattr(mpi_support, "SWITCHES", ())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tries = []
 
     def attempt(*what):
         tries.append(what)
-        return Trial(2, OK, OK, "hung")
+        return ProbeOutcome(2, OK, OK, "hung")
 
-    monkeypatch.setattr(trial, "attempt", attempt)
+    monkeypatch.setattr(probe, "run_probe", attempt)
     return tries
 
 
 def of_kind(monkeypatch, kind):
-    monkeypatch.setattr(device, "runtime", lambda: Gpus(kind))
+    monkeypatch.setattr(runtime, "get_runtime", lambda: Gpus(kind))
 
 
 def test_one_rank_tries_for_all_that_are_alike(mpi, fresh, monkeypatch):
     of_kind(monkeypatch, f"kind {mpi.rank % 2}")
     before = exchange(mpi)
-    assert [each.cuda for each in before] == [Cuda.TRANSFER] * mpi.size
+    assert [each.cuda for each in before] == [CudaSupport.TRANSFER] * mpi.size
     assert not fresh and not any(each.settled for each in before)
-    found = exchange(mpi, tries=True)
+    found = exchange(mpi, probes=True)
     assert len(fresh) == (mpi.rank < 2), "one try for each kind of GPU, by its first rank"
-    assert all(each.settled and each.cuda is Cuda.TRANSFER for each in found)
+    assert all(each.settled and each.cuda is CudaSupport.TRANSFER for each in found)
     assert all("reduction hung" in each.problem for each in found)
     assert (
         mpi.allgather([each.words() for each in found])
         == [[each.words() for each in found]] * mpi.size
     )
-    exchange(mpi, tries=True)
+    exchange(mpi, probes=True)
     assert len(fresh) == (mpi.rank < 2), "what is known is not tried again"
-    exchange(mpi, tries=True, again=True)
+    exchange(mpi, probes=True, again=True)
     assert len(fresh) == 2 * (mpi.rank < 2), "unless it is asked for"
 
 
 def test_the_outcome_is_read_from_the_file_by_the_next_process(mpi, fresh, monkeypatch):
     of_kind(monkeypatch, "kind")
-    exchange(mpi, tries=True)
+    exchange(mpi, probes=True)
     monkeypatch.setattr(capabilities, "_known", None)
     found = exchange(mpi)
-    assert found[0].settled and found[0].cuda is Cuda.TRANSFER
+    assert found[0].settled and found[0].cuda is CudaSupport.TRANSFER
     assert len(fresh) == (mpi.rank == 0)
 
 
 def test_ranks_without_a_gpu(mpi, fresh, monkeypatch):
     if mpi.rank == 0:
         of_kind(monkeypatch, "kind")
-    found = exchange(mpi, tries=True)
+    found = exchange(mpi, probes=True)
     assert [bool(each.gpus) for each in found] == [rank == 0 for rank in range(mpi.size)]
-    assert [each.cuda for each in found] == [Cuda.TRANSFER] + [Cuda.NONE] * (mpi.size - 1)
+    assert [each.cuda for each in found] == [CudaSupport.TRANSFER] + [CudaSupport.NONE] * (
+        mpi.size - 1
+    )
     assert len(fresh) == (mpi.rank == 0)
     assert len({each.node for each in found}) == 1
     expected = ("peer", "direct", "staged") if mpi.size == 1 else ("staged",)
-    assert routes(found, forced_route(found)) == expected
+    assert eligible_routes(found, forced_route(found)) == expected
 
 
 def test_a_site_that_knows_is_believed_by_all(mpi, fresh, monkeypatch):
     of_kind(monkeypatch, "kind")
     if mpi.rank == mpi.size - 1:
         monkeypatch.setenv("MPICOLL_CUDA_AWARE", "none")
-    found = exchange(mpi, tries=True)
-    assert found[-1].cuda is Cuda.NONE and found[-1].settled
-    assert [each.cuda for each in found[:-1]] == [Cuda.TRANSFER] * (mpi.size - 1)
+    found = exchange(mpi, probes=True)
+    assert found[-1].cuda is CudaSupport.NONE and found[-1].settled
+    assert [each.cuda for each in found[:-1]] == [CudaSupport.TRANSFER] * (mpi.size - 1)
 
 
 def test_nonsense_on_one_rank_is_told_on_all(mpi, fresh, monkeypatch):

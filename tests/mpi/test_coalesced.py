@@ -16,7 +16,7 @@ from conftest import team as group_of
 from driver import DTYPES, Call, guarded, legal, meet, same_on_all
 
 import mpicoll as dist
-from mpicoll.cuda import capabilities, device
+from mpicoll.cuda import capabilities, runtime
 from mpicoll.dispatch import execute, fusing
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
@@ -402,7 +402,7 @@ def arrays(request):
     """Arrays of simulated devices, by some of the routes that are chosen for them."""
     with pytest.MonkeyPatch.context() as patch:
         made = simulated.Arrays()
-        patch.setattr(device, "_runtime", made.cuda)
+        patch.setattr(runtime, "_runtime", made.cuda)
         patch.setenv("MPICOLL_CUDA_AWARE", "full")
         patch.setenv("MPICOLL_DEVICE_ROUTE", request.param)
         if request.param == "auto":

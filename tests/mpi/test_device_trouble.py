@@ -13,8 +13,8 @@ from conftest import TIMEOUT
 from test_devices import got, uploaded
 
 import mpicoll as dist
-from mpicoll.cuda import capabilities, device, trial
-from mpicoll.cuda.trial import OK, Trial
+from mpicoll.cuda import capabilities, mpi_support, probe, runtime, streams
+from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes.device import ipc as peer
 from mpicoll.routes.device import staged
@@ -30,7 +30,7 @@ def on(monkeypatch):
         if road is not None:
             monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", road)
         monkeypatch.setenv("MPICOLL_CUDA_AWARE", cuda)
-        monkeypatch.setattr(device, "_runtime", made.cuda)
+        monkeypatch.setattr(runtime, "_runtime", made.cuda)
         monkeypatch.setattr(capabilities, "_known", None)
         dist.init_process_group(timeout=TIMEOUT)
         return made, dist.get_rank(), dist.get_world_size()
@@ -111,15 +111,15 @@ def test_a_device_that_is_ahead_of_another(on, monkeypatch, eager):
 def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
     """MPI says that it takes device memory; that is not believed where a route depends on it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(capabilities, "QUERIES", {"query": lambda: 1})
-    monkeypatch.setattr(capabilities, "SWITCHES", ())
+    monkeypatch.setattr(mpi_support, "QUERIES", {"query": lambda: 1})
+    monkeypatch.setattr(mpi_support, "SWITCHES", ())
     tries = []
 
     def attempt(*what):
         tries.append(what)
-        return Trial(2, OK, OK, OK if reduces else "crashed (SIGSEGV)")
+        return ProbeOutcome(2, OK, OK, OK if reduces else "crashed (SIGSEGV)")
 
-    monkeypatch.setattr(trial, "attempt", attempt)
+    monkeypatch.setattr(probe, "run_probe", attempt)
     arrays, me, n = on(road, cuda="")
     if road == "native" and not reduces:
         with pytest.raises(UnsupportedError, match="SIGSEGV"):
@@ -133,12 +133,12 @@ def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
 def test_what_is_refused_leaves_nothing_behind(on):
     """A program that goes on after errors does not lose memory with each."""
     arrays, _, _ = on("native")
-    before = len(device._left_behind)
+    before = len(streams._left_behind)
     for _ in range(5):
         array = uploaded(arrays, np.zeros(9, np.float16))
         with pytest.raises(UnsupportedError, match="native does not serve"):
             dist.all_reduce(array)
-    assert len(device._left_behind) == before
+    assert len(streams._left_behind) == before
 
 
 def test_elements_at_odd_addresses(on):
@@ -222,7 +222,7 @@ class Pool:
         size = 1 << max(9, (nbytes - 1).bit_length())
         free = self.free.setdefault(size, [])
         array = free.pop() if free else np.full(size, 0xCD, np.uint8)
-        memory = device.Memory(array.ctypes.data, nbytes, self)
+        memory = runtime.Memory(array.ctypes.data, nbytes, self)
         memory._owner = _Piece(free, array)
         return memory
 
@@ -237,11 +237,11 @@ class _Piece:
 
 def test_pinned_memory_that_others_take(on):
     arrays, me, n = on("staged")
-    arrays.cuda.pinned = Pool()
+    arrays.cuda.allocate_pinned = Pool()
 
     def overwrite():
         gc.collect()
-        taken = [arrays.cuda.pinned(0, nbytes) for nbytes in (400, 400, 4000, 4000)]
+        taken = [arrays.cuda.allocate_pinned(0, nbytes) for nbytes in (400, 400, 4000, 4000)]
         for one in taken:
             one.on_host()[...] = 0x11
 
@@ -278,10 +278,10 @@ def test_many_groups(on, monkeypatch, ipc):
     arrays, me, n = on()
     if not ipc:
 
-        def opened(index, handle):
+        def refuse(index, handle):
             raise RuntimeError("no IPC here")
 
-        monkeypatch.setattr(arrays.cuda, "opened", opened)
+        monkeypatch.setattr(arrays.cuda, "open", refuse)
     monkeypatch.setattr(peer, "SLOT", 4096)
     array = arrays.make(np.full(10, me, np.float32))
 

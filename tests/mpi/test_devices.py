@@ -19,7 +19,7 @@ from conftest import team as group_of
 from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal, meet
 
 import mpicoll as dist
-from mpicoll.cuda import capabilities, device
+from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.kernels.reduction import loop
@@ -45,7 +45,7 @@ def arrays(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "simulated":
             made = simulated.Arrays()
-            patch.setattr(device, "_runtime", made.cuda)
+            patch.setattr(runtime, "_runtime", made.cuda)
             patch.setenv("MPICOLL_CUDA_AWARE", "full")  # in truth it is the host's memory
         else:
             import real
@@ -412,6 +412,6 @@ def test_a_rank_with_host_memory(arrays, world):
 def test_without_a_gpu(arrays, monkeypatch, world):
     """The error says what is missing, before anything is sent."""
     array = uploaded(arrays, np.zeros(4, np.float32))
-    monkeypatch.setattr(device, "_runtime", None)
+    monkeypatch.setattr(runtime, "_runtime", None)
     with pytest.raises(UnsupportedError, match=r"GPU.*(CuPy|no GPU)"):
         dist.all_reduce(array.given)

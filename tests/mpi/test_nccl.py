@@ -14,7 +14,7 @@ from simulated import Simulated, elements
 from test_devices import DeviceCall, UnevenDeviceCall, got, uploaded
 
 import mpicoll as dist
-from mpicoll.cuda import capabilities, device
+from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import by_name
 from mpicoll.errors import UnsupportedError
 from mpicoll.routes.device import nccl
@@ -45,22 +45,22 @@ class WithNccl(Simulated):
         self.together = None
         self.asked = 0
 
-    def identity(self, index):
+    def pci_bus_id(self, index):
         return f"{self.me}-{index}"
 
     def has_nccl(self):
         return True
 
-    def nccl_identity(self):
+    def nccl_unique_id(self):
         return (1, 2, 3)
 
-    def nccl(self, index, n, identity, rank):
+    def create_nccl(self, index, n, identity, rank):
         assert identity == (1, 2, 3)
         # NCCL finds its ranks by the identity; here they are all there are.
         return Communicator(self, index, MPI.COMM_WORLD.Split(0, rank))
 
     @contextlib.contextmanager
-    def nccl_together(self):
+    def nccl_group(self):
         self.together = []
         yield
         messages, self.together = self.together, None
@@ -170,7 +170,7 @@ def cuda(arrays):
 def mpi_world():
     with pytest.MonkeyPatch.context() as patch:
         found = Arrays(WithNccl(MPI.COMM_WORLD.rank))
-        patch.setattr(device, "_runtime", found.cuda)
+        patch.setattr(runtime, "_runtime", found.cuda)
         patch.setattr(capabilities, "_known", None)
         dist.init_process_group("nccl", timeout=TIMEOUT)
         yield found, team("world", range(dist.get_world_size()))
@@ -249,7 +249,7 @@ def test_two_ranks_on_one_gpu(world, monkeypatch):
     if world.size == 1:
         return
     shared = WithNccl(0)
-    monkeypatch.setattr(device, "_runtime", shared)
+    monkeypatch.setattr(runtime, "_runtime", shared)
     group = dist.new_group()
     alike, row = Team("alike", group, world.ranks, world.me), by_name["int32"]
     DeviceCall(Arrays(shared), "all_reduce", alike, row, 9, dist.ReduceOp.SUM, index=0).run()
@@ -261,7 +261,7 @@ def test_forced(world, monkeypatch):
     monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", "nccl")
     monkeypatch.setattr(capabilities, "_known", None)
     without = Simulated()
-    monkeypatch.setattr(device, "_runtime", without)
+    monkeypatch.setattr(runtime, "_runtime", without)
     group = dist.new_group()
     forced, row = Team("forced", group, world.ranks, world.me), by_name["int32"]
     call = DeviceCall(Arrays(without), "all_reduce", forced, row, 9, dist.ReduceOp.SUM)

@@ -34,7 +34,8 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.signature import kind_of, primitive_of, told
 from mpicoll.core.work import deadline
-from mpicoll.cuda.device import Lane, Memory
+from mpicoll.cuda.runtime import Memory
+from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.reduction import Loop, loop
@@ -68,16 +69,21 @@ def _rounded(nbytes: int) -> int:
 class Peers:
     """A group's workspaces, as one rank sees them.
 
-    lane: what this rank has of its device.
+    context: what this rank has of its device.
     room: bytes of a slot.
     """
 
     def __init__(
-        self, group: ProcessGroup, lane: Lane, room: int, own: Memory, others: list[Memory]
+        self,
+        group: ProcessGroup,
+        context: DeviceContext,
+        room: int,
+        own: Memory,
+        others: list[Memory],
     ) -> None:
         self.group = group
         self.n, self.me = group.size(), group.rank()
-        self.lane = lane
+        self.context = context
         self.room = room
         self._own = own
         self._workspaces = others  # by rank; this rank's is its own
@@ -100,18 +106,18 @@ class Peers:
 
         kind, count: what all ranks must have alike. Raises MismatchError on all ranks otherwise.
         """
-        lane, lag = self.lane, LAG if rounds > 1 else 1
+        context, lag = self.context, LAG if rounds > 1 else 1
         turns, done = rounds + lag * (len(steps) - 1), []
         try:
             for turn in range(turns):
                 for s, step in enumerate(steps):
                     if 0 <= turn - lag * s < rounds:
                         step(turn - lag * s)
-                done.append(lane.runtime.record(lane.index, lane.work))
+                done.append(context.runtime.record(context.index, context.work))
                 known = turn - lag + 1
                 if known < 0 or turn == turns - 1:
                     continue
-                lane.runtime.synchronize(done[known])
+                context.runtime.synchronize(done[known])
                 if known > 0:
                     self.group.inner.Barrier()
                 elif differences := self._compare(kind, count):
@@ -135,19 +141,19 @@ class Peers:
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
         """Enqueues a copy."""
-        self.lane.runtime.copy(self.lane.index, into, source, nbytes, self.lane.work)
+        self.context.runtime.copy(self.context.index, into, source, nbytes, self.context.work)
 
     def combine(self, by: Loop, sources: Sequence[int], out: int, count: int, divisor: int) -> None:
         """Enqueues a reduction, which may read other ranks' memory."""
-        lane = self.lane
+        context = self.context
         if count:
-            lane.runtime.combine(lane.index, by, sources, out, count, divisor, lane.work)
+            context.runtime.combine(context.index, by, sources, out, count, divisor, context.work)
 
     def close(self, limit: float) -> None:
         """Lets go of the workspaces; all ranks call. The own is given back once no other rank maps
         it any more, or never, where that takes longer than ``limit`` seconds.
         """
-        self.lane.settle(self.lane.work)
+        self.context.synchronize(self.context.work)
         self._workspaces = []
         request, moment = self.group.inner.Ibarrier(), deadline(limit)
         while not request.Test():
@@ -166,13 +172,13 @@ def _share_slot(room: int, n: int) -> int:
     return _rounded(-(-room // n)) + _LINE
 
 
-def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
+def meet(group: ProcessGroup, context: DeviceContext) -> Peers | None:
     """The workspaces of all ranks; None on all of them if one cannot see another's. All call."""
-    runtime, me, room = lane.runtime, group.rank(), SLOT
+    runtime, me, room = context.runtime, group.rank(), SLOT
     own, handle = None, b""
     try:
-        own = runtime.allocate(lane.index, SLOTS * (room + _share_slot(room, group.size())))
-        handle = runtime.exported(lane.index, own)
+        own = runtime.allocate(context.index, SLOTS * (room + _share_slot(room, group.size())))
+        handle = runtime.export(context.index, own)
         _mapped.append(own)
     except Exception:  # whatever the driver says: all ranks take another route then
         own = None
@@ -181,7 +187,7 @@ def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
     if own is not None and all(handles):
         try:
             found = [
-                own if rank == me else runtime.opened(lane.index, one)
+                own if rank == me else runtime.open(context.index, one)
                 for rank, one in enumerate(handles)
             ]
         except Exception:
@@ -195,7 +201,7 @@ def meet(group: ProcessGroup, lane: Lane) -> Peers | None:
         if own is not None:
             _mapped.remove(own)
         return None
-    return Peers(group, lane, room, own, found)
+    return Peers(group, context, room, own, found)
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
@@ -206,7 +212,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
 
     def build(kind: CallKind) -> Implementation:
         make = _all_reduce if kind.primitive.name == "all_reduce" else _transfer
-        return at_home(peers.lane, make(peers, kind))
+        return at_home(peers.context, make(peers, kind))
 
     if kind.op is not None and kind.op.factor is not None:
         return premultiplied(kind, agreed.space, build)

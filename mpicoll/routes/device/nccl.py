@@ -14,7 +14,7 @@ import numpy as np
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
-from mpicoll.cuda.device import Lane
+from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.launch.host_identity import node
 from mpicoll.routes.device.space import at_home
@@ -44,29 +44,29 @@ def asked_for(backend: str) -> bool:
 class Nccl:
     """A group's NCCL communicator.
 
-    lane: what this rank has of its device.
+    context: what this rank has of its device.
     """
 
-    def __init__(self, group: ProcessGroup, lane: Lane, comm: Any) -> None:
+    def __init__(self, group: ProcessGroup, context: DeviceContext, comm: Any) -> None:
         self.group = group
         self.n, self.me = group.size(), group.rank()
-        self.lane = lane
+        self.context = context
         self.comm = comm
 
     def close(self, limit: float) -> None:
         """Ends the communicator, when what was enqueued is done."""
-        self.lane.settle(self.lane.work)
+        self.context.synchronize(self.context.work)
         self.comm.destroy()
 
 
-def meet(group: ProcessGroup, lane: Lane) -> Nccl | None:
+def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | None:
     """The communicator of all ranks; None on all of them where one has no NCCL, or two share a GPU.
 
     All call.
     """
-    runtime = lane.runtime
+    runtime = context.runtime
     able = runtime.has_nccl()
-    mine = f"{node()} {runtime.identity(lane.index)}" if able else ""
+    mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
     everybody = [
         bytes(one) for one in all_gather_bytes(group.inner, np.frombuffer(mine.encode(), np.uint8))
     ]
@@ -75,12 +75,12 @@ def meet(group: ProcessGroup, lane: Lane) -> Nccl | None:
     identity = None
     if group.rank() == 0:
         with suppress(Exception):  # whatever NCCL says: all ranks take another route then
-            identity = runtime.nccl_identity()
+            identity = runtime.nccl_unique_id()
     identity = group.inner.bcast(identity, 0)
     if identity is None:
         return None
-    made = runtime.nccl(lane.index, group.size(), identity, group.rank())
-    return Nccl(group, lane, made)
+    made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
+    return Nccl(group, context, made)
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
@@ -91,10 +91,10 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
     inner = _FUNCTIONS[kind.primitive.name](nccl, kind)
 
     def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
-        with nccl.lane.runtime.on(nccl.lane.index):
+        with nccl.context.runtime.on(nccl.context.index):
             inner(send, recv, extent, root)
 
-    return at_home(nccl.lane, carry_out)
+    return at_home(nccl.context, carry_out)
 
 
 def _combines(op: ReduceOp, dtype: DType) -> bool:
@@ -118,8 +118,8 @@ _Message = tuple[int, int, int]
 
 def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message]) -> None:
     """All messages of a call at once; empty ones are none."""
-    stream = nccl.lane.work
-    with nccl.lane.runtime.nccl_together():
+    stream = nccl.context.work
+    with nccl.context.runtime.nccl_group():
         for rank, address, nbytes in sends:
             kind, unit = _unit(nbytes)
             if nbytes:
@@ -144,7 +144,7 @@ def _broadcast(nccl: Nccl, kind: CallKind) -> Implementation:
     def broadcast(send: Any, recv: DeviceView, extent: Extent, root: int) -> None:
         moved, unit = _unit(recv.nbytes)
         count, at = recv.nbytes // unit, recv.address
-        nccl.comm.broadcast(at, at, count, moved, root, nccl.lane.work)
+        nccl.comm.broadcast(at, at, count, moved, root, nccl.context.work)
 
     return broadcast
 
@@ -159,7 +159,7 @@ def _all_gather(nccl: Nccl, kind: CallKind) -> Implementation:
             return
         moved, unit = _unit(send.nbytes)
         count = send.nbytes // unit
-        nccl.comm.allGather(send.address, recv.address, count, moved, nccl.lane.work)
+        nccl.comm.allGather(send.address, recv.address, count, moved, nccl.context.work)
 
     return all_gather
 
@@ -200,7 +200,7 @@ def _all_reduce(nccl: Nccl, kind: CallKind) -> Implementation:
     dtype, op = _constants(kind)
 
     def all_reduce(send: Any, recv: DeviceView, count: Any, root: int) -> None:
-        nccl.comm.allReduce(recv.address, recv.address, count, dtype, op, nccl.lane.work)
+        nccl.comm.allReduce(recv.address, recv.address, count, dtype, op, nccl.context.work)
 
     return all_reduce
 
@@ -209,7 +209,7 @@ def _reduce(nccl: Nccl, kind: CallKind) -> Implementation:
     dtype, op = _constants(kind)
 
     def reduce(send: Any, recv: DeviceView, count: Any, root: int) -> None:
-        nccl.comm.reduce(recv.address, recv.address, count, dtype, op, root, nccl.lane.work)
+        nccl.comm.reduce(recv.address, recv.address, count, dtype, op, root, nccl.context.work)
 
     return reduce
 
@@ -219,7 +219,7 @@ def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Implementation:
     dtype, op = _constants(kind)
 
     def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
-        stream = nccl.lane.work
+        stream = nccl.context.work
         if not isinstance(extent, Blocks):
             nccl.comm.reduceScatter(send.address, recv.address, extent, dtype, op, stream)
             return

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
-from mpicoll.cuda import binding, capabilities
-from mpicoll.cuda.device import Lane
+from mpicoll.cuda import binding, capabilities, device_routes
+from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import ipc, nccl
@@ -33,32 +33,36 @@ class Agreed:
     warn:  warns of ranks that share a GPU while others are idle.
     """
 
-    def __init__(self, group: ProcessGroup, lane: Lane) -> None:
-        self.space = DeviceSpace(lane)
+    def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:
+        self.space = DeviceSpace(context)
         found = capabilities.exchange(group.inner)
-        forced = capabilities.forced_route(found)
-        peers = forced == "peer" or (forced is None and "peer" in capabilities.routes(found))
+        forced = device_routes.forced_route(found)
+        peers = forced == "peer" or (
+            forced is None and "peer" in device_routes.eligible_routes(found)
+        )
         if not peers and forced not in ("staged", "nccl"):
-            found = capabilities.exchange(group.inner, tries=True)
-        self.names = capabilities.routes(found, forced)
-        mine = (lane.index, nccl.asked_for(group.backend))
+            found = capabilities.exchange(group.inner, probes=True)
+        self.names = device_routes.eligible_routes(found, forced)
+        mine = (context.index, nccl.asked_for(group.backend))
         said = group.inner.allgather(mine)
         if len({asked for _, asked in said}) > 1:
             raise MismatchError(
                 f"group {group.group_name}: backend 'nccl' has to be asked for by all ranks, or by "
                 f"none; this rank's is {group.backend!r}"
             )
-        self.warn = partial(binding.warn, found, [index for index, _ in said], group.rank())
+        self.warn = partial(
+            binding.warn_of_idle_gpus, found, [index for index, _ in said], group.rank()
+        )
         self.nccl = None
         if "nccl" in self.names or mine[1]:
-            self.nccl = nccl.meet(group, lane)
+            self.nccl = nccl.meet(group, context)
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
-        self.ipc = ipc.meet(group, lane) if "peer" in self.names else None
+        self.ipc = ipc.meet(group, context) if "peer" in self.names else None
         if forced is None and "peer" in self.names and self.ipc is None:
             # What MPI says that it can do counts now, and has to be tried.
-            found = capabilities.exchange(group.inner, tries=True)
-            others = (name for name in capabilities.routes(found) if name != "peer")
+            found = capabilities.exchange(group.inner, probes=True)
+            others = (name for name in device_routes.eligible_routes(found) if name != "peer")
             self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
         for name, found_to_be in (("peer", self.ipc), ("nccl", self.nccl)):
             if forced == name and found_to_be is None:
@@ -92,9 +96,9 @@ def choose(kind: CallKind) -> Implementation:
         assert isinstance(first, DeviceView)
         agreed: Agreed | None = group.resources.find("devices")
         if is_first := agreed is None:  # the first call, on every rank
-            agreed = Agreed(group, first.working)
+            agreed = Agreed(group, first.context)
             group.resources.keep("devices", agreed, agreed.close)
-        agreed.space.lane = first.working
+        agreed.space.context = first.context
         if chosen is None:
             chosen = _build(agreed, kind)
         chosen(send, recv, extent, root)

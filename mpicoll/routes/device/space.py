@@ -8,7 +8,7 @@ from typing import Any
 from mpicoll.arrays.views import DeviceView, View, address
 from mpicoll.core.checks import reads
 from mpicoll.core.plan import CallKind, Extent, Implementation
-from mpicoll.cuda.device import Lane
+from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels.reduction import loop
 from mpicoll.primitives import Layout
@@ -23,7 +23,7 @@ SMALL, CHUNK, STACK = 128 * 1024, 4 * 1024 * 1024, 64 * 1024 * 1024
 class DeviceSpace(Space):
     """A device's memory.
 
-    lane: where the current call happens.
+    context: where the current call happens.
     """
 
     small = SMALL
@@ -31,8 +31,8 @@ class DeviceSpace(Space):
     stack = STACK
     mpi = False
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
+    def __init__(self, context: DeviceContext) -> None:
+        self.context = context
 
     def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
         """The buffer is one."""
@@ -43,66 +43,74 @@ class DeviceSpace(Space):
         """The view itself."""
         return view
 
-    def blank(self, dtype: DType, count: int) -> DeviceView:
-        """Scratch of the lane."""
-        memory = self.lane.scratch(count * dtype.itemsize)
-        blank = DeviceView(memory, dtype, self.lane.index, memory.address, (count,), None, 0)
-        blank.lane = self.lane
+    def empty(self, dtype: DType, count: int) -> DeviceView:
+        """Scratch of the context."""
+        memory = self.context.scratch(count * dtype.itemsize)
+        blank = DeviceView(memory, dtype, self.context.index, memory.address, (count,), None, 0)
+        blank.context = self.context
         return blank
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """Enqueues a kernel."""
         by = loop(op, out.dtype)
         assert by is not None
-        lane = self.lane
+        context = self.context
         addresses = [address(source) for source in sources]
-        lane.runtime.combine(lane.index, by, addresses, address(out), out.count, divisor, lane.work)
+        context.runtime.combine(
+            context.index, by, addresses, address(out), out.count, divisor, context.work
+        )
 
     def scale(self, source: View, factor: Any, out: View) -> None:
         """Enqueues a kernel."""
-        lane = self.lane
-        lane.runtime.scale(
-            lane.index, source.dtype, address(source), factor, address(out), out.count, lane.work
+        context = self.context
+        context.runtime.scale(
+            context.index,
+            source.dtype,
+            address(source),
+            factor,
+            address(out),
+            out.count,
+            context.work,
         )
 
     def narrow(self, source: View, out: View) -> None:
         """Enqueues a kernel."""
-        lane = self.lane
-        lane.runtime.narrow(
-            lane.index, out.dtype, address(source), address(out), out.count, lane.work
+        context = self.context
+        context.runtime.narrow(
+            context.index, out.dtype, address(source), address(out), out.count, context.work
         )
 
-    def settle(self) -> None:
-        """Waits for the lane's stream."""
-        self.lane.settle(self.lane.work)
+    def synchronize(self) -> None:
+        """Waits for the context's stream."""
+        self.context.synchronize(self.context.work)
 
 
-def at_home(home: Lane, inner: Implementation) -> Implementation:
+def at_home(home: DeviceContext, inner: Implementation) -> Implementation:
     """``inner`` works on one device of this process alone: arrays of others are copied there."""
 
     def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
-        lane = first.working
-        if lane is home:
+        context = first.context
+        if context is home:
             inner(send, recv, extent, root)
             return
         home.begin()
-        home.follow(lane)
+        home.follow(context)
         out, into = (None if one is None else _moved(one, home) for one in (send, recv))
         try:
             inner(out, into, extent, root)
             if recv is not None and into is not None:
                 home.runtime.copy(home.index, address(recv), into.address, recv.nbytes, home.work)
         finally:
-            lane.follow(home)
+            context.follow(home)
 
     return carry_out
 
 
-def _moved(view: View, home: Lane) -> DeviceView:
+def _moved(view: View, home: DeviceContext) -> DeviceView:
     """A copy on another device."""
-    moved = DeviceSpace(home).blank(view.dtype, view.count)
+    moved = DeviceSpace(home).empty(view.dtype, view.count)
     home.runtime.copy(home.index, moved.address, address(view), view.nbytes, home.work)
     return moved
 
@@ -116,15 +124,19 @@ def for_mpi(space: DeviceSpace, kind: CallKind, inner: Implementation) -> Implem
     in_place = primitive.layout is Layout.IN_PLACE
 
     def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
-        runtime = space.lane.runtime
+        runtime = space.context.runtime
         out, into = send, recv
-        if send is not None and not runtime.plain(address(send)):
-            out = send.packed()
-        if recv is not None and not runtime.plain(address(recv)):
-            into = recv.packed() if in_place and reads(primitive, group, root) else recv.blank()
-        space.settle()
+        if send is not None and not runtime.is_plain(address(send)):
+            out = send.contiguous()
+        if recv is not None and not runtime.is_plain(address(recv)):
+            into = (
+                recv.contiguous()
+                if in_place and reads(primitive, group, root)
+                else recv.empty_like()
+            )
+        space.synchronize()
         inner(out, into, extent, root)
         if recv is not None and into is not None and into is not recv:
-            recv.fill(into)
+            recv.copy_from(into)
 
     return carry_out

@@ -9,18 +9,19 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.arrays.views import DeviceView, View, of_numpy
+from mpicoll.arrays.views import DeviceView, View, from_numpy
 from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import CallKind, Extent, Implementation
-from mpicoll.cuda import device
-from mpicoll.cuda.device import Crossing, Event, Lane
+from mpicoll.cuda import runtime
+from mpicoll.cuda.runtime import Event
+from mpicoll.cuda.streams import DeviceContext, StreamOrder
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes.route import MemoryKind, Route
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreed
 
-__all__ = ["ROUTE", "Ferry"]
+__all__ = ["ROUTE", "HostStaging"]
 
 #: Bytes of a piece, of both sides and all ranks' blocks together; there are two at a time.
 PIECE = 8 * 1024 * 1024
@@ -40,12 +41,12 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
         out = None if send is None else _Side(send, 1 if whole else sent)
         into = None if recv is None else _Side(recv, 1 if whole else received)
         sides = [one for one in (out, into) if one is not None]
-        lane, count = sides[0].lane, max(one.count for one in sides)
+        context, count = sides[0].context, max(one.count for one in sides)
         # A root has blocks of all ranks in its pieces, the others have not: all cut alike.
         step = max(1, count if whole else PIECE // (n + 1) // sides[0].itemsize)
         pieces = [(at, min(step, count - at)) for at in range(0, max(count, 1), step)]
         half = sum(one.room(pieces[0]) for one in sides)
-        pinned = lane.pinned(half * min(2, len(pieces))).on_host()
+        pinned = context.pinned(half * min(2, len(pieces))).on_host()
         coming_in = [
             one for one in sides if one is out or (out is None and reads(primitive, group, root))
         ]
@@ -56,25 +57,27 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
             found, at = [], k % 2 * half
             for one in sides:
                 memory = pinned[at : at + one.nbytes(pieces[k])].view(one.dtype.numpy)
-                found.append(of_numpy(memory, one.dtype))
+                found.append(from_numpy(memory, one.dtype))
                 at += one.room(pieces[0])
             return found
 
         def fetch(k: int) -> Event:
-            lane.after(lane.to_host, lane.to_device)  # the place is that of the last but one
+            context.after(
+                context.to_host, context.to_device
+            )  # the place is that of the last but one
             for one, place in zip(sides, places(k), strict=True):
                 if one in coming_in:
-                    one.copy(pieces[k], place, lane.to_host, inward=False)
-            return lane.runtime.record(lane.index, lane.to_host)
+                    one.copy(pieces[k], place, context.to_host, inward=False)
+            return context.runtime.record(context.index, context.to_host)
 
-        lane.after(lane.to_host, lane.work)
+        context.after(context.to_host, context.work)
         coming = fetch(0)
         try:
             for k, piece in enumerate(pieces):
                 here = coming
                 if k + 1 < len(pieces):
                     coming = fetch(k + 1)
-                lane.runtime.synchronize(here)
+                context.runtime.synchronize(here)
                 found = places(k)
                 host(
                     None if out is None else found[0].buffer,
@@ -83,10 +86,10 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
                     root,
                 )
                 if into is not None and going_back:
-                    into.copy(piece, found[-1], lane.to_device, inward=True)
+                    into.copy(piece, found[-1], context.to_device, inward=True)
         finally:  # after an error, too, what is on its way comes before what follows
-            lane.after(lane.work, lane.to_host)
-            lane.after(lane.work, lane.to_device)
+            context.after(context.work, context.to_host)
+            context.after(context.work, context.to_device)
 
     return staged
 
@@ -97,7 +100,7 @@ class _Side:
     def __init__(self, view: View, blocks: int) -> None:
         assert isinstance(view, DeviceView)
         self.view = view
-        self.lane: Lane = view.working
+        self.context: DeviceContext = view.context
         self.dtype = view.dtype
         self.itemsize = view.dtype.itemsize
         self.blocks = blocks
@@ -122,58 +125,58 @@ class _Side:
             on_device = self.view.address + (block * self.count + piece[0]) * self.itemsize
             on_host = host + block * nbytes
             into, source = (on_device, on_host) if inward else (on_host, on_device)
-            self.lane.runtime.copy(self.lane.index, into, source, nbytes, stream)
+            self.context.runtime.copy(self.context.index, into, source, nbytes, stream)
 
 
-class Ferry:
+class HostStaging:
     """Takes whole messages over: between arrays of one device and pinned memory."""
 
     def __init__(self, index: int) -> None:
         self._lock = threading.Lock()
-        self._lane = Lane(device.runtime(), index)
+        self._context = DeviceContext(runtime.get_runtime(), index)
 
     def close(self) -> None:
         """Gives back what it has of the device."""
-        self._lane.close()
+        self._context.close()
 
     def to_host(self, view: DeviceView) -> View:
         """A copy of the elements on the host, there when this returns."""
-        host, crossing = self.place(view), self.crossing(view)
+        host, order = self.place(view), self.stream_order(view)
         with self._lock:
-            self._carry(view, host, crossing, inward=False)
+            self._carry(view, host, order, inward=False)
         return host
 
     def place(self, view: DeviceView) -> View:
         """Room for the elements on the host."""
-        memory = self._lane.runtime.pinned(self._lane.index, view.nbytes).on_host()
-        return of_numpy(memory[: view.nbytes].view(view.dtype.numpy), view.dtype)
+        memory = self._context.runtime.allocate_pinned(self._context.index, view.nbytes).on_host()
+        return from_numpy(memory[: view.nbytes].view(view.dtype.numpy), view.dtype)
 
-    def crossing(self, view: DeviceView) -> Crossing:
+    def stream_order(self, view: DeviceView) -> StreamOrder:
         """The moment at which an array was given."""
-        return Crossing(self._lane.runtime, self._lane.index, {view.stream})
+        return StreamOrder(self._context.runtime, self._context.index, {view.stream})
 
-    def to_device(self, view: DeviceView, host: View, crossing: Crossing) -> None:
+    def to_device(self, view: DeviceView, host: View, order: StreamOrder) -> None:
         """Brings elements to their array, where they are when this returns.
 
-        crossing: made when the array was given.
+        order: made when the array was given.
         """
         with self._lock:
-            self._carry(view, host, crossing, inward=True)
+            self._carry(view, host, order, inward=True)
 
-    def _carry(self, view: DeviceView, host: View, crossing: Crossing, inward: bool) -> None:
-        lane = view.lane = self._lane
-        lane.begin()
-        crossing.enter(lane)
-        packed = view if view.buffer is not None else view.blank()
+    def _carry(self, view: DeviceView, host: View, order: StreamOrder, inward: bool) -> None:
+        context = view.context = self._context
+        context.begin()
+        order.enter(context)
+        packed = view if view.buffer is not None else view.empty_like()
         assert isinstance(packed, DeviceView)
         on_host = host.array.ctypes.data
         if not inward and packed is not view:
-            view.put(packed)
+            view.copy_to(packed)
         into, source = (packed.address, on_host) if inward else (on_host, packed.address)
-        lane.runtime.copy(lane.index, into, source, view.nbytes, lane.work)
+        context.runtime.copy(context.index, into, source, view.nbytes, context.work)
         if inward and packed is not view:
-            view.fill(packed)
-        lane.settle(lane.work)
+            view.copy_from(packed)
+        context.synchronize(context.work)
 
 
 ROUTE = Route(

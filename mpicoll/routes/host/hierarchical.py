@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.arrays.views import at_address
+from mpicoll.arrays.views import memory_at
 from mpicoll.communicators import subset
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Implementation
@@ -346,7 +346,7 @@ class _Arithmetic:
 
 
 def _array(at: int, dtype: DType, count: int) -> Any:
-    return np.frombuffer(at_address(at, count * dtype.itemsize), dtype.numpy, count)
+    return np.frombuffer(memory_at(at, count * dtype.itemsize), dtype.numpy, count)
 
 
 def _reduction(levels: Levels, kind: CallKind) -> Implementation:
@@ -391,7 +391,7 @@ def _reduction(levels: Levels, kind: CallKind) -> Implementation:
                 call.exchange(call.transfer(levels.rails, most, puts, gets), wide, by.op)
                 call.agree()
                 if along is not None and own:
-                    along(None, at_address(into, own * wide.itemsize), own, home)
+                    along(None, memory_at(into, own * wide.itemsize), own, home)
                     if gathers:
                         by.finish(into, result, own)
                 most = most if gathers else 0
@@ -430,7 +430,7 @@ def _broadcast(levels: Levels, kind: CallKind) -> Implementation:
                 call.exchange(transfer, dtype)
                 call.agree()
                 if rail is not None and own is not None and own.elements:
-                    whole = at_address(own.address, own.elements * width)
+                    whole = memory_at(own.address, own.elements * width)
                     rail.inner.Bcast([whole, own.elements, datatype(dtype)], home)
                 puts = () if own is None else (own,)
                 gets = [Get(r, 0, *span) for r, span in enumerate(spans) if r != mine]
@@ -473,8 +473,8 @@ def _reduce_scatter(levels: Levels, kind: CallKind) -> Implementation | None:
                     call.exchange(call.transfer(n, size, puts, gets), wide, by.op)
                 call.agree()
                 if size:
-                    blocks = at_address(rows, len(nodes) * width)
-                    along(blocks, at_address(out, width), size, 0)
+                    blocks = memory_at(rows, len(nodes) * width)
+                    along(blocks, memory_at(out, width), size, 0)
                     by.finish(out, result, size)
 
     return carry_out

@@ -1,8 +1,8 @@
-"""Device memory given to MPI, tried in processes of their own, so that a crash costs nothing.
+"""Probe in child processes, where a crash costs nothing, what MPI does with device memory.
 
-``python -m mpicoll.cuda.trial FOLDER SECONDS [RANK SIZE]`` is one such process. It writes down how
-far it comes, because what goes wrong leaves no other word: libraries that take device memory for
-the host's crash, hang, or move garbage.
+``python -m mpicoll.cuda.probe FOLDER SECONDS [RANK SIZE]`` is one such process. It writes down how
+far it gets, because failures leave no other trace: libraries that take device memory for the host's
+crash, hang, or move garbage.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpicoll import launch
-from mpicoll.cuda import device
+from mpicoll.cuda import runtime
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Trial", "attempt"]
+__all__ = ["ProbeOutcome", "run_probe"]
 
-#: Seconds that the processes have: CUDA and a network file system are slow to start on.
+#: Seconds that the processes have: starting CUDA from a network file system is slow.
 LIMIT = 60.0
-#: Seconds that the others have once one has ended badly, and that killed processes have to go.
+#: Seconds that the others have once one has failed, and that terminated processes have to end.
 _GRACE = 5.0
-#: Bytes of the messages: one that is sent at once, one that the receiver has to ask for.
+#: Bytes of the messages: an eager one, and one that waits for its receiver.
 SIZES = (64, 4 * 1024 * 1024)
 OK = "ok"
 
 
-class Trial(NamedTuple):
-    """What became of a try.
+class ProbeOutcome(NamedTuple):
+    """What a probe has found.
 
-    ranks:     between how many ranks.
-    began:     MPI and the device were there; else what came in between.
-    transfer, reduction: "ok", or what went wrong; "" where it did not come to that.
+    ranks: how many ranks it ran on.
+    began: "ok" if MPI and the device were there, else what went wrong.
+    transfer, reduction: "ok", or what went wrong; "" if the probe did not get there.
     """
 
     ranks: int
@@ -52,38 +52,39 @@ class Trial(NamedTuple):
     reduction: str
 
 
-# --- here ---------------------------------------------------------------------------------------
+# --- in this process ----------------------------------------------------------------------------
 
 
-def attempt(
+def run_probe(
     openmpi: bool,
     library: Path,
     limit: float = LIMIT,
     environment: Mapping[str, str] = os.environ,
-) -> Trial:
-    """Moves and reduces device memory between two processes, which become a world of their own;
-    where they cannot be started, in one.
+) -> ProbeOutcome:
+    """Move and reduce device memory between two processes with an MPI world of their own.
+
+    If two cannot be started, one probes alone.
 
     openmpi: the MPI library is Open MPI, whose own mpirun has to start them.
     library: the file of the MPI library.
     limit:   seconds.
-    environment: what they get of it is all but the launcher's part.
+    environment: of which they get all but the launcher's variables.
     """
     own = _without_launcher(environment)
     mpirun = _mpirun(library, own) if openmpi else None
-    trial = None
+    outcome = None
     if not openmpi:
-        trial = _run([["0", "2"], ["1", "2"]], [], 2, limit, own)
+        outcome = _run([["0", "2"], ["1", "2"]], [], 2, limit, own)
     elif mpirun is not None:
-        trial = _run([[]], [str(mpirun), "-n", "2"], 2, limit, own)
-    if trial is None or trial.began != OK:
+        outcome = _run([[]], [str(mpirun), "-n", "2"], 2, limit, own)
+    if outcome is None or outcome.began != OK:
         alone = _run([["0", "1"]], [], 1, limit, own)
-        trial = alone if trial is None or alone.began == OK else trial
-    return trial
+        outcome = alone if outcome is None or alone.began == OK else outcome
+    return outcome
 
 
 def _mpirun(library: Path, environment: dict[str, str]) -> Path | None:
-    """Open MPI's mpirun that belongs to the library, if there is one."""
+    """Return the mpirun that belongs to an Open MPI library, if there is one."""
     prefix = environment.get("OPAL_PREFIX")
     folders = [Path(prefix) / "bin"] if prefix else []
     folders += [parent / "bin" for parent in library.resolve().parents]
@@ -107,12 +108,12 @@ def _is_openmpi(mpirun: Path, environment: dict[str, str]) -> bool:
 
 
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of processes that become a world of their own."""
+    """Return the environment for processes with an MPI world of their own."""
     kept = {
         name: value for name, value in environment.items() if not launch.is_launcher_variable(name)
     }
     paths = [*filter(None, [kept.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
-    # Two processes, wherever they find room; from Open MPI 5 on, and before.
+    # Two processes, on however many slots; from Open MPI 5 on, and before.
     return kept | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -130,8 +131,8 @@ def _run(
     ranks: int,
     limit: float,
     environment: dict[str, str],
-) -> Trial:
-    """Starts processes, one for each place, sees them end, and reads what they wrote."""
+) -> ProbeOutcome:
+    """Run processes, one for each place, and read what they wrote."""
     with tempfile.TemporaryDirectory(prefix="mpicoll-", ignore_cleanup_errors=True) as folder:
         program = [sys.executable, "-m", __name__, folder, str(limit)]
         processes: list[subprocess.Popen[bytes]] = []
@@ -150,7 +151,7 @@ def _run(
             _wait(processes, limit + _GRACE)
             codes = [process.poll() for process in processes]
         except OSError as error:
-            return Trial(ranks, str(error), "", "")
+            return ProbeOutcome(ranks, str(error), "", "")
         finally:
             _end(processes)
         notes = [_read(Path(folder, f"rank-{rank}")) for rank in range(ranks)]
@@ -159,11 +160,11 @@ def _run(
         verdicts.append(_verdict(stage, notes, codes))
         if verdicts[-1] != OK:
             break
-    return Trial(ranks, *(*verdicts, "", "", "")[:3])
+    return ProbeOutcome(ranks, *(*verdicts, "", "", "")[:3])
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> None:
-    """Until all have ended, or one badly and the others in vain, or the time is over."""
+    """Wait until all have ended, the time is over, or one has failed and the others had _GRACE."""
     deadline = time.monotonic() + limit
     failed = False
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
@@ -173,7 +174,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> None:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Whoever is left goes; mpirun is asked first, for it takes its ranks along."""
+    """End what is left; mpirun is asked first, because it ends its ranks with it."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -185,7 +186,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """What a process has written: for each stage how it went."""
+    """Return what a process has written: how each stage went."""
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(line.partition(" ")[::2] for line in lines)
 
@@ -198,50 +199,50 @@ def _verdict(stage: str, notes: list[dict[str, str]], codes: list[int | None]) -
     if all(said):
         return OK
     late = (-signal.SIGALRM, 128 + signal.SIGALRM, signal.SIGALRM)
-    # The one that ended by itself; the others waited for it until they were ended.
+    # The one that ended by itself; the others waited for it until they were terminated.
     ended = next((code for code in codes if code not in (None, 0, *late)), None)
     if ended is None:
         return "hung"
-    number = -ended if ended < 0 else ended - 128  # mpirun's way to say so
+    number = -ended if ended < 0 else ended - 128  # how mpirun reports a signal
     if number in set(signal.Signals):
         return f"crashed ({signal.Signals(number).name})"
     return f"crashed (exit code {ended})"
 
 
-# --- there --------------------------------------------------------------------------------------
+# --- in the child processes ---------------------------------------------------------------------
 
 
 class _Place(NamedTuple):
-    """A rank of the trial, its device and the device's stream."""
+    """A rank of the probe, its device and a stream."""
 
     world: MPI.Intracomm
-    cuda: device.Runtime
+    cuda: runtime.Runtime
     number: int
     stream: int
 
-    def filled(self, values: np.ndarray[Any, Any]) -> device.Memory:
-        """Device memory that holds those values."""
+    def fill(self, values: np.ndarray[Any, Any]) -> runtime.Memory:
+        """Return device memory with those values."""
         memory = self.cuda.allocate(self.number, values.nbytes)
-        host = self.cuda.pinned(self.number, values.nbytes)
+        host = self.cuda.allocate_pinned(self.number, values.nbytes)
         host.on_host()[...] = values.view(np.uint8)
         self.cuda.copy(self.number, memory.address, host.address, values.nbytes, self.stream)
         self.cuda.synchronize(self.cuda.record(self.number, self.stream))
         return memory
 
-    def holds(self, memory: device.Memory, values: np.ndarray[Any, Any]) -> bool:
-        """Whether device memory holds those values."""
-        host = self.cuda.pinned(self.number, values.nbytes)
+    def holds(self, memory: runtime.Memory, values: np.ndarray[Any, Any]) -> bool:
+        """Return whether device memory holds those values."""
+        host = self.cuda.allocate_pinned(self.number, values.nbytes)
         self.cuda.copy(self.number, host.address, memory.address, values.nbytes, self.stream)
         self.cuda.synchronize(self.cuda.record(self.number, self.stream))
         return bool(np.array_equal(host.on_host(), values.view(np.uint8)))
 
 
 def _values(nbytes: int, rank: int) -> np.ndarray[Any, Any]:
-    """float32, whose sums over two ranks are exact."""
+    """Return float32 values whose sums over two ranks are exact."""
     return (np.arange(nbytes // 4) % 251 + 1000 * rank).astype(np.float32)
 
 
-def _message(memory: device.Memory) -> list[Any]:
+def _message(memory: runtime.Memory) -> list[Any]:
     from mpi4py import MPI
 
     buffer = MPI.buffer.fromaddress(memory.address, memory.nbytes)
@@ -249,42 +250,42 @@ def _message(memory: device.Memory) -> list[Any]:
 
 
 def _transfer(place: _Place) -> bool:
-    """MPI_Sendrecv around the ranks."""
+    """Test MPI_Sendrecv around the ranks."""
     me, n = place.world.Get_rank(), place.world.Get_size()
     before, after, right = (me - 1) % n, (me + 1) % n, True
     for nbytes in SIZES:
-        send = place.filled(_values(nbytes, me))
-        recv = place.filled(np.full(nbytes // 4, -1, np.float32))
+        send = place.fill(_values(nbytes, me))
+        recv = place.fill(np.full(nbytes // 4, -1, np.float32))
         place.world.Sendrecv(_message(send), after, 0, _message(recv), before, 0, None)
         right &= place.holds(recv, _values(nbytes, before))
     return right
 
 
 def _reduction(place: _Place) -> bool:
-    """MPI_Allreduce, in place and not."""
+    """Test MPI_Allreduce, in place and not."""
     from mpi4py import MPI
 
     n, right = place.world.Get_size(), True
     for nbytes in SIZES:
         own = _values(nbytes, place.world.Get_rank())
         total = np.stack([_values(nbytes, rank) for rank in range(n)]).sum(0, np.float32)
-        both = place.filled(own)
+        both = place.fill(own)
         place.world.Allreduce(MPI.IN_PLACE, _message(both), MPI.SUM)
-        send, recv = place.filled(own), place.filled(-own)
+        send, recv = place.fill(own), place.fill(-own)
         place.world.Allreduce(_message(send), _message(recv), MPI.SUM)
         right &= place.holds(both, total) and place.holds(recv, total)
     return right
 
 
-#: What is tried, in this order.
+#: The stages of a probe, in order.
 STAGES: tuple[tuple[str, Callable[[_Place], bool]], ...] = (
     ("transfer", _transfer),
     ("reduction", _reduction),
 )
 
 
-def _try(folder: Path, limit: float, rank: int | None, size: int | None) -> None:
-    """One process's part."""
+def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> None:
+    """Do one process's part."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit)  # the end of this process, even inside MPI
     me, stage = rank or 0, "began"
@@ -301,10 +302,10 @@ def _try(folder: Path, limit: float, rank: int | None, size: int | None) -> None
             rendezvous = launch.find_rendezvous(method, given, limit)
         with launch.start(rendezvous, limit) as world:
             me = world.Get_rank()
-            cuda = device.runtime()
+            cuda = runtime.get_runtime()
             index = me % cuda.count()
             cuda.use(index)
-            place = _Place(world, cuda, index, cuda.stream(index))
+            place = _Place(world, cuda, index, cuda.create_stream(index))
             world.Barrier()
         note(OK)
         for stage, test in STAGES:  # noqa: B007 (note reads it)
@@ -321,4 +322,4 @@ def _try(folder: Path, limit: float, rank: int | None, size: int | None) -> None
 if __name__ == "__main__":
     _folder, _limit, *_place = sys.argv[1:]
     _rank, _size = map(int, _place) if _place else (None, None)
-    _try(Path(_folder), float(_limit), _rank, _size)
+    _probe(Path(_folder), float(_limit), _rank, _size)

@@ -1,0 +1,109 @@
+"""Views of arrays of any library, through one adapter for each kind of array.
+
+The adapter is found by the type of the array, once for each type, and no array library is ever
+imported: if there is an array of a library, the library is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpicoll.arrays import buffers, cuda_arrays, dlpack, jax_arrays, numpy_arrays, torch_tensors
+from mpicoll.arrays.views import Adapter, BuildView, FastView, View, ViewList
+from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+__all__ = ["ADAPTERS", "build_view", "build_view_list", "check_same_device", "fast_views"]
+
+
+def build_view(array: Any, writable: bool, where: str) -> View:
+    """Return the view of any array, on the host or on a CUDA device.
+
+    array:    a NumPy or CuPy array, a torch tensor, or an object with the buffer protocol, the
+              CUDA array interface or DLPack.
+    writable: the array will be written to.
+    where:    operation and argument, for the message ("broadcast: tensor").
+
+    Raises ArgumentTypeError for what is not an array, ArgumentError for a read-only output and
+    UnsupportedError for a dtype, device or layout that cannot be served.
+    """
+    return _builders[array.__class__](array, writable, where)
+
+
+def build_view_list(arrays: Any, writable: bool, where: str, length: int) -> ViewList:
+    """Return the view of a list of ``length`` arrays of one dtype.
+
+    Raises ArgumentTypeError if ``arrays`` is no list or tuple, ArgumentError for another length and
+    UnsupportedError if the dtypes or devices differ.
+    """
+    if not isinstance(arrays, (list, tuple)):
+        raise ArgumentTypeError(f"{where}: expected a list of arrays, got {type(arrays).__name__}")
+    if len(arrays) != length:
+        raise ArgumentError(
+            f"{where}: expected one array for each of the group's {length} ranks, got {len(arrays)}"
+        )
+    found = [build_view(a, writable, f"{where}[{i}]") for i, a in enumerate(arrays)]
+    dtype = found[0].dtype
+    for i, one in enumerate(found):
+        if one.dtype is not dtype:
+            raise UnsupportedError(
+                f"{where}: invalid tensor type: different dtypes in one list: [0] is {dtype}, "
+                f"[{i}] is {one.dtype}; convert the arrays to one dtype"
+            )
+        check_same_device(where, f"[{i}]", one, "[0]", found[0])
+    return ViewList(found, dtype)
+
+
+def check_same_device(where: str, name: str, one: View, other_name: str, other: View) -> None:
+    """Raise UnsupportedError if two arrays of a call are on different devices."""
+    if one.device != other.device:
+        raise UnsupportedError(
+            f"{where}: different devices in one call: {other_name} is on {_place(other)}, {name} "
+            f"on {_place(one)}; move them to one"
+        )
+
+
+def _place(view: View) -> str:
+    return "the host" if view.device is None else f"cuda:{view.device}"
+
+
+# --- finding the adapter ------------------------------------------------------------------------
+
+#: One row for each kind of array: it returns the adapter of an array of that kind, else None. The
+#: first adapter counts.
+ADAPTERS: tuple[Callable[[Any], Adapter | None], ...] = (
+    torch_tensors.find_adapter,
+    numpy_arrays.find_adapter,
+    jax_arrays.find_adapter,
+    cuda_arrays.find_adapter,
+    dlpack.find_adapter,
+    buffers.find_adapter,
+)
+
+
+class _Builders(dict[type, BuildView]):
+    """The adapters' `build_view` by type of array, filled as types come."""
+
+    def __missing__(self, kind: type) -> BuildView:
+        return _find_and_build
+
+
+_builders = _Builders({np.ndarray: numpy_arrays.build_view})
+#: The adapters' fast views by type of array.
+fast_views: dict[type, FastView] = {np.ndarray: numpy_arrays.fast_view}
+
+
+def _find_and_build(array: Any, writable: bool, where: str) -> View:
+    kind = type(array)
+    adapter = next(filter(None, (find(array) for find in ADAPTERS)), None)
+    if adapter is None:
+        raise ArgumentTypeError(
+            f"{where}: expected an array (NumPy, CuPy, torch, or anything with the buffer "
+            f"protocol, the CUDA array interface or DLPack), got {kind.__name__}"
+        )
+    _builders[kind] = adapter.build_view
+    if adapter.fast_view is not None:
+        fast_views[kind] = adapter.fast_view
+    return adapter.build_view(array, writable, where)

@@ -1,0 +1,68 @@
+"""The adapter of NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpicoll.arrays.checks import check_distinct_elements, dtype_error, read_only_error
+from mpicoll.arrays.views import CARRIERS, Adapter, Array, View, from_numpy
+from mpicoll.dtypes import DType, by_numpy
+from mpicoll.errors import ArgumentTypeError, UnsupportedError
+
+__all__ = ["build_view", "fast_view", "find_adapter"]
+
+
+def find_adapter(array: object) -> Adapter | None:
+    """Return the adapter if this is NumPy's; some kinds are refused."""
+    if isinstance(array, np.ma.MaskedArray):
+        return Adapter(_refuse_masked)
+    if isinstance(array, np.ndarray):
+        if type(array) is np.ndarray:
+            return Adapter(build_view, fast_view)
+        return Adapter(_build_subclass_view)
+    return Adapter(_refuse_scalar) if isinstance(array, np.generic) else None
+
+
+def fast_view(array: Array) -> tuple[DType, Any, int] | None:
+    """Return dtype, buffer and count of an array that may be written to; None for unusual ones."""
+    dtype = by_numpy.get(array.dtype)
+    # carray: C-contiguous, aligned and writeable, in one look.
+    if dtype is None or not array.flags.carray:
+        return None
+    return dtype, array if dtype.buffers else array.view(CARRIERS[dtype.itemsize]), array.size
+
+
+def build_view(array: Array, writable: bool, where: str) -> View:
+    """Return the view of an array; `adapters.build_view` says more."""
+    dtype = by_numpy.get(array.dtype)
+    if dtype is None:
+        raise dtype_error(array.dtype, where)
+    flags = array.flags
+    if flags.carray or (not writable and flags.c_contiguous and flags.aligned):
+        return from_numpy(array, dtype)
+    if writable:
+        if not flags.writeable:
+            raise read_only_error(where)
+        check_distinct_elements(array.shape, array.strides, where)
+    return View(array, dtype, array.size, None)
+
+
+def _build_subclass_view(array: Array, writable: bool, where: str) -> View:
+    """For numpy.memmap, numpy.matrix and others, whose own rules for shapes do not matter here."""
+    return build_view(array.view(np.ndarray), writable, where)
+
+
+def _refuse_scalar(array: object, writable: bool, where: str) -> View:
+    result = ", and read the result from that" if writable else ""
+    raise ArgumentTypeError(
+        f"{where}: expected an array, got a NumPy scalar, {type(array).__name__}, a value without "
+        f"memory to send from or receive into; pass np.array(x), or x.reshape(1){result}"
+    )
+
+
+def _refuse_masked(array: object, writable: bool, where: str) -> View:
+    raise UnsupportedError(
+        f"{where}: a numpy.ma.MaskedArray would lose its mask; pass .filled() or .data"
+    )

@@ -1,0 +1,127 @@
+"""The adapter of torch tensors: address and count come straight from the tensor."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpicoll.arrays.checks import check_distinct_elements
+from mpicoll.arrays.cuda_arrays import build_device_view
+from mpicoll.arrays.views import Adapter, Alias, Array, View
+from mpicoll.cuda.runtime import LEGACY
+from mpicoll.dtypes import DType, Kind, by_name
+from mpicoll.errors import UnsupportedError
+
+__all__ = ["find_adapter"]
+
+
+def find_adapter(array: object) -> Adapter | None:
+    """Return the adapter if this is a tensor; subclasses have no fast view."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        return None
+    adapter = _build_adapter(torch)
+    return adapter if type(array) in _plain_types(torch) else adapter._replace(fast_view=None)
+
+
+def _plain_types(torch: ModuleType) -> set[type]:
+    return {torch.Tensor, torch.nn.Parameter}
+
+
+@cache
+def _build_adapter(torch: ModuleType) -> Adapter:
+    from mpi4py import MPI
+
+    from_address = MPI.buffer.fromaddress
+    strided = torch.strided
+    rows = {getattr(torch, name): row for name, row in by_name.items() if hasattr(torch, name)}
+    plain_types = _plain_types(torch)
+
+    def alias(tensor: Any) -> Array:
+        """Not Tensor.numpy(), after which storage cannot be resized any more, which FSDP does."""
+        row, shape = rows[tensor.dtype], tuple(tensor.shape)
+        if not tensor.numel():
+            return np.empty(shape, row.numpy)
+        steps = tensor.stride()
+        last = sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True))
+        memory: Any = from_address(tensor.data_ptr(), (last + 1) * row.itemsize)
+        strides = [step * row.itemsize for step in steps]
+        found: Array = np.ndarray(shape, row.numpy, memory, strides=strides)
+        return found
+
+    def refuse(tensor: Any, where: str, writable: bool) -> None:
+        kind = type(tensor)
+        if (
+            kind not in plain_types
+            and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        ):
+            raise UnsupportedError(
+                f"{where}: a {kind.__name__} is not one block of memory; pass the local tensor"
+            )
+        if tensor.layout is not strided:
+            raise UnsupportedError(
+                f"{where}: a tensor of layout {tensor.layout} is not supported; expected a dense "
+                "tensor (to_dense())"
+            )
+        if not tensor.is_cpu and (not tensor.is_cuda or torch.version.cuda is None):
+            raise UnsupportedError(
+                f"{where}: tensors on {tensor.device} are not supported; copy to the host or to a "
+                "CUDA device first"
+            )
+        if tensor.dtype not in rows:
+            raise UnsupportedError(
+                f"{where}: {tensor.dtype} is not supported; expected one of {', '.join(by_name)}"
+            )
+        if writable and (tensor.is_neg() or tensor.is_conj()):
+            raise UnsupportedError(
+                f"{where}: the tensor is a lazy conjugate or negative view and would be written "
+                "to; pass resolve_conj().resolve_neg()"
+            )
+
+    # Complex tensors may be lazy conjugates: they have no fast view.
+    real = {kind: row for kind, row in rows.items() if row.kind is not Kind.COMPLEX}
+
+    def fast_view(tensor: Any) -> tuple[DType, Any, int] | None:
+        row = real.get(tensor.dtype)
+        if row is None or not tensor.is_cpu or tensor.is_neg():
+            return None
+        try:
+            if not tensor.is_contiguous():
+                return None
+            count = tensor.numel()
+            return row, from_address(tensor.data_ptr(), count * row.itemsize), count
+        except (RuntimeError, ValueError):  # not one block of memory, or none at all
+            return None
+
+    def build_view(tensor: Any, writable: bool, where: str) -> View:
+        if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor: a result on its way
+            tensor = tensor.trigger_wait()
+        seen = fast_view(tensor) if type(tensor) in plain_types else None
+        if seen is None:
+            refuse(tensor, where, writable)
+            tensor = tensor.resolve_conj().resolve_neg()
+            row, count, buffer = rows[tensor.dtype], tensor.numel(), None
+            if tensor.is_cuda:
+                index, size = tensor.get_device(), row.itemsize
+                stream = torch.cuda.current_stream(index).cuda_stream or LEGACY
+                strides = tuple(step * size for step in tensor.stride())
+                return build_device_view(
+                    tensor.detach(), row, index, tensor.data_ptr(), tuple(tensor.shape), strides,
+                    stream, writable, False, where,
+                )  # fmt: skip
+            if count and not tensor.data_ptr():
+                raise UnsupportedError(f"{where}: the tensor has no memory")
+            if tensor.is_contiguous():
+                buffer = from_address(tensor.data_ptr(), count * row.itemsize)
+            elif writable:
+                check_distinct_elements(tensor.shape, tensor.stride(), where)
+        else:
+            row, buffer, count = seen
+        held = tensor.detach()  # keeps the memory, whatever is assigned to tensor.data meanwhile
+        return Alias(tensor, row, count, buffer, lambda _: alias(held))
+
+    return Adapter(build_view, fast_view)

@@ -1,0 +1,257 @@
+"""The CUDA runtime, through CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, NcclCommunicator, StridedMemory
+from mpicoll.dtypes import DType
+from mpicoll.errors import UnsupportedError
+from mpicoll.kernels.device_kernels import DeviceKernels, external
+from mpicoll.kernels.reduction import Loop
+
+__all__ = ["CupyRuntime"]
+
+
+class _CupyEvent:
+    """An event of CuPy, which is destroyed with its last reference, and its device."""
+
+    def __init__(self, index: int, event: Any) -> None:
+        self.index = index
+        self.event = event
+
+
+#: cuPointerGetAttribute's CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE and ..._IS_MANAGED.
+_EXPORTABLE, _MANAGED = 10, 8
+
+
+class CupyRuntime:
+    """CUDA through CuPy; raises UnsupportedError without CuPy, and without a GPU."""
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise UnsupportedError(
+                f"arrays on a GPU need CuPy, which cannot be loaded: {error}. Install it with "
+                "'pip install mpicoll[cuda13]' (or [cuda12])"
+            ) from error
+        if not cupy.cuda.is_available():
+            raise UnsupportedError("arrays on a GPU: CuPy finds no GPU on this host")
+        self._cupy = cupy
+        self._api = cupy.cuda.runtime
+        self._streams: dict[int, Any] = {}  # by number; CuPy destroys those without a reference
+        self._kernels: dict[int, DeviceKernels] = {}
+        self._driver = ctypes.CDLL("libcuda.so.1")
+
+    def count(self) -> int:
+        """Return the number of devices."""
+        return int(self._api.getDeviceCount())
+
+    def name(self, index: int) -> str:
+        """Return the name of a device's model."""
+        found: bytes = self._api.getDeviceProperties(index)["name"]
+        return found.decode()
+
+    def pci_bus_id(self, index: int) -> str:
+        """Return the device's PCI bus id."""
+        return str(self._api.deviceGetPCIBusId(index))
+
+    def driver_version(self) -> str:
+        """Return the driver's and the runtime's version of CUDA, and CuPy's."""
+        versions = [self._api.driverGetVersion(), self._api.runtimeGetVersion()]
+        driver, here = (f"{one // 1000}.{one % 1000 // 10}" for one in versions)
+        return f"CUDA {driver} (driver), {here} (runtime), CuPy {self._cupy.__version__}"
+
+    def device_of(self, address: int) -> int:
+        """Return the device that the driver says the memory belongs to."""
+        return int(self._api.pointerGetAttributes(address).device)
+
+    def use(self, index: int) -> None:
+        """Make a device the calling thread's current one."""
+        self._cupy.cuda.Device(index).use()
+
+    def on(self, index: int) -> AbstractContextManager[object]:
+        """Return a context in which a device is current; on mpicoll's own threads it stays so."""
+        current: Any = self._cupy.cuda.Device(index)
+        if threading.current_thread().name.startswith("mpicoll-"):
+            # Going back to device 0, where threads begin, would set it up in every rank.
+            current.use()
+            return nullcontext()
+        return current  # type: ignore[no-any-return]
+
+    def check_stream(self, index: int, stream: int, where: str) -> None:
+        """Raise UnsupportedError for a stream that is being captured into a graph."""
+        with self.on(index):
+            captured = stream not in (UNKNOWN, LEGACY) and self._api.streamIsCapturing(stream)
+        if captured:
+            raise UnsupportedError(
+                f"{where}: the current stream is being captured into a CUDA graph, and MPI cannot "
+                "be a part of one; make the call outside the capture"
+            )
+
+    def current_stream(self, index: int) -> int:
+        """Return CuPy's current stream on the device, whichever device is current."""
+        return int(self._cupy.cuda.get_current_stream(index).ptr) or LEGACY
+
+    def destroy_stream(self, stream: int) -> None:
+        """Drop the stream, which CuPy destroys."""
+        del self._streams[stream]
+
+    def create_stream(self, index: int) -> int:
+        """Return a new non-blocking stream."""
+        with self.on(index):
+            made = self._cupy.cuda.Stream(non_blocking=True)
+        self._streams[made.ptr] = made
+        return int(made.ptr)
+
+    def record(self, index: int, stream: int) -> _CupyEvent:
+        """Record an event in the stream."""
+        with self.on(index):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            self._api.eventRecord(event.ptr, stream)
+        return _CupyEvent(index, event)
+
+    def wait(self, index: int, stream: int, event: Event) -> None:
+        """Make the stream wait for the event."""
+        assert isinstance(event, _CupyEvent)
+        with self.on(index):
+            self._api.streamWaitEvent(stream, event.event.ptr)
+
+    def synchronize(self, event: Event) -> None:
+        """Wait for the event; other threads run meanwhile."""
+        assert isinstance(event, _CupyEvent)
+        event.event.synchronize()
+
+    def allocate(self, index: int, nbytes: int) -> Memory:
+        """Allocate by cudaMalloc."""
+        with self.on(index):
+            memory = self._cupy.cuda.Memory(nbytes)
+        return Memory(memory.ptr, nbytes, memory)
+
+    def allocate_pinned(self, index: int, nbytes: int) -> Memory:
+        """Allocate by cudaHostAlloc, from CuPy's pool."""
+        with self.on(index):
+            memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
+        return Memory(memory.ptr, nbytes, memory)
+
+    def is_plain(self, address: int) -> bool:
+        """Return whether the driver would export the memory by cudaIpcGetMemHandle."""
+        return self._attribute(_EXPORTABLE, address) and not self._attribute(_MANAGED, address)
+
+    def _attribute(self, which: int, address: int) -> bool:
+        value = ctypes.c_uint(0)
+        failed = self._driver.cuPointerGetAttribute(
+            ctypes.byref(value), which, ctypes.c_uint64(address)
+        )
+        return not failed and bool(value.value)
+
+    def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a cudaMemcpyAsync; the addresses tell its kind."""
+        if nbytes:
+            with self.on(index):
+                self._api.memcpyAsync(into, source, nbytes, self._api.memcpyDefault, stream)
+
+    def copy_strided(
+        self, index: int, into: StridedMemory, source: StridedMemory, shape: Sequence[int],
+        itemsize: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Enqueue a copy by CuPy, as unsigned integers of the elements' size."""
+        cupy = self._cupy
+        with self.on(index), external(stream):
+            arrays = []
+            for address, strides in (into, source):
+                # The view keeps the memory.
+                memory = cupy.cuda.UnownedMemory(address, 1, self, index)
+                place = cupy.cuda.MemoryPointer(memory, 0)
+                kind = f"u{itemsize}" if itemsize <= 8 else "c16"
+                arrays.append(cupy.ndarray(tuple(shape), kind, place, tuple(strides)))
+            target, given = arrays
+            target[...] = given
+
+    def combine(
+        self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Enqueue a kernel."""
+        if count:
+            self._kernels_of(index).combine(by, sources, out, count, divisor, stream)
+
+    def scale(
+        self, index: int, dtype: DType, source: int, factor: Any, out: int, count: int, stream: int
+    ) -> None:
+        """Enqueue a kernel."""
+        if count:
+            self._kernels_of(index).scale(dtype, source, factor, out, count, stream)
+
+    def narrow(
+        self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
+    ) -> None:
+        """Enqueue a kernel."""
+        if count:
+            self._kernels_of(index).narrow(dtype, source, out, count, stream)
+
+    def _kernels_of(self, index: int) -> DeviceKernels:
+        if index not in self._kernels:
+            self._kernels[index] = DeviceKernels(index)
+        return self._kernels[index]
+
+    def export(self, index: int, memory: Memory) -> bytes:
+        """Return a handle of cudaIpcGetMemHandle."""
+        with self.on(index):
+            handle: bytes = self._api.ipcGetMemHandle(memory.address)
+        return handle
+
+    def open(self, index: int, handle: bytes) -> Memory:
+        """Map memory by cudaIpcOpenMemHandle, with lazy peer access."""
+        with self.on(index):
+            address = self._api.ipcOpenMemHandle(handle)
+        return Memory(address, 0, _MappedMemory(self, index, address))
+
+    def has_nccl(self) -> bool:
+        """Return whether CuPy finds NCCL's library."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not there
+            from cupy.cuda import nccl
+        return bool(nccl.available)
+
+    def nccl_unique_id(self) -> tuple[int, ...]:
+        """Call ncclGetUniqueId."""
+        identity: tuple[int, ...] = self._cupy.cuda.nccl.get_unique_id()
+        return identity
+
+    def create_nccl(
+        self, index: int, n: int, identity: tuple[int, ...], rank: int
+    ) -> NcclCommunicator:
+        """Call ncclCommInitRank."""
+        with self.on(index):
+            comm: NcclCommunicator = self._cupy.cuda.nccl.NcclCommunicator(n, identity, rank)
+        return comm
+
+    @contextmanager
+    def nccl_group(self) -> Iterator[None]:
+        """Call ncclGroupStart, and ncclGroupEnd at the end."""
+        self._cupy.cuda.nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._cupy.cuda.nccl.groupEnd()
+
+
+class _MappedMemory:
+    """Unmaps another process's memory with its last reference."""
+
+    def __init__(self, runtime: CupyRuntime, index: int, address: int) -> None:
+        self._runtime, self._index, self._address = runtime, index, address
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():  # the driver goes as well, and closes it
+            return
+        with suppress(Exception), self._runtime.on(self._index):
+            self._runtime._api.ipcCloseMemHandle(self._address)

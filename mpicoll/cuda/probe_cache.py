@@ -1,0 +1,80 @@
+"""Outcomes of earlier probes, kept in files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpicoll.cuda.probe import OK, ProbeOutcome
+from mpicoll.launch import is_launcher_variable
+
+__all__ = ["build_key", "digest", "load", "store"]
+
+#: Prefixes of the variables that an MPI library's handling of device memory depends on.
+_SETTINGS = re.compile(
+    "MPICH_|MPIR_|MVP_|MV2_|I_MPI_(OFFLOAD|FABRICS|OFI|SHM)|OMPI_MCA_|OPAL_|UCX_|FI_|PSM|LD_LIBRARY_PATH$|LD_PRELOAD$|MPI4PY_"
+)
+
+
+def build_key(version: str, library: Path, names: Sequence[str], driver: str) -> dict[str, Any]:
+    """Return all that the outcome of a probe may depend on."""
+    modified = 0
+    with suppress(OSError):
+        modified = library.stat().st_mtime_ns
+    settings = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if _SETTINGS.match(name) and not is_launcher_variable(name)
+    }
+    return {
+        "version": version,
+        "library": str(library),
+        "modified": modified,
+        "settings": settings,
+        "gpus": sorted(set(names)),
+        "driver": driver,
+    }
+
+
+def digest(key: Mapping[str, Any]) -> str:
+    """Return a short text for a key."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _path(key: Mapping[str, Any]) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(base, "mpicoll", f"device-memory-{digest(key)}.json")
+
+
+def load(key: Mapping[str, Any]) -> ProbeOutcome | None:
+    """Return the outcome of an earlier probe; None if there is none, or the file is broken."""
+    try:
+        outcome = ProbeOutcome(**json.loads(_path(key).read_text())["outcome"])
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+        return None
+    whole = isinstance(outcome.ranks, int) and all(isinstance(text, str) for text in outcome[1:])
+    return outcome if whole else None
+
+
+def store(key: Mapping[str, Any], outcome: ProbeOutcome) -> None:
+    """Keep the outcome of a probe that took place, if files can be written."""
+    if outcome.began != OK:
+        return
+    with suppress(OSError, RuntimeError):
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"key": key, "outcome": outcome._asdict()}, file, indent=1)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise

@@ -1,0 +1,221 @@
+"""CUDA as the rest of mpicoll sees it: devices, their streams, events and memory.
+
+All other code asks a `Runtime` and knows nothing of CUDA. Addresses and streams are plain numbers,
+as array libraries give them. Nothing here waits for a whole device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpicoll.dtypes import DType
+from mpicoll.kernels.reduction import Loop
+
+__all__ = [
+    "LEGACY",
+    "UNKNOWN",
+    "Event",
+    "Memory",
+    "NcclCommunicator",
+    "Runtime",
+    "StridedMemory",
+    "get_runtime",
+]
+
+#: CUDA's legacy default stream, which is ordered with all others but the non-blocking ones; and the
+#: number that stands for a stream that the array's library does not name.
+LEGACY, UNKNOWN = 1, 0
+
+
+class Memory:
+    """Memory that the runtime has allocated or mapped; it is freed with its last reference.
+
+    owner: frees it.
+    """
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self._owner = owner
+
+    def on_host(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return the bytes as an array that keeps the memory; host memory only."""
+        return np.asarray(_OnHost(self))
+
+
+class _OnHost:
+    """Offers host memory to NumPy, which keeps it."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.__array_interface__ = {
+            "data": (memory.address, False),
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+
+class StridedMemory(NamedTuple):
+    """Elements in memory: the address of the first, and the bytes between neighbours."""
+
+    address: int
+    strides: Sequence[int]
+
+
+class NcclCommunicator(Protocol):
+    """A communicator of NCCL, with CuPy's methods: addresses, counts, NCCL's numbers, a stream."""
+
+    def send(self, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Enqueue a message to a rank."""
+
+    def recv(self, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Enqueue the receipt of a message from a rank."""
+
+    def broadcast(
+        self, send: int, recv: int, count: int, dtype: int, root: int, stream: int
+    ) -> None:
+        """Enqueue a broadcast."""
+
+    def allGather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
+        """Enqueue an all-gather of ``count`` elements from each rank."""
+
+    def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
+        """Enqueue an all-reduce."""
+
+    def reduce(
+        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> None:
+        """Enqueue a reduction to a root."""
+
+    def reduceScatter(
+        self, send: int, recv: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        """Enqueue a reduce-scatter of ``count`` elements to each rank."""
+
+    def destroy(self) -> None:
+        """Destroy the communicator."""
+
+
+class Runtime(Protocol):
+    """What is asked of devices. ``index`` numbers those that this process sees, from 0."""
+
+    def count(self) -> int:
+        """Return the number of devices."""
+
+    def name(self, index: int) -> str:
+        """Return the name of a device's model."""
+
+    def pci_bus_id(self, index: int) -> str:
+        """Return what names the device in every process of its host."""
+
+    def driver_version(self) -> str:
+        """Return the versions of the driver and of the libraries above it, as text."""
+
+    def device_of(self, address: int) -> int:
+        """Return the device that the memory belongs to."""
+
+    def use(self, index: int) -> None:
+        """Make a device the calling thread's current one."""
+
+    def on(self, index: int) -> AbstractContextManager[object]:
+        """Return a context in which a device is the calling thread's current one."""
+
+    def check_stream(self, index: int, stream: int, where: str) -> None:
+        """Raise UnsupportedError if a stream is captured: no call can be ordered in it."""
+
+    def current_stream(self, index: int) -> int:
+        """Return CuPy's current stream on a device."""
+
+    def create_stream(self, index: int) -> int:
+        """Return a new non-blocking stream."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream of ``create_stream``."""
+
+    def record(self, index: int, stream: int) -> Event:
+        """Return the event of all being done that a stream holds so far."""
+
+    def wait(self, index: int, stream: int, event: Event) -> None:
+        """Order what the stream gets from now on after an event of any device."""
+
+    def synchronize(self, event: Event) -> None:
+        """Wait on the host for an event."""
+
+    def allocate(self, index: int, nbytes: int) -> Memory:
+        """Allocate device memory of the kind that can be exported and that every MPI takes."""
+
+    def allocate_pinned(self, index: int, nbytes: int) -> Memory:
+        """Allocate pinned host memory.
+
+        Freed memory may be handed out again at once: wait for its copies first.
+        """
+
+    def is_plain(self, address: int) -> bool:
+        """Return whether memory is of ``allocate``'s kind: neither managed nor from a pool."""
+
+    def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy between any two memories."""
+
+    def copy_strided(
+        self, index: int, into: StridedMemory, source: StridedMemory, shape: Sequence[int],
+        itemsize: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Enqueue a copy of elements between two memories of one device."""
+
+    def combine(
+        self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Enqueue ``out = (source op source ...) / divisor``; as reduction.combine."""
+
+    def scale(
+        self, index: int, dtype: DType, source: int, factor: Any, out: int, count: int, stream: int
+    ) -> None:
+        """Enqueue ``out = source * factor`` in the dtype of sums; as reduction.scale."""
+
+    def narrow(
+        self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
+    ) -> None:
+        """Enqueue a rounding of float32 to ``dtype``; as reduction.narrow."""
+
+    def export(self, index: int, memory: Memory) -> bytes:
+        """Return the handle by which another process of this host opens ``allocate``'s memory."""
+
+    def open(self, index: int, handle: bytes) -> Memory:
+        """Map another process's memory on a device; it is unmapped with its last reference."""
+
+    def has_nccl(self) -> bool:
+        """Return whether NCCL is available."""
+
+    def nccl_unique_id(self) -> tuple[int, ...]:
+        """Return what the ranks of a new NCCL communicator share."""
+
+    def create_nccl(
+        self, index: int, n: int, identity: tuple[int, ...], rank: int
+    ) -> NcclCommunicator:
+        """Create an NCCL communicator; all of its n ranks call."""
+
+    def nccl_group(self) -> AbstractContextManager[None]:
+        """Return a context in which NCCL's messages are one operation."""
+
+
+_runtime: Runtime | None = None
+
+
+def get_runtime() -> Runtime:
+    """Return CUDA on this machine; raises UnsupportedError if there is none, or no CuPy."""
+    global _runtime
+    if _runtime is None:
+        from mpicoll.cuda.cupy_runtime import CupyRuntime
+
+        _runtime = CupyRuntime()
+    return _runtime

@@ -23,6 +23,7 @@ _IN_WORDS = {
     Layout.GATHERED: "the inputs of all ranks, in rank order",
     Layout.SCATTERED: "one block for each rank, in rank order",
     Layout.EXCHANGED: "one block for and from each rank",
+    Layout.ALIKE: "one array in, one out, of as many elements",
     Layout.EMPTY: "no array",
 }
 

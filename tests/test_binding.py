@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpicoll.cuda import runtime
-from mpicoll.cuda.binding import bind, device_for
+from mpicoll.cuda.binding import bind, describe_idle_gpus, device_for, warn_of_idle_gpus
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.launch.launchers import LAUNCHERS

@@ -11,6 +11,7 @@ import pytest
 import mpicoll
 from mpicoll import cli, launch
 from mpicoll.cli import doctor
+from mpicoll.cuda import probe
 from mpicoll.cuda.binding import device_for
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers

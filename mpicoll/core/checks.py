@@ -151,9 +151,10 @@ def _same_shapes(primitive: Primitive, name: str, parts: ViewList, one: View) ->
 
 def _multiple(primitive: Primitive, whole: View, names: tuple[str, str], one: View, n: int) -> None:
     if whole.count != n * one.count:
+        expected = f"in a group of {n} ranks expected {n} x {one.count} = {n * one.count}"
         raise ArgumentError(
-            f"{primitive.name}: {names[0]} has {whole.count} elements, {names[1]} {one.count}; in "
-            f"a group of {n} ranks expected {n} x {one.count} = {n * one.count}"
+            f"{primitive.name}: {names[0]} has {whole.count} elements, {names[1]} {one.count}; "
+            f"{expected if n > 1 or primitive.layout is not Layout.ALIKE else 'expected as many'}"
         )
 
 
@@ -251,6 +252,21 @@ def _scattered(
     return listed, recv, Blocks(blocks, [recv.count] * n) if blocks else recv.count
 
 
+def _alike(
+    primitive: Primitive,
+    group: ProcessGroup,
+    output: Any,
+    input: Any,
+    root: int,
+    splits: Splits | None,
+) -> Views:
+    recv = adapters.build_view(output, writes(primitive, group, root), primitive.at_output)
+    send = adapters.build_view(input, False, primitive.at_input)
+    _same_kind(primitive, send, recv)
+    _multiple(primitive, recv, (primitive.output, primitive.input), send, 1)
+    return send, recv, send.count
+
+
 def _exchanged(
     primitive: Primitive,
     group: ProcessGroup,
@@ -323,5 +339,6 @@ _LAYOUTS: dict[Layout, Callable[..., Views]] = {
     Layout.GATHERED: _gathered,
     Layout.SCATTERED: _scattered,
     Layout.EXCHANGED: _exchanged,
+    Layout.ALIKE: _alike,
     Layout.EMPTY: _empty,
 }

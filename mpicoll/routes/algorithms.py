@@ -12,8 +12,8 @@ twice the bytes, and a combination with a wait for it at each step, which on a d
 several messages; they win only where many ranks reduce little.
 
 Views that are given to a function are ready to be read and written. Its results are there once the
-caller has synchronized. `build` makes implementations of them; the routes `exchange` on the host and
-`direct` on a device are these.
+caller has synchronized. `build` makes implementations of them; the routes `exchange` on the host
+and `direct` on a device are these.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpi4py import MPI
 
 from mpicoll.arrays.views import View, ViewList
+from mpicoll.core.checks import writes
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
@@ -119,6 +120,7 @@ class On(NamedTuple):
     """What the algorithms of one kind of call work on: the group, its memory, the operation.
 
     op: None where nothing is combined.
+    combined: the ranks whose elements make the result of each rank.
     """
 
     group: ProcessGroup
@@ -126,6 +128,7 @@ class On(NamedTuple):
     op: ReduceOp | None
     n: int
     me: int
+    combined: Sequence[range]
 
     def others(self) -> Iterator[int]:
         """All other ranks, from the next one on, so that no rank is everybody's first."""
@@ -192,7 +195,7 @@ def all_gather(on: On, send: View | None, recv: View, blocks: Blocks, root: int)
     Thakur and others (as above, section 4.1), n - 1 latencies, only neighbours talk. Either way a
     rank receives each foreign byte once.
     """
-    group, space, _, n, me = on
+    group, space, n, me = on.group, on.space, on.n, on.me
     spans = _spans(blocks.receives)
     own = recv.part(*spans[me])
     if send is not None:
@@ -303,7 +306,7 @@ def all_reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> Non
     Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
     Distributed Computing 69(2), 2009).
     """
-    (group, space, _, n, me), count = on, recv.count
+    n, me, count, space = on.n, on.me, recv.count, on.space
     if recv.nbytes * n > space.small:
         pieces = [_Piece(cut, recv.part(*cut[me])) for cut in _cuts(on, recv)]
 
@@ -317,16 +320,22 @@ def all_reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> Non
         _Reduction(on, recv, [_Piece([(0, count)] * n, recv)]).carry_out()
     elif count:
         terms = _Terms(on, recv.dtype)
-        stack = space.empty(terms.dtype, n * count)
-        parts = [stack.part(r * count, count) for r in range(n)]
-        terms.take(recv, parts[me])
-        space.synchronize()
-        if space.mpi:
-            # mpi4py wants a block's count.
-            group.inner.Allgather(MPI.IN_PLACE, message(stack.buffer, count, stack.dtype))
-        else:
-            all_gather(on, None, stack, Blocks((), [count] * n), 0)
-        terms.combine(parts, parts[me], recv)
+        everything = _terms_of_all(on, terms, recv)
+        terms.combine(everything, everything[me], recv, n)
+
+
+def _terms_of_all(on: On, terms: _Terms, source: View) -> list[View]:
+    """The terms of all ranks, on every rank."""
+    stack = on.space.empty(terms.dtype, on.n * source.count)
+    parts = [stack.part(r * source.count, source.count) for r in range(on.n)]
+    terms.take(source, parts[on.me])
+    on.space.synchronize()
+    if on.space.mpi:
+        # mpi4py wants a block's count.
+        on.group.inner.Allgather(MPI.IN_PLACE, message(stack.buffer, source.count, stack.dtype))
+    else:
+        all_gather(on, None, stack, Blocks((), [source.count] * on.n), 0)
+    return parts
 
 
 def reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None:
@@ -336,7 +345,7 @@ def reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None:
     that the results go to the root alone; it receives 2 (n - 1) / n times the bytes, and sends and
     combines no more than the others.
     """
-    (group, space, _, n, me), count = on, recv.count
+    group, space, n, me, count = on.group, on.space, on.n, on.me, recv.count
     if recv.nbytes * n <= space.small:
         cut = [(0, count if r == root else 0) for r in range(n)]
         _Reduction(on, recv, [_Piece(cut, recv.part(*cut[me]))]).carry_out()
@@ -428,7 +437,7 @@ class _Terms:
         self.factor = op.factor
         self.dtype = _travelling(op, dtype)
         self._op = op if op.factor is None else ReduceOp.SUM
-        self._divisor = on.n if op is ReduceOp.AVG else 1
+        self._averages = op is ReduceOp.AVG
 
     def take(self, source: View, into: View) -> None:
         """The terms of this rank's elements."""
@@ -437,10 +446,10 @@ class _Terms:
         else:
             self._space.scale(source, self.factor, into)
 
-    def combine(self, terms: Sequence[View], own: View, out: View) -> None:
-        """Combines terms of all ranks; where they are widened, ``own`` is overwritten."""
+    def combine(self, terms: Sequence[View], own: View, out: View, n: int) -> None:
+        """Combines the terms of n ranks; where they are widened, ``own`` is overwritten."""
         target = out if out.dtype is self.dtype else own
-        self._space.combine(self._op, terms, target, self._divisor)
+        self._space.combine(self._op, terms, target, n if self._averages else 1)
         if target is not out:
             self._space.narrow(target, out)
 
@@ -483,7 +492,7 @@ class _Reduction:
                 space.synchronize()
             if more:
                 begun = self._begin(i + 1, parts)
-            self._terms.combine(sources, own, piece.out)
+            self._terms.combine(sources, own, piece.out, self._on.n)
             if i and then is not None:
                 then(pieces[i - 1])
         if then is not None:
@@ -538,7 +547,7 @@ def build(kind: CallKind, space: Space) -> Implementation:
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
-    on = On(group, space, op, n, me)
+    on = On(group, space, op, n, me, [primitive.combined(rank, n) for rank in range(n)])
     sent, received = (n if many else 1 for many in (primitive.many_in, primitive.many_out))
 
     def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
@@ -566,7 +575,7 @@ def premultiplied(
     """
     primitive, group, op, dtype = kind
     assert op is not None and dtype is not None
-    me, everywhere, factor = group.rank(), not primitive.root, op.factor
+    me, factor = group.rank(), op.factor
     n = group.size() if primitive.many_in else 1
     wide = by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT else dtype
     add = build_sum(CallKind(primitive, group, ReduceOp.SUM, wide))
@@ -589,7 +598,7 @@ def premultiplied(
             out = into if wide is dtype else space.empty(wide, mine)
             product = scaled(space.view(send, dtype, sends))
             add(space.buffer(product), space.buffer(out), extent, root)
-        if out is into or not (everywhere or root == me):
+        if out is into or not writes(primitive, group, root):
             return
         if wide is dtype:
             space.copy(out, into)

@@ -20,8 +20,8 @@ SMALL, CHUNK, STACK = 8 * 1024, 1024 * 1024, 32 * 1024 * 1024
 class Space(Protocol):
     """One kind of memory and what can be done in it, for one call at a time.
 
-    Everything but ``synchronize`` may only be enqueued; what is enqueued is done in that order. Views
-    are contiguous and of equal counts, unless said otherwise; they may be empty.
+    Everything but ``synchronize`` may only be enqueued; what is enqueued is done in that order.
+    Views are contiguous and of equal counts, unless said otherwise; they may be empty.
 
     small: bytes of all ranks' arrays together up to which each rank that needs the result of a
            reduction gets everything: one exchange and one wait for the memory instead of two.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpicoll.arrays.views import DeviceView, View, address
-from mpicoll.core.checks import reads
+from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, ReduceOp
@@ -136,7 +136,7 @@ def for_mpi(space: DeviceSpace, kind: CallKind, inner: Implementation) -> Implem
             )
         space.synchronize()
         inner(out, into, extent, root)
-        if recv is not None and into is not None and into is not recv:
+        if into is not recv and writes(primitive, group, root):
             recv.copy_from(into)
 
     return carry_out

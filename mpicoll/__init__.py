@@ -31,8 +31,8 @@ _HOMES = {
     "api.collectives": (
         "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
         "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier",
-        "broadcast", "gather", "monitored_barrier", "reduce", "reduce_scatter",
-        "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "supports_complex",
+        "broadcast", "exscan", "gather", "monitored_barrier", "reduce", "reduce_scatter",
+        "reduce_scatter_single", "reduce_scatter_tensor", "scan", "scatter", "supports_complex",
     ),
     "dtypes": ("ReduceOp",),
     "errors": (

@@ -122,6 +122,10 @@ _TABLE = (
     Primitive("all_to_all", _EXCHANGED, "output_tensor_list", "input_tensor_list", True, "", False,
               _others),
     Primitive("all_to_all_single", _EXCHANGED, "output", "input", False, "", False, _others),
+    Primitive("scan", Layout.ALIKE, "output", "input", False, "", True, _once,
+              combined=lambda rank, n: range(rank + 1)),
+    Primitive("exscan", Layout.ALIKE, "output", "input", False, "", True, _once,
+              combined=lambda rank, n: range(rank)),
     Primitive("barrier", Layout.EMPTY, "", "", False, "", False, _nothing),
 )  # fmt: skip
 

@@ -32,12 +32,14 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "exscan",
     "gather",
     "monitored_barrier",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "scan",
     "scatter",
     "supports_complex",
 ]
@@ -49,10 +51,12 @@ _ALL_TO_ALL = by_name["all_to_all"]
 _ALL_TO_ALL_SINGLE = by_name["all_to_all_single"]
 _BARRIER = by_name["barrier"]
 _BROADCAST = by_name["broadcast"]
+_EXSCAN = by_name["exscan"]
 _GATHER = by_name["gather"]
 _REDUCE = by_name["reduce"]
 _REDUCE_SCATTER = by_name["reduce_scatter"]
 _REDUCE_SCATTER_SINGLE = by_name["reduce_scatter_single"]
+_SCAN = by_name["scan"]
 _SCATTER = by_name["scatter"]
 
 
@@ -106,6 +110,62 @@ def all_reduce(
     MismatchError, MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     return run_plain(_ALL_REDUCE, group, async_op, tensor, None, op)
+
+
+def scan(
+    output: Any,
+    input: Any,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduce the arrays of rank 0 to this rank, element by element (MPI_Scan, MPI-4.1 6.11).
+
+    output: an array of any shape, written; the same dtype and number of elements as the input,
+        which it may be.
+    input: an array of any shape; the same dtype and count on all ranks.
+    op: as for all_reduce; the result is what all_reduce of ranks 0 to this one alone would give.
+        AVG divides by their number.
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
+    ReduceOp; ArgumentError (a ValueError) for sizes that do not fit and read-only outputs;
+    UnsupportedError (a ValueError) for a dtype, layout or device that is refused, and an operation
+    that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
+    what goes wrong between the ranks.
+    """
+    return run_plain(_SCAN, group, async_op, output, input, op)
+
+
+def exscan(
+    output: Any,
+    input: Any,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduce the arrays of the ranks before this one (MPI_Exscan, MPI-4.1 6.11.2).
+
+    output: an array of any shape, written on all ranks but rank 0 of the group, where it stays as
+        it is; the same dtype and number of elements as the input, which it may be.
+    input: an array of any shape; the same dtype and count on all ranks.
+    op: as for all_reduce; the result is what all_reduce of the ranks before this one alone would
+        give. AVG divides by their number.
+    group: the process group, None for the default group.
+    async_op: return a Work at once; the arrays belong to the operation until it is done.
+
+    Returns None, with async_op a Work, and None on a rank outside the group.
+
+    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
+    ReduceOp; ArgumentError (a ValueError) for sizes that do not fit and read-only outputs;
+    UnsupportedError (a ValueError) for a dtype, layout or device that is refused, and an operation
+    that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
+    what goes wrong between the ranks.
+    """
+    return run_plain(_EXSCAN, group, async_op, output, input, op)
 
 
 def reduce(

@@ -44,6 +44,7 @@ __all__ = [
     "broadcast",
     "build",
     "gather",
+    "prefix",
     "premultiplied",
     "reduce",
     "reduce_scatter",
@@ -387,6 +388,56 @@ def reduce_scatter(on: On, send: View, recv: View, blocks: Blocks, root: int) ->
     _Reduction(on, send, pieces).carry_out()
 
 
+def prefix(on: On, send: View, recv: View, blocks: Blocks, root: int) -> None:
+    """The elements of some ranks combined, of others on each rank: of those up to it, or before it.
+
+    Few bytes: everybody gets everything and combines what is for it. Many: as in all_reduce, each
+    rank gets one n-th of everybody, but combines it once for each rank and sends each its result:
+    as many bytes, and n / 2 times the arithmetic, for the sake of the same bits whatever the count.
+    (Hillis, Steele, Data parallel algorithms, Comm. ACM 29(12), 1986, add partial sums in log2 n
+    steps; those round narrow floats at each step, and combine in another order.)
+    """
+    n, me, space = on.n, on.me, on.space
+    terms = _Terms(on, send.dtype)
+    if send.nbytes * n <= space.small:
+        everything = _terms_of_all(on, terms, send)
+        mine = [everything[r] for r in on.combined[me]]
+        if mine:
+            terms.combine(mine, everything[me], recv, len(mine))
+        return
+    for cut in _cuts(on, send):
+        size = cut[me][1]
+        stack, results = space.empty(terms.dtype, n * size), space.empty(send.dtype, n * size)
+        products = {span: send.part(*span) for span in cut}
+        if terms.factor is not None:
+            for span, source in products.items():
+                products[span] = space.empty(terms.dtype, source.count)
+                terms.take(source, products[span])
+            space.synchronize()
+        sources = [stack.part(r * size, size) for r in range(n)]
+        sources[me] = products[cut[me]]
+        messages = _Messages(on.group)
+        for r in on.others():
+            messages.receive(sources[r], r)
+        for r in on.others():
+            messages.send(products[cut[r]], r)
+        messages.finish()
+        own, out = stack.part(me * size, size), [results.part(r * size, size) for r in range(n)]
+        out[me] = recv.part(*cut[me])
+        for r, ranks in enumerate(on.combined):
+            if ranks:
+                terms.combine([sources[s] for s in ranks], own, out[r], len(ranks))
+        space.synchronize()
+        messages = _Messages(on.group)
+        for r in on.others():
+            if on.combined[me]:
+                messages.receive(recv.part(*cut[r]), r)
+        for r in on.others():
+            if on.combined[r]:
+                messages.send(out[r], r)
+        messages.finish()
+
+
 #: Of some elements, those that each rank combines.
 Cut = Sequence[Span]
 
@@ -537,6 +588,8 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
     "scatter": scatter,
     "reduce_scatter": reduce_scatter,
     "reduce_scatter_single": reduce_scatter,
+    "scan": prefix,
+    "exscan": prefix,
     "all_to_all": all_to_all,
     "all_to_all_single": all_to_all,
 }

@@ -10,7 +10,7 @@ from mpicoll.core.plan import Implementation
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
 
-__all__ = ["EXCHANGES", "MOVES", "REDUCTIONS", "MemoryKind", "Route"]
+__all__ = ["EXCHANGES", "MOVES", "PREFIXES", "REDUCTIONS", "MemoryKind", "Route"]
 
 
 class MemoryKind(Enum):
@@ -23,6 +23,7 @@ class MemoryKind(Enum):
 #: Primitives that several routes serve, by name.
 MOVES = ("broadcast", "all_gather", "all_gather_single", "gather", "scatter")
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
+PREFIXES = ("scan", "exscan")
 EXCHANGES = ("all_to_all", "all_to_all_single")
 
 

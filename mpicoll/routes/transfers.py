@@ -148,6 +148,8 @@ _TRANSFERS: dict[str, Callable[[CallKind, Any, Any, Any, int], Transfer]] = {
     "all_gather": _gather,
     "all_gather_single": _gather,
     "gather": _gather,
+    "scan": _prefix,
+    "exscan": _prefix,
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter,

@@ -105,10 +105,17 @@ class Call:
             return oracle.any_bits(self.dtype, count, self.team.ranks[rank])
         return oracle.operands(self.op, self.dtype, count, self.team.ranks[rank])
 
+    @property
+    def terms(self) -> range:
+        """The ranks in the group whose operands make this rank's result."""
+        ends = {"scan": self.me + 1, "exscan": self.me}
+        return range(ends.get(self.name, self.team.size))
+
     def result(self) -> Between:
-        """All ranks' operands combined."""
+        """Their operands combined."""
         assert self.op is not None
-        return combined(self.op, self.dtype, self.given(0).size, self.team.ranks)
+        ranks = tuple(self.team.ranks[rank] for rank in self.terms)
+        return combined(self.op, self.dtype, self.given(0).size, ranks)
 
     # --- arrays ---------------------------------------------------------------------------------
 
@@ -178,7 +185,15 @@ class Call:
         self.read(row.input, True, mine)
         self.written(row.output, True, Between(np.concatenate(blocks)))
 
+    def _alike(self, row: Primitive, mine: Array, rooted: bool) -> None:
+        self.read(row.input, False, mine)
+        if self.terms:
+            self.written(row.output, False, self.result())
+        else:  # which stays as it is
+            self.read(row.output, False, oracle.any_bits(self.dtype, self.count, self.me))
+
     _LAYOUTS: ClassVar = {
+        Layout.ALIKE: _alike,
         Layout.IN_PLACE: _in_place,
         Layout.GATHERED: _gathered,
         Layout.SCATTERED: _scattered,
@@ -276,7 +291,7 @@ class Exact(Call):
     def result(self):
         if self.dtype.kind is not Kind.NARROW_FLOAT:
             return super().result()
-        given = [self.given(rank) for rank in range(self.team.size)]
+        given = [self.given(rank) for rank in self.terms]
         return oracle.reduced(self.op, self.dtype, given, None)
 
 
@@ -297,7 +312,7 @@ def same_on_all(mpi: Any, calls: Sequence[Call]) -> None:
     """
     mine: dict[str, list[bytes]] = {}
     for call in calls:
-        (_, array, _), *_ = call.watched
+        array = next(array for name, array, _ in call.watched if name == call.row.output)
         mine.setdefault(call.team.name, []).append(array.tobytes())
     everybody = mpi.allgather(mine)
     for call in calls:

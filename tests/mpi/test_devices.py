@@ -22,8 +22,8 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
-from mpicoll.kernels.reduction import loop
 from mpicoll.primitives import PRIMITIVES
+from mpicoll.routes import registry
 from mpicoll.routes.device import ipc, staged
 from mpicoll.routes.host import mpi as native
 
@@ -103,14 +103,13 @@ def dtypes_of(road, arrays):
 
 def serves(road, name, dtype, op):
     """Whether a route that is forced serves such calls, to the bits that the oracle asks for."""
-    if op is None:
-        return road != "native" or not name.startswith("all_to_all")
-    if road == "native":
-        return name in ("all_reduce", "reduce") and op.op is not ReduceOp.PREMUL_SUM and (
-            native.reducible(op, dtype))  # fmt: skip
-    if road == "nccl":  # which has rules of its own for NaN, and for how it adds narrow floats
+    if road == "auto":
+        return True
+    if not registry.DEVICE[road].serves(NAMES[name], op, dtype):
+        return False
+    if road == "nccl" and op is not None:  # it has rules of its own for NaN and narrow floats
         return dtype.name in ("int32", "float32") and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
-    return road in ("staged", "auto") or loop(op, dtype) is not None
+    return True
 
 
 class DeviceCall(Call):

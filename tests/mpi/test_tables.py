@@ -18,7 +18,7 @@ from mpicoll.core.groups import default_group
 from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import ArgumentError
-from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import registry
 from mpicoll.routes import tuning as tables
 from mpicoll.routes.host import select
@@ -163,7 +163,7 @@ def test_what_can_be_named_can_be_had(world):
 CALLS = [
     (row.name, by_name[dtype], op)
     for row in PRIMITIVES
-    if row.layout not in (Layout.EXCHANGED, Layout.EMPTY)
+    if tables.kind_of(row, False) in tables.KINDS
     for dtype, op in (
         [("float32", ReduceOp.SUM), ("int64", ReduceOp.MAX), ("bfloat16", ReduceOp.AVG),
          ("float64", ReduceOp.MIN), ("float8_e8m0fnu", ReduceOp.PRODUCT)]

@@ -8,7 +8,7 @@ from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.kernels.reduction import loop
 from mpicoll.routes import algorithms
 from mpicoll.routes.device.space import for_mpi
-from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreed
@@ -24,7 +24,7 @@ ROUTE = Route(
     "direct",
     "MPI's messages of device memory",
     MemoryKind.DEVICE,
-    (*MOVES, *REDUCTIONS, *EXCHANGES),
+    (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
     _build,
     combines=lambda op, dtype: loop(op, dtype) is not None,
     scales=True,

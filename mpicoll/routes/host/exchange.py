@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.routes import algorithms
-from mpicoll.routes.route import EXCHANGES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import EXCHANGES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.space import HOST
 
 __all__ = ["ROUTE", "build"]
@@ -22,7 +22,7 @@ ROUTE = Route(
     "exchange",
     "exchange over MPI, combined here",
     MemoryKind.HOST,
-    (*REDUCTIONS, *EXCHANGES),
+    (*REDUCTIONS, *PREFIXES, *EXCHANGES),
     build,
     uneven=("reduce_scatter", *EXCHANGES),
 )

@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp
-from mpicoll.routes.route import MOVES, REDUCTIONS, MemoryKind, Route
-from mpicoll.routes.wire import INT_MAX, datatype, message, operation
+from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.wire import INT_MAX, datatype, message, operation, scratch
 
 __all__ = ["CHUNK", "CHUNKED", "ROUTE", "build", "reducible"]
 
@@ -190,6 +190,24 @@ def _reduce_scatter(kind: CallKind, chunk: int) -> Implementation:
     return reduce_scatter
 
 
+def _prefix(kind: CallKind, chunk: int) -> Implementation:
+    """MPI_Scan and MPI_Exscan (MPI-4.1 section 6.11)."""
+    dtype, op, comm, before = _dtype(kind), _op(kind), kind.group.inner, kind.combined
+    call = comm.Scan if kind.primitive.name == "scan" else comm.Exscan
+    element, combined = datatype(dtype), _mpi_operation(op, dtype)
+
+    def prefix(send: Any, recv: Any, count: Any, root: int) -> None:
+        if not before:  # MPI leaves open what it writes there, if anything
+            recv = scratch(kind.group, count * dtype.itemsize)
+        for start in range(0, max(count, 1), MOST):
+            size = min(MOST, count - start)
+            call([send, size, start, element], [recv, size, start, element], combined)
+        if op is ReduceOp.AVG and before:
+            _divide(recv, count, dtype, len(before))
+
+    return prefix
+
+
 def _mpi_operation(op: ReduceOp, dtype: DType) -> MPI.Op:
     name = op.mpi_logical if dtype.kind is Kind.BOOL else op.mpi
     assert name is not None
@@ -225,6 +243,8 @@ _BUILDERS: dict[str, Callable[[CallKind, int], Implementation]] = {
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter,
+    "scan": _prefix,
+    "exscan": _prefix,
     "barrier": _barrier,
 }
 
@@ -232,7 +252,7 @@ ROUTE = Route(
     "mpi",
     "MPI",
     MemoryKind.HOST,
-    (*MOVES, *REDUCTIONS, "barrier"),
+    (*MOVES, *REDUCTIONS, *PREFIXES, "barrier"),
     build,
     combines=reducible,
     uneven=("all_gather",),

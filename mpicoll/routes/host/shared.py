@@ -21,7 +21,7 @@ from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import loop
 from mpicoll.routes.host.shared_segment import Segment, share
-from mpicoll.routes.route import MOVES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.transfers import Transfer, transfer_of
 from mpicoll.watch.consistency import listed
 
@@ -255,6 +255,7 @@ _GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")
 _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
     "all_reduce": Shared._build_all_reduce,
     **dict.fromkeys((*MOVES, *REDUCTIONS[1:]), Shared._build_blocks),
+    **dict.fromkeys(PREFIXES, Shared._build_transfer),
 }
 
 

@@ -1,0 +1,122 @@
+"""Every primitive x route x kind of memory: what a route declares it carries, and what it does not
+declare it is never asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import simulated
+from conftest import team as group_of
+from driver import NAMES, Call, Exact
+from test_devices import DeviceCall
+
+import mpicoll as dist
+from mpicoll.core.plan import CallKind
+from mpicoll.cuda import capabilities, runtime
+from mpicoll.dtypes import DTYPES, OPERATIONS, ReduceOp, by_name
+from mpicoll.errors import UnsupportedError
+from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.routes import registry
+from mpicoll.routes import tuning as tables
+from mpicoll.routes.host import select
+
+#: All that MPI combines, some that it does not, and some that the C library does not.
+KINDS = [
+    ("float32", ReduceOp.SUM), ("int64", ReduceOp.BXOR), ("bool", ReduceOp.MAX),
+    ("complex64", ReduceOp.AVG), ("bfloat16", ReduceOp.SUM), ("float64", ReduceOp.MIN),
+    ("int8", ReduceOp.SUM), ("float8_e8m0fnu", ReduceOp.PRODUCT),
+    ("complex128", ReduceOp.PREMUL_SUM), ("float16", ReduceOp.PREMUL_SUM),
+]  # fmt: skip
+ROWS = [row for row in PRIMITIVES if row.layout is not Layout.EMPTY]
+
+
+def kinds_of(row):
+    """Dtypes and operations to call a primitive with."""
+    return KINDS if row.reduces else [("float32", None), ("bool", None)]
+
+
+def refusing(kind, *agreed):
+    raise AssertionError(f"{kind} is asked of a route that does not serve it")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=repr)
+@pytest.mark.parametrize("name", registry.HOST)
+def test_host_memory(world, monkeypatch, name, row):
+    """A route carries what it declares, and is right; all else another carries."""
+    asked = []
+    for each, route in registry.HOST.items():
+
+        def build(kind, route=route):
+            asked.append(route.name)
+            assert route.serves(kind.primitive, kind.op, kind.dtype), (route.name, kind)
+            return route.build(kind)
+
+        monkeypatch.setitem(registry.HOST, each, replace(route, build=build))
+    route = registry.HOST[name]
+    team = group_of(f"{name} {row}", range(world.size))
+    here = select.place(team.group)
+    for dtype, op in kinds_of(row):
+        summed = ReduceOp.SUM if op is ReduceOp.PREMUL_SUM else op
+        kind = CallKind(row, team.group, summed, by_name[dtype])
+        table = select._named(kind)
+        can = route.serves(row, summed, by_name[dtype]) and route.place in ("", here)
+        assert not can or name in tables.able(table, here)
+        if name in tables.able(table, here):
+            steps = {1: {table: {here: ((0, name),)}}}
+            monkeypatch.setattr(tables.job, "table", tables.Table(False, steps))
+        else:
+            with pytest.raises(ValueError, match="expected one of"):
+                tables.parse(f'{{"ranks": {{"1": {{"{table}": {{"{here}": [[0, "{name}"]]}}}}}}}}')
+        for count in (0, 5, 3000):
+            asked.clear()
+            checked = Call if op is ReduceOp.PREMUL_SUM else Exact
+            checked(row.name, team, by_name[dtype], count, op, count % team.size).run()
+        if can and table in tables.KINDS and op is not ReduceOp.PREMUL_SUM:
+            assert name in asked or not asked  # a plan asks once
+    dist.destroy_process_group(team.group)
+
+
+@pytest.mark.parametrize(
+    "route", registry.ROUTES, ids=lambda route: f"{route.memory.value}-{route.name}"
+)
+def test_a_declaration_is_whole(route):
+    """It names primitives that there are, and serves each of them for some dtype."""
+    assert set(route.primitives) <= {row.name for row in PRIMITIVES}
+    assert set(route.uneven) <= set(route.primitives)
+    assert route.name and route.words and route.place in ("", *tables.PLACES)
+    for row in PRIMITIVES:
+        served = [
+            (op, dtype)
+            for op in (OPERATIONS if row.reduces else [None])
+            for dtype in DTYPES
+            if (op is None or dtype.kind in op.kinds) and route.serves(row, op, dtype)
+        ]
+        assert bool(served) == (row.name in route.primitives)
+        if not route.scales:
+            assert all(op is not ReduceOp.PREMUL_SUM for op, _ in served)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=repr)
+@pytest.mark.parametrize("name", [name for name in registry.DEVICE if name != "nccl"])
+def test_device_memory(world, monkeypatch, name, row):
+    """A route that is forced carries what it declares, and refuses the rest by its name."""
+    arrays = simulated.Arrays()
+    monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
+    monkeypatch.setattr(capabilities, "_known", None)
+    monkeypatch.setenv("MPICOLL_CUDA_AWARE", "full")
+    monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", name)
+    for each, route in registry.DEVICE.items():
+        if each != name:
+            monkeypatch.setitem(registry.DEVICE, each, replace(route, build=refusing))
+    team = group_of(f"{name} {row}", range(world.size))
+    with arrays.working():
+        for dtype, op in kinds_of(row):
+            call = DeviceCall(arrays, row.name, team, by_name[dtype], 70, op, 70 % team.size)
+            if registry.DEVICE[name].serves(NAMES[row.name], op, by_name[dtype]):
+                call.complete(False)
+            else:
+                with pytest.raises(UnsupportedError, match=f"{name} does not serve"):
+                    call.start()
+    dist.destroy_process_group(team.group)

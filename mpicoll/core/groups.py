@@ -54,7 +54,7 @@ class ProcessGroup:
     timeout:  seconds after which an operation has failed; None never.
     in_flight: the user's messages that are not through.
     pending:  the asynchronous collectives that are not done.
-    positions: where other ranks are, as they have told; see watch/positions.py.
+    statuses: where other ranks are among the group's calls; see watch/rank_status.py.
     object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
               are below them.
     lock:     held while a collective runs.
@@ -118,7 +118,7 @@ class ProcessGroup:
         self.closed: type[Exception] | None = None
         self.in_flight: set[Any] = set()
         self.pending: set[Any] = set()
-        self.positions: dict[int, Any] = {}
+        self.statuses: dict[int, Any] = {}
         self.object_tag = greatest_tag()
         self.leave_tag = self.object_tag - 1
         self._rank = inner.Get_rank()
@@ -178,7 +178,7 @@ class ProcessGroup:
 
     def busy(self) -> bool:
         """Asynchronous collectives are pending, and a caller has to queue behind them."""
-        return self.worker is not None and self.worker.busy
+        return self.worker is not None and self.worker.is_busy
 
     def lane(self, index: int) -> Lane:
         """What collectives have of a CUDA device."""
@@ -193,7 +193,7 @@ class ProcessGroup:
             if self.worker is None:
                 launch.warn_of_turns(self.ranks[self._rank])
                 self.worker = Worker(f"mpicoll-{self.group_name}")
-            self.worker.give(task)
+            self.worker.submit(task)
             return self.worker
 
     def finish(self, limit: float | None) -> bool:

@@ -115,7 +115,11 @@ def _dispatch(
 def _is_prompt(plan: Plan, root: int, sizes: int) -> bool:
     """An asynchronous call, or a list of them, is best carried out at once."""
     group = plan.group
-    if plan.prompt is None or group.busy() or (group.worker is not None and group.worker.current):
+    if (
+        plan.prompt is None
+        or group.busy()
+        or (group.worker is not None and group.worker.is_current)
+    ):
         return False  # the last is a callback, whose calls are carried out at once anyhow
     return plan.prompt(root, sizes)
 
@@ -268,7 +272,7 @@ def _look_at(error: Exception, call: Plan | Task) -> None:
     """
     differs = MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception
     if call.even and isinstance(error, differs):
-        consistency.drop(call.group)
+        consistency.drop_last_call(call.group)
 
 
 def _plan(
@@ -439,7 +443,7 @@ def submit(
     work = Work(
         f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
     )
-    if at_once or (group.worker is not None and group.worker.current):
+    if at_once or (group.worker is not None and group.worker.is_current):
         # The latter is a callback of an earlier work: right behind that work, not behind itself.
         try:
             task()
@@ -460,7 +464,7 @@ def submit(
         work.finish(error)
 
     group.pending.add(work)
-    work.carrier = group.give(carry)
+    work.worker = group.give(carry)
     return work
 
 

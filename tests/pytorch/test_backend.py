@@ -16,10 +16,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 from mpicoll.errors import ArgumentError
-from mpicoll.torch.backend import AVAILABLE
+from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 C = torch._C._distributed_c10d
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="torch 2.15 is the first to have it")
+pytestmark = pytest.mark.skipif(
+    not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it"
+)
 
 
 @pytest.fixture

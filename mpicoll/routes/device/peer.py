@@ -41,7 +41,7 @@ from mpicoll.kernels.reduction import Loop, loop
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.routes.parcels import parcel_of
 from mpicoll.routes.wire import all_gather_bytes
-from mpicoll.watch.consistency import listed
+from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -127,7 +127,7 @@ class Peers:
         return (
             f"{PRIMITIVES[kind >> 16 & 0xFF]} on rank {self.me} of group {self.group.group_name}: "
             f"the ranks' calls do not belong together: "
-            f"{listed(told(*row[:2]) for row in everybody.tolist())}"
+            f"{describe_by_rank(told(*row[:2]) for row in everybody.tolist())}"
         )
 
     def copy(self, into: int, source: int, nbytes: int) -> None:

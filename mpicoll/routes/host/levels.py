@@ -49,7 +49,7 @@ from mpicoll.primitives import Primitive
 from mpicoll.routes.host import composed, native, shared
 from mpicoll.routes.parcels import Given, Parcel, Taken
 from mpicoll.routes.wire import INT_MAX, datatype, scratch
-from mpicoll.watch.consistency import listed
+from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.routes.host.shared import Shared
@@ -137,7 +137,7 @@ class Levels:
             words = self.group.inner.allgather(told(made.kind, count))
             raise MismatchError(
                 f"{primitive} on rank {self.group.rank()} of group {self.group.group_name}: the "
-                f"ranks' calls do not belong together: {listed(words)}"
+                f"ranks' calls do not belong together: {describe_by_rank(words)}"
             ) from None
 
 

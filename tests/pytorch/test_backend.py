@@ -92,7 +92,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_works_keep_their_answers(world, group, monkeypatch, name, watched):
     """torch hides a Python Work's: the caller gets the Work itself, whichever way the call goes."""
-    monkeypatch.setattr(type(group), "watched", lambda self: watched)
+    monkeypatch.setattr(type(group), "is_observed", lambda self: watched)
     x, many = torch.ones(2), [torch.ones(2) for _ in range(world.size)]
     work = CALLS[name](group, x, many)
     work.wait()
@@ -112,7 +112,7 @@ def test_a_message_from_anybody_names_its_sender(world, group):
 
 def test_errors_keep_their_kind(world, group, monkeypatch):
     """Through C++ and back."""
-    monkeypatch.setattr(type(group), "watched", lambda self: True)
+    monkeypatch.setattr(type(group), "is_observed", lambda self: True)
     with pytest.raises(ArgumentError, match="not in the group"):
         group.broadcast([torch.ones(1)], _rooted(world.size))
     total()
@@ -218,7 +218,7 @@ def test_the_flight_recorder_has_the_calls(world, group, monkeypatch):
     recorded = dist.new_group(list(range(world.size)))
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
     plain = dist.new_group(list(range(world.size)))
-    assert recorded.watched() and not plain.watched() and not group.watched()
+    assert recorded.is_observed() and not plain.is_observed() and not group.is_observed()
     C._reset_fr_trace(backend="mpicoll")
     for each in plain, recorded, group:
         dist.all_reduce(torch.ones(3, 2), group=each)
@@ -234,10 +234,10 @@ def test_the_flight_recorder_has_the_calls(world, group, monkeypatch):
 
 
 def test_the_dispatcher_is_left_out_while_nobody_looks_on(world, group):
-    assert not group.watched()
+    assert not group.is_observed()
     with CommDebugMode():
-        assert group.watched()
-    assert not group.watched()
+        assert group.is_observed()
+    assert not group.is_observed()
 
 
 def test_functional_collectives_into_outputs(world, group):

@@ -25,11 +25,11 @@ __all__ = ["get_reducers", "rebuild_array", "rebuild_dtype", "rebuild_scalar"]
 def _find_dtypes() -> dict[str, np.dtype[Any]]:
     """Return the dtypes of fixed size of NumPy and ml_dtypes, by unique names."""
     codes = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
-    found = {np.dtype(code).str: np.dtype(code) for code in codes}
+    dtypes = {np.dtype(code).str: np.dtype(code) for code in codes}
     for one in vars(ml_dtypes).values():
         if isinstance(one, type) and issubclass(one, np.generic):
-            found[one.__name__] = np.dtype(one)  # the ``str`` of many is that of a void
-    return found
+            dtypes[one.__name__] = np.dtype(one)  # the ``str`` of many is that of a void
+    return dtypes
 
 
 _DTYPES = _find_dtypes()
@@ -121,9 +121,9 @@ def rebuild_dtype(spec: Any) -> np.dtype[Any]:
     Raises RefusedPickleError, or NumPy's errors, for any other ``spec``.
     """
     if type(spec) is str:
-        found = _DTYPES.get(spec)
-        if found is not None:
-            return found
+        dtype = _DTYPES.get(spec)
+        if dtype is not None:
+            return dtype
         if _PLAIN_DTYPE.fullmatch(spec):
             return np.dtype(spec)
     elif type(spec) is tuple and len(spec) == 2:

@@ -90,15 +90,15 @@ def parse_backend(name: str | None, where: str) -> str:
     """Return a backend's name, "mpi" for None; raise ArgumentError for one that mpicoll lacks."""
     if name is None:
         return Backend.MPI
-    found = str(Backend(name))
-    for part in found.split(","):
+    backend = str(Backend(name))
+    for part in backend.split(","):
         device, _, one = part.rpartition(":")
         if device not in ("", *Backend.default_device_backend_map) or not is_backend_available(one):
             raise ArgumentError(
-                f"{where}: backend {found!r} is not available; expected mpi or mpicoll, or gloo "
+                f"{where}: backend {backend!r} is not available; expected mpi or mpicoll, or gloo "
                 "or nccl as names under which scripts run over MPI"
             )
-    return found
+    return backend
 
 
 def check_device(device_id: object, where: str) -> None:

@@ -42,7 +42,7 @@ _SAFE_BUILTINS: Names = {(one.__module__, one.__qualname__): one for one in (com
 
 
 class _RestrictedUnpickler(pickle._Unpickler):
-    """Unpickles what the receiver has named, by three rules.
+    """An unpickler of what the receiver has named, by three rules.
 
     1. A name means what the receiver has named; nothing is imported or looked up.
     2. Only named classes and functions are called.
@@ -249,7 +249,7 @@ class restricted_pickle:
 
     def __init__(self, *types: Any) -> None:
         global _allowed
-        found = dict(_SAFE_BUILTINS)
+        allowed = dict(_SAFE_BUILTINS)
         for one in types:
             module, name = getattr(one, "__module__", None), getattr(one, "__qualname__", None)
             if not (callable(one) and isinstance(module, str) and isinstance(name, str)):
@@ -257,16 +257,16 @@ class restricted_pickle:
                     f"restricted_pickle: expected classes and functions, got {one!r}"
                 )
             if not isinstance(one, type) or not issubclass(one, _NUMPY):
-                found[module, name] = one
+                allowed[module, name] = one
             elif issubclass(one, np.ndarray) and one is not np.ndarray:
                 raise UnsupportedError(
                     f"restricted_pickle: {one.__qualname__}: arrays of subclasses of numpy.ndarray "
                     "cannot be rebuilt safely; send them as numpy.ndarray"
                 )
             else:
-                found.update(_ARRAY_NAMES)
+                allowed.update(_ARRAY_NAMES)
         self._before = _allowed
-        _allowed = found
+        _allowed = allowed
 
     def __enter__(self) -> restricted_pickle:
         return self

@@ -27,17 +27,17 @@ def parse_timeout(
     if timeout is None:
         return default
     if isinstance(timeout, timedelta):
-        found = timeout.total_seconds()
+        limit = timeout.total_seconds()
     elif isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):
-        found = float(timeout)
+        limit = float(timeout)
     else:
         raise ArgumentTypeError(
             f"{where}: timeout: expected a datetime.timedelta or a number of seconds, "
             f"got {type(timeout).__name__}"
         )
-    if not found >= 0:
-        raise ArgumentError(f"{where}: timeout: expected no less than 0 seconds, got {found}")
-    return min(found, threading.TIMEOUT_MAX)
+    if not limit >= 0:
+        raise ArgumentError(f"{where}: timeout: expected no less than 0 seconds, got {limit}")
+    return min(limit, threading.TIMEOUT_MAX)
 
 
 class Future:

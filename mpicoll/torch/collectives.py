@@ -40,6 +40,8 @@ from mpicoll.torch.works import CompletedWork, PendingWork, ReceiveWork, flatten
 __all__ = ["Collectives"]
 
 Tensors = Sequence[Tensor]
+#: The rows of each rank, of the output and of the input.
+Splits = tuple[Sequence[int], Sequence[int]]
 
 (
     _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER, _ALL_GATHER_SINGLE, _GATHER, _SCATTER,
@@ -120,7 +122,7 @@ class Collectives:
         input: Any = None,
         op: ReduceOp | None = None,
         root: int = 0,
-        splits: Any = None,
+        splits: Splits | None = None,
     ) -> c10d.Work:
         if not 0 <= root < self.core.size():
             raise ArgumentError(
@@ -152,7 +154,7 @@ class Collectives:
         input: Any,
         op: ReduceOp | None,
         root: int,
-        splits: Any,
+        splits: Splits | None,
     ) -> Work | None:
         if splits is None and primitive in _PLAIN_PRIMITIVES:
             return run_plain(primitive, self.core, asynchronous, output, input, op, root)
@@ -460,7 +462,11 @@ class Collectives:
         """Wait for all ranks."""
         return self._call(_BARRIER, fill_timeout(opts, **kwargs), None)
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self,
+        timeout: timedelta | c10d.BarrierOptions | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
         """Wait for all ranks, or raise an error that names the missing ones.
 
         timeout: a timedelta, or BarrierOptions with one, which C++ passes.

@@ -49,7 +49,7 @@ _HOMES = {
         "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
         "scatter_object_list", "send_object_list",
     ),
-    "core.pickles": ("restricted_pickle",),
+    "core.unpickling": ("restricted_pickle",),
     "api.point_to_point": (
         "P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_async", "send",
     ),
@@ -61,7 +61,7 @@ _HOMES = {
         "SHRINK_ABORT", "SHRINK_DEFAULT", "new_group", "new_subgroups",
         "new_subgroups_by_enumeration", "shrink_group", "split_group",
     ),
-    "watch.levels": (
+    "watch.debug_level": (
         "DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env",
     ),
     "core.work": ("Future", "Work"),
@@ -97,9 +97,9 @@ if TYPE_CHECKING:
     from mpicoll.api.subgroups import *  # noqa: F403
     from mpicoll.core.backends import *  # noqa: F403
     from mpicoll.core.groups import *  # noqa: F403
-    from mpicoll.core.pickles import restricted_pickle as restricted_pickle
+    from mpicoll.core.unpickling import restricted_pickle as restricted_pickle
     from mpicoll.core.work import Future as Future
     from mpicoll.core.work import Work as Work
     from mpicoll.dtypes import ReduceOp as ReduceOp
     from mpicoll.errors import *  # noqa: F403
-    from mpicoll.watch.levels import *  # noqa: F403
+    from mpicoll.watch.debug_level import *  # noqa: F403

@@ -298,18 +298,18 @@ def test_work_has_the_methods_of_torch() -> None:
 
 
 def test_every_timeout_takes_seconds_or_a_timedelta() -> None:
-    from mpicoll.core.work import seconds
+    from mpicoll.core.work import parse_timeout
 
-    assert seconds(timedelta(minutes=1), None, "x") == 60
-    assert seconds(0.5, None, "x") == 0.5
-    assert seconds(3, None, "x") == 3
-    assert seconds(None, 7.0, "x") == 7
+    assert parse_timeout(timedelta(minutes=1), None, "x") == 60
+    assert parse_timeout(0.5, None, "x") == 0.5
+    assert parse_timeout(3, None, "x") == 3
+    assert parse_timeout(None, 7.0, "x") == 7
     for wrong in ("5", True, [1], object()):
         with pytest.raises(TypeError, match=f"op: timeout: .*{type(wrong).__name__}"):
-            seconds(wrong, None, "op")
+            parse_timeout(wrong, None, "op")
     for wrong in (-1, timedelta(seconds=-1), float("nan")):
         with pytest.raises(ValueError, match="op: timeout"):
-            seconds(wrong, None, "op")
+            parse_timeout(wrong, None, "op")
 
 
 # --- ReduceOp, Backend --------------------------------------------------------------------------

@@ -1126,13 +1126,13 @@ def test_work_of_several_groups_at_once(level: str, ended: Ended) -> None:
     import mpi4py
     mpi4py.rc.thread_level = "$level"
     from mpi4py import MPI
-    from mpicoll.watch import ends, positions
-    ends._TICK = ends._SELDOM = 0.01
-    look, looks = positions.look, []
+    from mpicoll.watch import rank_status, watchdog
+    watchdog._TICK = watchdog._RECEIVE_INTERVAL = 0.01
+    receive, looks = rank_status.receive, []
     def watched(group):
         looks.append(threading.current_thread().name)
-        look(group)
-    positions.look = watched
+        receive(group)
+    rank_status.receive = watched
     dist.init_process_group(timeout=60)
     rank, x = dist.get_rank(), np.full(1000, 1.0)
     for _ in range(100):  # the program's own calls, beside mpicoll's that are over when they return

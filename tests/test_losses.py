@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-from mpicoll.torch.backend import AVAILABLE
+from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 SURVIVES = ["--with-ft", "ulfm"]
@@ -127,6 +127,6 @@ def test_arrays(tmp_path: Path) -> None:
     _run(NUMPY, tmp_path)
 
 
-@pytest.mark.skipif(not AVAILABLE, reason="torch 2.15 is the first to have it")
+@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it")
 def test_torch(tmp_path: Path) -> None:
     _run(TORCH, tmp_path)

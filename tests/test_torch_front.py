@@ -123,9 +123,9 @@ def test_other_names_are_not_stood_in_for(names):
 def test_what_names_mean_by_device():
     done = python(
         """
-        from mpicoll.torch.names import served
+        from mpicoll.torch.aliases import resolve_backend
         for asked in ("gloo", "cpu:gloo,cuda:nccl", "CPU:Gloo", "undefined", "nccl", "ucc"):
-            say(served(asked))
+            say(resolve_backend(asked))
         """,
         MPICOLL_INSTALL_AS="gloo",
     )

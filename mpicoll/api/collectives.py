@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpicoll.core.groups import ProcessGroup, resolve
-from mpicoll.core.work import Future, Work, seconds
+from mpicoll.core.work import Future, Work, parse_timeout
 from mpicoll.dispatch.execute import in_order, outside, rooted, run, run_all, run_plain
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
@@ -469,7 +469,7 @@ def barrier(
     calls differ, ArgumentTypeError (a TypeError) and ArgumentError (a ValueError) for a timeout
     that is none.
     """
-    limit = seconds(timeout, None, "barrier")
+    limit = parse_timeout(timeout, None, "barrier")
     if limit is None:
         return run(_BARRIER, group, async_op)
     work = run(_BARRIER, group, True)
@@ -497,9 +497,9 @@ def monitored_barrier(
     ranks, on the others as well. Raises ArgumentTypeError (a TypeError) and ArgumentError (a
     ValueError) for a timeout that is none.
     """
-    from mpicoll.watch.arrivals import monitored_barrier as arrive
+    from mpicoll.watch.monitored_barrier import wait_for_ranks
 
-    given = seconds(timeout, None, "monitored_barrier")
+    given = parse_timeout(timeout, None, "monitored_barrier")
     member = resolve(group)
     if member is None:
         outside("monitored_barrier")
@@ -508,7 +508,7 @@ def monitored_barrier(
     in_order(
         member,
         "monitored_barrier",
-        lambda: arrive(member, float("inf") if limit is None else limit, wait_all_ranks),
+        lambda: wait_for_ranks(member, float("inf") if limit is None else limit, wait_all_ranks),
         keeps_time=True,
     )
 

@@ -18,7 +18,7 @@ from mpicoll.api import point_to_point, windows
 from mpicoll.core import backends, groups
 from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
-from mpicoll.core.work import seconds
+from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch.agreement import agree
 from mpicoll.errors import (
     ArgumentError,
@@ -33,8 +33,9 @@ from mpicoll.errors import (
 )
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.output import write_lines
-from mpicoll.watch import losses, positions
-from mpicoll.watch.ends import Guard, end_job, exit_code, keep_exit_code
+from mpicoll.watch import lost_ranks, rank_status
+from mpicoll.watch.termination import end_job, exit_code, keep_exit_code
+from mpicoll.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -63,7 +64,7 @@ _LAST_CHANCE = 5.0
 #: Seconds that a thread without work needs to end, with plenty to spare.
 _A_MOMENT = 0.5
 
-_guard: Guard | None = None
+_watchdog: Watchdog | None = None
 #: Rank on the node and number of ranks on it, known from init on.
 _node: tuple[int, int] | None = None
 
@@ -203,11 +204,11 @@ def init_process_group(
         default_group()
     if state.default is not None:
         raise ArgumentError(f"{where}: the default process group exists already")
-    chosen = backends.named(backend, where)
-    limit = seconds(timeout, DEFAULT_TIMEOUT, where)
+    chosen = backends.parse_backend(backend, where)
+    limit = parse_timeout(timeout, DEFAULT_TIMEOUT, where)
     if store is not None or _ranks is not None:
         raise UnsupportedError(f"{where}: store and _ranks have no use: MPI is the rendezvous")
-    backends.warn_of_options(pg_options, where)
+    backends.warn_about_options(pg_options, where)
     backends.check_device(device_id, where)
     if comm is not None:
         comm = communicators.taken(comm, f"{where}: comm")
@@ -242,7 +243,7 @@ def begin(
     expected: without a rendezvous, what was said of rank and size, with the name of who said it.
     comm:     the program's communicator, if its ranks are all ranks.
     """
-    global _guard
+    global _watchdog
     settings.check()
     with launch.start(rendezvous, limit, comm) as world:
         if rendezvous is None:
@@ -254,9 +255,9 @@ def begin(
         if session is not None:
             session.check()
             session.send("busy")
-        if _guard is not None:  # of a group that was destroyed on the way of an exception
-            _guard.remove()
-        _guard = Guard(_close_quietly)  # from here on a rank that is lost ends the others
+        if _watchdog is not None:  # of a group that was destroyed on the way of an exception
+            _watchdog.remove()
+        _watchdog = Watchdog(_close_quietly)  # from here on a rank that is lost ends the others
         launch.call_before_finalize(_finalizing)
         try:
             agree(world)
@@ -269,8 +270,8 @@ def begin(
                 ProcessGroup(inner, messages, ranks, backend, limit, name, "default_pg", given)
             )
         except BaseException:
-            _guard.remove()
-            _guard = None
+            _watchdog.remove()
+            _watchdog = None
             raise
     return state.default
 
@@ -346,7 +347,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if chosen is not default:
         end(chosen)
         return
-    until = time.monotonic() + positions.PATIENCE
+    until = time.monotonic() + rank_status.DESTROY_TIMEOUT
     others = [one for one in reversed(list(state.groups)) if one is not default]
     wrong = [end(one, until=until) for one in (*others, default)]
     _over()
@@ -365,7 +366,7 @@ def _until_the_end() -> Iterator[ProcessGroup]:
         if state.default is not None:
             for group in state.groups:
                 group.finish(_A_MOMENT)  # what all ranks have joined
-                positions.tell(group, positions.ENDS)
+                rank_status.send(group, rank_status.EXITING)
             abandon(state.default)
         raise
     if state.default is not None:  # the program may have done it
@@ -374,7 +375,7 @@ def _until_the_end() -> Iterator[ProcessGroup]:
 
 def _over() -> None:
     """There is no process group any more."""
-    global _guard, _node
+    global _watchdog, _node
     state.default = None
     state.made = 0
     state.local.clear()
@@ -383,9 +384,9 @@ def _over() -> None:
     if sys.exc_info()[1] is not None:
         return  # it may end this process yet, and then the others have to hear of it
     _part()
-    if _guard is not None:
-        _guard.remove()
-        _guard = None
+    if _watchdog is not None:
+        _watchdog.remove()
+        _watchdog = None
 
 
 def _part() -> None:
@@ -403,15 +404,15 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
 
     Work that somebody has waited for in vain is not waited for again: the group is left with it.
     """
-    if losses.survives() and losses.look(group):
+    if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
         _give_up(group, "has lost a rank")
         if launch.skip_finalize():
             _leave_out_mpi()
         return ""
-    if any(work.overdue for work in group.pending):
+    if any(work.has_timed_out for work in group.pending):
         limit = _A_MOMENT
     if not group.finish(limit):
-        if all(work.overdue for work in group.pending):
+        if all(work.has_timed_out for work in group.pending):
             _give_up(group, "ended while it was pending, beyond its timeout")
             return ""
         raise CollectiveTimeoutError(
@@ -426,9 +427,9 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
     finally:
         clean, wrong = (not group.broken, "")
         if until is not None and clean and sys.exc_info()[1] is None:
-            clean, wrong = positions.end_together(group, until)
-        positions.look(group)
-        with positions.lock:  # the guard may be looking at the group
+            clean, wrong = rank_status.compare_at_destroy(group, until)
+        rank_status.receive(group)
+        with rank_status.lock:  # the watchdog may be looking at the group
             group.close()
             state.groups.remove(group)
             if clean:
@@ -457,7 +458,7 @@ def give_up(group: ProcessGroup, why: str = "was aborted") -> None:
     """What is pending in a group ends with an error for whoever waits for it."""
     error = DistBackendError(f"process group {group.group_name!r} {why}")
     for work in [*group.pending, *group.in_flight]:
-        work.give_up(error)
+        work.abandon(error)
 
 
 def _give_up(group: ProcessGroup, why: str) -> None:
@@ -501,8 +502,8 @@ def _close_quietly() -> None:
 
     Nothing collective happens here: other ranks may be busy yet, and MPI_Finalize waits for them.
     """
-    global _guard
-    guard, _guard = _guard, None
+    global _watchdog
+    watchdog, _watchdog = _watchdog, None
     living = list(state.groups)
     for group in living:
         try:
@@ -517,16 +518,16 @@ def _close_quietly() -> None:
             )
             end_job(1)
     for group in living:
-        positions.tell(group, positions.ENDS)
+        rank_status.send(group, rank_status.EXITING)
     point_to_point.stop_polling()
     _part()
-    if guard is not None:
-        guard.remove()
+    if watchdog is not None:
+        watchdog.remove()
 
 
 def _finalizing() -> None:
     """The program ends MPI itself, and with it all groups: the end of MPI in this process."""
-    if _guard is None:
+    if _watchdog is None:
         return  # nothing was begun, or all of it has ended
     _close_quietly()
     for group in state.groups:

@@ -28,7 +28,7 @@ from mpicoll.errors import (
     EmptyListError,
     MPIError,
 )
-from mpicoll.watch import positions
+from mpicoll.watch import rank_status
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -177,7 +177,7 @@ class MessageWork(Work):
 
         return explained(error, self.description, self._group)
 
-    def _join(self, limit: float | None) -> bool:
+    def _wait_finished(self, limit: float | None) -> bool:
         moment = deadline(limit)
         look = time.monotonic() + _LOOK
         spins = 0
@@ -197,7 +197,7 @@ class MessageWork(Work):
 
     def _check_peer(self) -> None:
         """Ends the wait for a rank that has ended, and had its last message looked for."""
-        gone = positions.left(self._group)
+        gone = rank_status.find_departed(self._group)
         everybody = len(gone) == self._group.size() - 1
         if (self._peer in gone or (self._peer < 0 and everybody)) and not self.poll():
             self._give_up(
@@ -206,7 +206,7 @@ class MessageWork(Work):
                     "through"
                 )
             )
-        positions.look(self._group)
+        rank_status.receive(self._group)
 
     def _give_up(self, error: BaseException) -> None:
         """Ends with an error, unless the message is through after all.
@@ -226,16 +226,16 @@ class MessageWork(Work):
                 _unsent.append((self._request, self._packed))
             self._end(error)
 
-    def give_up(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Ends the message for whoever waits for it; MPI may still read what it sends."""
-        self._seen = True
+        self._error_seen = True
         self._give_up(error)
 
     def cancel(self) -> bool:
         """Takes a receive back that no message has come for; False for a send, which cannot be."""
         if not self._receives:
             return False
-        self._seen = True
+        self._error_seen = True
         self._give_up(CollectiveTimeoutError(f"{self.description}: the group was destroyed"))
         return True
 
@@ -246,7 +246,7 @@ class MessageWork(Work):
         try:
             self.wait()
         except BaseException as error:
-            self._seen = True
+            self._error_seen = True
             if self._receives:
                 self._give_up(error)
             elif not self._finished:
@@ -341,7 +341,7 @@ def drain(group: ProcessGroup, limit: float) -> None:
     Raises CollectiveTimeoutError where a send is not received within ``limit`` seconds.
     """
     for work in list(group.in_flight):
-        if not work.cancel() and not work._join(limit):
+        if not work.cancel() and not work._wait_finished(limit):
             raise CollectiveTimeoutError(
                 f"{work.description}: nobody received the message within {limit:g} s"
             )

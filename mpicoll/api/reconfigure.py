@@ -20,7 +20,7 @@ from mpicoll import communicators
 from mpicoll.api import lifecycle
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.work import deadline, seconds
+from mpicoll.core.work import deadline, parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import (
     ArgumentError,
@@ -29,7 +29,7 @@ from mpicoll.errors import (
     MismatchError,
     MPIError,
 )
-from mpicoll.watch import losses
+from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -97,13 +97,13 @@ class Reconfigurable:
             raise ArgumentTypeError(f"{_WHERE}: uuid: expected an int, got {type(uuid).__name__}")
         if uuid in self._used:
             raise ArgumentError(f"{_WHERE}: uuid {uuid} was already used here; give a new one")
-        limit = seconds(timeout, self.base.timeout, _WHERE)
+        limit = parse_timeout(timeout, self.base.timeout, _WHERE)
         self._used.add(uuid)
         from mpi4py import MPI
 
         try:
             self._meet(uuid, members, limit)
-            # As a call of the base, so that the guard sees to its timeout.
+            # As a call of the base, so that the watchdog sees to its timeout.
             made: ProcessGroup = execute.in_order(
                 self.base, _WHERE, lambda: self._make(uuid, members), everybody=False
             )
@@ -228,7 +228,7 @@ class Reconfigurable:
             self.base,
             members,
             range(len(members)),
-            inner=self._without_parent(members, name) if losses.survives() else None,
+            inner=self._without_parent(members, name) if lost_ranks.is_fault_tolerant() else None,
             backend=self.base.backend,
             timeout=self.base.timeout,
             name=name,

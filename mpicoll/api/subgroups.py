@@ -12,7 +12,7 @@ from mpicoll.api.lifecycle import end, give_up, leave, member, node_size
 from mpicoll.core import backends, groups
 from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
-from mpicoll.core.work import seconds
+from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
 from mpicoll.launch.serialized_mpi import plain
@@ -68,9 +68,9 @@ def new_group(
     """
     where = "new_group"
     world = default_group()
-    chosen = world.backend if backend is None else backends.named(backend, where)
-    limit = seconds(timeout, world.timeout, where)
-    backends.warn_of_options(pg_options, where)
+    chosen = world.backend if backend is None else backends.parse_backend(backend, where)
+    limit = parse_timeout(timeout, world.timeout, where)
+    backends.warn_about_options(pg_options, where)
     backends.check_device(device_id, where)
     size = world.size()
     named: Any = ranks
@@ -267,9 +267,9 @@ def split_group(
     parent = member(parent_pg, where)
     if not split_ranks:
         raise ArgumentError(f"{where}: split_ranks: expected at least one list of ranks")
-    backends.warn_of_options(pg_options, where)
-    chosen = parent.backend if backend is None else backends.named(backend, where)
-    limit = seconds(timeout, parent.timeout, where)
+    backends.warn_about_options(pg_options, where)
+    chosen = parent.backend if backend is None else backends.parse_backend(backend, where)
+    limit = parse_timeout(timeout, parent.timeout, where)
     lists = [sorted(_rank(r, parent.size(), where) for r in ranks) for ranks in split_ranks]
     everyone = [rank for ranks in lists for rank in ranks]
     if not all(lists) or len(set(everyone)) != len(everyone):
@@ -332,7 +332,7 @@ def shrink_group(
         raise ArgumentError(
             f"{where}: shrink_flags: expected SHRINK_DEFAULT or SHRINK_ABORT, got {shrink_flags}"
         )
-    backends.warn_of_options(pg_options, where)
+    backends.warn_about_options(pg_options, where)
     size = old.size()
     if size < 2:
         raise ArgumentError(f"{where}: a group of {size} cannot shrink")

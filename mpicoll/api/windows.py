@@ -223,7 +223,7 @@ class Window:
             work.limit = limit
             self.group.in_flight.add(work)  # an abort ends it
             if self.group.closed is not None:
-                work.give_up(DistBackendError(f"{work.description}: the group was destroyed"))
+                work.abandon(DistBackendError(f"{work.description}: the group was destroyed"))
             try:
                 work.finish_now()
             except CollectiveTimeoutError as error:

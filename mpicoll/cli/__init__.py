@@ -151,8 +151,8 @@ _said: float | None = None
 def _end_quietly() -> None:
     """Has Ctrl-C end the job with one line, wherever this rank is.
 
-    A thread listens, because a main thread that is blocked inside MPI runs no Python. The Guard of
-    a process group leaves signals to whoever listens already.
+    A thread listens, because a main thread that is blocked inside MPI runs no Python. The
+    Watchdog of a process group leaves signals to whoever listens already.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -172,7 +172,7 @@ def _listen(reader: int) -> None:
     try:
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-            from mpicoll.watch.ends import end_job
+            from mpicoll.watch.termination import end_job
 
             end_job(INTERRUPTED)
     finally:

@@ -9,7 +9,7 @@ import sys
 
 from mpicoll.cli import first, refuse
 from mpicoll.settings import INSTALL_AS
-from mpicoll.torch import MARK
+from mpicoll.torch import RUN_OPTION
 
 __all__ = ["add_arguments", "run"]
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     module = ["-m"] if options.m else []
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     unbuffered = ["-u"] if getattr(sys.stdout, "write_through", False) else []
-    words = [sys.executable, *flags, *unbuffered, "-X", MARK, *module, *options.script]
+    words = [sys.executable, *flags, *unbuffered, "-X", RUN_OPTION, *module, *options.script]
     os.environ[INSTALL_AS.name] = options.backend
     sys.stdout.flush()
     sys.stderr.flush()

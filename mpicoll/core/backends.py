@@ -1,10 +1,10 @@
-"""The names of backends, and what is available."""
+"""Names of backends, and which of them are available."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mpicoll.cuda import runtime
 from mpicoll.errors import ArgumentError, UnsupportedError
@@ -22,17 +22,17 @@ __all__ = [
     "is_torchelastic_launched",
     "is_ucc_available",
     "is_xccl_available",
-    "named",
-    "warn_of_options",
+    "parse_backend",
+    "warn_about_options",
 ]
 
 
 class Backend(str):
     """The name of a backend in lower case: ``Backend("MPI") == Backend.MPI == "mpi"``.
 
-    Everything is carried by MPI. "mpicoll" means the same, as in scripts that PyTorch runs too;
-    "gloo" and "nccl" are names under which existing scripts keep running; with "nccl" NCCL takes
-    device buffers, where every rank has a GPU of its own.
+    All of them run over MPI. "mpicoll" means the same as "mpi", for scripts that run with PyTorch
+    too; "gloo" and "nccl" let existing scripts run unchanged. With "nccl", NCCL carries device
+    buffers where every rank has a GPU of its own.
     """
 
     __slots__ = ()
@@ -58,9 +58,9 @@ class Backend(str):
     def __new__(cls, name: str) -> Backend:
         """Make the name of a backend.
 
-        name: in whatever case.
+        name: in upper or lower case.
 
-        Returns it in lower case. Raises ArgumentError (a ValueError) for what is no string.
+        Returns it in lower case. Raises ArgumentError (a ValueError) unless it is a string.
         """
         if not isinstance(name, str):
             raise ArgumentError(f"Backend: expected a name, got {type(name).__name__}")
@@ -70,13 +70,13 @@ class Backend(str):
     def register_backend(
         cls,
         name: str,
-        func: Any,
+        func: object,
         extended_api: bool = False,
         devices: str | list[str] | None = None,
     ) -> None:
-        """Refuse: everything goes over MPI, and there are no plug-ins.
+        """Refuse: every backend runs over MPI, and there are no plug-ins.
 
-        name, func, extended_api, devices: as in torch, for the message.
+        name, func, extended_api, devices: as in torch.
 
         Raises UnsupportedError (a ValueError).
         """
@@ -86,25 +86,25 @@ class Backend(str):
         )
 
 
-def named(name: str | None, where: str) -> str:
-    """The backend asked for, "mpi" where none is; raises ArgumentError for one that is not ours."""
+def parse_backend(name: str | None, where: str) -> str:
+    """Return a backend's name, "mpi" for None; raise ArgumentError for one that mpicoll lacks."""
     if name is None:
         return Backend.MPI
-    found = str(Backend(name))
-    for part in found.split(","):
+    backend = str(Backend(name))
+    for part in backend.split(","):
         device, _, one = part.rpartition(":")
         if device not in ("", *Backend.default_device_backend_map) or not is_backend_available(one):
             raise ArgumentError(
-                f"{where}: backend {found!r} is not available; expected mpi or mpicoll, or gloo "
+                f"{where}: backend {backend!r} is not available; expected mpi or mpicoll, or gloo "
                 "or nccl as names under which scripts run over MPI"
             )
-    return found
+    return backend
 
 
-def check_device(device_id: Any, where: str) -> None:
-    """Raises for a ``device_id`` ("cuda:1", 1, a torch.device) that is no GPU of this process.
+def check_device(device_id: object, where: str) -> None:
+    """Raise unless ``device_id`` ("cuda:1", 1, a torch.device) is a GPU of this process.
 
-    It has no other use: every array says where it is.
+    It has no other use: every array knows its device.
     """
     if device_id is None:
         return
@@ -122,15 +122,15 @@ def check_device(device_id: Any, where: str) -> None:
         raise ArgumentError(f"{where}: device_id: expected 0 to {count - 1}, got {device_id!r}")
 
 
-_warned_of_options = False
+_warned_about_options = False
 
 
-def warn_of_options(pg_options: Any, where: str) -> None:
-    """Warns, once a process, that ``pg_options`` have no use, as torch's Gloo has none for them."""
-    global _warned_of_options
-    if pg_options is None or _warned_of_options:
+def warn_about_options(pg_options: object, where: str) -> None:
+    """Warn, once a process, that ``pg_options`` have no effect, as with torch's Gloo."""
+    global _warned_about_options
+    if pg_options is None or _warned_about_options:
         return
-    _warned_of_options = True
+    _warned_about_options = True
     warn(
         f"{where}: pg_options ({type(pg_options).__name__}) have no effect on mpicoll; leave them "
         "out. The timeout is that of timeout="
@@ -138,33 +138,27 @@ def warn_of_options(pg_options: Any, where: str) -> None:
 
 
 def is_available() -> bool:
-    """Tell whether mpicoll is here.
-
-    Returns True.
-    """
+    """Return True: mpicoll is available where it can be imported."""
     return True
 
 
 def is_mpi_available() -> bool:
-    """Tell whether mpi4py is installed.
+    """Return whether mpi4py is installed.
 
-    Returns True or False; which MPI library it loads, if any, shows at init_process_group.
+    init_process_group shows whether it can load an MPI library.
     """
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def is_gloo_available() -> bool:
-    """Tell whether "gloo" is a backend: a name under which host arrays go over MPI.
-
-    Returns True where mpi4py is installed.
-    """
+    """Return whether "gloo" is a backend: it runs over MPI, so whether mpi4py is installed."""
     return is_mpi_available()
 
 
 def is_nccl_available() -> bool:
-    """Tell whether there are a GPU and NCCL, which CuPy finds.
+    """Return whether CuPy finds a GPU and NCCL.
 
-    Returns True or False; backend="nccl" is taken anyway, and goes over MPI.
+    backend="nccl" is accepted in any case, and runs over MPI where this is False.
     """
     try:
         return runtime.get_runtime().has_nccl()
@@ -173,25 +167,19 @@ def is_nccl_available() -> bool:
 
 
 def is_ucc_available() -> bool:
-    """Tell whether "ucc" is a backend.
-
-    Returns False: there is none.
-    """
+    """Return False: there is no backend "ucc"."""
     return False
 
 
 def is_xccl_available() -> bool:
-    """Tell whether "xccl" is a backend.
-
-    Returns False: there is none.
-    """
+    """Return False: there is no backend "xccl"."""
     return False
 
 
 def is_backend_available(backend: str) -> bool:
-    """Tell whether init_process_group takes a backend.
+    """Return whether init_process_group accepts a backend.
 
-    backend: its name, in whatever case.
+    backend: its name, in upper or lower case.
 
     Returns True for "mpi", "mpicoll", "gloo" and "nccl" where mpi4py is installed, else False.
     """
@@ -199,19 +187,14 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_torchelastic_launched() -> bool:
-    """Tell whether torchrun (torchelastic) started this process.
-
-    Returns True or False.
-    """
+    """Return whether torchrun (torchelastic) started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def get_default_backend_for_device(device: Any) -> str:
-    """Tell the backend of a device.
+def get_default_backend_for_device(device: object) -> str:
+    """Return the name of a device's default backend, "mpi".
 
     device: "cpu", "cuda", "cuda:1" or a torch.device.
-
-    Returns its name, "mpi".
 
     Raises ArgumentError (a ValueError) for a device that no backend serves.
     """

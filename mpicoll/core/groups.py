@@ -50,7 +50,7 @@ class ProcessGroup:
     timeout:  seconds after which an operation has failed; None never.
     in_flight: the user's messages that are not through.
     pending:  the asynchronous collectives that are not done.
-    positions: where other ranks are, as they have told; see watch/positions.py.
+    statuses: where other ranks are among the group's calls; see watch/rank_status.py.
     object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
               are below them.
     lock:     held while a collective runs.
@@ -106,7 +106,7 @@ class ProcessGroup:
         self.closed: type[Exception] | None = None
         self.in_flight: set[Any] = set()
         self.pending: set[Any] = set()
-        self.positions: dict[int, Any] = {}
+        self.statuses: dict[int, Any] = {}
         self.object_tag = greatest_tag()
         self.leave_tag = self.object_tag - 1
         self._rank = inner.Get_rank()
@@ -166,7 +166,7 @@ class ProcessGroup:
 
     def busy(self) -> bool:
         """Asynchronous collectives are pending, and a caller has to queue behind them."""
-        return self.worker is not None and self.worker.busy
+        return self.worker is not None and self.worker.is_busy
 
     def give(self, task: Callable[[], None]) -> Worker:
         """Hands a task to the group's thread, which it returns; see Worker."""
@@ -174,7 +174,7 @@ class ProcessGroup:
             if self.worker is None:
                 launch.warn_if_serialized(self.ranks[self._rank])
                 self.worker = Worker(f"mpicoll-{self.group_name}")
-            self.worker.give(task)
+            self.worker.submit(task)
             return self.worker
 
     def finish(self, limit: float | None) -> bool:

@@ -1,5 +1,5 @@
-"""The threads that carry asynchronous work on: one a group for collectives, in order, and one a
-process that keeps point-to-point messages moving while Python computes.
+"""Threads for asynchronous progress: one per group runs its collectives in order, and one per
+process tests pending point-to-point messages while Python computes.
 """
 
 from __future__ import annotations
@@ -13,68 +13,70 @@ from typing import Protocol
 __all__ = ["Pollable", "Poller", "Worker"]
 
 
-#: What is to be done; it must not raise.
+#: A function that a Worker runs; it must not raise.
 Task = Callable[[], None]
 
 
 class Worker:
-    """A thread that carries tasks out in the order in which they were given.
+    """A thread that runs tasks in the order in which they were submitted.
 
     The thread starts with the first task.
     """
 
-    MANY = 8
+    #: Unfinished tasks from which on the Worker is crowded.
+    CROWD = 8
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        #: Tasks given and tasks finished: each number is changed by one side alone, so that
+        #: Tasks submitted and tasks finished: each number is changed by one thread only, so that
         #: neither needs a lock.
-        self.given = 0
-        self.done = 0
+        self.submitted = 0
+        self.finished = 0
 
     @property
-    def busy(self) -> bool:
-        """Some task is not finished, and a caller has to queue behind it.
+    def is_busy(self) -> bool:
+        """Whether a task is unfinished, so that a caller has to queue behind it.
 
-        Not so on the thread itself: what a task's callbacks call belongs right behind that task.
+        False on the thread itself: calls of a task's callbacks come right after that task.
         """
-        return self.given != self.done and not self.current
+        return self.submitted != self.finished and not self.is_current
 
     @property
-    def crowded(self) -> bool:
-        """Many tasks are not finished."""
-        return self.given - self.done >= self.MANY
+    def is_crowded(self) -> bool:
+        """Whether many tasks are unfinished."""
+        return self.submitted - self.finished >= self.CROWD
 
-    def give(self, task: Task) -> None:
-        """Runs ``task()`` behind what was given before. One caller at a time."""
+    def submit(self, task: Task) -> None:
+        """Run ``task()`` after all tasks submitted before. One caller at a time."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self.given += 1
+        self.submitted += 1
         self._tasks.put(task)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            self.done += 1
-            del task  # it holds arrays: not while waiting for the next
+            self.finished += 1
+            del task  # it holds arrays, which must not live until the next task
 
-    def run_until(self, finished: Callable[[], bool]) -> None:
-        """On the thread itself, carries tasks out until one brings ``finished()``."""
-        while not finished() and (task := self._tasks.get()) is not None:
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Run tasks, on the thread itself, until ``is_done()``."""
+        while not is_done() and (task := self._tasks.get()) is not None:
             task()
-            self.done += 1
+            self.finished += 1
 
     def stop(self, limit: float | None) -> bool:
-        """Ends the thread after the tasks it has; False, and it goes on, if that takes longer than
-        ``limit``. A later task starts it again.
+        """End the thread after its tasks. A later task starts it again.
+
+        Returns False, and leaves the thread running, if that takes longer than ``limit`` seconds.
         """
         if self._thread is None:
             return True
         idle = threading.Event()
-        self.give(idle.set)
+        self.submit(idle.set)
         if not idle.wait(limit):
             return False
         self._tasks.put(None)
@@ -83,22 +85,22 @@ class Worker:
         return True
 
     @property
-    def current(self) -> bool:
-        """This is the thread."""
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
 
 class Pollable(Protocol):
-    """What the Poller keeps moving."""
+    """An operation that a Poller tests."""
 
     def poll(self) -> bool:
-        """Looks after the operation; True once it has ended."""
+        """Test the operation; return whether it has ended."""
 
 
 class Poller:
-    """The thread that tests pending messages, so that MPI moves them while nobody waits.
+    """The thread that tests pending messages, so that MPI moves them while no rank waits.
 
-    MPI libraries move a large message only inside calls. The thread looks often when something
+    MPI libraries move a large message only inside calls. The thread tests often when an operation
     has just begun, ever more rarely while nothing changes, and sleeps when nothing is pending.
     """
 
@@ -112,7 +114,7 @@ class Poller:
         self._thread: threading.Thread | None = None
 
     def add(self, item: Pollable) -> None:
-        """Takes ``item`` into care, and holds it until it has ended."""
+        """Test ``item``, and keep it alive, until it has ended."""
         self._new.append(item)
         if not self._wake.is_set():
             self._wake.set()
@@ -147,7 +149,7 @@ class Poller:
             pause = self.SHORTEST if len(pending) < before else min(2 * pause, self.LONGEST)
 
     def stop(self) -> None:
-        """Ends the thread; what is pending is no longer looked after."""
+        """End the thread; pending operations are no longer tested."""
         self._stopping = True
         self._wake.set()
         if self._thread is not None:

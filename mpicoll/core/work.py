@@ -1,4 +1,4 @@
-"""What an asynchronous call returns: a Work, and the Future that can be had of it."""
+"""Work, the handle of an asynchronous call, and its Future."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from mpicoll.core.progress import Worker
 from mpicoll.errors import ArgumentError, ArgumentTypeError, CollectiveTimeoutError
 from mpicoll.output import write_lines
 
-__all__ = ["Future", "Work", "seconds"]
+__all__ = ["Future", "Work", "parse_timeout"]
 
 
-def seconds(timeout: timedelta | float | None, default: float | None, where: str) -> float | None:
-    """A timeout as seconds: a timedelta, a number of seconds, or None for ``default``.
+def parse_timeout(
+    timeout: timedelta | float | None, default: float | None, where: str
+) -> float | None:
+    """Convert a timeout to seconds: a timedelta, a number of seconds, or None for ``default``.
 
-    Raises ArgumentTypeError for anything else and ArgumentError for less than nothing.
+    Raises ArgumentTypeError for anything else and ArgumentError for a negative one.
     """
     if timeout is None:
         return default
     if isinstance(timeout, timedelta):
-        found = timeout.total_seconds()
+        limit = timeout.total_seconds()
     elif isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):
-        found = float(timeout)
+        limit = float(timeout)
     else:
         raise ArgumentTypeError(
             f"{where}: timeout: expected a datetime.timedelta or a number of seconds, "
             f"got {type(timeout).__name__}"
         )
-    if not found >= 0:
-        raise ArgumentError(f"{where}: timeout: expected no less than 0 seconds, got {found}")
-    return min(found, threading.TIMEOUT_MAX)
+    if not limit >= 0:
+        raise ArgumentError(f"{where}: timeout: expected no less than 0 seconds, got {limit}")
+    return min(limit, threading.TIMEOUT_MAX)
 
 
 class Future:
     """A value that will be there later.
 
-    ``wait()`` returns it or raises what went wrong, ``value()`` the same but only once done,
-    ``then(f)`` is a Future of ``f(self)``.
+    ``wait()`` returns the value or raises the error; ``value()`` does the same without waiting;
+    ``then(f)`` returns a Future of ``f(self)``.
     """
 
     def __init__(self) -> None:
@@ -53,10 +55,7 @@ class Future:
         self._callbacks: list[Callable[[Future], Any]] = []
 
     def done(self) -> bool:
-        """Tell whether there is a value or an error.
-
-        Returns True or False.
-        """
+        """Return whether there is a value or an error."""
         return self._done
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
@@ -64,10 +63,10 @@ class Future:
 
         timeout: seconds or a timedelta, None for ever.
 
-        Returns the value. Raises the error that there is instead, and CollectiveTimeoutError when
-        the time is over.
+        Returns the value. Raises the error if the Future ended with one, and
+        CollectiveTimeoutError when the time is over.
         """
-        limit = seconds(timeout, None, "Future.wait")
+        limit = parse_timeout(timeout, None, "Future.wait")
         with self._condition:
             if not self._condition.wait_for(self.done, limit):
                 raise CollectiveTimeoutError(f"Future.wait: no value within {limit} s")
@@ -76,8 +75,8 @@ class Future:
     def value(self) -> Any:
         """Return the value of a Future that is done.
 
-        Raises the error that there is instead, and ArgumentError (a ValueError) where it is not
-        done.
+        Raises the error if the Future ended with one, and ArgumentError (a ValueError) if it is
+        not done.
         """
         if not self._done:
             raise ArgumentError("Future.value: there is no value yet; wait() for it")
@@ -86,9 +85,9 @@ class Future:
         return self._value
 
     def then(self, callback: Callable[[Future], Any]) -> Future:
-        """Have a function called once this Future is done.
+        """Call a function once this Future is done.
 
-        callback: gets this Future.
+        callback: called with this Future.
 
         Returns a Future of what the callback returns or raises.
         """
@@ -106,9 +105,9 @@ class Future:
         return after
 
     def add_done_callback(self, callback: Callable[[Future], Any]) -> None:
-        """Have a function called once this Future is done, at once if that is now.
+        """Call a function once this Future is done; at once if it already is.
 
-        callback: gets this Future; what it raises is printed.
+        callback: called with this Future; an exception that it raises is printed.
         """
         with self._condition:
             if not self._done:
@@ -121,7 +120,7 @@ class Future:
 
         value: what ``wait()`` returns.
 
-        Raises ArgumentError (a ValueError) where it has ended.
+        Raises ArgumentError (a ValueError) if it has ended.
         """
         self._end(value, None)
 
@@ -130,7 +129,7 @@ class Future:
 
         error: what ``wait()`` raises.
 
-        Raises ArgumentError (a ValueError) where it has ended.
+        Raises ArgumentError (a ValueError) if it has ended.
         """
         self._end(None, error)
 
@@ -145,32 +144,32 @@ class Future:
             try:
                 callback(self)
             except BaseException:
-                traceback.print_exc()  # nobody waits for what a callback does
+                traceback.print_exc()  # nothing waits for the callback's result
 
 
-#: Seconds that a thread sleeps before it waits for a work with many behind it.
-MOMENT = 50e-6
+#: Seconds that a thread sleeps before it waits for a Work with many queued behind it.
+CROWDED_PAUSE = 50e-6
 
-#: Guards which of finish() and get_future() settles a Work's Future.
-_futures = threading.Lock()
+#: Decides whether finish() or get_future() settles a Work's Future.
+_future_lock = threading.Lock()
 
 
 class Work:
     """One asynchronous operation.
 
-    It owns the arrays it moves until it is done, whether or not anybody keeps the Work. An error
-    is raised by ``wait()``; one that nobody waited for is printed when the Work goes away.
+    It owns the arrays it moves until it is done, even if the caller drops the Work. ``wait()``
+    raises the operation's error; one that no caller waited for is printed when the Work is deleted.
 
-    description: the operation, as messages name it.
-    outputs:     the arrays that the operation fills, as the caller passed them.
-    limit:       seconds that ``wait()`` waits if it is not told otherwise.
-    overdue:     somebody has waited in vain, and knows.
-    carrier:     the thread that carries the work out; None where it is no group's.
+    description:   the operation, for messages.
+    outputs:       the arrays that the operation fills, as the caller passed them.
+    limit:         seconds that ``wait()`` waits by default.
+    has_timed_out: a ``wait()`` has ended with CollectiveTimeoutError.
+    worker:        the group's thread that runs the operation; None for any other.
     """
 
     __slots__ = (
-        "__weakref__", "_error", "_finished", "_future", "_gate", "_seen", "carrier", "description",
-        "limit", "outputs", "overdue",
+        "__weakref__", "_error", "_error_seen", "_finished", "_future", "_gate", "description",
+        "has_timed_out", "limit", "outputs", "worker",
     )  # fmt: skip
 
     def __init__(self, description: str, outputs: Sequence[Any], limit: float | None) -> None:
@@ -181,37 +180,37 @@ class Work:
         self._gate.acquire()
         self._finished = False
         self._error: BaseException | None = None
-        self._seen = False
-        self.overdue = False
-        self.carrier: Worker | None = None
+        self._error_seen = False
+        self.has_timed_out = False
+        self.worker: Worker | None = None
         self._future: Future | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the work; whoever carries it out calls, and the first call counts.
+        """End the Work, when the operation has ended; only the first call counts.
 
-        error: what ``wait()`` raises, None where all went well.
+        error: what ``wait()`` raises, None on success.
         """
-        with _futures:
+        with _future_lock:
             if self._finished:
                 return
             self._error = error
             self._finished = True
             future = self._future
         if future is not None:
-            self._settle(future)
+            self._settle_future(future)
         self._gate.release()
 
     @property
     def has_future(self) -> bool:
-        """Somebody may be waiting by the Future, which knows no timeout."""
+        """Whether there is a Future: a caller may be waiting for it, without a timeout."""
         return self._future is not None
 
-    def give_up(self, error: BaseException) -> None:
-        """End the work for whoever waits for it, though what it began may go on inside MPI.
+    def abandon(self, error: BaseException) -> None:
+        """End the Work with an error, though the operation may go on inside MPI.
 
         error: what ``wait()`` raises.
         """
-        self._seen = True
+        self._error_seen = True
         self.finish(error)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -219,70 +218,64 @@ class Work:
 
         timeout: seconds or a timedelta; zero or None is the group's timeout.
 
-        Returns True. Raises what went wrong, and CollectiveTimeoutError when the time is over; the
-        operation goes on then, and can be waited for again.
+        Returns True. Raises the operation's error, and CollectiveTimeoutError when the time is
+        over; the operation then goes on and can be waited for again.
         """
         if timeout is None and self._finished:
-            return self._outcome()
-        limit = seconds(timeout, None, "Work.wait") or self.limit
-        carrier = self.carrier
-        if carrier is not None and not self._finished:
-            if carrier.current:
-                # A callback of an earlier work waits, on the thread that is to carry this one out.
-                carrier.run_until(self.is_completed)
-            elif carrier.crowded:
-                # Who waits for one work after another would be woken for each, and take the
-                # processor from the thread each time. In a moment some are done.
-                time.sleep(MOMENT)
-        if not self._finished and not self._join(limit):
-            self.overdue = True
-            raise self._late(limit)
-        return self._outcome()
+            return self._check_error()
+        limit = parse_timeout(timeout, None, "Work.wait") or self.limit
+        worker = self.worker
+        if worker is not None and not self._finished:
+            if worker.is_current:
+                # A callback of an earlier Work waits, on the thread that has to run this one.
+                worker.run_until(self.is_completed)
+            elif worker.is_crowded:
+                # A caller that waits for one Work after another would be woken for each, and take
+                # the processor from the thread each time. After a pause several are done.
+                time.sleep(CROWDED_PAUSE)
+        if not self._finished and not self._wait_finished(limit):
+            self.has_timed_out = True
+            raise self._timeout_error(limit)
+        return self._check_error()
 
-    def _late(self, limit: float | None) -> CollectiveTimeoutError:
+    def _timeout_error(self, limit: float | None) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
             f"{self.description}: not complete within the timeout of {limit:g} s; another rank has "
             "not made this call, or is still on its way"
         )
 
     def time_out(self, limit: float) -> None:
-        """End the work with the error that ``wait()`` raises when the time is over.
+        """End the Work with the error that ``wait()`` raises when the time is over.
 
-        limit: the seconds that it took.
+        limit: the timeout in seconds.
         """
-        self.overdue = True
-        self.give_up(self._late(limit))
+        self.has_timed_out = True
+        self.abandon(self._timeout_error(limit))
 
-    def _outcome(self) -> bool:
-        self._seen = True
+    def _check_error(self) -> bool:
+        self._error_seen = True
         if self._error is not None:
             raise self._error
         return True
 
-    def _join(self, limit: float | None) -> bool:
-        """Waits until the work has ended, ``limit`` seconds at most; False if it has not."""
+    def _wait_finished(self, limit: float | None) -> bool:
+        """Wait until the Work has ended, ``limit`` seconds at most; return whether it has."""
         if not self._gate.acquire(timeout=-1 if limit is None else limit):
             return False
         self._gate.release()
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether the operation has ended, well or not.
-
-        Returns True or False.
-        """
+        """Return whether the operation has ended, with success or an error."""
         return self._finished
 
     def is_success(self) -> bool:
-        """Tell whether the operation has ended well.
-
-        Returns True or False.
-        """
+        """Return whether the operation has ended with success."""
         return self._finished and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, None if nothing has."""
-        self._seen = self._seen or self._finished
+        """Return the operation's error, None if there is none (yet)."""
+        self._error_seen = self._error_seen or self._finished
         return self._error
 
     def result(self) -> list[Any]:
@@ -294,41 +287,41 @@ class Work:
         return list(self.outputs)
 
     def synchronize(self) -> None:
-        """Wait as ``wait()`` does: what has ended can be seen by every stream.
+        """Wait as ``wait()`` does: its result is there for every stream.
 
         Raises what ``wait()`` raises.
         """
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait as ``wait()`` does: what has ended can be seen by every stream.
+        """Wait as ``wait()`` does: its result is there for every stream.
 
         Raises what ``wait()`` raises.
         """
         self.wait()
 
     def get_future(self) -> Future:
-        """Return a Future of the list of output arrays, the same at every call."""
-        with _futures:
+        """Return the Future of the list of output arrays, the same one at every call."""
+        with _future_lock:
             if self._future is not None:
                 return self._future
             future = self._future = Future()
             finished = self._finished
         if finished:
-            self._settle(future)
+            self._settle_future(future)
         return future
 
-    def _settle(self, future: Future) -> None:
+    def _settle_future(self, future: Future) -> None:
         if self._error is not None:
-            self._seen = True
+            self._error_seen = True
             future.set_exception(self._error)
         else:
             future.set_result(list(self.outputs))
 
     def source_rank(self) -> int:
-        """Return the global rank that a receive got its message from, once it is here.
+        """Return the global rank that a message came from, once it is received.
 
-        Raises ArgumentError (a ValueError) for what is no receive.
+        Raises ArgumentError (a ValueError) if the operation is not a receive.
         """
         raise ArgumentError(f"{self.description}: only a receive has a source rank")
 
@@ -340,10 +333,10 @@ class Work:
         return f"<mpicoll.Work {self.description}: {state}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_error", None) is not None and not self._seen:
+        if getattr(self, "_error", None) is not None and not self._error_seen:
             write_lines(f"mpicoll: nobody waited for {self!r}: {self._error}")
 
 
 def deadline(limit: float | None) -> float:
-    """The moment on the monotonic clock that is ``limit`` seconds away."""
+    """Return the time on the monotonic clock that is ``limit`` seconds from now."""
     return float("inf") if limit is None else time.monotonic() + limit

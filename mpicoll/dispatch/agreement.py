@@ -20,7 +20,7 @@ import mpicoll
 from mpicoll.dtypes import DTYPES, OPERATIONS
 from mpicoll.errors import LaunchError
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.watch.consistency import listed
+from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,9 +29,10 @@ __all__ = ["agree"]
 
 #: The modules, besides those of routes, whose constants decide how bytes go over the wire.
 _MODULES = (
-    "core.pickles", "core.signature", "dispatch.fusing", "dispatch.packing", "dtypes", "primitives",
+    "core.array_pickles", "core.pickles", "core.signature", "dispatch.fusing", "dispatch.packing",
+    "dtypes", "primitives",
 )  # fmt: skip
-_WATCHING = ("watch.consistency", "watch.positions", "watch.arrivals")
+_WATCHING = ("watch.consistency", "watch.rank_status", "watch.monitored_barrier")
 
 
 def agree(comm: MPI.Intracomm) -> None:
@@ -52,7 +53,7 @@ def agree(comm: MPI.Intracomm) -> None:
     everybody = comm.allgather(mine)
     names = sorted({name for facts in everybody for name in facts})
     told = [
-        f"{name} is {listed(facts.get(name, 'not there') for facts in everybody)}"
+        f"{name} is {describe_by_rank(facts.get(name, 'not there') for facts in everybody)}"
         for name in names
         if len({facts.get(name) for facts in everybody}) > 1
     ]

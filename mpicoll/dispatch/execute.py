@@ -124,7 +124,7 @@ def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
         plan.on_device
         or plan.dtype is None
         or group.busy()
-        or (group.worker is not None and group.worker.current)
+        or (group.worker is not None and group.worker.is_current)
     ):
         return False  # the last is a callback, whose calls are carried out at once anyhow
     shared = group.resources.find("shared")
@@ -277,7 +277,7 @@ def _look_at(error: Exception, call: Plan | Task) -> None:
     """
     differs = MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception
     if call.even and isinstance(error, differs):
-        consistency.drop(call.group)
+        consistency.drop_last_call(call.group)
 
 
 def _plan(
@@ -330,7 +330,7 @@ def submit(
     work = Work(
         f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
     )
-    if at_once or (group.worker is not None and group.worker.current):
+    if at_once or (group.worker is not None and group.worker.is_current):
         # The latter is a callback of an earlier work: right behind that work, not behind itself.
         try:
             task()
@@ -351,7 +351,7 @@ def submit(
         work.finish(error)
 
     group.pending.add(work)
-    work.carrier = group.give(carry)
+    work.worker = group.give(carry)
     return work
 
 

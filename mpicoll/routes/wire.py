@@ -13,7 +13,7 @@ from mpicoll import communicators
 from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, by_name
 from mpicoll.errors import MismatchError, MPIError
-from mpicoll.watch import losses
+from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -190,7 +190,7 @@ def explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
     """An exception of MPI as MPIError with operation and rank; any other as it is."""
     if not isinstance(error, MPI.Exception):
         return error
-    if communicators.tells_of_loss(error) and losses.look(group):
+    if communicators.tells_of_loss(error) and lost_ranks.check(group):
         return group.failure()
     return MPIError(
         f"{name} on rank {group.rank()} of group {group.group_name}: MPI: "

@@ -1,13 +1,13 @@
-"""The backend and its process group from torch 2.15 on, where Python can make a backend.
+"""The backend and its process group from torch 2.15 on, which supports backends in Python.
 
-torch's ProcessGroup hands a call to its dispatcher, where fake tensors, the counts of
-``CommDebugMode``, hooks and the flight recorder stand, and the dispatcher hands it to the backend
-of the tensors' device. ``TorchBackend`` is such a backend. In a group of several backends it stands
-behind torch's own ProcessGroup; in a group of its own behind ``BackedGroup``, which
+torch's ProcessGroup passes a call to its dispatcher, which implements fake tensors, the counts of
+``CommDebugMode``, hooks and the flight recorder. The dispatcher passes it to the backend of the
+tensors' device. ``TorchBackend`` is such a backend. A group of several backends is torch's own
+ProcessGroup; a group of this backend alone is a ``BackedGroup``, which
 
-- gives the caller the backend's Work. What torch gives hides all of it but wait() and its future:
-  it is never completed, and knows no source;
-- leaves the dispatcher out while nothing there looks on, which halves what a small call costs.
+- returns the backend's Work to the caller. torch's own Work hides all but wait() and the future:
+  it is never completed, and has no source rank;
+- bypasses the dispatcher if nothing there observes calls, which halves the time of a small call.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.work import seconds
+from mpicoll.core.work import parse_timeout
 from mpicoll.errors import ArgumentError
-from mpicoll.torch import cores
+from mpicoll.torch import core_groups
 from mpicoll.torch.collectives import Collectives
-from mpicoll.torch.compilation import uncompiled
-from mpicoll.torch.devices import devices
+from mpicoll.torch.compilation import disable_compile
+from mpicoll.torch.devices import device_types
 from mpicoll.torch.windows import TorchWindow
 
-__all__ = ["AVAILABLE", "SUCCESS", "BackedGroup", "TorchBackend"]
+__all__ = ["HAS_PYTHON_BACKENDS", "SUCCESS", "BackedGroup", "TorchBackend"]
 
 
 C: Any = torch._C._distributed_c10d  # the stubs are those of the torch that is installed
 
 
-#: What a backend says while nothing is wrong.
+#: The state of a backend without an error.
 SUCCESS = C.ErrorType.SUCCESS
-#: Whether this torch lets Python make a backend. 2.14 does, but asks it for ever what it supports.
-AVAILABLE = hasattr(C.Backend, "supports_completion_hooks")
+#: Whether torch supports backends in Python. 2.14 does, but recurses endlessly in ``supports_...``.
+HAS_PYTHON_BACKENDS = hasattr(C.Backend, "supports_completion_hooks")
 
-#: The calls that torch's dispatcher hands to a backend. Their older names are C++'s, which calls
-#: these by them.
+#: The calls that torch's dispatcher passes to a backend. C++ implements their older names by these.
 _CALLS = (
     "all_gather_single",
     "all_gather_single_coalesced",
@@ -68,8 +67,8 @@ _CALLS = (
 )
 
 
-class _Dispatched:
-    """A call of a group on its way through the dispatcher, and the Work that its backend makes."""
+class _DispatchedCall:
+    """A group's call on its way through the dispatcher, and the Work that its backend returns."""
 
     __slots__ = ("backend", "name", "work")
 
@@ -79,20 +78,20 @@ class _Dispatched:
         self.work: Any = None
 
 
-class _Thread(threading.local):
-    """What of a thread's calls is on its way: the innermost, for hooks may make calls."""
+class _ThreadState(threading.local):
+    """The innermost call of a thread in the dispatcher: hooks may make calls."""
 
-    call: _Dispatched | None = None
+    call: _DispatchedCall | None = None
 
 
-_thread = _Thread()
+_thread_state = _ThreadState()
 
 
 class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
-    """A group of the core, as torch's ProcessGroup calls it."""
+    """A torch backend on a group of the core."""
 
-    # What torch asks before it asks for more. Each has to be here: where Python does not say, torch
-    # 2.15 asks Python for ever.
+    # torch checks these before it calls more than collectives. Each must be defined: torch 2.15
+    # recurses endlessly for one that Python does not define.
     supports_splitting = supports_shrinking = True
     supports_abort_hooks = True
     supports_coalescing = supports_completion_hooks = False
@@ -105,28 +104,29 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
         self._abort_hooks: dict[int, Callable[[], None]] = {}
 
     def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
-        """A window for one-sided communication; every member calls at the same place.
+        """Create a window for one-sided communication; every member calls at the same place.
 
-        tensor: registered at once, None: later. C++ cannot call this: its windows are in C++.
+        tensor: registered at once; None to register later. C++ cannot call this: its windows are in
+        C++.
         """
         return TorchWindow(self.core, tensor)
 
     def supports_tensor_alloc(self, device: Any) -> bool:
-        """False: tensors need no memory of a kind."""
+        """Return False: tensors need no special memory."""
         return False
 
     def get_error(self) -> Any:
-        """torch's ErrorType: COMM_ERROR once the group cannot be used any more, else SUCCESS."""
+        """Return torch's ErrorType: COMM_ERROR if the group is broken, else SUCCESS."""
         return C.ErrorType.COMM_ERROR if self.core.broken else SUCCESS
 
     def eager_connect_single_device(self, device: Any) -> None:
-        """Nothing: the ranks are connected when the group has been made."""
+        """Do nothing: the ranks are connected when the group has been created."""
 
     def perform_nocolor_split(self, device: Any) -> None:
-        """Nothing: ranks outside have no part in the making of a group."""
+        """Do nothing: only members take part in the creation of a group."""
 
     def abort(self) -> None:
-        """Runs the abort hooks; ends the group without waiting for anything."""
+        """Run the abort hooks; end the group without waiting for pending operations."""
         self._call_abort_hooks()
         super().abort()
 
@@ -135,78 +135,77 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
             hook()
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Calls ``hook`` before the group is aborted."""
+        """Call ``hook`` before the group is aborted."""
         self._abort_hooks[hook_id] = hook
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Removes a hook."""
+        """Remove a hook."""
         self._abort_hooks.pop(hook_id, None)
 
     # The names by which C++ looks for these.
     registerAbortHook, unregisterAbortHook = register_abort_hook, unregister_abort_hook
 
-    def parted(self, ranks: Sequence[int], limit: float | None, name: str) -> TorchBackend:
-        """The backend of some ranks of the group, made by them alone.
+    def create_subgroup(self, ranks: Sequence[int], limit: float | None, name: str) -> TorchBackend:
+        """Create the backend of a new group of some ranks; only they call.
 
         ranks: ranks in the group, in the order of the new one.
-        limit: seconds after which an operation has failed, None never.
+        limit: seconds after which an operation has failed, None for never.
         name:  of the new group, the same on all of them.
 
-        Raises ArgumentError where this rank is none of them.
+        Raises ArgumentError if this rank is not one of them.
         """
         if self.core.rank() not in ranks:
             raise ArgumentError(
                 f"split_group: rank {self.core.rank()} is in none of the groups; let only their "
                 "members call, or use new_group"
             )
-        chosen = [self.core.ranks[rank] for rank in ranks]
-        return TorchBackend(cores.part(chosen, limit, name))
+        global_ranks = [self.core.ranks[rank] for rank in ranks]
+        return TorchBackend(core_groups.create_subgroup(global_ranks, limit, name))
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> TorchBackend:
-        """The backend of some ranks of the group, made by them alone; torch's split_group."""
+        """Create the backend of a new group of some ranks, for torch's split_group."""
         limit = self.core.timeout if opts is None else opts._timeout.total_seconds()
-        return self.parted(ranks, limit, "" if opts is None else opts.group_name)
+        return self.create_subgroup(ranks, limit, "" if opts is None else opts.group_name)
 
     def shrink(self, excluded: Sequence[int], flags: int = 0, opts: Any = None) -> TorchBackend:
-        """The backend of the ranks that remain, made by them alone; torch's shrink_group.
+        """Create the backend of the remaining ranks, for torch's shrink_group; only they call.
 
-        flags: 1 gives up what is pending.
+        flags: 1 abandons pending operations.
         """
-        return TorchBackend(cores.without(self.core, excluded, flags))
+        return TorchBackend(core_groups.shrink(self.core, excluded, flags))
 
 
-def _kept(name: str) -> Callable[..., Any]:
-    """A call of the backend, whose Work is kept for a ``BackedGroup`` that waits for it."""
+def _build_backend_method(name: str) -> Callable[..., Any]:
+    """Build a call of the backend that keeps its Work for the ``BackedGroup`` that calls it."""
     call = getattr(Collectives, name)
 
-    def keep(self: TorchBackend, *arguments: Any, **named: Any) -> Any:
-        work, waiting = call(self, *arguments, **named), _thread.call
-        if waiting is not None and waiting.backend is self and waiting.name == name:
-            waiting.work = work
+    def method(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
+        work, dispatched = call(self, *args, **kwargs), _thread_state.call
+        if dispatched is not None and dispatched.backend is self and dispatched.name == name:
+            dispatched.work = work
         return work
 
-    keep.__doc__ = call.__doc__
-    return keep
+    method.__doc__ = call.__doc__
+    return method
 
 
-def _dispatched(name: str) -> Callable[..., Any]:
-    """A call of the group: of its backend, through torch's dispatcher where somebody looks on."""
+def _build_group_method(name: str) -> Callable[..., Any]:
+    """Build a call of the group, which uses torch's dispatcher only if something observes calls."""
     call, dispatch = getattr(Collectives, name), getattr(C.ProcessGroup, name)
 
-    def method(self: BackedGroup, *arguments: Any, **named: Any) -> Any:
-        if not self.watched():
-            return call(self.backend, *arguments, **named)
-        outer, mine = _thread.call, _Dispatched(self.backend, name)
-        _thread.call = mine
+    def method(self: BackedGroup, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_observed():
+            return call(self.backend, *args, **kwargs)
+        outer, dispatched = _thread_state.call, _DispatchedCall(self.backend, name)
+        _thread_state.call = dispatched
         try:
-            hidden = dispatch(self, *arguments, **named)
+            torch_work = dispatch(self, *args, **kwargs)
         finally:
-            _thread.call = outer
-        return hidden if mine.work is None else mine.work
+            _thread_state.call = outer
+        return torch_work if dispatched.work is None else dispatched.work
 
     method.__doc__ = call.__doc__
-    # C++ calls the Python method of the name, unless it was called from that: it looks at the
-    # name of the function that calls.
+    # C++ calls the Python method of the same name, unless the calling function has this name.
     method.__code__ = method.__code__.replace(co_name=name)
     return method
 
@@ -214,27 +213,27 @@ def _dispatched(name: str) -> Callable[..., Any]:
 class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
     """A process group of one ``TorchBackend``.
 
-    backend: what carries everything out, for all devices.
+    backend: serves all devices.
     store: torch's store of the group.
     """
 
     def __init__(self, backend: TorchBackend, store: c10d.Store) -> None:
         super().__init__(store, backend.rank(), backend.size())
         self.backend = backend
-        # torch hooks its look for NaNs in where Python does not see it.
+        # Python cannot see the hook of torch's NaN check.
         nan = os.environ.get("TORCH_DIST_NAN_CHECK") == "1"
         self._hooks: set[tuple[str, int]] = {("nan", 0)} if nan else set()
-        for kind in devices():
+        for kind in device_types():
             self._register_backend(torch.device(kind), self.BackendType.CUSTOM, backend)
         self._set_default_backend(self.BackendType.CUSTOM)
 
     @property
     def core(self) -> ProcessGroup:
-        """The group of the core that carries everything out."""
+        """The backend's group of the core."""
         return self.backend.core
 
-    def watched(self) -> bool:
-        """Whether somebody in torch's dispatcher looks at this thread's calls of the group."""
+    def is_observed(self) -> bool:
+        """Return whether torch's dispatcher has to see this thread's calls of the group."""
         return bool(
             self._hooks
             or torch._C._len_torch_dispatch_stack()
@@ -242,27 +241,27 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
         )
 
     def name(self) -> str:
-        """The name of the backend, whatever name of another was asked for."""
+        """Return the name of the backend, even if the program used an alias."""
         return self.backend.name()
 
     getBackendName = name  # for C++
 
     def shutdown(self) -> None:
-        """Waits for what is pending and ends the group; the default group ends everything."""
+        """Wait for pending operations and end the group; with the default group, all groups."""
         self.backend.shutdown()
 
     def abort(self) -> None:
-        """Ends the group without waiting for anything, which other ranks may never join."""
+        """End the group without waiting for pending operations, which others may never join."""
         self.backend.abort()
 
-    def gather_single(self, *arguments: Any, **named: Any) -> c10d.Work:
-        """gather to the root into one tensor; past the dispatcher, for backends in C++ alone."""
-        return self.backend.gather_single(*arguments, **named)
+    def gather_single(self, *args: Any, **kwargs: Any) -> c10d.Work:
+        """Gather to the root into one tensor; torch's dispatcher has it for C++ backends only."""
+        return self.backend.gather_single(*args, **kwargs)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that names who is missing."""
+        """Wait for all ranks, or raise an error that names the missing ones."""
         self.backend.monitored_barrier(timeout, wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -271,9 +270,9 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> c10d.Work:
         return self.backend.end_coalescing()
 
-    def gather_into_tensor(self, *arguments: Any, **named: Any) -> c10d.Work:
-        """The older name of ``gather_single``."""
-        return self.backend.gather_single(*arguments, **named)
+    def gather_into_tensor(self, *args: Any, **kwargs: Any) -> c10d.Work:
+        """Call ``gather_single``, of which this is the older name."""
+        return self.backend.gather_single(*args, **kwargs)
 
     def split_group(
         self,
@@ -284,27 +283,27 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> BackedGroup | None:
-        """The group of some ranks of this one, made by them alone; None on the others."""
+        """Create the group of some ranks of this one; only they call. Returns None on others."""
         if self.rank() not in new_ranks:
             return None
-        limit = seconds(timeout, self.core.timeout, "split_group")
+        limit = parse_timeout(timeout, self.core.timeout, "split_group")
         name = group_name or f"{self.group_name}:{'-'.join(map(str, new_ranks))}"
         store = c10d.PrefixStore(f"{name}/", self.get_group_store())
-        made = BackedGroup(self.backend.parted(new_ranks, limit, name), store)
-        made._set_group_name(name)
-        made._set_group_desc(group_desc or "undefined")
-        return made
+        group = BackedGroup(self.backend.create_subgroup(new_ranks, limit, name), store)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or "undefined")
+        return group
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: every group begins at 0."""
+        """Do nothing: every group begins at 0."""
 
     def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
-        """A window for one-sided communication; every member calls at the same place."""
+        """Create a window for one-sided communication; every member calls at the same place."""
         return self.backend.new_window(tensor)
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Whether the group can be made anew of other ranks."""
+        """Whether the members of the group can change."""
         return self.backend.supports_reconfigure
 
     @property
@@ -314,43 +313,43 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
 
     @property
     def supports_abort_hooks(self) -> bool:
-        """True."""
+        """Whether there are abort hooks: always."""
         return self.backend.supports_abort_hooks
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Calls ``hook`` before the group is aborted."""
+        """Call ``hook`` before the group is aborted."""
         self.backend.register_abort_hook(hook_id, hook)
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Removes a hook."""
+        """Remove a hook."""
         self.backend.unregister_abort_hook(hook_id)
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Calls ``hook`` before each operation."""
+        """Call ``hook`` before each operation."""
         super().register_pre_hook(hook_id, hook)
         self._hooks.add(("pre", hook_id))
 
     def unregister_pre_hook(self, hook_id: int) -> None:
-        """Removes a hook."""
+        """Remove a hook."""
         super().unregister_pre_hook(hook_id)
         self._hooks.discard(("pre", hook_id))
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Calls ``hook`` after each operation was begun."""
+        """Call ``hook`` after each operation has begun."""
         super().register_post_hook(hook_id, hook)
         self._hooks.add(("post", hook_id))
 
     def unregister_post_hook(self, hook_id: int) -> None:
-        """Removes a hook."""
+        """Remove a hook."""
         super().unregister_post_hook(hook_id)
         self._hooks.discard(("post", hook_id))
 
 
 for _name in _CALLS:
-    setattr(TorchBackend, _name, _kept(_name))
-    setattr(BackedGroup, _name, _dispatched(_name))
-# Older names that C++ does not look for; by the others it calls what they were renamed to.
+    setattr(TorchBackend, _name, _build_backend_method(_name))
+    setattr(BackedGroup, _name, _build_group_method(_name))
+# Older names that C++ does not map to the new ones.
 BackedGroup._allgather_base = BackedGroup.all_gather_single
 BackedGroup._reduce_scatter_base = BackedGroup.reduce_scatter_single
-uncompiled(TorchBackend)
-uncompiled(BackedGroup)
+disable_compile(TorchBackend)
+disable_compile(BackedGroup)

@@ -1,8 +1,7 @@
-"""What PyTorch calls: torch's options and tensors to calls of the core.
+"""The methods of torch's ProcessGroup and Backend, as calls of the core.
 
-Both generations of names are here: from torch 2.13 on the front end calls ``all_gather_single``,
-before ``_allgather_base``. Most methods of torch's ProcessGroup take either an Options object or,
-in short, what would be in it: ``pg.broadcast([tensor], opts)`` and ``pg.broadcast(tensor, root)``.
+Both generations of names are here: torch calls ``all_gather_single`` from 2.13 on, and
+``_allgather_base`` before.
 """
 
 from __future__ import annotations
@@ -18,108 +17,102 @@ from torch.autograd import _profiler_enabled
 
 from mpicoll.api import collectives, point_to_point
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.work import Work, seconds
+from mpicoll.core.work import Work, parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.dispatch.execute import run_plain
-from mpicoll.dtypes import OPERATIONS, ReduceOp
+from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError
 from mpicoll.primitives import PRIMITIVES, Primitive
-from mpicoll.torch import NAME, cores, profiling, sparse
-from mpicoll.torch.compilation import uncompiled
+from mpicoll.torch import NAME, core_groups, profiling, sparse
+from mpicoll.torch.arguments import (
+    OPERATION_BY_HASH,
+    DefaultOptions,
+    convert_op,
+    fill_options,
+    fill_timeout,
+    unwrap_list,
+    unwrap_tensor,
+)
+from mpicoll.torch.compilation import disable_compile
 from mpicoll.torch.options import Options
-from mpicoll.torch.works import Done, Pending, Received, flat, joined
+from mpicoll.torch.works import CompletedWork, PendingWork, ReceiveWork, flatten, join_works
 
 __all__ = ["Collectives"]
 
 Tensors = Sequence[Tensor]
+#: The rows of each rank, of the output and of the input.
+Splits = tuple[Sequence[int], Sequence[int]]
 
 (
     _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER, _ALL_GATHER_SINGLE, _GATHER, _SCATTER,
     _REDUCE_SCATTER, _REDUCE_SCATTER_SINGLE, _ALL_TO_ALL, _ALL_TO_ALL_SINGLE, _BARRIER,
 ) = PRIMITIVES  # fmt: skip
 
-#: Those for which there is a short way.
-_PLAIN = {row for row in PRIMITIVES if row.output and not row.listed}
-#: The core's operation of each of torch's. A ReduceOp and its RedOpType hash to their number, and
-#: looking a number up takes a tenth of the time that comparing two of torch's enums takes.
-_OPERATIONS = {hash(getattr(c10d.ReduceOp.RedOpType, row.name)): row for row in OPERATIONS}
+#: The primitives that ``run_plain`` serves.
+_PLAIN_PRIMITIVES = {row for row in PRIMITIVES if row.output and not row.listed}
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 _ALL_REDUCE_OPTIONS = c10d.AllreduceOptions
-_NOW = timedelta(0)
+_NO_TIMEOUT = timedelta(0)
 _NO_EVENT: AbstractContextManager[None] = nullcontext()
-#: Calls in a batch from which on those that are done leave it.
-_BATCH = 256
+#: The number of calls in a batch from which on completed ones are dropped.
+_LARGE_BATCH = 256
 
 
-class _Options:
-    """Options that a caller gave in short, or left out."""
-
-    __slots__ = ("asyncOp", "reduceOp", "rootRank", "timeout")
-
-    def __init__(
-        self, *, op: Any = c10d.ReduceOp.SUM, root: int = 0, timeout: timedelta | None = None
-    ) -> None:
-        self.asyncOp = True
-        self.reduceOp = op
-        self.rootRank = root
-        self.timeout = timedelta(milliseconds=-1) if timeout is None else timeout
-
-
-@uncompiled
+@disable_compile
 class Collectives:
-    """What torch's ProcessGroup and its Backend have in common, carried out by a group of the core.
+    """What torch's ProcessGroup and its Backend have in common.
 
-    core:  the group that carries everything out.
+    core: the group of the core that runs the calls.
     """
 
     def __init__(self, core: ProcessGroup) -> None:
         super().__init__(core.rank(), core.size())  # type: ignore[call-arg]  # torch's class
         self.core = core
-        self._batch: list[Pending] | None = None
+        self._batch: list[PendingWork] | None = None
 
-    # --- who and how ---------------------------------------------------------------------------
+    # --- the group -----------------------------------------------------------------------------
 
     def name(self) -> str:
-        """The name of the backend, whatever name of another was asked for."""
+        """Return the name of the backend, even if the program used an alias."""
         return NAME
 
     getBackendName = name  # for C++
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of all calls to come."""
-        self.core.timeout = seconds(timeout, None, "set_timeout")
+        """Set the timeout of all later calls."""
+        self.core.timeout = parse_timeout(timeout, None, "set_timeout")
 
     @property
     def options(self) -> Options:
-        """What the group was made with; its timeout can be set."""
+        """The options of the group; its timeout can be set."""
         return Options(self.core)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        """The number of collectives begun, the same on every rank at the same place."""
+        """Return the number of collectives begun, the same on every rank at the same place."""
         return self.core.begun
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: every group begins at 0."""
+        """Do nothing: every group begins at 0."""
 
     def _wait_for_pending_works(self) -> None:
         if self.core.worker is not None:
             execute.submit(self.core, lambda: None, "wait", ()).wait()
 
     def shutdown(self) -> None:
-        """Waits for what is pending and ends the group; the default group ends everything.
+        """Wait for pending operations and end the group; with the default group, all groups.
 
-        Raises CollectiveTimeoutError where other ranks do not join what is pending.
+        Raises CollectiveTimeoutError if other ranks do not join the pending operations.
         """
-        cores.end(self.core)
+        core_groups.destroy(self.core)
 
     def abort(self) -> None:
-        """Ends the group without waiting for anything, which other ranks may never join."""
-        cores.abort(self.core)
+        """End the group without waiting for pending operations, which others may never join."""
+        core_groups.abort(self.core)
 
-    # --- the one way of a collective -------------------------------------------------------------
+    # --- the path of every collective ------------------------------------------------------------
 
     def _call(
         self,
@@ -129,7 +122,7 @@ class Collectives:
         input: Any = None,
         op: ReduceOp | None = None,
         root: int = 0,
-        splits: Any = None,
+        splits: Splits | None = None,
     ) -> c10d.Work:
         if not 0 <= root < self.core.size():
             raise ArgumentError(
@@ -139,8 +132,8 @@ class Collectives:
         asynchronous, limit = options.asyncOp, options.timeout
         if (
             asynchronous
-            or limit > _NOW
-            or primitive is _BARRIER  # on the group's thread: a timeout of it can be survived
+            or limit > _NO_TIMEOUT
+            or primitive is _BARRIER  # on the group's thread, so that it can time out and go on
         ):
             return self._begin(
                 primitive.name,
@@ -149,9 +142,9 @@ class Collectives:
                 limit,
                 output if input is None else input,
             )
-        with self._event(primitive.name, output if input is None else input):
+        with self._record_event(primitive.name, output if input is None else input):
             self._run(primitive, False, output, input, op, root, splits)
-        return _done(output)
+        return _complete(output)
 
     def _run(
         self,
@@ -161,9 +154,9 @@ class Collectives:
         input: Any,
         op: ReduceOp | None,
         root: int,
-        splits: Any,
+        splits: Splits | None,
     ) -> Work | None:
-        if splits is None and primitive in _PLAIN:
+        if splits is None and primitive in _PLAIN_PRIMITIVES:
             return run_plain(primitive, self.core, asynchronous, output, input, op, root)
         return execute.run(primitive, self.core, asynchronous, output, input, op, root, splits)
 
@@ -176,7 +169,7 @@ class Collectives:
         inputs: Tensors | None = None,
         op: ReduceOp | None = None,
     ) -> c10d.Work:
-        """A primitive on each output and its input, carried out together."""
+        """Run a primitive on each output and its input, as one call."""
         if inputs is not None and len(outputs) != len(inputs):
             raise ArgumentError(
                 f"{name}: expected one output for each of the {len(inputs)} inputs, got "
@@ -186,7 +179,7 @@ class Collectives:
             raise EmptyListError(f"{name}: requires non-empty tensor list, got an empty one")
         asynchronous, limit = options.asyncOp, options.timeout
         read = outputs if inputs is None else inputs
-        if asynchronous or limit > _NOW:
+        if asynchronous or limit > _NO_TIMEOUT:
             return self._begin(
                 name,
                 lambda: execute.run_all(name, primitive, self.core, True, outputs, inputs, op),
@@ -194,9 +187,9 @@ class Collectives:
                 limit,
                 read,
             )
-        with self._event(name, read):
+        with self._record_event(name, read):
             execute.run_all(name, primitive, self.core, False, outputs, inputs, op)
-        return _done(list(outputs))
+        return _complete(list(outputs))
 
     def _begin(
         self,
@@ -206,57 +199,59 @@ class Collectives:
         limit: timedelta,
         inputs: Any,
     ) -> c10d.Work:
-        """Begins a call whose Work is asked for, timed or batched.
+        """Begin a call that is asynchronous or has a timeout.
 
-        inputs: the tensors that it reads, whose shapes a profiler gets.
+        inputs: the tensors that it reads, whose shapes a profiler records.
         """
-        with self._event(name, inputs):
+        with self._record_event(name, inputs):
             work = begin()
             assert work is not None  # None is for ranks outside, which have no group object
-            if limit > _NOW:
+            if limit > _NO_TIMEOUT:
                 work.limit = limit.total_seconds()
-            pending = Pending((work,), flat(work.outputs))
+            pending = PendingWork((work,), flatten(work.outputs))
             if asynchronous:
-                self._coalesce(pending)
+                self._add_to_batch(pending)
             else:
                 pending.wait()
         return pending
 
-    def _event(self, name: str, inputs: Any) -> AbstractContextManager[Any]:
-        """The call as an event of the profiler, if there is one."""
+    def _record_event(self, name: str, inputs: Any) -> AbstractContextManager[Any]:
+        """Return a context manager that records the call in the profiler, if there is one."""
         if not _profiler_enabled():
             return _NO_EVENT
-        return profiling.event(name, flat(inputs))
+        return profiling.record(name, flatten(inputs))
 
-    def _coalesce(self, pending: Pending) -> None:
-        """Puts what was begun into the batch, if there is one.
+    def _add_to_batch(self, pending: PendingWork) -> None:
+        """Add a call to the batch, if there is one.
 
-        torch does not end a batch in which an exception was raised: what is done leaves it.
+        torch does not end a batch in which an exception was raised, so completed calls are dropped.
         """
         if self._batch is not None:
-            if len(self._batch) >= _BATCH:
+            if len(self._batch) >= _LARGE_BATCH:
                 self._batch = [one for one in self._batch if not one.is_success()]
             self._batch.append(pending)
 
     def start_coalescing(self) -> None:
-        """From here on asynchronous calls are ``end_coalescing``'s too."""
+        """Begin a batch of asynchronous calls."""
         self._batch = []
 
     def end_coalescing(self) -> c10d.Work:
-        """One Work for all asynchronous calls since ``start_coalescing``."""
+        """Return one Work for all asynchronous calls since ``start_coalescing``."""
         if self._batch is None:
             raise ArgumentError("end_coalescing: start_coalescing was not called")
         batch, self._batch = self._batch, None
-        return joined(batch)
+        return join_works(batch)
 
     # --- collectives -----------------------------------------------------------------------------
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> c10d.Work:
-        """The root's tensor to all."""
-        opts = _options(c10d.BroadcastOptions, opts, "root", root=root, timeout=timeout)
-        return self._call(_BROADCAST, opts, _one("broadcast", tensors, opts), root=opts.rootRank)
+        """Broadcast the root's tensor."""
+        opts = fill_options(c10d.BroadcastOptions, opts, "root", root=root, timeout=timeout)
+        return self._call(
+            _BROADCAST, opts, unwrap_tensor("broadcast", tensors, opts), root=opts.rootRank
+        )
 
     def allreduce(
         self,
@@ -266,21 +261,21 @@ class Collectives:
         *,
         op: Any = c10d.ReduceOp.SUM,
     ) -> c10d.Work:
-        """all_reduce of one tensor."""
-        # The short way of the most frequent call: synchronous, and nothing unusual about it.
+        """Run all_reduce on one tensor."""
+        # The short path of the most frequent call: synchronous, without profiler and timeout.
         if (
             opts.__class__ is _ALL_REDUCE_OPTIONS
             and not opts.asyncOp
             and len(tensors) == 1
             and not _profiler_enabled()
-            and not opts.timeout > _NOW
+            and not opts.timeout > _NO_TIMEOUT
         ):
-            tensor, row = tensors[0], _OPERATIONS[hash(opts.reduceOp)]
+            tensor, row = tensors[0], OPERATION_BY_HASH[hash(opts.reduceOp)]
             if row is not _PREMUL_SUM and not tensor.is_sparse:
                 run_plain(_ALL_REDUCE, self.core, False, tensor, None, row)
-                return _done(tensor)
-        opts = _options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
-        tensor, row = _one("allreduce", tensors), _operation(opts.reduceOp)
+                return _complete(tensor)
+        opts = fill_options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
+        tensor, row = unwrap_tensor("allreduce", tensors), convert_op(opts.reduceOp)
         if tensor.is_sparse:
             return self._begin(
                 "all_reduce",
@@ -294,10 +289,10 @@ class Collectives:
     allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> c10d.Work:
-        """all_reduce of each tensor of a list."""
-        opts = opts or _Options()
+        """Run all_reduce on each tensor of a list."""
+        opts = opts or DefaultOptions()
         return self._call_all(
-            "all_reduce_coalesced", _ALL_REDUCE, opts, tensors, op=_operation(opts.reduceOp)
+            "all_reduce_coalesced", _ALL_REDUCE, opts, tensors, op=convert_op(opts.reduceOp)
         )
 
     def reduce(
@@ -309,43 +304,46 @@ class Collectives:
         *,
         root: int = 0,
     ) -> c10d.Work:
-        """reduce of one tensor to the root."""
-        opts = _options(c10d.ReduceOptions, opts, "root", op=op, root=root, timeout=timeout)
+        """Reduce one tensor to the root."""
+        opts = fill_options(c10d.ReduceOptions, opts, "root", op=op, root=root, timeout=timeout)
         return self._call(
             _REDUCE,
             opts,
-            _one("reduce", tensors, opts),
-            op=_operation(opts.reduceOp),
+            unwrap_tensor("reduce", tensors, opts),
+            op=convert_op(opts.reduceOp),
             root=opts.rootRank,
         )
 
     def allgather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, **short: Any
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, **kwargs: Any
     ) -> c10d.Work:
-        """all_gather into a list of tensors, one a rank."""
-        output, input = _nested("allgather", output_tensors), _one("allgather", input_tensors)
-        return self._call(_ALL_GATHER, _timed(opts, **short), output, input)
+        """Run all_gather into a list of tensors, one per rank."""
+        output, input = (
+            unwrap_list("allgather", output_tensors),
+            unwrap_tensor("allgather", input_tensors),
+        )
+        return self._call(_ALL_GATHER, fill_timeout(opts, **kwargs), output, input)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
-        """all_gather into one tensor."""
-        return self._call(_ALL_GATHER_SINGLE, opts or _Options(), output, input)
+        """Run all_gather into one tensor."""
+        return self._call(_ALL_GATHER_SINGLE, opts or DefaultOptions(), output, input)
 
     all_gather_single = _allgather_base
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> c10d.Work:
-        """all_gather of each tensor of a list: ``output_lists[rank][i]`` for ``input_list[i]``."""
+        """Gather each tensor of a list: ``output_lists[rank][i]`` for ``input_list[i]``."""
         name = "all_gather_coalesced"
         outputs = collectives.coalesced_outputs(name, output_lists, input_list, self.core)
-        return self._call_all(name, _ALL_GATHER, opts or _Options(), outputs, input_list)
+        return self._call_all(name, _ALL_GATHER, opts or DefaultOptions(), outputs, input_list)
 
     def allgather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> c10d.Work:
-        """all_gather into one tensor, for each pair of tensors."""
+        """Run all_gather into one tensor, for each pair of tensors."""
         name = "all_gather_single_coalesced"
-        return self._call_all(name, _ALL_GATHER_SINGLE, opts or _Options(), outputs, inputs)
+        return self._call_all(name, _ALL_GATHER_SINGLE, opts or DefaultOptions(), outputs, inputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -358,14 +356,16 @@ class Collectives:
         *,
         root: int = 0,
     ) -> c10d.Work:
-        """gather to the root; elsewhere the list of outputs is empty."""
-        opts = _options(c10d.GatherOptions, opts, "root", root=root, timeout=timeout)
-        output = _nested("gather", output_tensors) if len(output_tensors) else None
-        return self._call(_GATHER, opts, output, _one("gather", input_tensors), root=opts.rootRank)
+        """Gather to the root; on other ranks the list of outputs is empty."""
+        opts = fill_options(c10d.GatherOptions, opts, "root", root=root, timeout=timeout)
+        output = unwrap_list("gather", output_tensors) if len(output_tensors) else None
+        return self._call(
+            _GATHER, opts, output, unwrap_tensor("gather", input_tensors), root=opts.rootRank
+        )
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
-        """gather to the root into one tensor; elsewhere the output is not looked at."""
-        opts = opts or _Options()
+        """Gather to the root into one tensor; on other ranks the output is ignored."""
+        opts = opts or DefaultOptions()
         blocks: Any = None
         if opts.rootRank == self.core.rank():
             size = self.core.size()
@@ -389,10 +389,10 @@ class Collectives:
         *,
         root: int = 0,
     ) -> c10d.Work:
-        """scatter from the root; elsewhere the list of inputs is empty."""
-        opts = _options(c10d.ScatterOptions, opts, "root", root=root, timeout=timeout)
-        input = _nested("scatter", input_tensors) if len(input_tensors) else None
-        output = _one("scatter", output_tensors)
+        """Scatter from the root; on other ranks the list of inputs is empty."""
+        opts = fill_options(c10d.ScatterOptions, opts, "root", root=root, timeout=timeout)
+        input = unwrap_list("scatter", input_tensors) if len(input_tensors) else None
+        output = unwrap_tensor("scatter", output_tensors)
         return self._call(_SCATTER, opts, output, input, root=opts.rootRank)
 
     def reduce_scatter(
@@ -404,16 +404,16 @@ class Collectives:
         *,
         op: Any = c10d.ReduceOp.SUM,
     ) -> c10d.Work:
-        """reduce_scatter of a list of tensors, one a rank."""
-        opts = _options(c10d.ReduceScatterOptions, opts, "op", op=op, timeout=timeout)
-        output = _one("reduce_scatter", output_tensors)
-        input = _nested("reduce_scatter", input_tensors)
-        return self._call(_REDUCE_SCATTER, opts, output, input, _operation(opts.reduceOp))
+        """Run reduce_scatter on a list of tensors, one per rank."""
+        opts = fill_options(c10d.ReduceScatterOptions, opts, "op", op=op, timeout=timeout)
+        output = unwrap_tensor("reduce_scatter", output_tensors)
+        input = unwrap_list("reduce_scatter", input_tensors)
+        return self._call(_REDUCE_SCATTER, opts, output, input, convert_op(opts.reduceOp))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
-        """reduce_scatter of one tensor."""
-        opts = opts or _Options()
-        op = _operation(opts.reduceOp)
+        """Run reduce_scatter on one tensor."""
+        opts = opts or DefaultOptions()
+        op = convert_op(opts.reduceOp)
         return self._call(_REDUCE_SCATTER_SINGLE, opts, output, input, op)
 
     reduce_scatter_single = _reduce_scatter_base
@@ -421,15 +421,15 @@ class Collectives:
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> c10d.Work:
-        """reduce_scatter of one tensor, for each pair of tensors."""
-        opts = opts or _Options()
+        """Run reduce_scatter on one tensor, for each pair of tensors."""
+        opts = opts or DefaultOptions()
         return self._call_all(
             "reduce_scatter_single_coalesced",
             _REDUCE_SCATTER_SINGLE,
             opts,
             outputs,
             inputs,
-            _operation(opts.reduceOp),
+            convert_op(opts.reduceOp),
         )
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -441,101 +441,67 @@ class Collectives:
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: Any = None,
-        **short: Any,
+        **kwargs: Any,
     ) -> c10d.Work:
-        """all_to_all of one tensor; split sizes count rows of dimension 0, none means evenly."""
-        given = len(output_split_sizes) or len(input_split_sizes)
-        splits = (output_split_sizes, input_split_sizes) if given else None
-        return self._call(_ALL_TO_ALL_SINGLE, _timed(opts, **short), output, input, splits=splits)
+        """Run all_to_all on one tensor; split sizes count rows of dimension 0, none: evenly."""
+        has_splits = len(output_split_sizes) or len(input_split_sizes)
+        splits = (output_split_sizes, input_split_sizes) if has_splits else None
+        return self._call(
+            _ALL_TO_ALL_SINGLE, fill_timeout(opts, **kwargs), output, input, splits=splits
+        )
 
     all_to_all_single = alltoall_base
 
     def alltoall(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
     ) -> c10d.Work:
-        """all_to_all of lists of tensors, one a rank."""
-        return self._call(_ALL_TO_ALL, opts or _Options(), output_tensors, input_tensors)
+        """Run all_to_all on lists of tensors, one per rank."""
+        return self._call(_ALL_TO_ALL, opts or DefaultOptions(), output_tensors, input_tensors)
 
-    def barrier(self, opts: Any = None, **short: Any) -> c10d.Work:
-        """Waits for all ranks."""
-        return self._call(_BARRIER, _timed(opts, **short), None)
+    def barrier(self, opts: Any = None, **kwargs: Any) -> c10d.Work:
+        """Wait for all ranks."""
+        return self._call(_BARRIER, fill_timeout(opts, **kwargs), None)
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names who is missing.
+    def monitored_barrier(
+        self,
+        timeout: timedelta | c10d.BarrierOptions | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        """Wait for all ranks, or raise an error that names the missing ones.
 
-        timeout: a timedelta, or torch's BarrierOptions with one, as C++ gives them.
+        timeout: a timedelta, or BarrierOptions with one, which C++ passes.
         """
         if isinstance(timeout, c10d.BarrierOptions):
-            timeout = timeout.timeout if timeout.timeout > _NOW else None
+            timeout = timeout.timeout if timeout.timeout > _NO_TIMEOUT else None
         collectives.monitored_barrier(self.core, timeout, wait_all_ranks)
 
     # --- messages --------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> c10d.Work:
-        """Begins to send one tensor to a rank in the group."""
-        tensor = _one("send", tensors)
-        return self._message("send", tensor, dstRank, tag)
+        """Begin to send one tensor to a rank in the group."""
+        tensor = unwrap_tensor("send", tensors)
+        return self._post_message("send", tensor, dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> c10d.Work:
-        """Begins to receive one tensor from a rank in the group."""
-        return self._message("recv", _one("recv", tensors), srcRank, tag)
+        """Begin to receive one tensor from a rank in the group."""
+        return self._post_message("recv", unwrap_tensor("recv", tensors), srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> c10d.Work:
-        """Begins to receive one tensor from whoever sends it."""
-        return self._message("recvAnySource", _one("recv_anysource", tensors), None, tag)
+        """Begin to receive one tensor from any rank."""
+        return self._post_message(
+            "recvAnySource", unwrap_tensor("recv_anysource", tensors), None, tag
+        )
 
-    def _message(self, name: str, tensor: Tensor, peer: int | None, tag: int) -> c10d.Work:
-        with self._event(name, tensor):
+    def _post_message(self, name: str, tensor: Tensor, peer: int | None, tag: int) -> c10d.Work:
+        with self._record_event(name, tensor):
             work = point_to_point.post(self.core, name, tensor, peer, tag, name != "send")
-        pending = Received(self.core, work, work.outputs)
-        self._coalesce(pending)
+        pending = ReceiveWork(self.core, work, work.outputs)
+        self._add_to_batch(pending)
         return pending
 
 
-def _done(output: Any) -> Done:
-    """The Work of a call that is over."""
-    work = Done()
+def _complete(output: Any) -> CompletedWork:
+    """Return the Work of a call that is complete."""
+    work = CompletedWork()
     work.output = output
     return work
-
-
-def _operation(op: Any) -> ReduceOp:
-    """The core's row of torch's ReduceOp, or of its RedOpType."""
-    row = _OPERATIONS[hash(op)]
-    return row if row is not ReduceOp.PREMUL_SUM else row(op.factor)
-
-
-def _options(kind: type, opts: Any, first: str, **short: Any) -> Any:
-    """Options as they are, or what was given in short; ``first`` is what stands in their place."""
-    if isinstance(opts, kind):
-        return opts
-    return _Options(**(short if opts is None else short | {first: opts}))
-
-
-def _timed(opts: Any, timeout: timedelta | None = None) -> Any:
-    """Options, or in short a timeout."""
-    if opts is None or isinstance(opts, timedelta):
-        return _Options(timeout=timeout if opts is None else opts)
-    return opts
-
-
-def _one(name: str, tensors: Any, opts: Any = None) -> Any:
-    """The tensor of a list of one, or the tensor itself; ``opts`` may say which one of a list."""
-    if isinstance(tensors, (list, tuple)):
-        if len(tensors) != 1:
-            raise ArgumentError(
-                f"{name}: requires a single-element tensor list (one device a process), got "
-                f"{len(tensors)}; call {name} for each, or its coalesced form"
-            )
-        (tensors,) = tensors
-    which = getattr(opts, "rootTensor", 0)
-    if which != 0:
-        raise ArgumentError(f"{name}: invalid root tensor: {which}; there is one, number 0")
-    return tensors
-
-
-def _nested(name: str, lists: Any) -> Any:
-    """The list of tensors of a list of one list, or the list itself."""
-    if lists and isinstance(lists[0], (list, tuple)):
-        return _one(name, lists)
-    return lists

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch._C._dynamo.eval_frame
 
-__all__ = ["uncompiled"]
+__all__ = ["disable_compile"]
 
 C = TypeVar("C", bound=type)
 
 _eval_frame: Any = torch._C._dynamo.eval_frame
 
 
-def uncompiled(cls: C) -> C:
-    """Marks the methods of a class as what torch.compile runs as it is, with all that they call.
+def disable_compile(cls: C) -> C:
+    """Make torch.compile run the methods of a class, and all that they call, as they are.
 
-    torch's C++ calls them in the middle of what is compiled: DDP's broadcast of its buffers, say.
-    Dynamo would take them for the user's code.
+    torch's C++ calls them inside a compiled program, for instance in DDP's broadcast of its
+    buffers. Dynamo would take them for the user's code.
     """
     for member in vars(cls).values():
         function = member.fget if isinstance(member, property) else member
@@ -27,7 +27,7 @@ def uncompiled(cls: C) -> C:
     return cls
 
 
-def _skip(code: Any) -> None:
+def _skip(code: CodeType) -> None:
     if hasattr(_eval_frame, "set_code_exec_strategy"):
         skip = _eval_frame._FrameAction.SKIP
         _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))

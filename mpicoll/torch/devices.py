@@ -1,4 +1,4 @@
-"""The devices whose tensors the backend serves on this machine."""
+"""The device types whose tensors the backend serves on this machine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from functools import cache
 
 import torch
 
-__all__ = ["devices"]
+__all__ = ["device_types"]
 
 
 @cache
-def devices() -> tuple[str, ...]:
-    """The kinds of device: "cpu", and "cuda" where there is such a GPU.
+def device_types() -> tuple[str, ...]:
+    """Return "cpu", and "cuda" if there is such a GPU.
 
-    Where a backend is registered for a kind of device, torch takes that device for present: its
-    checkpoints would copy to GPUs that are not there. ROCm, which torch calls "cuda" as well, is
-    not served. Counting asks the driver's management library; a process may fork afterwards.
+    If a backend is registered for a device type, torch assumes that such a device is present: its
+    checkpoints would copy to GPUs that do not exist. ROCm, which torch calls "cuda" as well, is
+    not served. Counting asks the driver's management library, so a process may still fork.
     """
     return ("cpu", "cuda") if torch.version.cuda and torch.cuda.device_count() else ("cpu",)

@@ -1,4 +1,4 @@
-"""The process group of a torch that lets Python make no backend: before 2.15."""
+"""The process group before torch 2.15, which has no backends in Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as c10d
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.errors import UnsupportedError
 from mpicoll.torch.collectives import Collectives
-from mpicoll.torch.compilation import uncompiled
-from mpicoll.torch.devices import devices
+from mpicoll.torch.compilation import disable_compile
+from mpicoll.torch.devices import device_types
 from mpicoll.torch.windows import TorchWindow
 
 __all__ = ["TorchGroup"]
@@ -29,23 +29,23 @@ def _refusal(name: str) -> Callable[..., Any]:
     return refuse
 
 
-@uncompiled
+@disable_compile
 class TorchGroup(Collectives, c10d.ProcessGroup):  # type: ignore[misc]
-    """A group of the core, as torch.distributed sees it.
+    """A torch process group on a group of the core.
 
     It is its own backend: torch's C++ finds no other in it.
 
     store: torch's store of the group.
-    The others: as ``Collectives`` has them.
+    Further arguments: as for ``Collectives``.
     """
 
-    # What torch asks a backend before it asks it for more than collectives.
+    # torch checks these before it calls more than collectives.
     supports_splitting = supports_shrinking = supports_coalescing = False
     supports_time_estimate = _supports_time_estimate = supports_tensor_alloc = False
     supports_abort_hooks = supports_completion_hooks = supports_reconfigure = False
     supports_window = True
 
-    # Where these are C++'s, they want a backend in C++, or keep hooks that nobody calls.
+    # The inherited methods need a backend in C++, or store hooks that are never called.
     _register_on_completion_hook = _refusal("_register_on_completion_hook")
     register_pre_hook = _refusal("register_pre_hook")
     register_post_hook = _refusal("register_post_hook")
@@ -62,40 +62,41 @@ class TorchGroup(Collectives, c10d.ProcessGroup):  # type: ignore[misc]
         self._description = core.group_desc
 
     def getGroupName(self) -> str:
-        """torch's name of the group."""
+        """Return torch's name of the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Sets torch's name of the group."""
+        """Set torch's name of the group."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """The description that the group was made with."""
+        """Return the description of the group."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
-        """Sets the description."""
+        """Set the description of the group."""
         self._description = description
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The kinds of device whose tensors are served."""
-        return [torch.device(kind) for kind in devices()]
+        """The device types whose tensors are served."""
+        return [torch.device(kind) for kind in device_types()]
 
     def _get_backend(self, device: torch.device) -> TorchGroup:
-        """This group: it is its own backend, for every device that it serves."""
-        if torch.device(device).type not in devices():
+        """Return this group: it is its own backend, for every device that it serves."""
+        if torch.device(device).type not in device_types():
             raise UnsupportedError(
-                f"mpicoll: no backend for device {device}; expected one of {', '.join(devices())}"
+                f"mpicoll: no backend for device {device}; expected one of "
+                f"{', '.join(device_types())}"
             )
         return self
 
     def get_group_store(self) -> c10d.Store:
-        """torch's store of the group."""
+        """Return torch's store of the group."""
         return self.store
 
     def new_window(self, tensor: torch.Tensor | None = None) -> TorchWindow:
-        """A window for one-sided communication, as torch has them from 2.14 on."""
+        """Create a window for one-sided communication, as torch has them from 2.14 on."""
         return TorchWindow(self.core, tensor)
 
     def _start_coalescing(self, device: torch.device) -> None:

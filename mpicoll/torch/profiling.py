@@ -1,21 +1,22 @@
-"""Calls as events of torch's profilers: what the calling thread spends on them."""
+"""Calls as events of torch's profilers: the time that the calling thread spends in them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch._C._profiler import _RecordFunctionFast
 
 from mpicoll.torch import NAME
 
-__all__ = ["event"]
+__all__ = ["record"]
 
 
-def event(name: str, inputs: list[Any]) -> AbstractContextManager[Any]:
-    """An event "mpicoll:name" with the shapes of the tensors that are read, from its ``with`` on.
+def record(name: str, inputs: list[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Return a context manager that records an event "mpicoll:name" with the inputs' shapes.
 
-    It does not outlast the statement: torch has no means to end an event later, on a thread that
-    Python started, and one that is ended after the profiler crashes it.
+    The event ends with the ``with`` statement: torch cannot end an event later, on a thread that
+    Python started, and an event that ends after the profiler crashes it.
     """
     return _RecordFunctionFast(f"{NAME}:{name}", inputs, {})

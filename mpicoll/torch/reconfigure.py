@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as c10d
@@ -11,17 +12,17 @@ from mpicoll.api.reconfigure import Reconfigurable
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.errors import DistBackendError
 from mpicoll.torch.backend import SUCCESS, BackedGroup, TorchBackend
-from mpicoll.torch.compilation import uncompiled
-from mpicoll.torch.works import Done
+from mpicoll.torch.compilation import disable_compile
+from mpicoll.torch.works import CompletedWork
 
 __all__ = ["ReconfigurableBackend", "ReconfigurableGroup"]
 
 
-@uncompiled
+@disable_compile
 class ReconfigurableBackend(TorchBackend):
-    """A backend on one group of the core after the other; on none before the first reconfigure.
+    """A backend whose group of the core changes; it has none before the first reconfigure.
 
-    base: the core's group of all processes of the job, which only this serves.
+    base: the core's group of all processes of the job, for this backend only.
     """
 
     supports_reconfigure = True
@@ -32,7 +33,7 @@ class ReconfigurableBackend(TorchBackend):
 
     @property
     def core(self) -> ProcessGroup:
-        """The group that stands; raises DistBackendError (a RuntimeError) where there is none."""
+        """The current group; reading raises DistBackendError (a RuntimeError) if there is none."""
         group = self._groups.group
         if group is None or group.closed is not None:
             raise DistBackendError(
@@ -43,75 +44,75 @@ class ReconfigurableBackend(TorchBackend):
 
     @core.setter
     def core(self, base: ProcessGroup) -> None:
-        """Nothing: the group that stands is that of the last reconfigure."""
+        """Do nothing: ``reconfigure`` sets the current group."""
 
     def rank(self) -> int:
-        """This process's rank in the group that stands, before the first in the job."""
+        """Return this process's rank in the current group; in the job before the first group."""
         return (self._groups.group or self._groups.base).rank()
 
     def size(self) -> int:
-        """The number of ranks of the group that stands, before the first of the job."""
+        """Return the number of ranks of the current group; of the job before the first group."""
         return (self._groups.group or self._groups.base).size()
 
     def get_reconfigure_handle(self) -> str:
-        """What names this process in ``reconfigure``."""
+        """Return the handle of this process for ``reconfigure``."""
         return self._groups.handle()
 
-    def reconfigure(self, opts: Any) -> Done:
-        """Makes the group of the processes that ``opts.handles`` name; they alone call.
+    def reconfigure(self, opts: Any) -> CompletedWork:
+        """Create the group of the processes with ``opts.handles``; only they call.
 
-        Raises as ``mpicoll.api.reconfigure.Reconfigurable.reconfigure`` says.
+        Raises the errors of ``mpicoll.api.reconfigure.Reconfigurable.reconfigure``.
         """
         self._batch = None
         self._groups.reconfigure(opts.uuid, opts.handles, opts.timeout)
-        return Done()
+        return CompletedWork()
 
     def get_error(self) -> Any:
-        """torch's ErrorType; SUCCESS between an abort and the next reconfigure, as with Gloo."""
+        """Return torch's ErrorType: as with Gloo, SUCCESS between an abort and the next group."""
         group = self._groups.group
         return SUCCESS if group is None or group.closed is not None else super().get_error()
 
-    def set_timeout(self, timeout: Any) -> None:
-        """Sets the timeout of all calls to come, in the groups to come as well."""
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of all later calls, in later groups as well."""
         limit = timeout.total_seconds()
         self._groups.base.timeout = limit
         if self._groups.group is not None:
             self._groups.group.timeout = limit
 
     def abort(self) -> None:
-        """Gives up what is pending and the group that stands; ``reconfigure`` makes another."""
+        """Abandon the current group and its pending calls; ``reconfigure`` creates another."""
         self._call_abort_hooks()
         group = self._groups.group
         if group is not None and group.closed is None:
             lifecycle.abandon(group)
 
     def shutdown(self) -> None:
-        """Ends the group that stands, and MPI's part in the job."""
+        """End the current group, and the use of MPI."""
         if self._groups.base.closed is None:
             lifecycle.destroy_process_group(self._groups.base)
 
 
-@uncompiled
+@disable_compile
 class ReconfigurableGroup(BackedGroup):
     """The process group in front of a ``ReconfigurableBackend``, whose rank and size change."""
 
     backend: ReconfigurableBackend
 
     def rank(self) -> int:
-        """This process's rank in the group that stands."""
+        """Return this process's rank in the current group."""
         return self.backend.rank()
 
     def size(self) -> int:
-        """The number of ranks of the group that stands."""
+        """Return the number of ranks of the current group."""
         return self.backend.size()
 
     # The names by which C++ looks for these.
     getRank, getSize = rank, size
 
     def get_reconfigure_handle(self) -> str:
-        """What names this process in ``reconfigure``."""
+        """Return the handle of this process for ``reconfigure``."""
         return self.backend.get_reconfigure_handle()
 
     def reconfigure(self, opts: Any) -> c10d.Work:
-        """Makes the group of the processes that ``opts.handles`` name; they alone call."""
+        """Create the group of the processes with ``opts.handles``; only they call."""
         return self.backend.reconfigure(opts)

@@ -1,8 +1,6 @@
-"""Sparse tensors (COO): the gradients of ``nn.Embedding(sparse=True)``, which DDP all_reduces."""
+"""all_reduce of sparse tensors (COO): in DDP, the gradients of ``nn.Embedding(sparse=True)``."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -11,7 +9,7 @@ from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
-from mpicoll.primitives import by_name
+from mpicoll.primitives import Primitive, by_name
 
 __all__ = ["all_reduce"]
 
@@ -20,13 +18,13 @@ _ALL_GATHER_SINGLE = by_name["all_gather_single"]
 
 
 def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp) -> Work:
-    """Begins the sum of every rank's tensor, in place; the result is coalesced.
+    """Begin the sum of the tensors of all ranks, in place; the result is coalesced.
 
-    Every rank gets the indices and values of all and adds them in the order of the ranks, so all
-    end with the same bits. Ranks may have any number of nonzeros; layout and shape must agree.
+    Every rank gathers all indices and values and adds them in the order of the ranks, so that all
+    get the same bits. Ranks may have any number of nonzeros; layout and shape must agree.
 
     Raises UnsupportedError for operations other than SUM and AVG; the Work raises MismatchError
-    where shapes differ.
+    if shapes differ.
     """
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UnsupportedError(
@@ -46,19 +44,19 @@ def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp) -> Work:
 
 
 def _sum(group: ProcessGroup, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    counts = _counts(group, own)
+    counts = _gather_counts(group, own)
     indices, values = own.indices(), own.values()
-    # An entry's indices lie together when entries are rows.
+    # With entries as rows, the indices of each entry are contiguous.
     all_indices = _gather(group, indices.t().contiguous(), counts)
     all_values = _gather(group, values, counts)
     if op is ReduceOp.AVG:
         all_values /= group.size()
-    whole = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape)
-    return whole.coalesce()
+    total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape)
+    return total.coalesce()
 
 
-def _counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
-    """The number of entries of each rank, once the ranks' tensors are seen to agree."""
+def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
+    """Check that the ranks' tensors agree; return the number of entries of each rank."""
     mine = torch.tensor([own._nnz(), own.sparse_dim(), own.dense_dim(), *own.shape])
     table = torch.empty(group.size(), len(mine), dtype=torch.int64)
     _run(group, _ALL_GATHER_SINGLE, table, mine)
@@ -73,11 +71,16 @@ def _counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
 
 
 def _gather(group: ProcessGroup, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """The rows of all ranks, one rank's after another's."""
-    whole = own.new_empty(sum(counts), *own.shape[1:])
-    _run(group, _ALL_GATHER, list(whole.split(counts)), own)
-    return whole
+    """Return the rows of all ranks, in the order of the ranks."""
+    rows = own.new_empty(sum(counts), *own.shape[1:])
+    _run(group, _ALL_GATHER, list(rows.split(counts)), own)
+    return rows
 
 
-def _run(group: ProcessGroup, primitive: Any, output: Any, input: torch.Tensor) -> None:
+def _run(
+    group: ProcessGroup,
+    primitive: Primitive,
+    output: torch.Tensor | list[torch.Tensor],
+    input: torch.Tensor,
+) -> None:
     execute.run(primitive, group, False, output, input)

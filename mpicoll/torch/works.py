@@ -1,4 +1,4 @@
-"""What asynchronous calls give PyTorch: torch's Work and Future over the core's."""
+"""torch's Work and Future over the core's, for the results of calls."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torch.distributed import Work as TorchWork
 
 from mpicoll.core import work as core
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.torch.compilation import uncompiled
+from mpicoll.torch.compilation import disable_compile
 
-__all__ = ["Done", "Pending", "Received", "flat", "joined"]
+__all__ = ["CompletedWork", "PendingWork", "ReceiveWork", "flatten", "join_works"]
 
 _ZERO = timedelta(0)
-_RESULT = torch._C._distributed_c10d.WorkResult
+_WorkResult = torch._C._distributed_c10d.WorkResult
 
 
-#: Works that Python has let go of without waiting for them, the latest ones. C++ may have them:
-#: DDP's reducer keeps a Work that it is given without its Python half, which does the waiting. What
-#: they fill is kept as well if it is small, such as DDP's count of ranks.
-_let_go: deque[Any] = deque(maxlen=64)
+#: The latest Works that Python has dropped without waiting for them. C++ may still hold them: DDP's
+#: reducer keeps a Work without its Python half, which does the waiting. Small outputs, such as
+#: DDP's count of ranks, are kept as well.
+_dropped: deque[PendingWork] = deque(maxlen=64)
+#: The most bytes of outputs that are kept.
 _SMALL = 1 << 16
 
 
-@uncompiled
-class Pending(TorchWork):  # type: ignore[misc]
+@disable_compile
+class PendingWork(TorchWork):  # type: ignore[misc]
     """A call that is under way: one Work of the core, or several that were begun together.
 
     outputs: the tensors that the call fills.
@@ -45,17 +46,17 @@ class Pending(TorchWork):  # type: ignore[misc]
         if self._waited_for or self._future is not None:
             return
         if any(work.is_completed() and not work.is_success() for work in self._works):
-            return  # its error is told when it goes
+            return  # the core's Work prints its error when it is deleted
         if sum(one.numel() * one.element_size() for one in self._outputs) > _SMALL:
             self._outputs = ()
             for work in self._works:
                 work.outputs = ()
-        _let_go.append(self)
+        _dropped.append(self)
 
     def wait(self, timeout: timedelta = _ZERO) -> bool:
-        """Waits until the outputs are filled; ``timeout`` of zero is the group's.
+        """Wait until the outputs are filled; a ``timeout`` of zero is the group's.
 
-        Raises what went wrong, CollectiveTimeoutError (a RuntimeError) when the time is over.
+        Raises the call's error, and CollectiveTimeoutError (a RuntimeError) when the time is over.
         """
         self._waited_for = True
         for work in self._works:
@@ -63,155 +64,155 @@ class Pending(TorchWork):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        """The same as ``wait()``: what has ended can be seen by every stream."""
+        """Wait as ``wait()`` does: the result is there for every stream."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as ``wait()``: what has ended can be seen by every stream."""
+        """Wait as ``wait()`` does: the result is there for every stream."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """True once the call has ended, well or not."""
+        """Return whether the call has ended, with success or an error."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """True once the call has ended well."""
+        """Return whether the call has ended with success."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """What went wrong, None if nothing has."""
+        """Return the call's error, None if there is none (yet)."""
         errors = (work.exception() for work in self._works)
         return next((error for error in errors if error is not None), None)
 
     def result(self) -> list[Any]:
-        """The output tensors, once they are filled."""
+        """Wait, and return the output tensors."""
         self.wait()
         return list(self._outputs)
 
     def get_future(self) -> Any:
-        """A torch.futures.Future of the list of output tensors."""
+        """Return a torch.futures.Future of the list of output tensors."""
         if self._future is None:
-            self._future = _future(self._works, list(self._outputs))
+            self._future = _build_future(self._works, list(self._outputs))
         return self._future
 
     def get_future_result(self) -> Any:
-        """A torch.futures.Future of the WorkResult: SUCCESS, TIMEOUT or COMM_ERROR."""
+        """Return a torch.futures.Future of the WorkResult: SUCCESS, TIMEOUT or COMM_ERROR."""
         works = self._works
-        return self.get_future().then(lambda _: _result_of(works))
+        return self.get_future().then(lambda _: _find_result(works))
 
     def source_rank(self) -> int:
-        """The rank in the group that a receive got its message from."""
+        """Return the rank that the message of a receive came from."""
         return self._works[0].source_rank()
 
     def _source_rank(self) -> int:
         return self.source_rank()
 
 
-@uncompiled
-class Received(Pending):
-    """A receive. Its sender is named by rank in the group, as torch asks for."""
+@disable_compile
+class ReceiveWork(PendingWork):
+    """A receive. Its source is a rank in the group, as in torch."""
 
     def __init__(self, group: ProcessGroup, work: core.Work, outputs: Sequence[Any]) -> None:
         super().__init__((work,), outputs)
         self._group = group
 
     def source_rank(self) -> int:
-        """The rank in the group that the message came from, -1 while it has not come."""
+        """Return the rank in the group that the message came from, -1 before it is received."""
         rank = self._group.group_rank(self._works[0].source_rank())
         return -1 if rank is None else rank
 
 
-@uncompiled
-class Done(TorchWork):  # type: ignore[misc]
-    """A synchronous call, which is over when it returns."""
+@disable_compile
+class CompletedWork(TorchWork):  # type: ignore[misc]
+    """A synchronous call, which is complete when it returns."""
 
-    #: What the call filled: a tensor, or a list of tensors.
+    #: The output of the call: a tensor, or a list of tensors.
     output: Any = ()
 
     def wait(self, timeout: timedelta = _ZERO) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Return: the call is complete."""
 
     def block_current_stream(self) -> None:
-        """Nothing is left to wait for."""
+        """Return: the call is complete."""
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """True: a synchronous call raises what goes wrong."""
+        """Return True: a synchronous call raises its errors."""
         return True
 
     def exception(self) -> BaseException | None:
-        """None: a synchronous call raises what goes wrong."""
+        """Return None: a synchronous call raises its errors."""
         return None
 
     def result(self) -> list[Any]:
-        """The output tensors."""
-        return flat(self.output)
+        """Return the output tensors."""
+        return flatten(self.output)
 
     def get_future(self) -> Any:
-        """A torch.futures.Future of the list of output tensors, which is done."""
-        return _future((), self.result())
+        """Return a completed torch.futures.Future of the list of output tensors."""
+        return _build_future((), self.result())
 
     def get_future_result(self) -> Any:
-        """A torch.futures.Future of WorkResult.SUCCESS."""
-        return self.get_future().then(lambda _: _RESULT.SUCCESS)
+        """Return a torch.futures.Future of WorkResult.SUCCESS."""
+        return self.get_future().then(lambda _: _WorkResult.SUCCESS)
 
 
-def joined(pending: Sequence[Pending]) -> Pending:
-    """One Work for several."""
-    return Pending(
+def join_works(pending: Sequence[PendingWork]) -> PendingWork:
+    """Return one Work for several."""
+    return PendingWork(
         [work for one in pending for work in one._works],
         [tensor for one in pending for tensor in one._outputs],
     )
 
 
-def flat(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output: of one, of a list, or of lists of lists."""
+def flatten(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output: a tensor, a list, or nested lists."""
     if isinstance(output, (list, tuple)):
-        return [tensor for one in output for tensor in flat(one)]
+        return [tensor for one in output for tensor in flatten(one)]
     return [] if output is None else [output]
 
 
-def _future(works: Sequence[core.Work], outputs: list[Any]) -> Any:
-    """A torch Future of ``outputs`` that ends when all works have, with an error if one has."""
-    # torch refuses values on devices that it was not told of.
+def _build_future(works: Sequence[core.Work], outputs: list[Any]) -> Any:
+    """Return a torch Future of ``outputs`` that ends with all works, with an error if one has."""
+    # A torch Future accepts only values on the devices that it was created with.
     devices = {one.device for one in outputs if one.is_cuda}
     ended: Any = torch.futures.Future(devices=list(devices))
     pending = list(works)
 
-    def look(done: core.Future | None) -> None:
-        # The works are done in any order; whoever finds the last one done settles the future.
+    def check_works(_: core.Future | None) -> None:
+        # The works end in any order; the callback that finds the last one done settles the future.
         while pending:
             if not pending[0].is_completed():
-                pending[0].get_future().add_done_callback(look)
+                pending[0].get_future().add_done_callback(check_works)
                 return
             if pending[0].exception() is not None:
                 break
             pending.pop(0)
         ended.set_result(None)
 
-    def outcome(_: Any) -> Any:
+    def get_outputs(_: Any) -> Any:
         for work in pending:  # the first of these has failed
             error = work.exception()
             if error is not None:
                 raise error
         return outputs
 
-    # Not Future.set_exception: it sets a value that raises where Python asks for it, and C++, such
-    # as DDP's reducer, would take the exception for a tensor. What a callback raises is an error.
-    found = ended.then(outcome)
-    look(None)
-    return found
+    # Not Future.set_exception: it sets a value that raises when Python reads it, and C++, such as
+    # DDP's reducer, would take the exception for a tensor. An exception in a callback is an error.
+    future = ended.then(get_outputs)
+    check_works(None)
+    return future
 
 
-def _result_of(works: Sequence[core.Work]) -> Any:
+def _find_result(works: Sequence[core.Work]) -> Any:
     errors = [work.exception() for work in works]
     if any(isinstance(error, TimeoutError) for error in errors):
-        return _RESULT.TIMEOUT
-    return _RESULT.SUCCESS if not any(errors) else _RESULT.COMM_ERROR
+        return _WorkResult.TIMEOUT
+    return _WorkResult.SUCCESS if not any(errors) else _WorkResult.COMM_ERROR

@@ -1,1 +1,1 @@
-"""Watching over a job: calls that do not match, ranks that do not come, processes that end."""
+"""Watching a job: calls that do not match, ranks that are late or lost, processes that end."""

@@ -149,7 +149,7 @@ def test_refused_ranks(world):
 
 
 def test_options_have_no_effect_and_one_warning(world, monkeypatch):
-    monkeypatch.setattr(backends, "_warned_of_options", False)
+    monkeypatch.setattr(backends, "_warned_about_options", False)
     everybody = list(range(world.size))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -16,10 +16,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 from mpicoll.errors import ArgumentError
-from mpicoll.torch.backend import AVAILABLE
+from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 C = torch._C._distributed_c10d
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="torch 2.15 is the first to have it")
+pytestmark = pytest.mark.skipif(
+    not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it"
+)
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_works_keep_their_answers(world, group, monkeypatch, name, watched):
     """torch hides a Python Work's: the caller gets the Work itself, whichever way the call goes."""
-    monkeypatch.setattr(type(group), "watched", lambda self: watched)
+    monkeypatch.setattr(type(group), "is_observed", lambda self: watched)
     x, many = torch.ones(2), [torch.ones(2) for _ in range(world.size)]
     work = CALLS[name](group, x, many)
     work.wait()
@@ -110,7 +112,7 @@ def test_a_message_from_anybody_names_its_sender(world, group):
 
 def test_errors_keep_their_kind(world, group, monkeypatch):
     """Through C++ and back."""
-    monkeypatch.setattr(type(group), "watched", lambda self: True)
+    monkeypatch.setattr(type(group), "is_observed", lambda self: True)
     with pytest.raises(ArgumentError, match="not in the group"):
         group.broadcast([torch.ones(1)], _rooted(world.size))
     total()
@@ -216,7 +218,7 @@ def test_the_flight_recorder_has_the_calls(world, group, monkeypatch):
     recorded = dist.new_group(list(range(world.size)))
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
     plain = dist.new_group(list(range(world.size)))
-    assert recorded.watched() and not plain.watched() and not group.watched()
+    assert recorded.is_observed() and not plain.is_observed() and not group.is_observed()
     C._reset_fr_trace(backend="mpicoll")
     for each in plain, recorded, group:
         dist.all_reduce(torch.ones(3, 2), group=each)
@@ -232,10 +234,10 @@ def test_the_flight_recorder_has_the_calls(world, group, monkeypatch):
 
 
 def test_the_dispatcher_is_left_out_while_nobody_looks_on(world, group):
-    assert not group.watched()
+    assert not group.is_observed()
     with CommDebugMode():
-        assert group.watched()
-    assert not group.watched()
+        assert group.is_observed()
+    assert not group.is_observed()
 
 
 def test_functional_collectives_into_outputs(world, group):

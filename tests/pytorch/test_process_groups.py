@@ -11,7 +11,7 @@ from conftest import BACKEND, not_gloo, start
 from inputs import equal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mpicoll.torch.backend import AVAILABLE
+from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 
 def sum_of_ranks(group):
@@ -254,7 +254,7 @@ def test_rank_and_size_that_disagree_with_mpi(nothing, mpi):
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(AVAILABLE, reason="from torch 2.15 on it offers most of it")
+@pytest.mark.skipif(HAS_PYTHON_BACKENDS, reason="from torch 2.15 on it offers most of it")
 def test_what_an_older_torch_cannot_offer_is_refused_by_name(world):
     """torch asks before it asks for more."""
     not_gloo("offers some of it")

@@ -113,10 +113,10 @@ def test_trace_file(world, folder):
 def test_an_event_by_itself():
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         for seconds in (0.03, 0.0):
-            with profiling.event("nap", [torch.ones(2, 7)]):
+            with profiling.record("nap", [torch.ones(2, 7)]):
                 time.sleep(seconds)
             time.sleep(0.02)
-        with pytest.raises(ZeroDivisionError), profiling.event("error", []):
+        with pytest.raises(ZeroDivisionError), profiling.record("error", []):
             _ = 1 / 0
     long, short = (event for event in profiler.events() if event.name == "mpicoll:nap")
     assert long.input_shapes == short.input_shapes == [[2, 7]]

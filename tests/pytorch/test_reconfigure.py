@@ -12,9 +12,11 @@ from mpi4py import MPI
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.errors import DistBackendError
-from mpicoll.torch.backend import AVAILABLE
+from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="torch 2.15 is the first to have it")
+pytestmark = pytest.mark.skipif(
+    not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it"
+)
 
 
 @pytest.fixture

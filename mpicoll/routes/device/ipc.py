@@ -44,7 +44,7 @@ from mpicoll.routes.device.space import at_home
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.transfers import CARRIED, transfer_of
 from mpicoll.routes.wire import all_gather_bytes
-from mpicoll.watch.consistency import listed
+from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -136,7 +136,7 @@ class Peers:
         return (
             f"{primitive_of(kind)} on rank {self.me} of group {self.group.group_name}: "
             f"the ranks' calls do not belong together: "
-            f"{listed(told(*row[:2]) for row in everybody.tolist())}"
+            f"{describe_by_rank(told(*row[:2]) for row in everybody.tolist())}"
         )
 
     def copy(self, into: int, source: int, nbytes: int) -> None:

@@ -50,7 +50,7 @@ from mpicoll.routes.host import exchange, mpi, shared
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import INT_MAX, datatype, scratch
-from mpicoll.watch.consistency import listed
+from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.routes.host.shared import Shared
@@ -136,7 +136,7 @@ class Levels:
             words = self.group.inner.allgather(told(call.signature, count))
             raise MismatchError(
                 f"{kind.primitive} on rank {self.group.rank()} of group {self.group.group_name}: "
-                f"the ranks' calls do not belong together: {listed(words)}"
+                f"the ranks' calls do not belong together: {describe_by_rank(words)}"
             ) from None
 
 

@@ -23,7 +23,7 @@ from mpicoll.kernels.reduction import loop
 from mpicoll.routes.host.shared_segment import Segment, share
 from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.transfers import Transfer, transfer_of
-from mpicoll.watch.consistency import listed
+from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -188,7 +188,7 @@ class Shared:
     def _look_as_often_as_is_good(self) -> None:
         """Where threads that compute, or other ranks, want the processor, a rank soon sleeps."""
         worker = self._group.worker
-        beside = worker is not None and worker.current
+        beside = worker is not None and worker.is_current
         crowded = self._crowded_beside if beside else self._crowded
         self._hold.looks = LOOKS_IN_A_CROWD if crowded else LOOKS
 
@@ -243,7 +243,7 @@ class Shared:
         name = texts[self._hold.me].partition(" ")[0]
         return MismatchError(
             f"{name} on rank {self._hold.me} of group {self._group.group_name}: the ranks' calls "
-            f"do not belong together: {listed(texts)}"
+            f"do not belong together: {describe_by_rank(texts)}"
         )
 
 

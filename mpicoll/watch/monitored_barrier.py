@@ -1,10 +1,10 @@
-"""monitored_barrier: a barrier that says who is missing."""
+"""monitored_barrier: a barrier that names the missing ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,50 +15,52 @@ if TYPE_CHECKING:
 
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["monitored_barrier"]
+__all__ = ["wait_for_ranks"]
 
 # Collectives have a context of their own, and the group's exchanges use tag 0.
 _ARRIVED, _VERDICT = 1, 2
-#: Seconds beyond the timeout that the others give rank 0 to tell them its verdict.
+#: Seconds beyond the timeout in which the others wait for rank 0's verdict.
 _GRACE = 2.0
 
+Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-def monitored_barrier(group: ProcessGroup, limit: float, wait_all: bool) -> None:
-    """Returns once all ranks of the group have called, or raises CollectiveTimeoutError.
+
+def wait_for_ranks(group: ProcessGroup, limit: float, wait_all: bool) -> None:
+    """Return once all ranks of the group have called, or raise CollectiveTimeoutError.
 
     limit: seconds that rank 0 waits for the others. wait_all: name every missing rank, not only
-    the first. Rank 0 tells the others the verdict; a rank that comes too late learns it then.
+    the first. Rank 0 sends the others the verdict; a rank that is late receives it then.
     """
     group.monitored += 1
     if group.rank() == 0:
-        _lead(group, limit, wait_all)
+        _wait_as_leader(group, limit, wait_all)
     else:
-        _follow(group, limit)
+        _wait_for_leader(group, limit)
 
 
 class _Inbox:
-    """The messages of call ``number`` from some ranks; older ones are of calls that failed."""
+    """The messages of barrier ``number`` from some ranks; older ones belong to failed barriers."""
 
     def __init__(self, comm: MPI.Intracomm, sources: Iterable[int], tag: int, number: int) -> None:
         self.comm, self.tag, self.number = comm, tag, number
-        self.boxes = {source: np.zeros(2, np.int64) for source in sources}
-        self.pending = {source: self._post(source) for source in self.boxes}
+        self.buffers = {source: np.zeros(2, np.int64) for source in sources}
+        self.pending = {source: self._receive(source) for source in self.buffers}
 
-    def _post(self, source: int) -> MPI.Request:
-        return self.comm.Irecv(self.boxes[source], source, self.tag)
+    def _receive(self, source: int) -> MPI.Request:
+        return self.comm.Irecv(self.buffers[source], source, self.tag)
 
-    def wait(self, moment: float) -> list[int]:
-        """Waits until ``moment``; the ranks that no message came from."""
+    def wait(self, end: float) -> list[int]:
+        """Wait until ``end`` at most; return the ranks whose message has not come."""
         pause = 1e-5
         while True:
-            late = time.monotonic() > moment
+            late = time.monotonic() > end
             for source, request in list(self.pending.items()):
                 if not request.Test():
                     continue
-                if self.boxes[source][0] == self.number:
+                if self.buffers[source][0] == self.number:
                     del self.pending[source]
                 else:
-                    self.pending[source] = self._post(source)
+                    self.pending[source] = self._receive(source)
             if late or not self.pending:
                 break
             time.sleep(pause)
@@ -70,26 +72,26 @@ class _Inbox:
         return missing
 
 
-#: Sends that were not complete at once, with what they send.
-_loose: list[tuple[MPI.Request, Any]] = []
+#: Sends that are not complete, with their buffers.
+_pending_sends: list[tuple[MPI.Request, Numbers]] = []
 
 
-def _post(comm: MPI.Intracomm, target: int, tag: int, number: int, value: int) -> None:
-    """Sends two numbers without waiting for whoever gets them."""
-    box = np.array([number, value], np.int64)
-    _loose.append((comm.Isend(box, target, tag), box))
-    _loose[:] = [(request, kept) for request, kept in _loose if not request.Test()]
+def _send(comm: MPI.Intracomm, target: int, tag: int, number: int, value: int) -> None:
+    """Send two numbers without waiting for the receiver."""
+    buffer = np.array([number, value], np.int64)
+    _pending_sends.append((comm.Isend(buffer, target, tag), buffer))
+    _pending_sends[:] = [(request, kept) for request, kept in _pending_sends if not request.Test()]
 
 
-def _lead(group: ProcessGroup, limit: float, wait_all: bool) -> None:
+def _wait_as_leader(group: ProcessGroup, limit: float, wait_all: bool) -> None:
     others = range(1, group.size())
     inbox = _Inbox(group.inner, others, _ARRIVED, group.monitored)
     missing = inbox.wait(time.monotonic() + limit)
-    for other in others:  # a rank that is missing gets its message when it comes
-        _post(group.inner, other, _VERDICT, group.monitored, len(missing))
+    for other in others:  # a missing rank receives its message when it comes
+        _send(group.inner, other, _VERDICT, group.monitored, len(missing))
     if missing:
         named = [group.ranks[r] for r in (missing if wait_all else missing[:1])]
-        # The words of torch's own function are among these, for those who look for them in logs.
+        # These include the words of torch's own message, for programs that look for them in logs.
         raise CollectiveTimeoutError(
             f"monitored_barrier on rank 0 of group {group.group_name}: "
             f"{'Ranks' if len(named) > 1 else 'Rank'} {', '.join(map(str, named))} failed to pass "
@@ -99,15 +101,15 @@ def _lead(group: ProcessGroup, limit: float, wait_all: bool) -> None:
         )
 
 
-def _follow(group: ProcessGroup, limit: float) -> None:
-    _post(group.inner, 0, _ARRIVED, group.monitored, 0)
+def _wait_for_leader(group: ProcessGroup, limit: float) -> None:
+    _send(group.inner, 0, _ARRIVED, group.monitored, 0)
     inbox = _Inbox(group.inner, [0], _VERDICT, group.monitored)
     where = f"monitored_barrier on rank {group.rank()} of group {group.group_name}"
     if inbox.wait(time.monotonic() + limit + _GRACE):
         raise CollectiveTimeoutError(
             f"{where}: rank 0 (global rank {group.ranks[0]}) did not arrive within {limit:g} s"
         )
-    missing = int(inbox.boxes[0][1])
+    missing = int(inbox.buffers[0][1])
     if missing:
         raise CollectiveTimeoutError(
             f"{where}: Rank {group.ranks[group.rank()]} successfully reached monitoredBarrier, but "

@@ -1,0 +1,170 @@
+"""Pickles of NumPy arrays, scalars and dtypes that are safe to load.
+
+NumPy's own pickles hand bytes of the sender to ``numpy.dtype`` and ``ndarray.__setstate__``, which
+turn them into pointers if the sender asks for it. Here they are pickled as calls of
+``rebuild_array``, ``rebuild_scalar`` and ``rebuild_dtype``, which check all their arguments.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import math
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mpicoll.errors import RefusedPickleError
+
+__all__ = ["get_reducers", "rebuild_array", "rebuild_dtype", "rebuild_scalar"]
+
+
+def _find_dtypes() -> dict[str, np.dtype[Any]]:
+    """Return the dtypes of fixed size of NumPy and ml_dtypes, by unique names."""
+    codes = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+    dtypes = {np.dtype(code).str: np.dtype(code) for code in codes}
+    for one in vars(ml_dtypes).values():
+        if isinstance(one, type) and issubclass(one, np.generic):
+            dtypes[one.__name__] = np.dtype(one)  # the ``str`` of many is that of a void
+    return dtypes
+
+
+_DTYPES = _find_dtypes()
+_SPECS = {dtype: spec for spec, dtype in _DTYPES.items()}
+#: ``str`` of NumPy's dtypes whose elements are plain bytes: not "O", whose elements are pointers.
+#: Units of time have no denominator: NumPy writes none, and divides by one that it reads.
+_PLAIN_DTYPE = re.compile(
+    r"[<>|]([biufcSUV][0-9]{1,9}|[Mm]8(\[([1-9][0-9]{0,8})?[A-Za-z]{1,2}\])?)"
+)
+#: The first number of dtypes that are not NumPy's own (NPY_USERDEF).
+_USER_DEFINED = 256
+#: The most bytes of an element: what a C int holds.
+_MAX_ITEMSIZE = 2**31 - 1
+
+
+def _reduce_array(array: np.ndarray[Any, Any]) -> Any:
+    spec = _describe_dtype(array.dtype)
+    if spec is None or not array.itemsize:
+        return array.__reduce_ex__(5)
+    fortran = array.flags.fnc
+    flat = array.ravel("F" if fortran else "C")  # a copy if the array is not contiguous
+    data: Any = flat.view(np.uint8)
+    if not array.flags.writeable:
+        data.flags.writeable = False
+    return rebuild_array, (spec, array.shape, fortran, pickle.PickleBuffer(data))
+
+
+def _reduce_scalar(scalar: np.generic) -> Any:
+    cell = np.asarray(scalar)
+    spec = _describe_dtype(cell.dtype)
+    if spec is None or not cell.itemsize:
+        return scalar.__reduce__()
+    return rebuild_scalar, (spec, cell.tobytes())
+
+
+def _reduce_dtype(dtype: np.dtype[Any]) -> Any:
+    spec = _describe_dtype(dtype)
+    return dtype.__reduce__() if spec is None else (rebuild_dtype, (spec,))
+
+
+#: How to pickle NumPy's types. Objects, subclasses and other types are pickled as NumPy does.
+_REDUCERS: dict[type, Callable[[Any], Any]] = {np.ndarray: _reduce_array}
+for _one in (*_DTYPES.values(), *map(np.dtype, ("S", "U", "V", "M8", "m8", "q", "Q"))):
+    _REDUCERS[_one.type] = _reduce_scalar
+    _REDUCERS[type(_one)] = _reduce_dtype
+_copyreg_reducers: dict[type, Callable[[Any], Any]] = {}
+_all_reducers = _REDUCERS
+
+
+def get_reducers() -> dict[type, Callable[[Any], Any]]:
+    """Return these reducers and those of copyreg, which the program may add to, in one dict.
+
+    A pickler would take longer with a ChainMap.
+    """
+    global _copyreg_reducers, _all_reducers
+    if copyreg.dispatch_table != _copyreg_reducers:
+        others = dict(copyreg.dispatch_table)
+        _all_reducers = {**others, **_REDUCERS}
+        _copyreg_reducers = others  # last, because other threads read it first
+    return _all_reducers
+
+
+def _describe_dtype(dtype: np.dtype[Any]) -> Any:
+    """Return what ``rebuild_dtype`` rebuilds a dtype from; None for one that it cannot rebuild."""
+    if dtype.metadata is not None:
+        return None
+    spec = _SPECS.get(dtype)
+    if spec is not None:
+        return spec
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        spec = _describe_dtype(base)
+        return None if spec is None else (spec, shape)
+    if dtype.names is None:
+        own = 0 <= dtype.num < _USER_DEFINED and _PLAIN_DTYPE.fullmatch(dtype.str)
+        return dtype.str if own and np.dtype(dtype.str).type is dtype.type else None
+    assert dtype.fields is not None
+    fields = [dtype.fields[name] for name in dtype.names]
+    specs = tuple(_describe_dtype(field[0]) for field in fields)
+    if None in specs or dtype.type is not np.void or len(dtype.fields) > len(fields):  # titles
+        return None
+    offsets = tuple(field[1] for field in fields)
+    return dtype.names, specs, offsets, dtype.itemsize, dtype.isalignedstruct
+
+
+def rebuild_dtype(spec: Any) -> np.dtype[Any]:
+    """Return the dtype, without objects, that ``_describe_dtype`` described.
+
+    Raises RefusedPickleError, or NumPy's errors, for any other ``spec``.
+    """
+    if type(spec) is str:
+        dtype = _DTYPES.get(spec)
+        if dtype is not None:
+            return dtype
+        if _PLAIN_DTYPE.fullmatch(spec):
+            return np.dtype(spec)
+    elif type(spec) is tuple and len(spec) == 2:
+        base, shape = rebuild_dtype(spec[0]), spec[1]
+        if _count_elements(shape) * base.itemsize <= _MAX_ITEMSIZE:
+            return np.dtype((base, shape))
+    elif type(spec) is tuple and len(spec) == 5:
+        names, specs, offsets, itemsize, aligned = spec
+        formats = [rebuild_dtype(one) for one in specs]
+        ends = [at + one.itemsize for at, one in zip(offsets, formats, strict=True)]
+        if all(type(n) is int and n >= 0 for n in (*offsets, itemsize)) and (
+            max((0, *ends)) <= itemsize <= _MAX_ITEMSIZE
+        ):
+            fields = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
+            return np.dtype(fields, align=bool(aligned))  # type: ignore[call-overload, no-any-return]
+    raise RefusedPickleError(f"a received array has no dtype that can be rebuilt: {spec!r:.99}")
+
+
+def _count_elements(shape: Any) -> int:
+    """Return the number of elements of a shape; raise RefusedPickleError if it is not a shape."""
+    if type(shape) is tuple:
+        for n in shape:
+            if type(n) is not int or n < 0:
+                break
+        else:
+            return math.prod(shape)
+    raise RefusedPickleError(f"a received array has a shape that cannot be: {shape!r:.99}")
+
+
+def rebuild_array(spec: Any, shape: Any, fortran: Any, data: Any) -> np.ndarray[Any, Any]:
+    """Return the array whose bytes are ``data``, on the same memory."""
+    dtype, size = rebuild_dtype(spec), memoryview(data).nbytes
+    # If elements had no bytes, a shape of any size would fit.
+    if not dtype.itemsize or _count_elements(shape) * dtype.itemsize != size:
+        raise RefusedPickleError(
+            f"a received array of shape {shape!r:.99} and dtype {dtype} has {size} bytes"
+        )
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, order="F" if fortran else "C")
+    return array
+
+
+def rebuild_scalar(spec: Any, data: Any) -> Any:
+    """Return the scalar whose bytes are ``data``."""
+    return rebuild_array(spec, (), False, bytearray(memoryview(data)))[()]

@@ -1,0 +1,285 @@
+"""Unpickling of received objects, under the restriction that the receiver has chosen.
+
+Unpickling can run any code that the sender chooses. ``restricted_pickle`` limits it to classes and
+functions that the receiver has named.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+
+from mpicoll.core.array_pickles import rebuild_array, rebuild_dtype, rebuild_scalar
+from mpicoll.errors import ArgumentTypeError, RefusedPickleError, UnsupportedError
+
+if TYPE_CHECKING:
+    from mpicoll.core.pickles import Bytes
+
+__all__ = ["load", "restricted_pickle"]
+
+
+#: Classes and functions by module and name, as pickles name them.
+Names = dict[tuple[str, str], Any]
+
+#: What received pickles may name; None for no restriction.
+_allowed: Names | None = None
+
+_NUMPY = (np.ndarray, np.generic, np.dtype)
+#: What pickles of NumPy's types name.
+_ARRAY_NAMES: Names = {
+    (one.__module__, one.__qualname__): one
+    for one in (rebuild_array, rebuild_scalar, rebuild_dtype)
+}
+#: Builtins that pickles name, and that hold only their own elements.
+_SAFE_BUILTINS: Names = {(one.__module__, one.__qualname__): one for one in (complex, range, slice)}
+
+
+class _RestrictedUnpickler(pickle._Unpickler):
+    """An unpickler of what the receiver has named, by three rules.
+
+    1. A name means what the receiver has named; nothing is imported or looked up.
+    2. Only named classes and functions are called.
+    3. Only objects that the pickle itself has created are changed, by filling them or setting their
+       state: no class, no function, and no object with other references, such as a member of an
+       Enum. NumPy's objects are never changed.
+
+    Only the opcodes of protocol 5 are allowed. An older one, for extensions, would find objects
+    without asking for their names.
+    """
+
+    # Inherited attributes, for type checkers.
+    dispatch: ClassVar[dict[int, Opcode]]
+    stack: list[Any]
+    metastack: list[list[Any]]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+
+    def __init__(self, data: bytes, buffers: Sequence[Bytes], allowed: Names) -> None:
+        super().__init__(io.BytesIO(data), buffers=[buffer.data for buffer in buffers])
+        self._names = allowed
+        self._callable_ids = {id(one) for one in allowed.values()}
+        self._created: dict[int, Any] = {}  # by id; held, so that no other object gets the id
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._names[module, name]
+        except KeyError:
+            raise RefusedPickleError(_describe_refusal(module, name)) from None
+
+    def add_created(self, obj: Any) -> None:
+        """Let the pickle change an object from now on."""
+        self._created[id(obj)] = obj
+
+    def check(self, obj: Any) -> None:
+        """Raise RefusedPickleError for an object that the pickle may not change."""
+        if id(obj) not in self._created:
+            what = obj.__name__ if isinstance(obj, type) else f"an object: {type(obj).__name__}"
+            raise RefusedPickleError(f"a received pickle changes {what}, which it has not made")
+
+    def call(self, named: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return ``function(*args, **kwargs)``; ``named`` is what the pickle calls."""
+        if id(named) not in self._callable_ids or type(args) is not tuple:
+            raise RefusedPickleError(
+                f"a received pickle calls an object of type {type(named).__name__}; only classes "
+                "and functions that restricted_pickle names are called"
+            )
+        result, references = _call(function, args, kwargs)
+        if references <= _SOLE_REFERENCE and not isinstance(result, _NUMPY):
+            self.add_created(result)
+        return result
+
+    def load_reduce(self) -> None:
+        args = self.stack.pop()
+        named = self.stack.pop()
+        self.append(self.call(named, named, args, {}))
+
+    def load_newobj(self) -> None:
+        args = self.stack.pop()
+        cls = self.stack.pop()
+        self.append(self.call(cls, partial(cls.__new__, cls), args, {}))
+
+    def load_newobj_ex(self) -> None:
+        kwargs = self.stack.pop()
+        args = self.stack.pop()
+        cls = self.stack.pop()
+        self.append(self.call(cls, partial(cls.__new__, cls), args, kwargs))
+
+    def load_bytearray8(self) -> None:
+        """Load a bytearray; the inherited method allocates as many bytes as the pickle claims."""
+        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
+
+    def refuse(self) -> None:
+        """Refuse an opcode that protocol 5 does not write."""
+        raise RefusedPickleError("the bytes received are no pickle of protocol 5")
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
+    """Return a function's result, and the number of references to it."""
+    result = function(*args, **kwargs)
+    return result, sys.getrefcount(result)
+
+
+#: The number of references to an object that only ``_call`` refers to.
+_SOLE_REFERENCE = _call(object, (), {})[1]
+
+
+def _describe_refusal(module: str, name: str) -> str:
+    what = f"{module}.{name}"
+    if (module, name) in _ARRAY_NAMES:
+        what = "numpy.ndarray"
+    elif module.partition(".")[0] == "numpy":
+        return (
+            f"a received object needs {what}, which no restriction allows: of NumPy's objects only "
+            "arrays of class numpy.ndarray, scalars and dtypes are, where they hold no objects"
+        )
+    return (
+        f"a received object needs {what}, which restricted_pickle does not allow; name it, or do "
+        "not trust the sender"
+    )
+
+
+Opcode = Callable[[Any], None]
+_LOADERS: dict[int, Opcode] = cast("Any", pickle._Unpickler).dispatch
+
+
+def _build_creating(opcode: bytes) -> Opcode:
+    """Build the loader of an opcode that creates the object on top of the stack."""
+    load = _LOADERS[opcode[0]]
+
+    def create(self: _RestrictedUnpickler) -> None:
+        load(self)
+        self.add_created(self.stack[-1])
+
+    return create
+
+
+def _build_changing(opcode: bytes, target: Callable[[_RestrictedUnpickler], Any]) -> Opcode:
+    """Build the loader of an opcode that changes an object deeper in the stack."""
+    load = _LOADERS[opcode[0]]
+
+    def change(self: _RestrictedUnpickler) -> None:
+        self.check(target(self))
+        load(self)
+
+    return change
+
+
+_SAFE_OPCODES = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
+    pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2,
+    pickle.LONG1, pickle.LONG4, pickle.BINFLOAT,
+    pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8,
+    pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8,
+    pickle.NEXT_BUFFER, pickle.READONLY_BUFFER,
+    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
+    pickle.FROZENSET, pickle.STACK_GLOBAL,
+)  # fmt: skip
+_CONTAINERS = pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET
+_RestrictedUnpickler.dispatch = {
+    **dict.fromkeys(range(256), _RestrictedUnpickler.refuse),
+    **{opcode[0]: _LOADERS[opcode[0]] for opcode in _SAFE_OPCODES},
+    **{opcode[0]: _build_creating(opcode) for opcode in _CONTAINERS},
+    pickle.APPEND[0]: _build_changing(pickle.APPEND, lambda self: self.stack[-2]),
+    pickle.SETITEM[0]: _build_changing(pickle.SETITEM, lambda self: self.stack[-3]),
+    pickle.APPENDS[0]: _build_changing(pickle.APPENDS, lambda self: self.metastack[-1][-1]),
+    pickle.SETITEMS[0]: _build_changing(pickle.SETITEMS, lambda self: self.metastack[-1][-1]),
+    pickle.ADDITEMS[0]: _build_changing(pickle.ADDITEMS, lambda self: self.metastack[-1][-1]),
+    pickle.BUILD[0]: _build_changing(pickle.BUILD, lambda self: self.stack[-2]),
+    pickle.REDUCE[0]: _RestrictedUnpickler.load_reduce,
+    pickle.NEWOBJ[0]: _RestrictedUnpickler.load_newobj,
+    pickle.NEWOBJ_EX[0]: _RestrictedUnpickler.load_newobj_ex,
+    pickle.BYTEARRAY8[0]: _RestrictedUnpickler.load_bytearray8,
+}
+
+
+def load(data: Bytes, buffers: Sequence[Bytes]) -> Any:
+    """Return the object of a received pickle and its buffers.
+
+    Raises RefusedPickleError for bytes that are no pickle, and for what restricted_pickle does not
+    allow. Without a restriction, raises what unpickling raises.
+    """
+    allowed = _allowed  # read once: another thread may lift it
+    if allowed is None:
+        return pickle.loads(data.data, buffers=buffers)
+    try:
+        return _RestrictedUnpickler(data.tobytes(), buffers, allowed).load()
+    except RefusedPickleError:
+        raise
+    except Exception as error:
+        raise RefusedPickleError(
+            f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
+        ) from error
+
+
+class restricted_pickle:
+    """Refuse received objects of other types, from now on or inside a with statement.
+
+    types: the classes and functions that received pickles may name. Numbers, strings, bytes, None,
+    tuples, lists, dicts, sets, ranges and slices need no name. numpy.ndarray, or any other of
+    NumPy's types, allows arrays of class ndarray, scalars and dtypes, as long as they hold no
+    objects; arrays of subclasses cannot be allowed.
+
+    ::
+
+        with dist.restricted_pickle(np.ndarray, MyConfig):
+            dist.broadcast_object_list(objects, src=0)
+
+    A pickle may call a named function with any arguments. It may create instances of a named class,
+    with or without its constructor, and give them any state, by ``__setstate__`` if there is one.
+    Other names are neither imported nor called, and the pickle changes only objects that it has
+    created: no attributes of classes, no members of an Enum. A sender can still waste the
+    receiver's time and memory.
+
+    The restriction holds for all threads, until the with statement ends or ``lift()`` is called.
+    Meanwhile received objects are rebuilt in Python, which takes longer, except for arrays.
+
+    A refused object, and bytes that are no object, raise RefusedPickleError on the rank that
+    received them. restricted_pickle itself raises ArgumentTypeError (a TypeError) for a type that
+    is neither class nor function, and UnsupportedError (a ValueError) for a subclass of
+    numpy.ndarray.
+    """
+
+    def __init__(self, *types: Any) -> None:
+        global _allowed
+        allowed = dict(_SAFE_BUILTINS)
+        for one in types:
+            module, name = getattr(one, "__module__", None), getattr(one, "__qualname__", None)
+            if not (callable(one) and isinstance(module, str) and isinstance(name, str)):
+                raise ArgumentTypeError(
+                    f"restricted_pickle: expected classes and functions, got {one!r}"
+                )
+            if not isinstance(one, type) or not issubclass(one, _NUMPY):
+                allowed[module, name] = one
+            elif issubclass(one, np.ndarray) and one is not np.ndarray:
+                raise UnsupportedError(
+                    f"restricted_pickle: {one.__qualname__}: arrays of subclasses of numpy.ndarray "
+                    "cannot be rebuilt safely; send them as numpy.ndarray"
+                )
+            else:
+                allowed.update(_ARRAY_NAMES)
+        self._before = _allowed
+        _allowed = allowed
+
+    def __enter__(self) -> restricted_pickle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.lift()
+
+    def lift(self) -> None:
+        """Restore the restriction of before."""
+        global _allowed
+        _allowed = self._before

@@ -1,0 +1,128 @@
+"""The groups of the core under torch's groups: creating and destroying them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as c10d
+
+from mpicoll import launch
+from mpicoll.api import lifecycle, subgroups
+from mpicoll.core import groups
+from mpicoll.core.groups import ProcessGroup, state
+from mpicoll.dispatch import execute
+from mpicoll.errors import UnsupportedError
+from mpicoll.torch import NAME, versions
+
+__all__ = ["abort", "create", "create_default", "create_subgroup", "destroy", "shrink"]
+
+#: The core's default group where torch's default group has another backend. No torch group stands
+#: on it, so that every group can end alone.
+_base: ProcessGroup | None = None
+#: The stores of rank 0, kept until the process ends: a rank that has destroyed its groups before
+#: rank 0 may call init_process_group again at the same port, with the previous store.
+_stores: list[c10d.Store] = []
+
+
+def create_default(
+    store: c10d.Store, rank: int, size: int, limit: float | None, name: str
+) -> ProcessGroup:
+    """Create the group of all ranks; the first one starts MPI.
+
+    limit: seconds after which an operation has failed, None for never.
+    """
+    if state.default is not None:
+        return create_subgroup(range(size), limit, name)
+    if rank == 0:
+        versions.warn_if_newer()  # once a job
+        _stores.append(store)
+    expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
+    rendezvous = launch.Rendezvous(store, rank, size, host=launch.loopback(_find_host(store)))
+    return lifecycle.begin(NAME, limit, "0", rendezvous=rendezvous, expected=expected)
+
+
+def _find_host(store: c10d.Store) -> str:
+    """Return the host at which all ranks reach a torch store, "" if the store does not say."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
+def create_subgroup(ranks: Sequence[int], limit: float | None, name: str) -> ProcessGroup:
+    """Create the group of some of the core's global ranks; only they call.
+
+    name: the same on all of them.
+    """
+    default = groups.default_group()
+    return execute.in_order(  # type: ignore[no-any-return]
+        default,
+        "new_group",
+        lambda: groups.create(
+            default,
+            ranks,
+            ranks,
+            backend=NAME,
+            timeout=limit,
+            name=f"torch:{name}",
+            description="undefined",
+        ),
+        everybody=False,
+    )
+
+
+def create(
+    store: c10d.Store, rank: int, ranks: Sequence[int], limit: float | None, name: str
+) -> ProcessGroup:
+    """Create the group of some of torch's global ranks; only they call.
+
+    Raises UnsupportedError if it is the first group and does not hold all ranks: it starts MPI.
+    """
+    global _base
+    if state.default is None:
+        world = c10d.get_world_size()
+        if len(ranks) != world:
+            raise UnsupportedError(
+                f"new_group: backend 'mpicoll' over a default group of backend "
+                f"{c10d.get_backend()!r}: the first such group starts MPI and must hold all "
+                f"{world} ranks, got {list(ranks)}; make one with ranks=None first, or begin with "
+                "init_process_group('mpicoll')"
+            )
+        _base = create_default(store, rank, world, limit, name)
+    return create_subgroup(ranks, limit, name)
+
+
+def shrink(group: ProcessGroup, excluded: Sequence[int], flags: int) -> ProcessGroup:
+    """Create the group of the remaining ranks of ``group``, which ends; only they call.
+
+    excluded: ranks in the group.
+    flags: SHRINK_ABORT abandons its pending operations.
+
+    If ``group`` is the default group, the new one takes its place, and global ranks are counted
+    anew, both in torch and in mpicoll.
+    """
+    return subgroups.shrink_group(list(excluded), group, flags)
+
+
+def destroy(group: ProcessGroup) -> None:
+    """Wait for pending operations and end the group; with the default group, end all groups.
+
+    Raises CollectiveTimeoutError if other ranks do not join the pending operations.
+    """
+    if group.closed is None and group is not _base:
+        lifecycle.destroy_process_group(group)
+    _destroy_base()
+
+
+def abort(group: ProcessGroup) -> None:
+    """End the group without waiting for pending operations, which other ranks may never join."""
+    if group.closed is None and group is not _base:
+        lifecycle.abandon(group)
+    _destroy_base()
+
+
+def _destroy_base() -> None:
+    """Destroy the base group after the last group that stands on it."""
+    global _base
+    if _base is not None and state.groups == [_base]:
+        _base = None
+        lifecycle.destroy_process_group()

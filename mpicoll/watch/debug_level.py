@@ -1,0 +1,64 @@
+"""How often the ranks' calls are compared: DebugLevel, as in torch.distributed."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from mpicoll import settings
+
+__all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
+
+
+class DebugLevel(IntEnum):
+    """How often the ranks' calls are compared.
+
+    OFF and INFO: in each of a group's first calls, and in a sample of the later ones. DETAIL: in
+    every call.
+    """
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+def _read_env() -> DebugLevel:
+    name = settings.DEBUG.value() or settings.TORCH_DEBUG.value() or DebugLevel.OFF.name
+    return DebugLevel[name.upper()]
+
+
+_level: DebugLevel | None = None
+
+
+def get_debug_level() -> DebugLevel:
+    """Return the debug level: how often the ranks' calls are compared.
+
+    It is the DebugLevel that was set, else that of MPICOLL_DEBUG, else that of
+    TORCH_DISTRIBUTED_DEBUG, else OFF.
+
+    Raises ArgumentError (a ValueError) if the variable has no valid value.
+    """
+    if _level is None:
+        set_debug_level_from_env()
+    assert _level is not None
+    return _level
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Set the debug level: how often the ranks' calls are compared.
+
+    level: a DebugLevel, or its number. The highest level of all ranks holds. A group adopts a new
+           level in the next call that it compares, so the ranks need not set it at the same place
+           in their programs.
+
+    Raises ValueError for another number.
+    """
+    global _level
+    _level = DebugLevel(level)
+
+
+def set_debug_level_from_env() -> None:
+    """Set the debug level from MPICOLL_DEBUG or TORCH_DISTRIBUTED_DEBUG.
+
+    Raises ArgumentError (a ValueError) if the variable has no valid value.
+    """
+    set_debug_level(_read_env())

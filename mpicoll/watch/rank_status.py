@@ -1,0 +1,221 @@
+"""Status messages: each rank tells others where it is among a group's calls.
+
+A rank sends its status when it ends, when it destroys the default group, and when it has waited in
+a call for a while. A rank that receives one may find that the sender has ended before this call, or
+that the two have made different calls. Then both may wait for ever, each in another call, and the
+comparison of their calls will never be reached.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mpicoll import communicators
+from mpicoll.watch.consistency import RecordEntry, describe_call, digest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = [
+    "DESTROYING", "DESTROY_TIMEOUT", "EXITING", "RUNNING", "RankStatus", "compare_at_destroy",
+    "describe_mismatch", "find_departed", "find_missing", "lock", "receive", "send",
+]  # fmt: skip
+
+
+class RankStatus(NamedTuple):
+    """Where a rank is among a group's calls. All fields are sent as numbers of 64 bits.
+
+    group:  a hash of the group's name: a message may be left over from a group that has ended.
+    state:  RUNNING, EXITING or DESTROYING.
+    begun, formed: collectives that the rank has begun, and those of them that are not compared.
+    since:  the number of the call before which the ranks' calls were last compared.
+    number, kind, sizes, root: of the rank's last call that is compared.
+    calls:  the digest of its calls from ``since`` to ``number``.
+    """
+
+    group: int
+    state: int
+    begun: int
+    formed: int
+    since: int
+    number: int
+    kind: int
+    sizes: int
+    root: int
+    calls: int
+
+    @property
+    def last_call(self) -> RecordEntry:
+        """The rank's last call that is compared."""
+        return self.number, self.kind, self.sizes, self.root
+
+
+#: Sends that may never be received, with their buffers.
+_pending_sends: list[tuple[MPI.Request, np.ndarray[tuple[int], np.dtype[np.int64]]]] = []
+#: Held while a group's status messages are probed for, and while its communicators are freed.
+lock = threading.Lock()
+#: Seconds that a rank which destroys the default group waits for the status of the others, for all
+#: of its groups. A rank that comes later finds this one's.
+DESTROY_TIMEOUT = 1.0
+
+
+#: What a rank does: it makes more calls in a group; it ends without destroying its groups; it
+#: destroys them.
+RUNNING, EXITING, DESTROYING = range(3)
+
+
+def send(group: ProcessGroup, state: int = RUNNING) -> None:
+    """Send this rank's status to some members.
+
+    They are the ranks at distances of powers of two, both ways: few messages in a large group, all
+    others in a small one. One waiting rank that receives it is enough to end the job.
+    """
+    status = np.array(_build_status(group, state), np.int64)
+    with lock:
+        if group.closed is not None:
+            return
+        for other in _neighbours(group):
+            _pending_sends.append((group.messages.Isend(status, other, group.leave_tag), status))
+        _pending_sends[:] = [(one, kept) for one, kept in _pending_sends if not one.Test()]
+
+
+def _neighbours(group: ProcessGroup) -> set[int]:
+    n, me = group.size(), group.rank()
+    distances = [2**k for k in range(n.bit_length()) if 2**k < n]
+    return {(me + sign * distance) % n for distance in distances for sign in (1, -1)}
+
+
+def _build_status(group: ProcessGroup, state: int) -> RankStatus:
+    calls = tuple(group.recent)  # a copy: another thread may be making calls
+    counts = group.begun, group.formed
+    return RankStatus(_hash_name(group), state, *counts, calls[0][0], *calls[-1], digest(calls))
+
+
+def _hash_name(group: ProcessGroup) -> int:
+    return zlib.crc32(group.group_name.encode())
+
+
+def receive(group: ProcessGroup) -> None:
+    """Receive the status messages that have arrived."""
+    from mpi4py import MPI
+
+    envelope = MPI.Status()
+    try:
+        with lock:
+            while group.closed is None and group.messages.Iprobe(
+                MPI.ANY_SOURCE, group.leave_tag, envelope
+            ):
+                buffer = np.zeros(len(RankStatus._fields), np.int64)
+                source = envelope.Get_source()
+                group.messages.Irecv(buffer, source, group.leave_tag).Wait()
+                status = RankStatus(*buffer.tolist())
+                if status.group == _hash_name(group):
+                    group.statuses[source] = status
+    except MPI.Exception as error:
+        if not communicators.tells_of_loss(error):  # lost_ranks.check handles losses
+            raise
+
+
+def find_departed(group: ProcessGroup, states: tuple[int, ...] = (EXITING, DESTROYING)) -> set[int]:
+    """Return the ranks, in the group, that make no more calls, as far as ``receive`` knows."""
+    return {rank for rank, status in list(group.statuses.items()) if status.state in states}
+
+
+def find_missing(group: ProcessGroup, may_time_out: bool) -> list[int]:
+    """Return the global ranks that have departed before the collective that this rank is in.
+
+    may_time_out: the program may be waiting with a timeout, and go on after it: then only ranks
+    that have ended count.
+    """
+    departed = find_departed(group, (EXITING,) if may_time_out else (EXITING, DESTROYING))
+    return [group.ranks[rank] for rank in departed if group.statuses[rank].begun < group.begun]
+
+
+def describe_mismatch(group: ProcessGroup) -> str:
+    """Describe how another rank's calls since the last comparison differ from this rank's.
+
+    Returns "" if none differ, as far as ``receive`` knows.
+    """
+    formed, calls = group.formed, tuple(group.recent)
+    if formed != group.formed:  # another thread makes calls just now
+        return ""
+    for rank, status in list(group.statuses.items()):
+        if status.since != calls[0][0]:
+            continue
+        ahead = status.number - calls[-1][0]
+        if ahead * (status.formed - formed) < 0:
+            other, here = _describe_call(status.last_call), _describe_call(calls[-1])
+            if ahead < 0:
+                other = f"making another group after {other}"
+            else:
+                here = f"making another group after {here}"
+            return (
+                f"the calls of group {group.group_name} do not belong together: rank "
+                f"{group.ranks[rank]}: {other}; here: {here}"
+            )
+        if ahead > 0:  # this rank may yet make the same calls
+            continue
+        same_calls = tuple(call for call in calls if call[0] <= status.number)
+        if digest(same_calls) != status.calls:
+            return _describe_difference(group, rank, status, same_calls)
+    return ""
+
+
+def _describe_difference(
+    group: ProcessGroup, rank: int, status: RankStatus, calls: tuple[RecordEntry, ...]
+) -> str:
+    theirs = _describe_call(status.last_call)
+    here = _describe_call(calls[-1])
+    other = group.ranks[rank]
+    if here == theirs:
+        return (
+            f"rank {other} of group {group.group_name} has made other calls than this rank between "
+            f"call {status.since} and call {status.number}, {here}"
+        )
+    return (
+        f"the calls of group {group.group_name} do not belong together: rank {other}: {theirs}; "
+        f"here: {here}"
+    )
+
+
+def _describe_call(call: RecordEntry) -> str:
+    return f"call {call[0]}, {describe_call(call)}"
+
+
+def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
+    """Compare the calls once more, by the status of ranks that destroy all groups.
+
+    Without it no rank would find that one has made more calls than the others at the end.
+
+    Waits for the others until ``end``, by time.monotonic, at most. Returns whether all ranks that
+    send their status to this one have done so, so that no message is under way any more, and
+    the mismatch, "" for none.
+    """
+    send(group, DESTROYING)
+    expected = _neighbours(group)
+    pause = 1e-6
+    while True:
+        receive(group)
+        if expected <= find_departed(group) or time.monotonic() > end:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    mine = _build_status(group, DESTROYING)
+    for rank in sorted(find_departed(group)):
+        theirs = group.statuses[rank]
+        if theirs.since == mine.since and theirs[5:] != mine[5:]:
+            return False, (
+                f"rank {group.rank()} of group {group.group_name}: the ranks made different calls "
+                f"after call {mine.since}: the last of rank {rank} is "
+                f"{_describe_call(theirs.last_call)}; here it is {_describe_call(mine.last_call)}. "
+                "What these calls gave may be wrong. "
+                "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
+            )
+    return expected <= find_departed(group), ""

@@ -1,0 +1,215 @@
+"""The watchdog: a thread that ends the job when a rank is stuck inside MPI.
+
+A thread that is blocked inside MPI runs no Python. So another one handles Ctrl-C, looks for calls
+that exceed their group's timeout or wait for a rank that will not come, and listens for the end of
+other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpicoll import launch
+from mpicoll.core.groups import state
+from mpicoll.errors import LostRankError
+from mpicoll.output import write_lines
+from mpicoll.watch import lost_ranks, rank_status
+from mpicoll.watch.termination import INTERRUPTED, ExitHooks, end_stuck_job
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["Watchdog"]
+
+#: Seconds between checks of the groups.
+_TICK = 1.0
+#: Seconds that a process blocked in MPI has to come out of it by itself after Ctrl-C.
+_INTERRUPT_GRACE = 1.0
+#: Seconds between the news that another rank has ended the job and the end of this rank. Meanwhile
+#: it may print its own message, and the launcher sees which rank was first.
+_NEWS_GRACE = 0.5
+#: Seconds after which a rank that waits in a collective sends its status, and seconds after which a
+#: rank that does not wait receives the status messages of others.
+_SEND_AFTER, _RECEIVE_INTERVAL = 2.0, 10.0
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A group that is inside a collective.
+
+    number: of the collective. since: when it was first seen there. has_sent: the rank has sent its
+    status.
+    """
+
+    number: int
+    since: float
+    has_sent: bool = False
+
+
+class Watchdog:
+    """The watchdog thread and the ExitHooks, from init_process_group to destroy_process_group.
+
+    at_exit: called when the interpreter ends with success, without a destroy.
+    """
+
+    def __init__(self, at_exit: Callable[[], None]) -> None:
+        self._stopping = False
+        self._next_receive = time.monotonic() + _RECEIVE_INTERVAL
+        self._previous_fd = -1
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        self._exit_hooks = ExitHooks(at_exit)
+        self._hears_signals = threading.current_thread() is threading.main_thread()
+        if self._hears_signals:
+            self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            if self._previous_fd != -1:  # another listener, most likely asyncio
+                signal.set_wakeup_fd(self._previous_fd)
+                self._hears_signals = False
+        _watchdogs.add(self)
+        self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
+        self._thread.start()
+
+    def remove(self) -> None:
+        """Remove the hooks and end the thread."""
+        self._exit_hooks.remove()
+        owns_pipe = not self._hears_signals
+        if self._hears_signals and threading.current_thread() is threading.main_thread():
+            self._stop_hearing()
+            owns_pipe = True
+        self._stopping = True
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        _watchdogs.discard(self)
+        if owns_pipe:  # else Python still writes to the pipe at each signal
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def _stop_hearing(self) -> None:
+        current_fd = signal.set_wakeup_fd(-1)
+        if current_fd not in (self._writer, -1):
+            signal.set_wakeup_fd(current_fd)
+
+    def forget(self) -> None:
+        """Close the pipe in a forked child: it is the parent's."""
+        if self._hears_signals:
+            self._stop_hearing()
+        os.close(self._reader)
+        os.close(self._writer)
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        waits: dict[ProcessGroup, _Wait] = {}
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        session = launch.current()
+        if session is not None:
+            poll.register(session, select.POLLIN)
+        while True:
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * _TICK)]
+            if self._stopping:
+                return
+            if self._reader in ready and signal.SIGINT in os.read(self._reader, 512):
+                self._handle_interrupt()
+            if session is not None and session.fileno() in ready:
+                self._handle_news(session.ending(), session.rank)
+            self._check_groups(waits)
+
+    def _find_groups_inside(self) -> list[ProcessGroup]:
+        """Return the groups that are inside a collective."""
+        return [group for group in list(state.groups) if group.lock.locked()]
+
+    def _handle_interrupt(self) -> None:
+        """End the job after Ctrl-C if a call is blocked in MPI.
+
+        Python raises KeyboardInterrupt between two bytecodes, which a blocked call never reaches.
+        """
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        before = {group: group.begun for group in self._find_groups_inside() if not group.busy()}
+        time.sleep(_INTERRUPT_GRACE)
+        if any(before.get(group) == group.begun for group in self._find_groups_inside()):
+            end_stuck_job("interrupted while it waited for other ranks", INTERRUPTED)
+
+    def _handle_news(self, news: tuple[str, int] | None, rank: int) -> None:
+        """End this rank, because another has ended the job."""
+        if news is None:
+            return
+        why, code = news
+        if not why:  # MPI_Abort in this process leaves its end to what has started it
+            os._exit(code)
+        time.sleep(_NEWS_GRACE)
+        if not self._stopping:
+            write_lines(f"mpicoll: rank {rank}: {why}; ending too")
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stdout.flush()
+            os._exit(code)
+
+    def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
+        now = time.monotonic()
+        # The status messages for a rank that never waits must not pile up. Where MPI lets one
+        # thread in at a time, the program may be inside it now.
+        if now > self._next_receive and not launch.is_serialized():
+            self._next_receive = now + _RECEIVE_INTERVAL
+            for group in list(state.groups):
+                rank_status.receive(group)
+        if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
+            for group in list(state.groups):
+                lost_ranks.check(group)
+        inside = self._find_groups_inside()
+        for group in [group for group in waits if group not in inside]:
+            del waits[group]
+        for group in inside:
+            wait = waits.get(group)
+            if wait is None or wait.number != group.begun:
+                waits[group] = _Wait(group.begun, now)
+            else:
+                self._check_wait(group, wait, now)
+
+    def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
+        """Look whether the collective that a group waits in will ever end."""
+        rank_status.receive(group)
+        lost = isinstance(group.broken, LostRankError)  # its calls are about to end
+        missing = [] if lost else rank_status.find_missing(group, group.keeps_time or group.busy())
+        if missing:
+            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            end_stuck_job(f"{who} ended without making this call", 1)
+        if not group.keeps_time and not lost:
+            if not wait.has_sent and now - wait.since > _SEND_AFTER:
+                wait.has_sent = True
+                rank_status.send(group)
+            mismatch = rank_status.describe_mismatch(group)
+            if mismatch:
+                end_stuck_job(mismatch, 1)
+        late = group.timeout is not None and now - wait.since > group.timeout
+        if late and group.busy():
+            # A call of Work.wait() checks the timeout itself; a Future does not.
+            for work in [one for one in list(group.pending) if one.has_future]:
+                work.time_out(group.timeout)
+        elif late and not group.keeps_time:
+            end_stuck_job(
+                f"the other ranks of group {group.group_name} did not come within its timeout "
+                f"of {group.timeout:g} s",
+                1,
+            )
+
+
+_watchdogs: set[Watchdog] = set()
+
+
+def _after_fork() -> None:
+    while _watchdogs:
+        _watchdogs.pop().forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -22,7 +22,7 @@ from mpicoll.dispatch import execute
 from mpicoll.dispatch.execute import run_plain
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError
-from mpicoll.primitives import PRIMITIVES, Primitive
+from mpicoll.primitives import PRIMITIVES, Primitive, by_name
 from mpicoll.torch import NAME, core_groups, profiling, sparse
 from mpicoll.torch.arguments import (
     OPERATION_BY_HASH,
@@ -43,10 +43,18 @@ Tensors = Sequence[Tensor]
 #: The rows of each rank, of the output and of the input.
 Splits = tuple[Sequence[int], Sequence[int]]
 
-(
-    _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER, _ALL_GATHER_SINGLE, _GATHER, _SCATTER,
-    _REDUCE_SCATTER, _REDUCE_SCATTER_SINGLE, _ALL_TO_ALL, _ALL_TO_ALL_SINGLE, _BARRIER,
-) = PRIMITIVES  # fmt: skip
+_BROADCAST = by_name["broadcast"]
+_ALL_REDUCE = by_name["all_reduce"]
+_REDUCE = by_name["reduce"]
+_ALL_GATHER = by_name["all_gather"]
+_ALL_GATHER_SINGLE = by_name["all_gather_single"]
+_GATHER = by_name["gather"]
+_SCATTER = by_name["scatter"]
+_REDUCE_SCATTER = by_name["reduce_scatter"]
+_REDUCE_SCATTER_SINGLE = by_name["reduce_scatter_single"]
+_ALL_TO_ALL = by_name["all_to_all"]
+_ALL_TO_ALL_SINGLE = by_name["all_to_all_single"]
+_BARRIER = by_name["barrier"]
 
 #: The primitives that ``run_plain`` serves.
 _PLAIN_PRIMITIVES = {row for row in PRIMITIVES if row.output and not row.listed}

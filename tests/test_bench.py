@@ -225,8 +225,9 @@ kinds, made = bench_calls.variants, {}
 bench_calls.variants = lambda row: kinds(row)[:1]
 def own_call(case, buffers, variant, waits):
     from mpi4py import MPI
+    from mpicoll.cli import bench_others
     if not made:
-        made["other"] = bench_calls.OTHERS["$WHO"](MPI.COMM_WORLD)
+        made["other"] = bench_others.OTHERS["$WHO"](MPI.COMM_WORLD, bench_calls.Host())
     return made["other"].call(case, buffers)
 bench_calls.own_call = own_call
 """

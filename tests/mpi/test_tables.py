@@ -13,6 +13,7 @@ from driver import NAMES, Exact, same_on_all
 
 import mpicoll as dist
 from mpicoll.cli import tune_measure
+from mpicoll.cli.timing import Effort
 from mpicoll.core import tables
 from mpicoll.core.groups import default_group, state
 from mpicoll.dtypes import ReduceOp, by_name
@@ -201,7 +202,7 @@ def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
 # --- what tune measures -------------------------------------------------------------------------
 
 #: Few calls at a time, and time enough on any machine.
-EFFORT = tune_measure.Effort(60.0, 1e-5, 1)
+EFFORT = Effort(60.0, 1e-5, 3, 25)
 
 
 def measured(kinds, sizes, effort=EFFORT, spent=lambda: 0.0):
@@ -239,7 +240,7 @@ def test_what_is_called(world):
         assert called == expected, name
         assert list(outcome.figures) == [name] and list(outcome.figures[name]) == points
         assert outcome.last == {name: sizes[-1]}
-        assert outcome.repetitions == tune_measure.REPETITIONS[1]
+        assert outcome.samples == 25
 
 
 def test_the_slowest_rank_counts(world, mpi):
@@ -286,7 +287,7 @@ class Clock:
 
 
 #: One call is timed at a time, as they are slow by the clock, or would be if they were not made up.
-ONE_BY_ONE = tune_measure.Effort(100.0, 1e-12, 5)
+ONE_BY_ONE = Effort(100.0, 1e-12, 3, 25)
 SIZES = [8 << i for i in range(8)]
 
 
@@ -304,7 +305,7 @@ def test_time_is_up(clock, mpi):
     assert max(clock.begun) < 100
     assert all(one == outcome for one in mpi.allgather(outcome))
     assert outcome.last["broadcast"] < outcome.last["all_reduce"] == SIZES[-1]
-    assert outcome.repetitions >= 3
+    assert outcome.samples >= 3
     for name, figures in outcome.figures.items():
         assert max(figures) == outcome.last[name]
 
@@ -337,7 +338,7 @@ def test_calls_that_become_slow(clock, mpi):
         clock.slow = text.startswith("repetition")
 
     outcome = tune_measure.measure(default_group(), [kind], SIZES, ONE_BY_ONE, clock.spent, told)
-    assert max(clock.begun) < 100 and outcome.repetitions >= 3
+    assert max(clock.begun) < 100 and outcome.samples >= 3
     assert 0 < outcome.last["broadcast"] < SIZES[-1]
     assert all(one == outcome for one in mpi.allgather(outcome))
 
@@ -345,4 +346,4 @@ def test_calls_that_become_slow(clock, mpi):
 def test_all_that_there_is_time_for(clock):
     outcome = measured([clock.kind("broadcast", 1e-5)], SIZES, ONE_BY_ONE, clock.spent)
     assert outcome.last == {"broadcast": SIZES[-1]}
-    assert outcome.repetitions == tune_measure.REPETITIONS[1]
+    assert outcome.samples == 25

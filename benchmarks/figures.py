@@ -1,22 +1,23 @@
-"""Draws what ``make bench`` measured, as SVG; needs matplotlib."""
+"""Draw what ``make bench`` measured, as SVG; needs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 import aims
 import matplotlib
-from aims import Results
+from aims import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Results
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from measure import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Times, bytes_shown
 
 from mpicoll.cli.bench_plot import COLOURS
+from mpicoll.cli.timing import Times
+from mpicoll.core.tables import shown
 
-#: Who has which colour, line and mark.
+#: Colours, lines and marks.
 STYLES: dict[str, dict[str, Any]] = {
     MPI4PY: {"color": COLOURS["mpi4py"], "marker": "s"},
     FACADE: {"color": COLOURS["mpicoll"], "marker": "o"},
@@ -29,8 +30,11 @@ DTYPES = {"float32": "-", "bfloat16": "--", "float16": "-.", "int8": ":"}
 LINES = ["-", "--", "-.", ":"]
 
 
-def draw(found: Sequence[Results], folder: Path) -> None:
-    """Draws all of it into the folder, which is made."""
+def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = None) -> list[str]:
+    """Draw figures into the folder, which is made; return their names.
+
+    only: the names of figures to draw again; None for all. Those that are not there are drawn.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     matplotlib.rcParams |= {
         "svg.fonttype": "none",  # text stays text
@@ -44,15 +48,19 @@ def draw(found: Sequence[Results], folder: Path) -> None:
     primitives = dict.fromkeys(
         one["primitive"] for each in found for one in each.find(section="sizes")
     )
-    for primitive in primitives:
-        _save(_sizes(found, primitive), folder / f"{primitive}.svg")
+    figures: dict[str, Callable[[Sequence[Results]], Figure]] = {
+        name: partial(_sizes, primitive=name) for name in primitives
+    }
     for name, section in (("dtypes", _dtypes), ("overlap", _overlap), ("growth", _growth)):
         if any(each.find(section=name) for each in found):
-            _save(section(found), folder / f"{name}.svg")
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None})
+            figures[name] = section
+    drawn = []
+    for name, figure in figures.items():
+        path = folder / f"{name}.svg"
+        if only is None or name in only or not path.exists():
+            figure(found).savefig(path, metadata={"Date": None})
+            drawn.append(name)
+    return drawn
 
 
 def _grid(rows: int, titles: Sequence[str], what: str) -> tuple[Figure, Any]:
@@ -67,7 +75,7 @@ def _grid(rows: int, titles: Sequence[str], what: str) -> tuple[Figure, Any]:
 def _by_bytes(axis: Any, unit: str) -> None:
     axis.set_xscale("log", base=4)
     axis.set_yscale("log")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: bytes_shown(round(size))))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: shown(round(size))))
     axis.tick_params(axis="x", rotation=45)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.minorticks_off()
@@ -77,16 +85,14 @@ def _by_bytes(axis: Any, unit: str) -> None:
 def _curve(
     axis: Any, times: dict[int, Times], value: Callable[[int, float], float], **style: Any
 ) -> None:
-    """A line of what the median comes to at each size, and what is between the quartiles."""
+    """Draw a line of the values of medians, and what is between the quartiles."""
     sizes = sorted(times)
     if not sizes:
         return
     axis.plot(sizes, [value(size, times[size].median) for size in sizes], **style)
-    quartiles = [quantiles(times[size].seconds, n=4) for size in sizes]
-    low, high = (
-        [value(size, three[i]) for size, three in zip(sizes, quartiles, strict=True)]
-        for i in (0, 2)
-    )
+    figures = [(size, times[size].figure) for size in sizes]
+    low = [value(size, each.low) for size, each in figures]
+    high = [value(size, each.high) for size, each in figures]
     axis.fill_between(sizes, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
 
@@ -107,7 +113,7 @@ def _legend(figure: Figure, axes: Iterable[Any], columns: int) -> None:
 
 
 def _sizes(found: Sequence[Results], primitive: str) -> Figure:
-    """Time and bandwidth of a collective by size."""
+    """Draw time and bandwidth of a collective by size."""
     figure, axes = _grid(2, [each.mpi for each in found], f"{primitive} of float32, two ranks")
     for column, results in zip(axes.T, found, strict=True):
         for who, style in STYLES.items():
@@ -123,7 +129,7 @@ def _sizes(found: Sequence[Results], primitive: str) -> Figure:
 
 
 def _dtypes(found: Sequence[Results]) -> Figure:
-    """Bandwidth of all_reduce by dtype."""
+    """Draw bandwidth of all_reduce by dtype."""
     figure, axes = _grid(1, [each.mpi for each in found], "all_reduce by dtype, two ranks")
     for axis, results in zip(axes[0], found, strict=True):
         for who in (MPI4PY, FACADE, GLOO):
@@ -138,7 +144,7 @@ def _dtypes(found: Sequence[Results]) -> Figure:
 
 
 def _overlap(found: Sequence[Results]) -> Figure:
-    """The share of a call that is hidden behind computation."""
+    """Draw the share of a call that is hidden behind computation."""
     points = dict.fromkeys(
         (one["ranks"], one["primitive"], one["bytes"])
         for each in found
@@ -155,7 +161,7 @@ def _overlap(found: Sequence[Results]) -> Figure:
                         xerr=100 * share.spread, color=STYLES[who]["color"],
                         error_kw={"linewidth": 0.6}, label=who,
                     )  # fmt: skip
-        names = [f"{p} {bytes_shown(size)}, {ranks} ranks" for ranks, p, size in points]
+        names = [f"{p} {shown(size)}, {ranks} ranks" for ranks, p, size in points]
         axis.set_yticks(range(len(points)), names)
         axis.set_xlim(-100, 100)
         axis.axvline(0, color="black", linewidth=0.6)
@@ -165,7 +171,7 @@ def _overlap(found: Sequence[Results]) -> Figure:
 
 
 def _growth(found: Sequence[Results]) -> Figure:
-    """Time by number of ranks."""
+    """Draw time by number of ranks."""
     every = [one for each in found for one in each.find(section="growth")]
     primitives = list(dict.fromkeys(one["primitive"] for one in every))
     processors = {record["machine"]["processors"] for each in found for record in each.records}
@@ -195,10 +201,10 @@ def _growth(found: Sequence[Results]) -> Figure:
 
 
 def _by_ranks(results: Results, who: str, primitive: str) -> dict[str, dict[int, Times]]:
-    """For each size the times by number of ranks. The smallest is a few bytes for each rank."""
+    """Return for each size the times by number of ranks; the smallest is a few bytes a rank."""
     lines: dict[str, dict[int, Times]] = {}
     for one in results.find(section="growth", case=who, primitive=primitive):
         size = one["bytes"]
-        name = "a few bytes" if size < KIB else bytes_shown(size)
+        name = "a few bytes" if size < KIB else shown(size)
         lines.setdefault(name, {})[one["ranks"]] = Times(one["seconds"])
     return lines

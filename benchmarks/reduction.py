@@ -1,32 +1,30 @@
-"""Time of the local reduction, SUM of 2 and of 4 sources, by dtype and by who computes.
+"""Time of the local reduction, SUM of 2 and of 4 sources, by dtype and implementation.
 
 ``compiled`` and ``numpy`` are the two implementations of ``kernels/reduction.py``, ``plain`` is one
 whole-array np.add after the other, which for narrow floats rounds at every step, and ``torch`` is
-torch.add, which rounds at every step too, in one thread. Repetitions are interleaved; a line gives
-the median, and the spread between the quartiles. GB/s counts every source read and the result
-written.
+torch.add, which rounds at every step too, in one thread. A line gives the median with half the
+distance between the quartiles. GB/s counts every source read and the result written.
 
-    python benchmarks/reduction.py [--elements N] [--repetitions N]
+    python benchmarks/reduction.py [--elements N] [--seconds S]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
+from mpicoll.cli.timing import Call, Effort, Timer
 from mpicoll.dtypes import DType, ReduceOp, by_name
 from mpicoll.kernels import library, reduction
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 
 
-def contestants(dtype: DType, n: int, count: int) -> dict[str, Callable[[], object]]:
-    """What to time, by name."""
+def contestants(dtype: DType, n: int, count: int) -> dict[str, Call]:
+    """Return what to time, by name."""
     rng = np.random.default_rng(0)
     sources = [rng.standard_normal(count).astype(dtype.numpy) for _ in range(n)]
     out = np.empty(count, dtype.numpy)
@@ -42,7 +40,7 @@ def contestants(dtype: DType, n: int, count: int) -> dict[str, Callable[[], obje
         for source in sources[2:]:
             np.add(out, source, out=out)
 
-    found: dict[str, Callable[[], object]] = {}
+    found: dict[str, Call] = {}
     if chosen:
         found["compiled"] = lambda: combine(chosen)
     found["numpy"] = lambda: combine(None)
@@ -68,56 +66,28 @@ def contestants(dtype: DType, n: int, count: int) -> dict[str, Callable[[], obje
     return found
 
 
-def measure(functions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
-    """Seconds of each call, the functions taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for repetition in range(repetitions + 2):
-        for name, function in functions.items():
-            function()  # what the others left in the caches is not this one's fault
-            start = time.perf_counter()
-            function()
-            if repetition >= 2:
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
-def report(dtype: DType, n: int, count: int, repetitions: int) -> None:
+def report(timer: Timer, dtype: DType, n: int, count: int, effort: Effort) -> None:
     """Print a line for each contestant."""
-    for name, times in measure(contestants(dtype, n, count), repetitions).items():
-        low, median, high = statistics.quantiles(times, n=4)
-        rate = (n + 1) * count * dtype.itemsize / median / 1e9
+    for name, times in timer.measure(contestants(dtype, n, count), effort).items():
+        rate = (n + 1) * count * dtype.itemsize / times.median / 1e9
         print(
-            f"{dtype.name:14} {n} sources  {name:9}{median * 1e3:8.3f} ms"
-            f"  ({low * 1e3:.3f} .. {high * 1e3:.3f}){median / count * 1e9:8.3f} ns/element"
-            f"{rate:8.1f} GB/s"
+            f"{dtype.name:14} {n} sources  {name:9}{times.text(1e-6, 10)} us"
+            f"{times.median / count * 1e9:10.3f} ns/element{rate:8.1f} GB/s"
         )
-
-
-def overhead(dtype: DType, calls: int = 2000) -> None:
-    """Print the time of a call for 4 elements."""
-    times = {}
-    for name, function in contestants(dtype, 2, 4).items():
-        batches = []
-        for _ in range(9):
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            batches.append((time.perf_counter() - start) / calls)
-        times[name] = f"{name} {statistics.median(batches) * 1e6:.1f} us"
-    print(f"{dtype.name:14} 4 elements: {', '.join(times.values())}")
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--elements", type=int, default=1 << 19)
-    parser.add_argument("--repetitions", type=int, default=31)
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each line, about")
     arguments = parser.parse_args()
-    print(f"{library.how()}; {arguments.elements} elements, one thread")
+    print(f"{library.how()}; one thread; {arguments.elements} elements, then 4")
+    timer, effort = Timer(MPI.COMM_SELF), Effort(arguments.seconds)
     for name in DTYPES:
         for n in (2, 4):
-            report(by_name[name], n, arguments.elements, arguments.repetitions)
-        overhead(by_name[name])
+            report(timer, by_name[name], n, arguments.elements, effort)
+        report(timer, by_name[name], 2, 4, effort)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import mpi4py
 import numpy as np
@@ -37,19 +37,6 @@ from mpicoll.watch.consistency import FIRST
 Begin = Callable[[], Callable[[], object]]
 
 PLACE = Host()
-
-
-class Contestant(Protocol):
-    """One of them."""
-
-    def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the call; None where there is no such call."""
-
-    def begin(self, call: Call) -> Begin:
-        """Return the same call, not blocking."""
-
-    def together(self, calls: Sequence[Call]) -> Call | None:
-        """Return the same calls of all_reduce as one; None where that is impossible."""
 
 
 class Mpi4py(bench_others.Mpi4py):
@@ -121,7 +108,7 @@ class World:
     def __init__(self, torch: bool) -> None:
         self._api: Any = mpicoll
         self.gloo: Any = None
-        of_torch: dict[str, Contestant] = {}
+        of_torch: dict[str, Any] = {}
         if torch and importlib.util.find_spec("torch") is not None:
             import torch as library_of_torch
             import torch.distributed as api
@@ -137,7 +124,11 @@ class World:
         self.mpi = comm = MPI.COMM_WORLD.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of them
         self.timer = Timer(comm)
-        self.contestants = {MPI4PY: Mpi4py(comm, PLACE), FACADE: Facade(), **of_torch}
+        self.contestants: dict[str, Any] = {
+            MPI4PY: Mpi4py(comm, PLACE),
+            FACADE: Facade(),
+            **of_torch,
+        }
         self.n, self.me = comm.Get_size(), comm.Get_rank()
         affinities = comm.allgather(os.sched_getaffinity(0))
         #: Processors of all ranks together, and of the rank that has the fewest.

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aims
 import matplotlib
 from aims import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Results
 from matplotlib.figure import Figure
@@ -26,8 +25,6 @@ STYLES: dict[str, dict[str, Any]] = {
     COPY: {"color": "#999999", "linestyle": ":"},
 }
 DTYPES = {"float32": "-", "bfloat16": "--", "float16": "-.", "int8": ":"}
-#: The lines of sizes, the smallest first.
-LINES = ["-", "--", "-.", ":"]
 
 
 def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = None) -> list[str]:
@@ -51,9 +48,8 @@ def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = 
     figures: dict[str, Callable[[Sequence[Results]], Figure]] = {
         name: partial(_sizes, primitive=name) for name in primitives
     }
-    for name, section in (("dtypes", _dtypes), ("overlap", _overlap), ("growth", _growth)):
-        if any(each.find(section=name) for each in found):
-            figures[name] = section
+    if any(each.find(section="dtypes") for each in found):
+        figures["dtypes"] = _dtypes
     drawn = []
     for name, figure in figures.items():
         path = folder / f"{name}.svg"
@@ -141,70 +137,3 @@ def _dtypes(found: Sequence[Results]) -> Figure:
         axis.set_xlabel("bytes of the array")
     _legend(figure, axes.flat, 4)
     return figure
-
-
-def _overlap(found: Sequence[Results]) -> Figure:
-    """Draw the share of a call that is hidden behind computation."""
-    points = dict.fromkeys(
-        (one["ranks"], one["primitive"], one["bytes"])
-        for each in found
-        for one in each.find(section="overlap")
-    )
-    figure, axes = _grid(1, [each.mpi for each in found], "hidden behind computation (%)")
-    for axis, results in zip(axes[0], found, strict=True):
-        for i, who in enumerate((MPI4PY, FACADE, GLOO)):
-            for place, (ranks, primitive, size) in enumerate(points):
-                share = aims.hidden(results, who, primitive, ranks).get(size)
-                if share is not None:
-                    axis.barh(
-                        place + 0.27 * (i - 1), 100 * max(share.median, -1.0), 0.25,
-                        xerr=100 * share.spread, color=STYLES[who]["color"],
-                        error_kw={"linewidth": 0.6}, label=who,
-                    )  # fmt: skip
-        names = [f"{p} {shown(size)}, {ranks} ranks" for ranks, p, size in points]
-        axis.set_yticks(range(len(points)), names)
-        axis.set_xlim(-100, 100)
-        axis.axvline(0, color="black", linewidth=0.6)
-    axes[0][0].invert_yaxis()  # shared
-    _legend(figure, axes.flat, 3)
-    return figure
-
-
-def _growth(found: Sequence[Results]) -> Figure:
-    """Draw time by number of ranks."""
-    every = [one for each in found for one in each.find(section="growth")]
-    primitives = list(dict.fromkeys(one["primitive"] for one in every))
-    processors = {record["machine"]["processors"] for each in found for record in each.records}
-    figure, axes = _grid(
-        len(primitives), [each.mpi for each in found],
-        "time by number of ranks (us); behind the line more ranks than processors",
-    )  # fmt: skip
-    for primitive, row in zip(primitives, axes, strict=True):
-        for axis, results in zip(row, found, strict=True):
-            for who in (MPI4PY, FACADE):
-                for line, (name, times) in zip(
-                    LINES, _by_ranks(results, who, primitive).items(), strict=False
-                ):
-                    style = {**STYLES[who], "linestyle": line}
-                    _curve(axis, times, _microseconds, label=f"{who} {name}", **style)
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.minorticks_off()
-            ranks = sorted({one["ranks"] for one in every})
-            axis.set_xticks(ranks, [str(n) for n in ranks])
-            axis.axvline(min(processors), color="black", linewidth=0.6, linestyle="--")
-        row[0].set_ylabel(primitive)
-    for axis in axes[-1]:
-        axis.set_xlabel("ranks")
-    _legend(figure, axes.flat, 4)
-    return figure
-
-
-def _by_ranks(results: Results, who: str, primitive: str) -> dict[str, dict[int, Times]]:
-    """Return for each size the times by number of ranks; the smallest is a few bytes a rank."""
-    lines: dict[str, dict[int, Times]] = {}
-    for one in results.find(section="growth", case=who, primitive=primitive):
-        size = one["bytes"]
-        name = "a few bytes" if size < KIB else shown(size)
-        lines.setdefault(name, {})[one["ranks"]] = Times(one["seconds"])
-    return lines

@@ -13,8 +13,7 @@ Sections:
     growth   a few sizes; to be run with several numbers of ranks
     memory   what a collective takes besides its arrays; one in a launch
 
-Times are those of the slowest rank, medians over repetitions of all cases in turn; the spread is
-half the distance between the quartiles. With --json everything is written, every repetition too:
+With --json everything is written, every sample too:
 
     machine, date, mpi, versions, reductions, ranks    what ran
     left out       what could not be measured, with the reason
@@ -37,7 +36,7 @@ from pathlib import Path
 import numpy as np
 from aims import COPY, FACADE, KIB, MIB, MPI4PY, TORCH
 from contestants import PLACE, World
-from session import Session, parse, up_to
+from session import Session, parse
 
 from mpicoll.cli.bench_calls import Buffers
 from mpicoll.cli.timing import Call, Effort
@@ -74,7 +73,7 @@ def by_size(
     session: Session, section: str, primitive: str, sizes: Sequence[int], copies: bool
 ) -> None:
     """Measure one collective of float32 by all contestants."""
-    for size in up_to(session.largest, sizes):
+    for size in (size for size in sizes if size <= session.largest):
         case = session.world.case(primitive, size)
         cases: dict[str, Call] = dict(session.calls(case, Buffers(case, PLACE)))
         if copies:
@@ -104,7 +103,7 @@ def growth(session: Session) -> None:
 
 def dtypes(session: Session) -> None:
     """Measure all_reduce of several dtypes; all dtypes of a size take turns."""
-    for size in up_to(session.largest, SIZES[4:]):
+    for size in (size for size in SIZES[4:] if size <= session.largest):
         cases: dict[str, Call] = {}
         labels = {}
         for name in DTYPES:

@@ -80,8 +80,8 @@ def moved(nbytes: float, byte: Byte, reach: float, ranks: int) -> float:
 
 
 class Step(NamedTuple):
-    """So many equal steps: bytes that the busiest rank sends, bytes that it sends and receives, and
-    combines; ranks of a node that send to others of it, and to other nodes.
+    """Equal steps: bytes that the busiest rank sends, sends and receives, and combines; ranks of a
+    node that send to others of it, and to other nodes.
     """
 
     times: float
@@ -150,31 +150,12 @@ def ring(place: Place, m: float, combines: bool = False) -> list[Step]:
     return [Step(n - 1, block, 2 * block, combines * block, *ends)] if n > 1 else []
 
 
-def _tree(place: Place, part: Callable[[int], float]) -> list[Step]:
-    q = place.each
-    return [
-        Step(1, part(d), part(d), 0, *((q // (2 * d), 0) if d < q else (0, 1)))
-        for d in powers(place.ranks)
-    ]
-
-
-def binomial(place: Place, m: float) -> list[Step]:
-    """Broadcast down a binomial tree."""
-    return _tree(place, lambda d: m)
-
-
-def scattered(gather: Algorithm) -> Algorithm:
-    """Broadcast as scatter and all_gather."""
-    return lambda place, m: _tree(place, lambda d: m * d / place.ranks) + gather(place, m)
-
-
 #: MPI's own call takes as long as the best of these: kind to MPI, which has thresholds for few
 #: machines.
 ALGORITHMS: dict[str, list[Algorithm]] = {
     "all_reduce": [doubling, rabenseifner],
     "reduce_scatter": [halving, pairwise, lambda place, m: ring(place, m, True)],
     "all_gather": [gather_doubling, ring],
-    "broadcast": [binomial, scattered(gather_doubling), scattered(ring)],
 }
 
 
@@ -231,19 +212,15 @@ def by_sharing(kind: str, place: Place, m: float, byte: Byte = REDUCED) -> float
     """Return the time by memory that the ranks of a node share."""
     n, rest = place.each, m * (1 - 1 / place.each)
 
-    def time(put_and_got: float, reduced: float, rounds: float, copied: float = 0) -> float:
-        moving = moved(put_and_got, SHARED, m, n) + moved(copied, COPIED, m, n)
-        return moving + moved(reduced, byte, m, n) + waiting(n, rounds)
+    def time(put_and_got: float, reduced: float, rounds: float) -> float:
+        moving = moved(put_and_got, SHARED, m, n) + moved(reduced, byte, m, n)
+        return moving + waiting(n, rounds)
 
     if kind == "all_reduce":
         if m <= shared.WHOLE // max(1, n - 1):
             return time(m, (n - 1) * m, 1)
         return time(m + rest, rest, 2 * rounds_of(n, m, 1))
-    if kind == "reduce_scatter":
-        return time(rest, rest, rounds_of(n, m / n, n))
-    if kind == "all_gather":
-        return time(m, 0, rounds_of(n, m / n, 1), m / n)
-    return time(m, 0, rounds_of(n, m, 1))
+    return time(rest, rest, rounds_of(n, m / n, n))
 
 
 def _railed(steps: Iterable[Step], rails: int, reach: float) -> float:
@@ -264,32 +241,25 @@ def by_levels(kind: str, place: Place, m: float, factor: int = 1) -> float:
         waits = waiting(q, rounds_of(q, block, places))
         return EXCHANGE + entries * ENTRY + moving + waits
 
-    def rail(name: str, nbytes: float, rails: int) -> float:
-        along = Place(nodes, 1)
-        return CALL + min(_railed(each(along, nbytes), rails, m) for each in ALGORITHMS[name])
+    def rail(nbytes: float, rails: int) -> float:
+        steps = (each(Place(nodes, 1), nbytes) for each in ALGORITHMS["all_reduce"])
+        return CALL + min(_railed(each, rails, m) for each in steps)
 
     def widening(nbytes: float) -> float:
         return moved(nbytes, COPIED, m, q) if factor > 1 else 0.0
 
-    agreement = rail("all_reduce", 16, q)
-    if kind in ("all_reduce", "broadcast"):
+    agreement = rail(16, q)
+    if kind == "all_reduce":
         pieces = ceil(factor * m / min(q * levels.PIECE, levels.TOGETHER))
         piece = factor * m / pieces
         share = min(piece, max(piece / q, levels.SHARE))
-        along = rail(kind, share, ceil(piece / share))
-        if kind == "broadcast":
-            once = node(q, share, q, piece) + along + node(1, share, q, piece)
-        else:
-            down = node(q, share, 2 * q, piece - share, (q - 1) * share)
-            up = node(1, share / factor, q, piece / factor)
-            once = widening(piece + share) + down + along + up
-        return pieces * once + agreement
+        down = node(q, share, 2 * q, piece - share, (q - 1) * share)
+        up = node(1, share / factor, q, piece / factor)
+        along = rail(share, ceil(piece / share))
+        return pieces * (widening(piece + share) + down + along + up) + agreement
     block = factor * m / place.ranks
     pieces = ceil(block / min(levels.PIECE, levels.TOGETHER // max(nodes, q)))
     block /= pieces
-    if kind == "all_gather":
-        up = nodes * node(1, block, q, q * block)
-        return pieces * (node(1, 0, 0, 0) + rail(kind, nodes * block, q) + up) + agreement
     rest = (q - 1) * block
     down = nodes * node(q, block, 2 * q, rest, rest)
     # Along the rails by exchange.
@@ -304,11 +274,11 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
     plain = kind.removesuffix(" of others")
     narrow = plain != kind  # of bfloat16
     byte, itemsize, factor = (NARROWED, 2, 2) if narrow else (REDUCED, 4, 1)
-    q, own = place.each, m / place.ranks if plain == "all_gather" else 0
+    q = place.each
     pieces = ceil(m / native.PIECE)
     piece = m / pieces
     ways: dict[str, Callable[[], float]] = {
-        "mpi": lambda: best(plain, place, m, m) + moved(own, COPIED, m, q),
+        "mpi": lambda: best(plain, place, m, m),
         "pieces": lambda: pieces * (best(plain, place, piece, piece) + moved(piece, COPIED, m, q)),
         "exchange": lambda: by_exchange(plain, place, m, byte, itemsize),
         "widened": lambda: best(plain, place, 2 * m, 2 * m) + moved(4 * m, COPIED, 2 * m, q),
@@ -320,10 +290,8 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
 
 # --- the default tables ---------------------------------------------------------------------------
 
-KINDS = [
-    "all_reduce", "all_reduce of others", "reduce_scatter", "reduce_scatter of others",
-    "all_gather", "broadcast",
-]  # fmt: skip
+#: The kinds of call for which the default tables leave MPI between nodes.
+KINDS = ["all_reduce", "all_reduce of others", "reduce_scatter", "reduce_scatter of others"]
 #: What the rows of the default tables for 2 and for 32 ranks stand for, where nothing is measured.
 PLACES = [Place(2, 4), Place(8, 1), Place(16, 64), Place(64, 1), Place(1, 64)]
 LARGEST = 1 << 30
@@ -333,9 +301,7 @@ WORTHWHILE, WORSE = 1.1, 1.5
 
 
 class Finding(NamedTuple):
-    """What the model says of a row: the steps that it would have, and by how many times the default
-    is slower than the best at most, with the bytes and the route.
-    """
+    """The model's steps for a row, and where the default is slowest beside the best route."""
 
     kind: str
     place: Place
@@ -350,7 +316,7 @@ def find(defaults: Table, kind: str, place: Place) -> Finding:
     """Return what the model says of a kind of call at a place."""
     row = defaults.row(kind, place.ranks)[place.name]
     itemsize = 2 if kind.endswith(" of others") else 4
-    blocks = kind.startswith(("reduce_scatter", "all_gather"))
+    blocks = kind.startswith("reduce_scatter")
     size = itemsize * (place.ranks if blocks else 1)
     steps: list[tuple[int, str]] = []
     worst, at, better = 1.0, size, ""

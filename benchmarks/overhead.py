@@ -1,14 +1,14 @@
 """What a call costs, whatever it moves.
 
     python benchmarks/overhead.py [calls]
-    mpirun -n 2 python benchmarks/overhead.py comparing|persistent|dispatching
+    mpirun -n 2 python benchmarks/overhead.py comparing|reduction|dispatching
 
 calls        microseconds a call of 4 bytes, on one rank by default: mpicoll's functions, and the
              backend under torch where it is installed. The least of many samples, for what makes a
              call slower than that is not the call. Gate: no change adds more than 0.1 us; run it
              in both checkouts, in turn, on a quiet machine
 comparing    all_reduce by the number of calls from one comparison of the ranks' calls to the next
-persistent   MPI-4's persistent all_reduce beside MPI's own call and mpicoll's, by size
+reduction    two arrays combined on one rank: the C library, NumPy, and plain np.add
 dispatching  the way from PyTorch 2.15 or newer to the backend: as it is, through torch's
              dispatcher, recorded by its flight recorder, in a group of several backends
 
@@ -22,16 +22,18 @@ import argparse
 import importlib.util
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from aims import KIB, MIB
+from aims import MIB
 from mpi4py import MPI
 
 import mpicoll
 from mpicoll.cli.timing import Call, Effort, Timer, Times
-from mpicoll.core.tables import shown
+from mpicoll.dtypes import DType, ReduceOp, by_name
+from mpicoll.kernels import reduction as kernels
 from mpicoll.watch import consistency
 
 
@@ -117,28 +119,24 @@ def _compared(group: mpicoll.ProcessGroup, stride: int) -> Call:
     return loop
 
 
-def persistent(timer: Timer, effort: Effort) -> None:
-    """Print MPI_Start and MPI_Wait of MPI_Allreduce_init (MPI-4.1 section 6.14), by size."""
-    mpicoll.init_process_group()
-    comm = MPI.COMM_WORLD.Dup()
-    for size in (4, KIB, 64 * KIB, MIB, 16 * MIB):
-        array = np.zeros(size // 4, np.float32)
-        ready = [array, array.size, MPI.FLOAT]
-        request = comm.Allreduce_init(MPI.IN_PLACE, ready)
+def reduction(timer: Timer, effort: Effort) -> None:
+    """Print SUM of two arrays of 1 MiB and of 4 elements, by dtype and implementation."""
+    compiled = kernels._compiled
+    for dtype in (by_name[name] for name in ("bfloat16", "float16", "float8_e4m3fn", "float32")):
+        for count in (MIB // dtype.itemsize, 4):
+            arrays = [np.ones(count, dtype.numpy) for _ in range(3)]
+            cases: dict[str, Call] = {
+                "compiled": partial(_combine, compiled, dtype, arrays),
+                "NumPy, to the same bits": partial(_combine, None, dtype, arrays),
+                "np.add, which rounds each time": partial(np.add, *arrays[:2], out=arrays[2]),
+            }
+            show(f"{count} elements of {dtype}", timer.measure(cases, effort))
+    kernels._compiled = compiled
 
-        def start_and_wait(request: MPI.Prequest = request) -> None:
-            request.Start()
-            request.Wait()
 
-        cases: dict[str, Call] = {
-            "MPI_Allreduce": lambda ready=ready: comm.Allreduce(MPI.IN_PLACE, ready),
-            "mpicoll": lambda array=array: mpicoll.all_reduce(array),
-            "persistent": start_and_wait,
-        }
-        show(shown(size), timer.measure(cases, effort))
-        request.Free()
-    comm.Free()
-    mpicoll.destroy_process_group()
+def _combine(implementation: Any, dtype: DType, arrays: list[Any]) -> None:
+    kernels._compiled = implementation
+    kernels.combine(ReduceOp.SUM, dtype, arrays[:2], arrays[2])
 
 
 def dispatching(timer: Timer, effort: Effort) -> None:
@@ -174,7 +172,7 @@ def dispatching(timer: Timer, effort: Effort) -> None:
     dist.destroy_process_group()
 
 
-SUBJECTS = {each.__name__: each for each in (calls, comparing, persistent, dispatching)}
+SUBJECTS = {each.__name__: each for each in (calls, comparing, reduction, dispatching)}
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +121,12 @@ class Session:
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line, with ``--json``; rank 0 alone prints errors."""
     parser.add_argument("--json", type=_file, metavar="FILE", help="write the figures there")
-    with _rank_0_prints():
-        return parser.parse_args()
-
-
-@contextlib.contextmanager
-def _rank_0_prints() -> Iterator[None]:
     with contextlib.ExitStack() as quiet:
         if not cli.first():
             nowhere = quiet.enter_context(open(os.devnull, "w"))  # noqa: PTH123
             quiet.enter_context(contextlib.redirect_stdout(nowhere))
             quiet.enter_context(contextlib.redirect_stderr(nowhere))
-        yield
+        return parser.parse_args()
 
 
 def _file(text: str) -> Path:
@@ -140,8 +134,3 @@ def _file(text: str) -> Path:
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
     return path
-
-
-def up_to(largest: int, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes that are not left out."""
-    return [size for size in sizes if size <= largest]

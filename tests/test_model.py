@@ -50,8 +50,6 @@ def test_times_of_the_papers(network: tuple[float, float, float]) -> None:
         model.pairwise: (n - 1) * alpha + rest * m * (beta + gamma),
         model.gather_doubling: halved,
         model.ring: (n - 1) * alpha + rest * m * beta,
-        model.binomial: logn * (alpha + beta * m),
-        model.scattered(model.ring): (logn + n - 1) * alpha + 2 * rest * m * beta,
     }
     for algorithm, time in expected.items():
         found = model.messages(Place(n, 1), algorithm(Place(n, 1), m), m)

@@ -5,8 +5,8 @@
 
 calls        microseconds a call of 4 bytes, on one rank by default: mpicoll's functions, and the
              backend under torch where it is installed. The least of many samples, for what makes a
-             call slower than that is not the call. Gate: no change adds more than 0.1 us; run it
-             in both checkouts, in turn, on a quiet machine
+             call slower than that is not the call. Gate: no change adds more than 0.1 us. It runs
+             on what PYTHONPATH names, which needs no more than a mpicoll/cli/timing.py
 comparing    all_reduce by the number of calls from one comparison of the ranks' calls to the next
 reduction    two arrays combined on one rank: the C library, NumPy, and plain np.add
 dispatching  the way from PyTorch 2.15 or newer to the backend: as it is, through torch's
@@ -27,14 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from aims import MIB
 from mpi4py import MPI
 
 import mpicoll
 from mpicoll.cli.timing import Call, Effort, Timer, Times
-from mpicoll.dtypes import DType, ReduceOp, by_name
-from mpicoll.kernels import reduction as kernels
-from mpicoll.watch import consistency
 
 
 def show(what: str, times: Mapping[str, Times]) -> None:
@@ -82,6 +78,8 @@ def calls(timer: Timer, effort: Effort) -> None:
 
 def comparing(timer: Timer, effort: Effort) -> None:
     """Print all_reduce of 4 bytes for several strides, in shared memory and by MPI."""
+    from mpicoll.watch import consistency
+
     mpicoll.init_process_group()
     for setting in "10":
         os.environ["MPICOLL_SHARED_MEMORY"] = setting
@@ -107,6 +105,8 @@ _CALLS = 1024
 
 def _compared(group: mpicoll.ProcessGroup, stride: int) -> Call:
     """Return a loop of calls with this stride; 0 compares nothing."""
+    from mpicoll.watch import consistency
+
     array = np.zeros(1, np.float32)
 
     def loop() -> None:
@@ -121,22 +121,25 @@ def _compared(group: mpicoll.ProcessGroup, stride: int) -> Call:
 
 def reduction(timer: Timer, effort: Effort) -> None:
     """Print SUM of two arrays of 1 MiB and of 4 elements, by dtype and implementation."""
+    from mpicoll.dtypes import ReduceOp, by_name
+    from mpicoll.kernels import reduction as kernels
+
     compiled = kernels._compiled
+
+    def combine(implementation: Any, arrays: list[Any]) -> None:
+        kernels._compiled = implementation
+        kernels.combine(ReduceOp.SUM, dtype, arrays[:2], arrays[2])
+
     for dtype in (by_name[name] for name in ("bfloat16", "float16", "float8_e4m3fn", "float32")):
-        for count in (MIB // dtype.itemsize, 4):
+        for count in ((1 << 20) // dtype.itemsize, 4):
             arrays = [np.ones(count, dtype.numpy) for _ in range(3)]
             cases: dict[str, Call] = {
-                "compiled": partial(_combine, compiled, dtype, arrays),
-                "NumPy, to the same bits": partial(_combine, None, dtype, arrays),
+                "compiled": partial(combine, compiled, arrays),
+                "NumPy, to the same bits": partial(combine, None, arrays),
                 "np.add, which rounds each time": partial(np.add, *arrays[:2], out=arrays[2]),
             }
             show(f"{count} elements of {dtype}", timer.measure(cases, effort))
     kernels._compiled = compiled
-
-
-def _combine(implementation: Any, dtype: DType, arrays: list[Any]) -> None:
-    kernels._compiled = implementation
-    kernels.combine(ReduceOp.SUM, dtype, arrays[:2], arrays[2])
 
 
 def dispatching(timer: Timer, effort: Effort) -> None:

@@ -365,7 +365,7 @@ def main() -> int:
             print(f"NO FIGURES: they need matplotlib ({error}): pip install mpicoll[bench]")
         else:
             names = figures.draw(found, options.figures, only)
-            print(f"\nfigures in {options.figures}: {', '.join(names) or 'all as they were'}")
+            print(f"\nfigures in {options.figures}: {', '.join(names) or 'none'}")
     return 0
 
 

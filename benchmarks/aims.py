@@ -140,55 +140,58 @@ def _per(
 def _routes(found: Results) -> list[Aim]:
     """Compare one call of mpicoll with one of MPI and of Gloo."""
 
-    def times(who: str, primitive: str, section: str = "sizes", **more: Any) -> dict[int, Times]:
-        return found.by_size(section=section, case=who, primitive=primitive, **more)
+    def times(caller: str, primitive: str, section: str = "sizes", **more: Any) -> dict[int, Times]:
+        return found.by_size(section=section, case=caller, primitive=primitive, **more)
 
-    made = []
+    collected = []
     for other, name, limit, own in (
         (MPI4PY, "MPI_Allreduce", 1.7, FACADE), (GLOO, "Gloo", 4.0, TORCH),
     ):  # fmt: skip
         for size in (64 * MIB, 256 * MIB):
             ratios = _per(times(other, "all_reduce"), times(own, "all_reduce"), size, size)
-            made.append(_worst(f"all_reduce {shown(size)}: {name} / {own}", limit, ratios))
+            collected.append(_worst(f"all_reduce {shown(size)}: {name} / {own}", limit, ratios))
 
     raw = times(MPI4PY, "all_reduce")
     limits = {size: Times([1.05 * t + 1.5e-6 for t in raw[size].seconds]) for size in raw}
     ratios = _per(times(FACADE, "all_reduce"), limits, most=16 * MIB)
     name = "all_reduce up to 16 MiB: mpicoll / (1.05 mpi4py + 1.5 us)"
-    made.append(_worst(name, 1.0, ratios, at_least=False))
+    collected.append(_worst(name, 1.0, ratios, at_least=False))
 
     wide = times(FACADE, "all_reduce", "dtypes", dtype="float32")
     for dtype in ("bfloat16", "float16"):
         narrow = times(FACADE, "all_reduce", "dtypes", dtype=dtype)
         name = f"all_reduce from 1 MiB on: {dtype} / float32 of as many bytes"
-        made.append(_worst(name, 1.3, _per(narrow, wide, least=MIB), at_least=False))
+        collected.append(_worst(name, 1.3, _per(narrow, wide, least=MIB), at_least=False))
 
     def moved(primitive: str, what: str, limit: float, least: int, most: float = math.inf) -> Aim:
         ratios = _per(times(MPI4PY, primitive), times(FACADE, primitive), least, most)
         return _worst(f"{primitive} {what}: MPI's / mpicoll", limit, ratios)
 
-    made.append(moved("reduce_scatter_single", "of all sizes", 1.0, 0))
+    collected.append(moved("reduce_scatter_single", "of all sizes", 1.0, 0))
     if found.mpi.startswith("Open MPI"):
-        made.append(moved("reduce_scatter_single", "16 MiB", 5.0, 16 * MIB, 16 * MIB))
+        collected.append(moved("reduce_scatter_single", "16 MiB", 5.0, 16 * MIB, 16 * MIB))
     for primitive in ("broadcast", "all_gather_single", "all_to_all_single"):
-        made.append(moved(primitive, "from 16 MiB on", 1.0, 16 * MIB))
+        collected.append(moved(primitive, "from 16 MiB on", 1.0, 16 * MIB))
 
     four = {"section": "growth", "ranks": 4, "bytes": 64 * MIB}
     ratios = _per(times(MPI4PY, "all_reduce", **four), times(FACADE, "all_reduce", **four))
-    return [*made, _worst("all_reduce 64 MiB, four ranks: MPI_Allreduce / mpicoll", 1.7, ratios)]
+    return [
+        *collected,
+        _worst("all_reduce 64 MiB, four ranks: MPI_Allreduce / mpicoll", 1.7, ratios),
+    ]
 
 
 def _many(found: Results) -> list[Aim]:
     """Compare many calls with one."""
-    made = []
+    collected = []
     for count, size, limit in ((1000, 4 * KIB, 2.5), (16, 256 * KIB, 1.0)):
         keys = {"section": "many", "case": FACADE, "count": count, "bytes": size}
         one_by_one, coalesced = (
             found.by_size(**keys, how=how) for how in ("one by one", "coalesced")
         )
         name = f"{count} all_reduces of {shown(size)}: one by one / coalesced"
-        made.append(_worst(name, limit, _per(one_by_one, coalesced)))
-    return made
+        collected.append(_worst(name, limit, _per(one_by_one, coalesced)))
+    return collected
 
 
 def _memory(found: Results) -> list[Aim]:
@@ -201,12 +204,12 @@ def _memory(found: Results) -> list[Aim]:
     return [Aim(name, limit, most["extra"] / MIB, "MiB", note=most["primitive"])]
 
 
-def hidden(found: Results, who: str, primitive: str, ranks: int) -> dict[int, Times]:
+def hidden(found: Results, caller: str, primitive: str, ranks: int) -> dict[int, Times]:
     """Return the share of a call that is hidden behind computation, by size, as the OSU benchmarks
     define it: 1 - (beside - compute) / pure.
     """
     pure, compute, beside = (
-        found.by_size(section="overlap", case=who, primitive=primitive, ranks=ranks, part=part)
+        found.by_size(section="overlap", case=caller, primitive=primitive, ranks=ranks, part=part)
         for part in ("pure", "compute", "beside")
     )
     return {
@@ -224,7 +227,7 @@ def _overlap(found: Results) -> list[Aim]:
     totals: dict[str, Times] = {}
     points = {(each["primitive"], each["ranks"]): None for each in found.find(section="overlap")}
     for primitive, ranks in points:
-        own, raw = (hidden(found, who, primitive, ranks) for who in (FACADE, MPI4PY))
+        own, raw = (hidden(found, caller, primitive, ranks) for caller in (FACADE, MPI4PY))
         keys = {"section": "overlap", "case": FACADE, "primitive": primitive, "ranks": ranks}
         beside, in_turn = (found.by_size(**keys, part=part) for part in ("beside", "in turn"))
         for size, share in own.items():
@@ -234,19 +237,19 @@ def _overlap(found: Results) -> list[Aim]:
                 gains[point] = share.minus(raw[size])
             if found.has_spare_processors("overlap", ranks):
                 free[point] = share
-    made = [
+    collected = [
         _worst("overlap: mpicoll's less that of MPI's own call", 0.0, gains, True, "%", 100.0),
         _worst("begun, computed, waited for / called, then computed", 1.0, totals, False),
     ]
     aim = _worst("overlap where each rank has a processor to spare", 80.0, free, True, "%", 100.0)
     if points and not free:
         aim = replace(aim, note="needs 2 processors a rank")
-    return [*made, aim]
+    return [*collected, aim]
 
 
 def _torch(found: Results) -> list[Aim]:
     """Compare the backend of torch.distributed with Gloo."""
-    made = []
+    collected = []
     for section, dtype, size, limit in (
         ("sizes", "float32", 4, 15.0), ("sizes", "float32", 16 * MIB, 6.0),
         ("dtypes", "bfloat16", 16 * MIB, 6.0),
@@ -254,11 +257,11 @@ def _torch(found: Results) -> list[Aim]:
         keys = {"section": section, "primitive": "all_reduce", "dtype": dtype, "bytes": size}
         ratios = _per(found.by_size(**keys, case=GLOO), found.by_size(**keys, case=TORCH))
         name = f"all_reduce {shown(size)} of {dtype}: Gloo / mpicoll torch"
-        made.append(_worst(name, limit, ratios))
+        collected.append(_worst(name, limit, ratios))
     for bucket in (25.0, 4.0):
         local, gloo, own, at_once = (
-            found.by_size(section="ddp", bucket=bucket, case=who, how=how)
-            for who, how in (
+            found.by_size(section="ddp", bucket=bucket, case=caller, how=how)
+            for caller, how in (
                 ("local", "alone"), (GLOO, "DDP"), (TORCH, "DDP"), (TORCH, "synchronous"),
             )
         )  # fmt: skip
@@ -268,7 +271,7 @@ def _torch(found: Results) -> list[Aim]:
                 for times in (own, gloo)
             )
             name = "DDP step above the local step: mpicoll torch / Gloo"
-            made.append(_worst(name, 0.45, _per(above, other), at_least=False))
+            collected.append(_worst(name, 0.45, _per(above, other), at_least=False))
         name = f"DDP step, buckets of {bucket:g} MB: asynchronous / synchronous"
-        made.append(_worst(name, 1.0, _per(own, at_once), at_least=False))
-    return made
+        collected.append(_worst(name, 1.0, _per(own, at_once), at_least=False))
+    return collected

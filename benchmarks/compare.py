@@ -71,9 +71,9 @@ def launches(python: Path, options: argparse.Namespace) -> Iterator[Launch]:
             [python, "-c", COLLECTIVES], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.split()
         for name in ["all_reduce"] if options.quick else names:
-            for who in ("mpi4py", "mpicoll"):
-                words = ["memory", "--alone", name, who]
-                yield Launch(f"memory-{name}-{who}", 2, [str(HERE / "host.py"), *words])
+            for caller in ("mpi4py", "mpicoll"):
+                words = ["memory", "--alone", name, caller]
+                yield Launch(f"memory-{name}-{caller}", 2, [str(HERE / "host.py"), *words])
 
 
 def run(launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path) -> str:

@@ -112,11 +112,11 @@ def _sizes(found: Sequence[Results], primitive: str) -> Figure:
     """Draw time and bandwidth of a collective by size."""
     figure, axes = _grid(2, [each.mpi for each in found], f"{primitive} of float32, two ranks")
     for column, results in zip(axes.T, found, strict=True):
-        for who, style in STYLES.items():
-            times = results.by_size(section="sizes", case=who, primitive=primitive)
-            _curve(column[0], times, _microseconds, label=who, **style)
+        for caller, style in STYLES.items():
+            times = results.by_size(section="sizes", case=caller, primitive=primitive)
+            _curve(column[0], times, _microseconds, label=caller, **style)
             large = {size: each for size, each in times.items() if size >= KIB}
-            _curve(column[1], large, _gigabytes, label=who, **style)
+            _curve(column[1], large, _gigabytes, label=caller, **style)
         _by_bytes(column[0], "time of a call (us)")
         _by_bytes(column[1], "bytes / time (GB/s)")
         column[1].set_xlabel("bytes of the larger array of a rank")
@@ -128,11 +128,11 @@ def _dtypes(found: Sequence[Results]) -> Figure:
     """Draw bandwidth of all_reduce by dtype."""
     figure, axes = _grid(1, [each.mpi for each in found], "all_reduce by dtype, two ranks")
     for axis, results in zip(axes[0], found, strict=True):
-        for who in (MPI4PY, FACADE, GLOO):
+        for caller in (MPI4PY, FACADE, GLOO):
             for dtype, line in DTYPES.items():
-                times = results.by_size(section="dtypes", case=who, dtype=dtype)
-                style = {**STYLES[who], "linestyle": line}
-                _curve(axis, times, _gigabytes, label=f"{who} {dtype}", **style)
+                times = results.by_size(section="dtypes", case=caller, dtype=dtype)
+                style = {**STYLES[caller], "linestyle": line}
+                _curve(axis, times, _gigabytes, label=f"{caller} {dtype}", **style)
         _by_bytes(axis, "bytes / time (GB/s)")
         axis.set_xlabel("bytes of the array")
     _legend(figure, axes.flat, 4)

@@ -17,7 +17,7 @@ With --json everything is written, every sample too:
 
     machine, date, mpi, versions, reductions, ranks    what ran
     left out       what could not be measured, with the reason
-    measurements   section, case (who), primitive, ranks, bytes (of the larger array of a rank),
+    measurements   section, case (caller), primitive, ranks, bytes (of the larger array of a rank),
                    dtype, median, spread, seconds (of each repetition), and in some sections more:
                    many: count of tensors, how; overlap: part; ddp: bucket (MB), how;
                    memory: extra (bytes) instead of times
@@ -108,12 +108,12 @@ def dtypes(session: Session) -> None:
         labels = {}
         for name in DTYPES:
             case = session.world.case("all_reduce", size, dtype_of[name])
-            for who, call in session.calls(case, Buffers(case, PLACE)).items():
-                cases[f"{name} {who}"] = call
-                labels[f"{name} {who}"] = name, who
+            for caller, call in session.calls(case, Buffers(case, PLACE)).items():
+                cases[f"{name} {caller}"] = call
+                labels[f"{name} {caller}"] = name, caller
         times = session.measure(cases)
-        for label, (name, who) in labels.items():
-            session.record("dtypes", who, "all_reduce", size, name, times[label])
+        for label, (name, caller) in labels.items():
+            session.record("dtypes", caller, "all_reduce", size, name, times[label])
         session.report(f"all_reduce {shown(size)}", times)
 
 
@@ -126,7 +126,7 @@ def many(session: Session) -> None:
         each = [Buffers(case, PLACE) for _ in range(count)]
         cases: dict[str, Call] = {}
         labels = {}
-        for who, contestant in session.world.contestants.items():
+        for caller, contestant in session.world.contestants.items():
             calls = [contestant.call(case, buffers) for buffers in each]
             begins = [contestant.begin(call) for call in calls if call]
             hows = {
@@ -136,16 +136,16 @@ def many(session: Session) -> None:
             }
             for how, timed in hows.items():
                 if timed is not None:
-                    cases[f"{who} {how}"] = timed
-                    labels[f"{who} {how}"] = who, how
+                    cases[f"{caller} {how}"] = timed
+                    labels[f"{caller} {how}"] = caller, how
         one = session.world.case("all_reduce", count * size)
-        for who in (MPI4PY, FACADE):  # what one call of as many bytes takes, packing left out
-            cases[f"{who} fused"] = session.calls(one, Buffers(one, PLACE))[who]
-            labels[f"{who} fused"] = who, "fused"
+        for caller in (MPI4PY, FACADE):  # what one call of as many bytes takes, packing left out
+            cases[f"{caller} fused"] = session.calls(one, Buffers(one, PLACE))[caller]
+            labels[f"{caller} fused"] = caller, "fused"
         times = session.measure(cases)
-        for label, (who, how) in labels.items():
+        for label, (caller, how) in labels.items():
             session.record(
-                "many", who, "all_reduce", size, "float32", times[label], count=count, how=how
+                "many", caller, "all_reduce", size, "float32", times[label], count=count, how=how
             )
         session.report(f"{count} all_reduces of {shown(size)}", times)
 
@@ -188,15 +188,15 @@ def overlap(session: Session) -> None:
             continue
         case = session.world.case(primitive, size)
         calls = {
-            who: call
-            for who, call in session.calls(case, Buffers(case, PLACE)).items()
-            if who != TORCH
+            caller: call
+            for caller, call in session.calls(case, Buffers(case, PLACE)).items()
+            if caller != TORCH
         }
         cases: dict[str, Call] = {}
         labels = {}
         ten = Computation(10)
-        for who, call in calls.items():
-            begin = world.contestants[who].begin(call)
+        for caller, call in calls.items():
+            begin = world.contestants[caller].begin(call)
             pure = partial(wait_for_all, [begin])
             once = world.timer.once({"pure": pure, "ten": ten}, tries=15)
             compute = Computation(max(1, round(10 * once["pure"] / once["ten"])))
@@ -207,11 +207,13 @@ def overlap(session: Session) -> None:
                 "in turn": partial(in_turn, [call, compute]),
             }
             for part, timed in parts.items():
-                cases[f"{who} {part}"] = timed
-                labels[f"{who} {part}"] = who, part
+                cases[f"{caller} {part}"] = timed
+                labels[f"{caller} {part}"] = caller, part
         times = session.measure(cases)
-        for label, (who, part) in labels.items():
-            session.record("overlap", who, primitive, case.size, "float32", times[label], part=part)
+        for label, (caller, part) in labels.items():
+            session.record(
+                "overlap", caller, primitive, case.size, "float32", times[label], part=part
+            )
         session.report(f"{primitive} {shown(case.size)}", times)
 
 
@@ -230,9 +232,9 @@ def memory(session: Session) -> None:
     since, those that it shares with other ranks once for each rank that touched them. The greatest
     of the ranks counts. Libraries keep what they took: a launch measures one call alone.
     """
-    world, (primitive, who) = session.world, session.alone
+    world, (primitive, caller) = session.world, session.alone
     case = world.case(primitive, session.largest)
-    call = world.contestants[who].call(case, Buffers(case, PLACE))
+    call = world.contestants[caller].call(case, Buffers(case, PLACE))
     assert call is not None
     world.mpi.Barrier()
     with suppress(OSError):  # not allowed everywhere; the arrays are most of the peak anyway
@@ -241,8 +243,8 @@ def memory(session: Session) -> None:
     for _ in range(3):
         call()
     (extra,) = world.timer.combine([peak() - before])
-    session.record("memory", who, primitive, case.size, "float32", extra=int(extra))
-    session.line(f"{primitive} {shown(case.size)} {who}: {extra / MIB:.1f} MiB more")
+    session.record("memory", caller, primitive, case.size, "float32", extra=int(extra))
+    session.line(f"{primitive} {shown(case.size)} {caller}: {extra / MIB:.1f} MiB more")
 
 
 def peak() -> int:

@@ -355,11 +355,11 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put it into docs/model.md")
-    made = lines()
-    print("\n".join(made))
+    table_lines = lines()
+    print("\n".join(table_lines))
     if parser.parse_args().write:
         page = DOCS / "model.md"
-        page.write_text(fill_page(page.read_text(), "model", {"defaults": made}))
+        page.write_text(fill_page(page.read_text(), "model", {"defaults": table_lines}))
 
 
 if __name__ == "__main__":

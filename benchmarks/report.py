@@ -103,14 +103,19 @@ def overlap_table(found: Sequence[Results]) -> list[str]:
         for results in found
         for one in results.find(section="overlap")
     )
-    whos = (MPI4PY, FACADE, GLOO)
-    heads = ["primitive", "ranks", "bytes", *(f"{r.name}: {who}" for r in found for who in whos)]
+    callers = (MPI4PY, FACADE, GLOO)
+    heads = [
+        "primitive",
+        "ranks",
+        "bytes",
+        *(f"{r.name}: {caller}" for r in found for caller in callers),
+    ]
     rows = []
     for primitive, ranks, size in points:
         row = [primitive, str(ranks), shown(size)]
         for results in found:
-            for who in whos:
-                share = aims.hidden(results, who, primitive, ranks).get(size)
+            for caller in callers:
+                share = aims.hidden(results, caller, primitive, ranks).get(size)
                 row.append(f"{share.median:.0%} +-{share.spread:.0%}" if share else "-")
         rows.append(row)
     return table(heads, rows)
@@ -144,11 +149,11 @@ def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) ->
     return table(heads, lines)
 
 
-def beside(results: Results, wanted: dict[str, Any], other: str, who: str) -> list[str]:
+def beside(results: Results, wanted: dict[str, Any], other: str, caller: str) -> list[str]:
     """Return another's time, the own, and how many times faster that is, with its spread."""
     above, below = (
         next((Times(one["seconds"]) for one in results.find(**wanted, case=case)), None)
-        for case in (other, who)
+        for case in (other, caller)
     )
     cells = ["-" if each is None else format_seconds(each.median) for each in (above, below)]
     if above is None or below is None:

@@ -90,6 +90,6 @@ def training(session: Session) -> None:
         for other in (over_gloo, synchronous):
             if not same_gradients(over_mpicoll, other):
                 raise SystemExit("the gradients differ")
-        for (who, how), each in zip(steps, times.values(), strict=True):
-            session.record("ddp", who, "step", nbytes, "float32", each, how=how, bucket=bucket)
+        for (caller, how), each in zip(steps, times.values(), strict=True):
+            session.record("ddp", caller, "step", nbytes, "float32", each, how=how, bucket=bucket)
         session.report(f"step of {nbytes / 1e6:.1f} MB, buckets of {bucket:g} MB", times)

@@ -27,7 +27,7 @@ _TICKS = 9
 class _Line(NamedTuple):
     """One line of a diagram; ``kind``: dtype and operation."""
 
-    who: str
+    caller: str
     style: str
     kind: str
     label: str
@@ -65,8 +65,8 @@ def figure_of(report: dict[str, Any]) -> Any:
     figure = library.Figure(figsize=(1.5 + 5 * columns, 1.5 + 3.2 * rows), layout="constrained")
     figure.suptitle(f"{report['ranks']} ranks, {report['MPI']}, {report['machine']}", fontsize=9)
     kinds = list(dict.fromkeys(line.kind for lines in found.values() for line in lines))
-    whos = dict.fromkeys(line.who for lines in found.values() for line in lines)
-    routes = [who for who in whos if who not in COLOURS]
+    callers = dict.fromkeys(line.caller for lines in found.values() for line in lines)
+    routes = [caller for caller in callers if caller not in COLOURS]
     colours = COLOURS | dict(zip(routes, _ROUTE_COLOURS, strict=False))
     named: dict[str, Any] = {}
     for i, (name, lines) in enumerate(found.items()):
@@ -74,12 +74,12 @@ def figure_of(report: dict[str, Any]) -> Any:
         for line, points in lines.items():
             sizes, values, highs = zip(*points, strict=True)
             (named[line.label],) = axes.plot(
-                sizes, values, color=colours[line.who], linestyle=line.style, label=line.label,
+                sizes, values, color=colours[line.caller], linestyle=line.style, label=line.label,
                 marker=_MARKS[kinds.index(line.kind) % len(_MARKS)], markersize=4,
             )  # fmt: skip
             if report["latency"]:
                 axes.fill_between(
-                    sizes, values, highs, color=colours[line.who], alpha=0.12, linewidth=0
+                    sizes, values, highs, color=colours[line.caller], alpha=0.12, linewidth=0
                 )
         _scales(axes, [point[0] for points in lines.values() for point in points], measure.unit)
         axes.set_xlabel("size of the larger array (B)")
@@ -124,8 +124,8 @@ def _lines(report: dict[str, Any], measure: _Measure) -> dict[str, _Lines]:
             _Line("mpicoll", style, kind, f"mpicoll {how}, {kind}"): result[name]
             for name, (how, style) in _OWN.items()
         }
-        for who, other in result["compare"].items():
-            curves[_Line(who, "-", kind, f"{who}, {kind}")] = other
+        for caller, other in result["compare"].items():
+            curves[_Line(caller, "-", kind, f"{caller}, {kind}")] = other
         for line, one in curves.items():
             if one and result["size"]:
                 ends = (measure.scale * one[measure.low], measure.scale * one[measure.high])

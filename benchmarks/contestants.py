@@ -1,4 +1,4 @@
-"""Who makes the calls that are compared, all on the same memory of the same ranks.
+"""The libraries whose calls are compared, all on the same memory of the same ranks.
 
 mpi4py          MPI's own call, once, with a ready ``[buffer, count, datatype]``
 mpicoll         this library's functions on NumPy arrays
@@ -16,26 +16,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import mpi4py
 import numpy as np
-from measure import FACADE, GLOO, MPI4PY, TORCH, Ranks
+from aims import FACADE, GLOO, MPI4PY, TORCH
 from mpi4py import MPI
 
 import mpicoll
 from mpicoll import machine, primitives
-from mpicoll.cli import bench_calls
-from mpicoll.cli.bench_calls import (
-    Buffers,
-    Call,
-    Case,
-    Host,
-    named_call,
-    own_call,
-    rounded,
-    variants,
-)
+from mpicoll.cli import bench_others
+from mpicoll.cli.bench_calls import Buffers, Case, Host, block_count, own_call, variants
+from mpicoll.cli.timing import Call, Timer
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.kernels import library
 from mpicoll.watch.consistency import FIRST
@@ -46,35 +38,22 @@ Begin = Callable[[], Callable[[], object]]
 PLACE = Host()
 
 
-class Contestant(Protocol):
-    """One of them."""
-
-    def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """The call; None where there is no such call."""
-
-    def begin(self, call: Call) -> Begin:
-        """The same call, not blocking."""
-
-    def together(self, calls: Sequence[Call]) -> Call | None:
-        """The same calls of all_reduce as one; None where there is no such thing."""
-
-
-class Mpi4py(bench_calls.RawMpi):
+class Mpi4py(bench_others.Mpi4py):
     """MPI alone."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """With MPI's own float16 if need be, which mpicoll never asks to compute."""
+        """Use MPI's own float16 if need be, which mpicoll never asks to compute."""
         if case.dtype is by_name["float16"] and MPI.FLOAT16_T != MPI.DATATYPE_NULL:
             case = replace(case, dtype=replace(case.dtype, kind=Kind.FLOAT, mpi="FLOAT16_T"))
         return super().call(case, buffers)
 
     def begin(self, call: Any) -> Begin:
-        """MPI_Iallreduce and so on."""
+        """Use MPI_Iallreduce and so on."""
         method = getattr(self._comm, f"I{call.func.__name__.lower()}")
         return lambda: method(*call.args).Wait
 
     def together(self, calls: Sequence[Call]) -> Call | None:
-        """MPI has no such call."""
+        """Return None: MPI has no such call."""
         return None
 
 
@@ -82,51 +61,30 @@ class Facade:
     """mpicoll's functions."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Of any kind."""
-        return own_call(case, buffers, variants(case.row)[0], False)
+        """Return the call as it is compared: out of place, if possible."""
+        return own_call(case, buffers, variants(case.row)[0])
 
     def begin(self, call: Call) -> Begin:
-        """With ``async_op``."""
+        """Use ``async_op``."""
         return _asynchronous(call)
 
     def together(self, calls: Sequence[Any]) -> Call | None:
-        """all_reduce_coalesced."""
+        """Use all_reduce_coalesced."""
         return partial(mpicoll.all_reduce_coalesced, [call.args[0] for call in calls])
 
 
-class Torch:
-    """torch.distributed's functions in one of its groups; None: in the default group."""
-
-    def __init__(self, group: Any) -> None:
-        import torch
-        import torch.distributed as api
-
-        self._torch, self._api, self._group = torch, api, group
-
-    def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """None where torch has no such dtype."""
-        if case.dtype is None or not hasattr(self._torch, case.dtype.name):
-            return None
-        dtype = getattr(self._torch, case.dtype.name)
-
-        def tensors(given: Any) -> Any:
-            if isinstance(given, list):
-                return [tensors(array) for array in given]
-            return self._torch.frombuffer(given.view(np.uint8), dtype=dtype)
-
-        sides = buffers.of(case, variants(case.row)[0])
-        input, output = (side and tensors(side.given) for side in sides)
-        return partial(named_call(self._api, case, input, output), group=self._group)
+class Torch(bench_others.TorchApi):
+    """torch.distributed's functions in one of its groups."""
 
     def begin(self, call: Call) -> Begin:
-        """With ``async_op``."""
+        """Use ``async_op``."""
         return _asynchronous(call)
 
     def together(self, calls: Sequence[Call]) -> Call | None:
-        """As DTensor and FSDP call many."""
+        """Coalesce, as DTensor and FSDP do."""
 
         def all_of_them() -> None:
-            with self._api._coalescing_manager(self._group):
+            with self.api._coalescing_manager(self.group):
                 for call in calls:
                     call()
 
@@ -138,13 +96,10 @@ def _asynchronous(call: Call) -> Begin:
     return lambda: begun().wait
 
 
-# --- all of them --------------------------------------------------------------------------------
-
-
 class World:
-    """The process group of all ranks, and who makes calls in it.
+    """The process group of all ranks, and the contestants in it.
 
-    torch: also those of torch, where it is installed.
+    torch: with those of torch, where it is installed.
     mpi:   a communicator of MPI with the same ranks.
     gloo:  the group of torch with the same ranks; None where there is none.
     """
@@ -152,47 +107,45 @@ class World:
     def __init__(self, torch: bool) -> None:
         self._api: Any = mpicoll
         self.gloo: Any = None
-        self.contestants: dict[str, Contestant] = {}
+        of_torch: dict[str, Any] = {}
         if torch and importlib.util.find_spec("torch") is not None:
-            self._begin_with_torch()
+            import torch as library_of_torch
+            import torch.distributed as api
+
+            library_of_torch.set_num_threads(1)
+            api.init_process_group("mpicoll")
+            self._api, self.gloo = api, api.new_group(backend="gloo")
+            of_torch = {TORCH: Torch(), GLOO: Torch(self.gloo)}
         else:
             mpicoll.init_process_group()
         for _ in range(FIRST):  # the first calls of a group are compared between the ranks
             mpicoll.barrier()
         self.mpi = comm = MPI.COMM_WORLD.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of them
-        self.contestants = {MPI4PY: Mpi4py(comm), FACADE: Facade(), **self.contestants}
+        self.timer = Timer(comm)
+        self.contestants: dict[str, Any] = {
+            MPI4PY: Mpi4py(comm, PLACE),
+            FACADE: Facade(),
+            **of_torch,
+        }
         self.n, self.me = comm.Get_size(), comm.Get_rank()
-        self.ranks = Ranks(
-            self.me, comm.Barrier, lambda table: comm.Allreduce(MPI.IN_PLACE, table, MPI.MAX)
-        )
-        own = os.sched_getaffinity(0)
-        everybody = comm.allgather(own)
+        affinities = comm.allgather(os.sched_getaffinity(0))
         #: Processors of all ranks together, and of the rank that has the fewest.
-        self.processors, self.fewest = len(set().union(*everybody)), min(map(len, everybody))
-
-    def _begin_with_torch(self) -> None:
-        import torch
-        import torch.distributed as api
-
-        torch.set_num_threads(1)
-        api.init_process_group("mpicoll")
-        self._api, self.gloo = api, api.new_group(backend="gloo")
-        self.contestants = {TORCH: Torch(None), GLOO: Torch(self.gloo)}
+        self.processors, self.fewest = len(set().union(*affinities)), min(map(len, affinities))
 
     def case(self, primitive: str, size: int, dtype: DType = by_name["float32"]) -> Case:
-        """A call on about so many bytes, SUM where elements are combined; rank 0 is the root."""
+        """Return a call on about so many bytes, SUM where elements are combined, root 0."""
         row = primitives.by_name[primitive]
         op = ReduceOp.SUM if row.reduces else None
-        return Case(row, dtype, op, rounded(row, dtype, self.n, size), self.n, self.me, 0)
+        return Case(row, dtype, op, block_count(row, dtype, self.n, size), self.n, self.me, 0)
 
     def close(self) -> None:
-        """Ends what was begun."""
+        """End what was begun."""
         self.mpi.Free()
         self._api.destroy_process_group()
 
     def facts(self) -> dict[str, Any]:
-        """What runs here: what is at the top of each file of results."""
+        """Return what runs here: the top of each file of results."""
         name, version = MPI.get_vendor()
         versions = {"mpicoll": mpicoll.__version__, "mpi4py": mpi4py.__version__}
         versions |= {"NumPy": np.__version__, "Python": platform.python_version()}

@@ -1,22 +1,22 @@
-"""Draws what ``make bench`` measured, as SVG; needs matplotlib."""
+"""Draw what ``make bench`` measured, as SVG; needs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
-import aims
 import matplotlib
-from aims import Results
+from aims import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Results
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from measure import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Times, bytes_shown
 
 from mpicoll.cli.bench_plot import COLOURS
+from mpicoll.cli.timing import Times
+from mpicoll.output import format_bytes
 
-#: Who has which colour, line and mark.
+#: Colours, lines and marks.
 STYLES: dict[str, dict[str, Any]] = {
     MPI4PY: {"color": COLOURS["mpi4py"], "marker": "s"},
     FACADE: {"color": COLOURS["mpicoll"], "marker": "o"},
@@ -25,12 +25,13 @@ STYLES: dict[str, dict[str, Any]] = {
     COPY: {"color": "#999999", "linestyle": ":"},
 }
 DTYPES = {"float32": "-", "bfloat16": "--", "float16": "-.", "int8": ":"}
-#: The lines of sizes, the smallest first.
-LINES = ["-", "--", "-.", ":"]
 
 
-def draw(found: Sequence[Results], folder: Path) -> None:
-    """Draws all of it into the folder, which is made."""
+def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = None) -> list[str]:
+    """Draw figures into the folder, which is made; return their names.
+
+    only: the names of figures to draw again; None for all. Those that are not there are drawn.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     matplotlib.rcParams |= {
         "svg.fonttype": "none",  # text stays text
@@ -44,15 +45,18 @@ def draw(found: Sequence[Results], folder: Path) -> None:
     primitives = dict.fromkeys(
         one["primitive"] for each in found for one in each.find(section="sizes")
     )
-    for primitive in primitives:
-        _save(_sizes(found, primitive), folder / f"{primitive}.svg")
-    for name, section in (("dtypes", _dtypes), ("overlap", _overlap), ("growth", _growth)):
-        if any(each.find(section=name) for each in found):
-            _save(section(found), folder / f"{name}.svg")
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None})
+    figures: dict[str, Callable[[Sequence[Results]], Figure]] = {
+        name: partial(_sizes, primitive=name) for name in primitives
+    }
+    if any(each.find(section="dtypes") for each in found):
+        figures["dtypes"] = _dtypes
+    drawn = []
+    for name, figure in figures.items():
+        path = folder / f"{name}.svg"
+        if only is None or name in only or not path.exists():
+            figure(found).savefig(path, metadata={"Date": None})
+            drawn.append(name)
+    return drawn
 
 
 def _grid(rows: int, titles: Sequence[str], what: str) -> tuple[Figure, Any]:
@@ -67,7 +71,7 @@ def _grid(rows: int, titles: Sequence[str], what: str) -> tuple[Figure, Any]:
 def _by_bytes(axis: Any, unit: str) -> None:
     axis.set_xscale("log", base=4)
     axis.set_yscale("log")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: bytes_shown(round(size))))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(round(size))))
     axis.tick_params(axis="x", rotation=45)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.minorticks_off()
@@ -77,16 +81,14 @@ def _by_bytes(axis: Any, unit: str) -> None:
 def _curve(
     axis: Any, times: dict[int, Times], value: Callable[[int, float], float], **style: Any
 ) -> None:
-    """A line of what the median comes to at each size, and what is between the quartiles."""
+    """Draw a line of the values of medians, and what is between the quartiles."""
     sizes = sorted(times)
     if not sizes:
         return
     axis.plot(sizes, [value(size, times[size].median) for size in sizes], **style)
-    quartiles = [quantiles(times[size].seconds, n=4) for size in sizes]
-    low, high = (
-        [value(size, three[i]) for size, three in zip(sizes, quartiles, strict=True)]
-        for i in (0, 2)
-    )
+    figures = [(size, times[size].figure) for size in sizes]
+    low = [value(size, each.low) for size, each in figures]
+    high = [value(size, each.high) for size, each in figures]
     axis.fill_between(sizes, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
 
@@ -107,14 +109,14 @@ def _legend(figure: Figure, axes: Iterable[Any], columns: int) -> None:
 
 
 def _sizes(found: Sequence[Results], primitive: str) -> Figure:
-    """Time and bandwidth of a collective by size."""
+    """Draw time and bandwidth of a collective by size."""
     figure, axes = _grid(2, [each.mpi for each in found], f"{primitive} of float32, two ranks")
     for column, results in zip(axes.T, found, strict=True):
-        for who, style in STYLES.items():
-            times = results.by_size(section="sizes", case=who, primitive=primitive)
-            _curve(column[0], times, _microseconds, label=who, **style)
+        for caller, style in STYLES.items():
+            times = results.by_size(section="sizes", case=caller, primitive=primitive)
+            _curve(column[0], times, _microseconds, label=caller, **style)
             large = {size: each for size, each in times.items() if size >= KIB}
-            _curve(column[1], large, _gigabytes, label=who, **style)
+            _curve(column[1], large, _gigabytes, label=caller, **style)
         _by_bytes(column[0], "time of a call (us)")
         _by_bytes(column[1], "bytes / time (GB/s)")
         column[1].set_xlabel("bytes of the larger array of a rank")
@@ -123,82 +125,15 @@ def _sizes(found: Sequence[Results], primitive: str) -> Figure:
 
 
 def _dtypes(found: Sequence[Results]) -> Figure:
-    """Bandwidth of all_reduce by dtype."""
+    """Draw bandwidth of all_reduce by dtype."""
     figure, axes = _grid(1, [each.mpi for each in found], "all_reduce by dtype, two ranks")
     for axis, results in zip(axes[0], found, strict=True):
-        for who in (MPI4PY, FACADE, GLOO):
+        for caller in (MPI4PY, FACADE, GLOO):
             for dtype, line in DTYPES.items():
-                times = results.by_size(section="dtypes", case=who, dtype=dtype)
-                style = {**STYLES[who], "linestyle": line}
-                _curve(axis, times, _gigabytes, label=f"{who} {dtype}", **style)
+                times = results.by_size(section="dtypes", case=caller, dtype=dtype)
+                style = {**STYLES[caller], "linestyle": line}
+                _curve(axis, times, _gigabytes, label=f"{caller} {dtype}", **style)
         _by_bytes(axis, "bytes / time (GB/s)")
         axis.set_xlabel("bytes of the array")
     _legend(figure, axes.flat, 4)
     return figure
-
-
-def _overlap(found: Sequence[Results]) -> Figure:
-    """The share of a call that is hidden behind computation."""
-    points = dict.fromkeys(
-        (one["ranks"], one["primitive"], one["bytes"])
-        for each in found
-        for one in each.find(section="overlap")
-    )
-    figure, axes = _grid(1, [each.mpi for each in found], "hidden behind computation (%)")
-    for axis, results in zip(axes[0], found, strict=True):
-        for i, who in enumerate((MPI4PY, FACADE, GLOO)):
-            for place, (ranks, primitive, size) in enumerate(points):
-                share = aims.hidden(results, who, primitive, ranks).get(size)
-                if share is not None:
-                    axis.barh(
-                        place + 0.27 * (i - 1), 100 * max(share.median, -1.0), 0.25,
-                        xerr=100 * share.spread, color=STYLES[who]["color"],
-                        error_kw={"linewidth": 0.6}, label=who,
-                    )  # fmt: skip
-        names = [f"{p} {bytes_shown(size)}, {ranks} ranks" for ranks, p, size in points]
-        axis.set_yticks(range(len(points)), names)
-        axis.set_xlim(-100, 100)
-        axis.axvline(0, color="black", linewidth=0.6)
-    axes[0][0].invert_yaxis()  # shared
-    _legend(figure, axes.flat, 3)
-    return figure
-
-
-def _growth(found: Sequence[Results]) -> Figure:
-    """Time by number of ranks."""
-    every = [one for each in found for one in each.find(section="growth")]
-    primitives = list(dict.fromkeys(one["primitive"] for one in every))
-    processors = {record["machine"]["processors"] for each in found for record in each.records}
-    figure, axes = _grid(
-        len(primitives), [each.mpi for each in found],
-        "time by number of ranks (us); behind the line more ranks than processors",
-    )  # fmt: skip
-    for primitive, row in zip(primitives, axes, strict=True):
-        for axis, results in zip(row, found, strict=True):
-            for who in (MPI4PY, FACADE):
-                for line, (name, times) in zip(
-                    LINES, _by_ranks(results, who, primitive).items(), strict=False
-                ):
-                    style = {**STYLES[who], "linestyle": line}
-                    _curve(axis, times, _microseconds, label=f"{who} {name}", **style)
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.minorticks_off()
-            ranks = sorted({one["ranks"] for one in every})
-            axis.set_xticks(ranks, [str(n) for n in ranks])
-            axis.axvline(min(processors), color="black", linewidth=0.6, linestyle="--")
-        row[0].set_ylabel(primitive)
-    for axis in axes[-1]:
-        axis.set_xlabel("ranks")
-    _legend(figure, axes.flat, 4)
-    return figure
-
-
-def _by_ranks(results: Results, who: str, primitive: str) -> dict[str, dict[int, Times]]:
-    """For each size the times by number of ranks. The smallest is a few bytes for each rank."""
-    lines: dict[str, dict[int, Times]] = {}
-    for one in results.find(section="growth", case=who, primitive=primitive):
-        size = one["bytes"]
-        name = "a few bytes" if size < KIB else bytes_shown(size)
-        lines.setdefault(name, {})[one["ranks"]] = Times(one["seconds"])
-    return lines

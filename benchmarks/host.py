@@ -1,4 +1,4 @@
-"""Collectives on host memory, beside those who make the same calls, on the ranks at hand.
+"""Collectives on host memory, beside the same calls by others, on the ranks at hand.
 
     mpirun -n 2 python benchmarks/host.py sizes --json sizes.json
 
@@ -11,15 +11,16 @@ Sections:
     overlap  calls that go on beside computation
     ddp      a step of torch's DistributedDataParallel
     growth   a few sizes; to be run with several numbers of ranks
+    memory   what a collective takes besides its arrays; one in a launch
 
-Times are those of the slowest rank, medians over repetitions of all cases in turn; the spread is
-half the distance between the quartiles. With --json everything is written, every repetition too:
+With --json everything is written, every sample too:
 
     machine, date, mpi, versions, reductions, ranks    what ran
     left out       what could not be measured, with the reason
-    measurements   section, case (who), primitive, ranks, bytes (of the larger array of a rank),
+    measurements   section, case (caller), primitive, ranks, bytes (of the larger array of a rank),
                    dtype, median, spread, seconds (of each repetition), and in some sections more:
-                   many: count of tensors, how; overlap: part; ddp: bucket (MB), how
+                   many: count of tensors, how; overlap: part; ddp: bucket (MB), how;
+                   memory: extra (bytes) instead of times
 
 ``make bench`` runs all of it; benchmarks/report.py reads the files.
 """
@@ -28,16 +29,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+from aims import COPY, FACADE, KIB, MIB, MPI4PY, TORCH
 from contestants import PLACE, World
-from measure import COPY, FACADE, KIB, MIB, MPI4PY, TORCH, Effort, Report, bytes_shown, measure
-from measure import Case as Timed
-from points import Bench, file, one_speaks
+from session import Session, parse
 
 from mpicoll.cli.bench_calls import Buffers
+from mpicoll.cli.timing import Call, Effort
 from mpicoll.dtypes import by_name as dtype_of
+from mpicoll.output import format_bytes
 
 #: From 4 B to 64 MiB.
 SIZES = [4 * 4**i for i in range(13)]
@@ -65,183 +69,218 @@ GROWTH_LARGEST, GROWTH_RANKS = 64 * MIB, 4
 # --- the sections -------------------------------------------------------------------------------
 
 
-def by_size(bench: Bench, section: str, primitive: str, sizes: Sequence[int], copies: bool) -> None:
-    """One collective of float32 by everybody."""
-    for size in bench.upto(sizes):
-        case = bench.world.case(primitive, size)
-        cases: dict[str, Timed] = dict(bench.calls(case, Buffers(case, PLACE)))
+def by_size(
+    session: Session, section: str, primitive: str, sizes: Sequence[int], copies: bool
+) -> None:
+    """Measure one collective of float32 by all contestants."""
+    for size in (size for size in sizes if size <= session.largest):
+        case = session.world.case(primitive, size)
+        cases: dict[str, Call] = dict(session.calls(case, Buffers(case, PLACE)))
         if copies:
             source, target = np.zeros(case.size, np.uint8), np.zeros(case.size, np.uint8)
             cases[COPY] = partial(np.copyto, target, source)
-        times = bench.timed(cases)
+        times = session.measure(cases)
         for name, each in times.items():
-            bench.record(section, name, primitive, case.size, "float32", each)
-        bench.tell(f"{primitive} {bytes_shown(case.size)}", times)
+            session.record(section, name, primitive, case.size, "float32", each)
+        session.report(f"{primitive} {format_bytes(case.size)}", times)
 
 
-def sizes(bench: Bench) -> None:
-    """Every collective by size."""
+def sizes(session: Session) -> None:
+    """Measure every collective by size."""
     for primitive in MANY_SIZES:
         more = [LARGEST] if primitive == "all_reduce" else []
-        by_size(bench, "sizes", primitive, SIZES + more, True)
+        by_size(session, "sizes", primitive, SIZES + more, True)
     for primitive in FEW_SIZES:
-        by_size(bench, "sizes", primitive, SIZES[::3], True)
+        by_size(session, "sizes", primitive, SIZES[::3], True)
 
 
-def growth(bench: Bench) -> None:
-    """A few sizes, for several numbers of ranks."""
+def growth(session: Session) -> None:
+    """Measure a few sizes; for several numbers of ranks."""
     for primitive in MANY_SIZES:
-        extra = primitive == "all_reduce" and bench.world.n <= GROWTH_RANKS
-        by_size(bench, "growth", primitive, GROWTH_SIZES + [GROWTH_LARGEST] * extra, False)
+        extra = primitive == "all_reduce" and session.world.n <= GROWTH_RANKS
+        by_size(session, "growth", primitive, GROWTH_SIZES + [GROWTH_LARGEST] * extra, False)
 
 
-def dtypes(bench: Bench) -> None:
-    """all_reduce of several dtypes; all dtypes of a size take turns."""
-    for size in bench.upto(SIZES[4:]):
-        cases: dict[str, Timed] = {}
+def dtypes(session: Session) -> None:
+    """Measure all_reduce of several dtypes; all dtypes of a size take turns."""
+    for size in (size for size in SIZES[4:] if size <= session.largest):
+        cases: dict[str, Call] = {}
         labels = {}
         for name in DTYPES:
-            case = bench.world.case("all_reduce", size, dtype_of[name])
-            for who, call in bench.calls(case, Buffers(case, PLACE)).items():
-                cases[f"{name} {who}"] = call
-                labels[f"{name} {who}"] = name, who
-        times = bench.timed(cases)
-        for label, (name, who) in labels.items():
-            bench.record("dtypes", who, "all_reduce", size, name, times[label])
-        bench.tell(f"all_reduce {bytes_shown(size)}", times)
+            case = session.world.case("all_reduce", size, dtype_of[name])
+            for caller, call in session.calls(case, Buffers(case, PLACE)).items():
+                cases[f"{name} {caller}"] = call
+                labels[f"{name} {caller}"] = name, caller
+        times = session.measure(cases)
+        for label, (name, caller) in labels.items():
+            session.record("dtypes", caller, "all_reduce", size, name, times[label])
+        session.report(f"all_reduce {format_bytes(size)}", times)
 
 
-def many(bench: Bench) -> None:
-    """Many small all_reduces."""
+def many(session: Session) -> None:
+    """Measure many small all_reduces."""
     for count, size in TENSORS:
-        if size > bench.largest:
+        if size > session.largest:
             continue
-        case = bench.world.case("all_reduce", size)
+        case = session.world.case("all_reduce", size)
         each = [Buffers(case, PLACE) for _ in range(count)]
-        cases: dict[str, Timed] = {}
+        cases: dict[str, Call] = {}
         labels = {}
-        for who, way in bench.world.contestants.items():
-            calls = [way.call(case, buffers) for buffers in each]
-            begins = [way.begin(call) for call in calls if call]
-            ways = {
+        for caller, contestant in session.world.contestants.items():
+            calls = [contestant.call(case, buffers) for buffers in each]
+            begins = [contestant.begin(call) for call in calls if call]
+            hows = {
                 "one by one": partial(in_turn, calls),
                 "pending": partial(wait_for_all, begins),
-                "coalesced": way.together([call for call in calls if call]),
+                "coalesced": contestant.together([call for call in calls if call]),
             }
-            for how, timed in ways.items():
+            for how, timed in hows.items():
                 if timed is not None:
-                    cases[f"{who} {how}"] = timed
-                    labels[f"{who} {how}"] = who, how
-        one = bench.world.case("all_reduce", count * size)
-        for who in (MPI4PY, FACADE):  # what one call of as many bytes takes, packing left out
-            cases[f"{who} fused"] = bench.calls(one, Buffers(one, PLACE))[who]
-            labels[f"{who} fused"] = who, "fused"
-        times = bench.timed(cases)
-        for label, (who, how) in labels.items():
-            bench.record(
-                "many", who, "all_reduce", size, "float32", times[label], count=count, how=how
+                    cases[f"{caller} {how}"] = timed
+                    labels[f"{caller} {how}"] = caller, how
+        one = session.world.case("all_reduce", count * size)
+        for caller in (MPI4PY, FACADE):  # what one call of as many bytes takes, packing left out
+            cases[f"{caller} fused"] = session.calls(one, Buffers(one, PLACE))[caller]
+            labels[f"{caller} fused"] = caller, "fused"
+        times = session.measure(cases)
+        for label, (caller, how) in labels.items():
+            session.record(
+                "many", caller, "all_reduce", size, "float32", times[label], count=count, how=how
             )
-        bench.tell(f"{count} all_reduces of {bytes_shown(size)}", times)
+        session.report(f"{count} all_reduces of {format_bytes(size)}", times)
 
 
 def in_turn(calls: Sequence[Callable[[], object]]) -> None:
-    """One after another."""
+    """Make the calls one after another."""
     for call in calls:
         call()
 
 
 def wait_for_all(begins: Sequence[Callable[[], Callable[[], object]]]) -> None:
-    """All begun, then all waited for."""
+    """Begin all, then wait for all."""
     for wait in [begin() for begin in begins]:
         wait()
 
 
 class Computation:
-    """Something to compute: products of small matrices, which let other threads run Python."""
+    """Products of small matrices, which let other threads run Python."""
 
     def __init__(self, products: int) -> None:
         self._products = range(products)
         self._matrix, self._out = np.zeros((2, 64, 64), np.float32)
 
     def __call__(self) -> None:
-        """Computes."""
+        """Compute."""
         for _ in self._products:
             np.matmul(self._matrix, self._matrix, out=self._out)
 
 
-def overlap(bench: Bench) -> None:
-    """Non-blocking calls beside computation, each as long as the other, after the OSU benchmarks.
+def overlap(session: Session) -> None:
+    """Measure non-blocking calls beside as much computation, after the OSU benchmarks.
 
-    Parts, of each who makes calls: ``pure``, begun and waited for at once; ``compute``, nothing
+    Parts, of each contestant: ``pure``, begun and waited for at once; ``compute``, nothing
     else; ``beside``, computation between the beginning and the wait; ``in turn``, the blocking call
     and then the computation.
     """
-    world = bench.world
+    world = session.world
     for primitive, size in OVERLAPPED:
-        if size > bench.largest:
+        if size > session.largest:
             continue
-        case = bench.world.case(primitive, size)
+        case = session.world.case(primitive, size)
         calls = {
-            who: call
-            for who, call in bench.calls(case, Buffers(case, PLACE)).items()
-            if who != TORCH
+            caller: call
+            for caller, call in session.calls(case, Buffers(case, PLACE)).items()
+            if caller != TORCH
         }
-        cases: dict[str, Timed] = {}
+        cases: dict[str, Call] = {}
         labels = {}
         ten = Computation(10)
-        for who, call in calls.items():
-            begin = world.contestants[who].begin(call)
+        for caller, call in calls.items():
+            begin = world.contestants[caller].begin(call)
             pure = partial(wait_for_all, [begin])
-            trial = measure(world.ranks, {"pure": pure, "ten": ten}, 15)
-            compute = Computation(max(1, round(10 * trial["pure"].median / trial["ten"].median)))
-            parts: dict[str, Timed] = {
+            once = world.timer.once({"pure": pure, "ten": ten}, tries=15)
+            compute = Computation(max(1, round(10 * once["pure"] / once["ten"])))
+            parts: dict[str, Call] = {
                 "pure": pure,
                 "compute": compute,
                 "beside": partial(beside, begin, compute),
                 "in turn": partial(in_turn, [call, compute]),
             }
             for part, timed in parts.items():
-                cases[f"{who} {part}"] = timed
-                labels[f"{who} {part}"] = who, part
-        times = bench.timed(cases)
-        for label, (who, part) in labels.items():
-            bench.record("overlap", who, primitive, case.size, "float32", times[label], part=part)
-        bench.tell(f"{primitive} {bytes_shown(case.size)}", times)
+                cases[f"{caller} {part}"] = timed
+                labels[f"{caller} {part}"] = caller, part
+        times = session.measure(cases)
+        for label, (caller, part) in labels.items():
+            session.record(
+                "overlap", caller, primitive, case.size, "float32", times[label], part=part
+            )
+        session.report(f"{primitive} {format_bytes(case.size)}", times)
 
 
 def beside(begin: Callable[[], Callable[[], object]], compute: Callable[[], object]) -> None:
-    """Begins, computes, waits."""
+    """Begin, compute, wait."""
     wait = begin()
     compute()
     wait()
 
 
-def ddp(bench: Bench) -> None:
-    """A step of DistributedDataParallel."""
-    if bench.world.gloo is None:
-        bench.left_out("ddp: torch is not installed")
+def memory(session: Session) -> None:
+    """Measure what a collective takes besides its arrays, at its peak.
+
+    The peak is the kernel's: VmHWM of /proc/self/status, brought down to what the process has when
+    the ranks are connected and the arrays are there. It counts pages that the process has touched
+    since, those that it shares with other ranks once for each rank that touched them. The greatest
+    of the ranks counts. Libraries keep what they took: a launch measures one call alone.
+    """
+    world, (primitive, caller) = session.world, session.alone
+    case = world.case(primitive, session.largest)
+    call = world.contestants[caller].call(case, Buffers(case, PLACE))
+    assert call is not None
+    world.mpi.Barrier()
+    with suppress(OSError):  # not allowed everywhere; the arrays are most of the peak anyway
+        Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    for _ in range(3):
+        call()
+    (extra,) = world.timer.combine([peak() - before])
+    session.record("memory", caller, primitive, case.size, "float32", extra=int(extra))
+    session.line(f"{primitive} {format_bytes(case.size)} {caller}: {extra / MIB:.1f} MiB more")
+
+
+def peak() -> int:
+    """Return the most bytes that the process has had."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("/proc/self/status has no VmHWM")
+
+
+def ddp(session: Session) -> None:
+    """Measure a step of DistributedDataParallel."""
+    if session.world.gloo is None:
+        session.leave_out("ddp: torch is not installed")
         return
     from training import training
 
-    training(bench)
+    training(session)
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {
+SECTIONS: dict[str, Callable[[Session], None]] = {
     "sizes": sizes, "dtypes": dtypes, "many": many, "overlap": overlap, "ddp": ddp,
-    "growth": growth,
+    "growth": growth, "memory": memory,
 }  # fmt: skip
 #: Sections in which torch has no part.
-WITHOUT_TORCH = {"growth"}
+WITHOUT_TORCH = {"growth", "memory"}
 
 
 # --- the command --------------------------------------------------------------------------------
 
 #: What --quick measures with.
-QUICK = Effort(seconds=0.15, least=5, most=15, together=5e-4)
+QUICK = Effort(seconds=0.15, sample=5e-4, fewest=5, most=15)
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("sections", nargs="+", choices=SECTIONS, metavar="SECTION",
                         help=f"some of {', '.join(SECTIONS)}")  # fmt: skip
@@ -250,25 +289,22 @@ def main() -> None:
                         help="about how long to measure each point")  # fmt: skip
     parser.add_argument("--largest", type=int, default=LARGEST, metavar="BYTES",
                         help="leave greater sizes out (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--alone", nargs=2, default=["all_reduce", FACADE],
+                        metavar=("PRIMITIVE", "WHO"), help="of the section memory")  # fmt: skip
     parser.add_argument("--without-torch", action="store_true", help="mpi4py and mpicoll alone")
-    parser.add_argument("--json", type=file, metavar="FILE", help="write the figures there")
-    with one_speaks():
-        options = parser.parse_args()
-    torch = not options.without_torch and bool(set(options.sections) - WITHOUT_TORCH)
-    world = World(torch)
-    report = Report(world.ranks)
-    report.record |= {**world.facts(), "quick": options.quick}
-    machine = report.record["machine"]
-    report.line(f"{report.record['mpi']}, {world.n} ranks, {machine['processors']} processors "
-                f"({machine['processor']}), load before {machine['load before']}")  # fmt: skip
+    options = parse(parser)
     effort = QUICK if options.quick else Effort()
     effort = effort._replace(seconds=options.seconds or effort.seconds)
-    bench = Bench(world, report, effort, options.largest)
+    torch = not options.without_torch and bool(set(options.sections) - WITHOUT_TORCH)
+    session = Session(World(torch), effort, options.largest, tuple(options.alone))
+    session.results["quick"] = options.quick
+    machine = session.results["machine"]
+    session.line(f"{session.results['mpi']}, {session.world.n} ranks, {machine['processors']} "
+                 f"processors, load before {machine['load before']}")  # fmt: skip
     for section in options.sections:
-        report.line(f"\n{section}")
-        SECTIONS[section](bench)
-    report.write(options.json)
-    world.close()
+        session.line(f"\n{section}")
+        SECTIONS[section](session)
+    session.end(options.json)
 
 
 if __name__ == "__main__":

@@ -1,453 +1,368 @@
-"""A cost model, fitted to what ``make bench`` measured on one node, and what it says of many nodes.
+"""A cost model of calls by many ranks, and what it says of the default tables of routes.
 
-    python benchmarks/model.py .cache/bench/mpich .cache/bench/openmpi
+    python benchmarks/model.py            # print the table of docs/model.md
+    python benchmarks/model.py --write    # and put it into the page
 
-Files, or folders of them, as host.py writes them; of each MPI library there may be several. Printed
-are the rates that were found and how sure they are, how well they explain the times, what they say
-of more ranks over a network that is stated, not measured, at which sizes one algorithm becomes
-better than another, and where mpicoll's tables have something else today. ``--markdown`` writes
-the part of docs/model.md that comes from here. It needs no MPI, and for the figure matplotlib.
-
-model_steps.py and model_costs.py have the formulas, model_fit.py the fit, model_predictions.py what
-follows from it.
+A message of m bytes takes alpha + beta m, combining m bytes gamma m (Hockney 1994). Three things
+are added. The ranks of a node share its link: if k of them send in a step, each has a k-th of it.
+On a node processors copy messages, so that sending and receiving at once takes as long as both.
+Calls from Python cost. A step lasts as long as its busiest rank. Ranks are numbered node by node;
+nodes, and ranks per node, are powers of two. docs/model.md has the formulas and their sources.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import ceil
+from typing import NamedTuple
 
-import numpy as np
-from aims import Results
-from measure import KIB, MIB, shown
-from model_costs import WAYS, Machine, Rates, least
-from model_fit import GUESSES, Fit, Point, crowded, fit, points
-from model_predictions import (
-    LARGEST,
-    Cluster,
-    changes,
-    places,
-    sizes_of,
-    spread_of,
-    steps,
-    times_of,
-    where,
-    worse,
-)
-from model_steps import Place
-from pages import DOCS, filled
-from report import about, table
+from aims import MIB
+from report import DOCS, fill_page, table
 
-from mpicoll.routes.tuning import Table
+from mpicoll.output import format_bytes
+from mpicoll.routes import space
+from mpicoll.routes.host import hierarchical, mpi, shared
+from mpicoll.routes.tuning import Steps, Table, eligible_routes, route_at
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE, FIGURE = DOCS / "model.md", ROOT / ".cache" / "bench" / "figures" / "model.svg"
+# --- rates ----------------------------------------------------------------------------------------
 
-GIB = 1 << 30
-RANKS = [64, 1024, 16384]
-#: Sizes of which the predicted times are printed.
-SHOWN = [KIB, 32 * KIB, MIB, 32 * MIB, LARGEST]
-#: A fit whose median error is greater is not to be relied on.
-UNSURE = 0.3
-#: Rates as they might as well be, of which the spread of a size is taken.
-DRAWS = 100
+#: Seconds, see docs/model.md: what mpicoll does before its route begins; a call of MPI from Python;
+#: a message between ranks of a node; a message sent from Python; an exchange of levels on a node,
+#: in Python, and each block in it; a wait in shared memory, and a look how far one rank is.
+OWN, CALL, MESSAGE, PYTHON = 0.545e-6, 0.283e-6, 1.8e-6, 5.19e-6
+EXCHANGE, ENTRY, WAIT, LOOK = 9e-6, 1.2e-6, 2.58e-6, 0.104e-6
 
 
-# --- words --------------------------------------------------------------------------------------
+class Byte(NamedTuple):
+    """Seconds for a byte in caches and in memory; bytes that memory reads and writes for it."""
+
+    near: float
+    far: float
+    traffic: int
 
 
-def size_shown(size: float) -> str:
-    """Bytes, with two digits where they are not round."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B")):
-        if size >= 0.95 * unit:
-            value = size / unit
-            return f"{value if value.is_integer() else float(f'{value:.2g}'):g} {name}"
-    return f"{size:g} B"
+COPIED, SHARED = Byte(0.0295e-9, 0.102e-9, 2), Byte(0.0596e-9, 0.0685e-9, 1)
+SENT, COMBINED = Byte(0.0677e-9, 0.0801e-9, 2), Byte(0.25e-9, 0.328e-9, 3)
+REDUCED, NARROWED = Byte(0.0856e-9, 0.102e-9, 1), Byte(0.18e-9, 0.125e-9, 1)
+#: Bytes in use of which half are found in caches, as fitted.
+CACHE = 8 * MIB
+#: Stated, not measured: bytes a second of a node's memory, and of its link in each direction;
+#: seconds of a message between nodes.
+MEMORY, BANDWIDTH, LATENCY = 200e9, 25e9, 1.5e-6
 
 
-def rate_shown(rate: float, name: str) -> str:
-    """A time, or that of a byte."""
-    return f"{rate * 1e9:.3g} ns" if name.removesuffix("_far") in _OF_BYTES else shown(rate)
+class Place(NamedTuple):
+    """So many nodes with so many ranks each."""
 
-
-_OF_BYTES = {name.removesuffix("_far") for name in Rates._fields if name.endswith("_far")}
-
-
-def knowledge(told: float) -> str:
-    """How much the figures tell of a rate, in words."""
-    return "told" if told > 0.9 else "partly" if told > 0.4 else "guessed"
-
-
-class Library(NamedTuple):
-    """What was found of one MPI library.
-
-    crowd: see model_fit.crowded.
-    """
-
-    results: Results
-    fit: Fit
-    crowd: Sequence[tuple[Point, float]]
+    nodes: int
+    each: int
 
     @property
-    def table(self) -> Table:
-        """mpicoll's, without what ``tune`` finds."""
-        return Table(openmpi=self.results.mpi.startswith("Open MPI"))
+    def ranks(self) -> int:
+        """All of them."""
+        return self.nodes * self.each
 
-    def on(self, cluster: Cluster) -> Machine:
-        """The machine that is stated, with the caches of the one that was measured."""
-        return cluster.machine._replace(cache=self.fit.cache)
-
-
-def fitted_table(found: Sequence[Library]) -> list[str]:
-    """The rates, their errors, and whether they come from the figures."""
-    heads = ["rate", "seconds for", *(each.results.mpi for each in found)]
-    rows = []
-    for name, guess in zip(Rates._fields, GUESSES, strict=True):
-        cells = []
-        for each in found:
-            of = each.fit.rates, each.fit.factors, each.fit.told
-            rate, factor, told = (getattr(one, name) for one in of)
-            cells.append(f"{rate_shown(rate, name)} x/ {factor:.2f} {knowledge(told)}")
-        rows.append([name.replace("_far", " far"), guess.what, *cells])
-    caches = (size_shown(each.fit.cache) for each in found)
-    rows.append(["cache", "bytes of which half are in caches", *caches])
-    return table(heads, rows)
+    @property
+    def name(self) -> str:
+        """As tables name it."""
+        return "node" if self.nodes == 1 else "nodes" if self.each > 1 else "apart"
 
 
-#: Classes of sizes: up to so many bytes.
-CLASSES = [4 * KIB, MIB, LARGEST]
+def moved(nbytes: float, byte: Byte, reach: float, ranks: int) -> float:
+    """Return the time for bytes, of as many ranks of a node at once, that use ``reach`` bytes."""
+    if not nbytes:
+        return 0.0
+    far = 1 / (1 + (CACHE / reach) ** 2)
+    return nbytes * ((1 - far) * byte.near + far * max(byte.far, byte.traffic * ranks / MEMORY))
 
 
-def explained_table(found: Sequence[Library]) -> list[str]:
-    """Median relative errors, by route and size."""
-    heads = ["route"]
-    heads += [f"{each.results.mpi}: up to {size_shown(c)}" for each in found for c in CLASSES]
-    routes = dict.fromkeys(point.route for each in found for point in each.fit.points)
-    rows = []
-    for route in [*routes, "all"]:
-        row = [route]
-        for each in found:
-            for low, high in zip([0, *CLASSES], CLASSES, strict=False):
-                errors = [
-                    error
-                    for point, error in zip(each.fit.points, each.fit.errors, strict=True)
-                    if low < point.bytes <= high and route in (point.route, "all")
-                ]
-                row.append(f"{np.median(errors):.0%} ({len(errors)})" if errors else "-")
-        rows.append(row)
-    return table(heads, rows)
+# --- algorithms over messages ---------------------------------------------------------------------
 
 
-def ratios_table(fit: Fit) -> list[str]:
-    """Measured and predicted, of every point."""
-    heads = ["kind", "ranks", "case", "route", "bytes", "measured", "predicted", "ratio"]
-    rows = [
-        [point.kind, str(point.place.ranks), point.case, point.route, size_shown(point.bytes),
-         shown(point.seconds), shown(time), f"{point.seconds / time:.2f}"]
-        for point, time in zip(fit.points, fit.predicted, strict=True)
-    ]  # fmt: skip
-    return table(heads, rows)
-
-
-def caveats(found: Sequence[Library]) -> list[str]:
-    """What the figures do not tell, a line for each MPI."""
-    lines = []
-    for results, made, crowd in found:
-        guessed = [
-            name.replace("_far", " far")
-            for name, told in zip(Rates._fields, made.told, strict=True)
-            if knowledge(told) == "guessed"
-        ]
-        processors = processors_of(results)
-        most = max(point.place.ranks for point in made.points)
-        line = f"{results.mpi}: {len(made.points)} times of up to {most} ranks on {processors} "
-        line += f"processors, off by {np.median(made.errors):.0%} (median). "
-        if np.median(made.errors) > UNSURE:
-            line += "**That is too much to rely on any of this.** "
-        line += f"Guessed, not told by them: {', '.join(guessed) or 'nothing'}."
-        pairs = [f"{a} and {b}" for a, b in made.entangled()]
-        if pairs:
-            line += f" Told together rather than each: {'; '.join(pairs)}."
-        if crowd:
-            ratios = [ratio for _, ratio in crowd]
-            line += (
-                f" {len(ratios)} times from 1 MiB on of more ranks than processors, which are not "
-                "fitted, are by the model's, times ranks per processor: "
-                f"{np.median(ratios):.2f} (median; {min(ratios):.2f} to {max(ratios):.2f})."
-            )
-        lines.append(line)
-    return lines
-
-
-def predictions_table(
-    kind: str, where_: Sequence[Place], rates: Rates, machine: Machine
-) -> list[str]:
-    """Times by algorithm, ranks and size."""
-    heads = ["ranks", "where", "algorithm", "route", *map(size_shown, SHOWN)]
-    rows = []
-    for place in where_:
-        sizes = [size for size in SHOWN if size >= least(kind, place.ranks)]
-        times = {size: times_of(kind, place, size, rates, machine) for size in sizes}
-        for way in WAYS[kind]:
-            cells = [times.get(size, {}).get(way.name) for size in SHOWN]
-            if any(cell is not None for cell in cells):
-                told = ["-" if cell is None else shown(float(cell)) for cell in cells]
-                rows.append([str(place.ranks), where(place), way.name, way.route or "none", *told])
-    return table(heads, rows)
-
-
-def changes_table(found: Sequence[Library], cluster: Cluster, ranks: Sequence[int]) -> list[str]:
-    """Which algorithm is the fastest from which size on."""
-    heads = ["kind", "ranks", *(each.results.mpi for each in found)]
-    rows = []
-    for kind in WAYS:
-        for place in map(cluster.place, ranks):
-            cells = []
-            for each in found:
-                machine, draws = each.on(cluster), each.fit.draws(DRAWS)
-                words = []
-                for change in changes(kind, place, each.fit.rates, machine):
-                    if not change.before:
-                        words.append(change.name)
-                        continue
-                    ends = spread_of(change, kind, place, draws, machine)
-                    between = " to ".join(map(size_shown, ends)) if ends else "unsure"
-                    words.append(f"from {size_shown(change.size)} ({between}) {change.name}")
-                cells.append("; ".join(words))
-            rows.append([kind, str(place.ranks), *cells])
-    return table(heads, rows)
-
-
-def today_table(found: Sequence[Library], cluster: Cluster, ranks: Sequence[int]) -> list[str]:
-    """Where mpicoll's tables have another route than the model, with any of the libraries."""
-    heads = ["kind", "where", "ranks", *(each.results.mpi for each in found)]
-    rows = []
-    for kind in WAYS:
-        for place in places(cluster, ranks):
-            cells = []
-            for each in found:
-                words = []
-                for one in worse(each.table, kind, place, each.fit.rates, each.on(cluster)):
-                    sizes = dict.fromkeys(map(size_shown, (one.first, one.last)))
-                    most = f"{one.most:.2g}" if one.most < 100 else f"{round(one.most, -1):g}"
-                    words.append(
-                        f"{' to '.join(sizes)}: {one.today}, better {one.better} "
-                        f"({most} x at {size_shown(one.at)})"
-                    )
-                cells.append("; ".join(words))
-            if any(cells):
-                rows.append([kind, where(place), str(place.ranks), *cells])
-    return table(heads, rows)
-
-
-def steps_table(found: Sequence[Library], cluster: Cluster, ranks: Sequence[int]) -> list[str]:
-    """What the model would have in the tables."""
-    heads = ["kind", "where", "ranks", *(each.results.mpi for each in found)]
-    rows = []
-    for kind in WAYS:
-        for place in places(cluster, ranks):
-            cells = []
-            for each in found:
-                first, *more = steps(kind, place, each.fit.rates, each.on(cluster))
-                words = [f"from {size_shown(size)} {route}" for size, route in more]
-                cells.append("; ".join([first[1], *words]))
-            rows.append([kind, where(place), str(place.ranks), *cells])
-    return table(heads, rows)
-
-
-# --- the page and the figure --------------------------------------------------------------------
-
-
-def stated(cluster: Cluster) -> str:
-    """The network, in words."""
-    _, memory, latency, bandwidth = cluster.machine
-    order = "in turn" if cluster.scattered else "one after another"
-    return (
-        f"{cluster.each} ranks a node, {order}; {bandwidth / 1e9:g} GB/s out of a node and as much "
-        f"into it, {latency * 1e6:g} µs a message between nodes; memory of a node "
-        f"{memory / 1e9:g} GB/s."
-    )
-
-
-def parts(found: Sequence[Library], cluster: Cluster, ranks: Sequence[int]) -> dict[str, list[str]]:
-    """What docs/model.md has from here, by the names of its marks."""
-    return {
-        "fitted": [
-            *fitted_table(found), "", *explained_table(found), "",
-            *(f"- {line}" for line in caveats(found)),
-        ],
-        "network": [stated(cluster)],
-        "changes": changes_table(found, cluster, ranks),
-        "tables": [*today_table(found, cluster, ranks), "", *steps_table(found, cluster, ranks)],
-    }  # fmt: skip
-
-
-#: Colours of algorithms.
-_COLOURS = [
-    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999933",
-    "#882255", "#aaaaaa",
-]  # fmt: skip
-#: Algorithms that are part of something else, by what comes first in their names.
-_LINES = {"levels": "--", "widened": ":", "pieces": "-."}
-
-
-def draw(library: Library, cluster: Cluster, ranks: Sequence[int], path: Path) -> None:
-    """Time by size, one line an algorithm; where another begins to be the fastest it is marked.
-
-    Needs matplotlib.
+class Step(NamedTuple):
+    """Equal steps: bytes that the busiest rank sends, sends and receives, and combines; ranks of a
+    node that send to others of it, and to other nodes.
     """
-    import figures
-    import matplotlib
 
-    settings = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "mpicoll",
-        "font.size": 8,
-        "axes.grid": True,
+    times: float
+    nbytes: float
+    both: float
+    combined: float
+    stay: int
+    leave: int
+
+
+#: Of a place and the bytes of a rank's larger array.
+Algorithm = Callable[[Place, float], list[Step]]
+
+
+def crossing(place: Place, distance: int, nbytes: float, combined: float = 0) -> Step:
+    """Return the step in which each rank exchanges with the one whose number differs in a bit."""
+    inside = distance < place.each
+    ends = (place.each, 0) if inside else (0, place.each)
+    return Step(1, nbytes, 2 * nbytes, combined, *ends)
+
+
+def powers(n: int) -> list[int]:
+    """Return 1, 2, 4 and so on, below n."""
+    return [1 << i for i in range((n - 1).bit_length())]
+
+
+def doubling(place: Place, m: float) -> list[Step]:
+    """All_reduce by recursive doubling."""
+    return [crossing(place, d, m, m) for d in powers(place.ranks)]
+
+
+def rabenseifner(place: Place, m: float) -> list[Step]:
+    """All_reduce by recursive halving, nearest ranks first, and doubling."""
+    halves = [(d, m / (2 * d)) for d in powers(place.ranks)]
+    down = [crossing(place, d, part, part) for d, part in halves]
+    return down + [crossing(place, d, part) for d, part in halves]
+
+
+def halving(place: Place, m: float) -> list[Step]:
+    """Reduce_scatter by recursive halving, farthest ranks first, for the blocks to be in order."""
+    n = place.ranks
+    return [crossing(place, d, m * d / n, m * d / n) for d in powers(n)]
+
+
+def pairwise(place: Place, m: float, combines: bool = True) -> list[Step]:
+    """Reduce_scatter by a block from each rank to each other, in n - 1 steps."""
+    n, q, block = place.ranks, place.each, m / place.ranks
+    stays = Counter(
+        q if place.nodes == 1 else max(0, q - by) + max(0, q - (n - by)) for by in range(1, n)
+    )
+    return [
+        Step(times, block, 2 * block, combines * block, stay, q - stay)
+        for stay, times in stays.items()
+    ]
+
+
+def gather_doubling(place: Place, m: float) -> list[Step]:
+    """All_gather in log2 n steps."""
+    return [crossing(place, d, m * d / place.ranks) for d in powers(place.ranks)]
+
+
+def ring(place: Place, m: float, combines: bool = False) -> list[Step]:
+    """All_gather, or reduce_scatter, by a ring."""
+    n, q, block = place.ranks, place.each, m / place.ranks
+    ends = (q, 0) if place.nodes == 1 else (q - 1, 1)
+    return [Step(n - 1, block, 2 * block, combines * block, *ends)] if n > 1 else []
+
+
+#: MPI's own call takes as long as the best of these: kind to MPI, which has thresholds for few
+#: machines.
+ALGORITHMS: dict[str, list[Algorithm]] = {
+    "all_reduce": [doubling, rabenseifner],
+    "reduce_scatter": [halving, pairwise, lambda place, m: ring(place, m, True)],
+    "all_gather": [gather_doubling, ring],
+}
+
+
+def messages(place: Place, steps: Iterable[Step], reach: float) -> float:
+    """Return the time of steps on arrays that use ``reach`` bytes."""
+    total = 0.0
+    for step in steps:
+        inside = MESSAGE + moved(step.both, SENT, reach, step.stay) if step.stay else 0
+        across = LATENCY + step.leave * step.nbytes / BANDWIDTH if step.leave else 0
+        combining = moved(step.combined, COMBINED, reach, step.stay + step.leave)
+        total += step.times * (max(inside, across) + combining)
+    return total
+
+
+def best(kind: str, place: Place, m: float, reach: float) -> float:
+    """Return the time of MPI's own call."""
+    return CALL + min(messages(place, each(place, m), reach) for each in ALGORITHMS[kind])
+
+
+# --- routes ---------------------------------------------------------------------------------------
+
+
+def by_exchange(
+    kind: str, place: Place, m: float, byte: Byte = REDUCED, itemsize: int = 4
+) -> float:
+    """Return the time of messages from Python, combined by mpicoll."""
+    n, q = place.ranks, place.each
+    whole = n * m
+    if kind == "all_reduce" and (
+        whole <= space.SMALL or (m < n * itemsize and whole <= space.STACK)
+    ):  # each rank gets all arrays, and combines them
+        gathering = best("all_gather", place, whole, whole)
+        return gathering + moved(m, COPIED, whole, q) + moved((n - 1) * m, byte, whole, q)
+    pieces = ceil(m / n / min(space.CHUNK, space.STACK // n))
+    block = m / n / pieces
+    rounds = 2 if kind == "all_reduce" else 1
+    steps = rounds * pairwise(place, n * block, False)
+    sending = rounds * (n - 1) * PYTHON + messages(place, steps, n * block)
+    return pieces * (sending + moved((n - 1) * block, byte, m, q))
+
+
+def waiting(n: int, rounds: float) -> float:
+    """Return the time for all others of a node to come, so many times."""
+    return rounds * (WAIT + (n - 1) * LOOK)
+
+
+def rounds_of(n: int, block: float, places: int) -> int:
+    """Return the rounds in which blocks go through slots of shared memory, so many in a slot."""
+    slot = min(shared.SLOT, shared.TOGETHER // (shared._SLOTS * n)) // 64 * 64
+    return max(1, ceil(block / (slot // places)))
+
+
+def by_sharing(kind: str, place: Place, m: float, byte: Byte = REDUCED) -> float:
+    """Return the time by memory that the ranks of a node share."""
+    n, rest = place.each, m * (1 - 1 / place.each)
+
+    def time(put_and_got: float, reduced: float, rounds: float) -> float:
+        moving = moved(put_and_got, SHARED, m, n) + moved(reduced, byte, m, n)
+        return moving + waiting(n, rounds)
+
+    if kind == "all_reduce":
+        if m <= shared.WHOLE // max(1, n - 1):
+            return time(m, (n - 1) * m, 1)
+        return time(m + rest, rest, 2 * rounds_of(n, m, 1))
+    return time(rest, rest, rounds_of(n, m / n, n))
+
+
+def _railed(steps: Iterable[Step], rails: int, reach: float) -> float:
+    """Return the time of steps between nodes by so many ranks of each node at once."""
+    several = (step._replace(leave=rails * step.leave) for step in steps)
+    return messages(Place(2, 1), several, reach)
+
+
+def by_levels(kind: str, place: Place, m: float, factor: int = 1) -> float:
+    """Return the time by the ranks of each node first, then by rails between the nodes.
+
+    factor: bytes that travel for a byte of the array: 2 where bfloat16 is widened.
+    """
+    nodes, q = place
+
+    def node(places: int, block: float, entries: int, nbytes: float, reduced: float = 0) -> float:
+        moving = moved(nbytes, SHARED, m, q) + moved(reduced, REDUCED, m, q)
+        waits = waiting(q, rounds_of(q, block, places))
+        return EXCHANGE + entries * ENTRY + moving + waits
+
+    def rail(nbytes: float, rails: int) -> float:
+        steps = (each(Place(nodes, 1), nbytes) for each in ALGORITHMS["all_reduce"])
+        return CALL + min(_railed(each, rails, m) for each in steps)
+
+    def widening(nbytes: float) -> float:
+        return moved(nbytes, COPIED, m, q) if factor > 1 else 0.0
+
+    agreement = rail(16, q)
+    if kind == "all_reduce":
+        pieces = ceil(factor * m / min(q * hierarchical.PIECE, hierarchical.TOGETHER))
+        piece = factor * m / pieces
+        share = min(piece, max(piece / q, hierarchical.SHARE))
+        down = node(q, share, 2 * q, piece - share, (q - 1) * share)
+        up = node(1, share / factor, q, piece / factor)
+        along = rail(share, ceil(piece / share))
+        return pieces * (widening(piece + share) + down + along + up) + agreement
+    block = factor * m / place.ranks
+    pieces = ceil(block / min(hierarchical.PIECE, hierarchical.TOGETHER // max(nodes, q)))
+    block /= pieces
+    rest = (q - 1) * block
+    down = nodes * node(q, block, 2 * q, rest, rest)
+    # Along the rails by exchange.
+    steps = pairwise(Place(nodes, 1), nodes * block, False)
+    along = (nodes - 1) * PYTHON + _railed(steps, q, m)
+    combining = moved((nodes - 1) * block, REDUCED, m, q)
+    return pieces * (widening((nodes * q + 1) * block) + down + along + combining) + agreement
+
+
+def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
+    """Return the time of a call on m bytes by each route that a table may name at the place."""
+    plain = kind.removesuffix(" of others")
+    narrow = plain != kind  # of bfloat16
+    byte, itemsize, factor = (NARROWED, 2, 2) if narrow else (REDUCED, 4, 1)
+    q = place.each
+    pieces = ceil(m / mpi.CHUNK)
+    piece = m / pieces
+    ways: dict[str, Callable[[], float]] = {
+        "mpi": lambda: best(plain, place, m, m),
+        "pieces": lambda: pieces * (best(plain, place, piece, piece) + moved(piece, COPIED, m, q)),
+        "exchange": lambda: by_exchange(plain, place, m, byte, itemsize),
+        "widened": lambda: best(plain, place, 2 * m, 2 * m) + moved(4 * m, COPIED, 2 * m, q),
+        "shared": lambda: by_sharing(plain, place, m, byte),
+        "levels": lambda: by_levels(plain, place, m, factor),
     }
-    colours = iter(_COLOURS)
-    colour: dict[str, str] = {}
-    rates, machine = library.fit.rates, library.on(cluster)
-    with matplotlib.rc_context(settings | {"grid.alpha": 0.3}):
-        grid, axes = figures._grid(
-            len(WAYS), [f"{n} ranks" for n in ranks],
-            f"predicted with {library.results.mpi}, the fastest marked\n{stated(cluster)}",
-        )  # fmt: skip
-        for kind, row in zip(WAYS, axes, strict=True):
-            for place, axis in zip(map(cluster.place, ranks), row, strict=True):
-                sizes = sizes_of(kind, place)
-                found = [times_of(kind, place, size, rates, machine) for size in sizes]
-                for name in found[0]:
-                    way, _, rest = name.partition(", ")
-                    family = rest if way in _LINES else way
-                    if family not in colour:
-                        colour[family] = next(colours)
-                    style = {"color": colour[family], "linestyle": _LINES.get(way, "-")}
-                    times = [each[name] * 1e6 for each in found]
-                    axis.plot(sizes, times, **style, linewidth=1, label=name)
-                for change in changes(kind, place, rates, machine)[1:]:
-                    time = times_of(kind, place, change.size, rates, machine)[change.name] * 1e6
-                    axis.plot([change.size], [time], "ko", markersize=4, fillstyle="none")
-                    axis.axvline(change.size, color="black", linewidth=0.4, linestyle=":")
-                figures._by_bytes(axis, "")
-            row[0].set_ylabel(f"{kind} (us)")
-        figures._legend(grid, axes.flat, 4)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figures._save(grid, path)
+    return {route: OWN + ways[route]() for route in eligible_routes(kind, place.name)}
 
 
-# --- the command --------------------------------------------------------------------------------
+# --- the default tables ---------------------------------------------------------------------------
+
+#: The kinds of call for which the default tables leave MPI between nodes.
+KINDS = ["all_reduce", "all_reduce of others", "reduce_scatter", "reduce_scatter of others"]
+#: What the rows of the default tables for 2 and for 32 ranks stand for, where nothing is measured.
+PLACES = [Place(2, 4), Place(8, 1), Place(16, 64), Place(64, 1), Place(1, 64)]
+LARGEST = 1 << 30
+#: A route is left for another that gains a tenth. A default is named where another is 1.5 times as
+#: fast.
+WORTHWHILE, WORSE = 1.1, 1.5
 
 
-def processors_of(results: Results) -> int:
-    """Of the machine that was measured."""
-    return min(int(record["machine"]["processors"]) for record in results.records)
+class Finding(NamedTuple):
+    """The model's steps for a row, and where the default is slowest beside the best route."""
+
+    kind: str
+    place: Place
+    default: Steps
+    model: Steps
+    worst: float
+    at: int
+    better: str
 
 
-def read(paths: Iterable[Path]) -> list[Results]:
-    """The results of each MPI library in files, and in folders of them; raises ValueError."""
-    by_mpi: dict[str, list[dict[str, Any]]] = {}
-    for path in paths:
-        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-            try:
-                record = json.loads(file.read_text())
-                if record.get("measurements"):
-                    by_mpi.setdefault(record["mpi"], []).append(record)
-            except (OSError, LookupError, AttributeError, ValueError) as error:
-                raise ValueError(f"{file} is no report of host.py: {error}") from error
-    return [Results(records) for records in by_mpi.values()]
+def find(defaults: Table, kind: str, place: Place) -> Finding:
+    """Return what the model says of a kind of call at a place."""
+    row = defaults.row(kind, place.ranks)[place.name]
+    itemsize = 2 if kind.endswith(" of others") else 4
+    blocks = kind.startswith("reduce_scatter")
+    size = itemsize * (place.ranks if blocks else 1)
+    steps: list[tuple[int, str]] = []
+    worst, at, better = 1.0, size, ""
+    while size <= LARGEST:
+        times = route_times(kind, place, size)
+        fastest = min(times, key=times.__getitem__)
+        if not steps or times[steps[-1][1]] > WORTHWHILE * times[fastest]:
+            steps.append((size if steps else 0, fastest))
+        longer = times[route_at(row, size)] / times[fastest]
+        if longer > worst:
+            worst, at, better = longer, size, fastest
+        size *= 2
+    return Finding(kind, place, row, tuple(steps), worst, at, better)
 
 
-def look(results: Results) -> Library:
-    """Fits; raises ValueError where there is nothing to fit."""
-    processors = processors_of(results)
-    made, crowd = points(results, processors)
-    found = fit(made)
-    return Library(results, found, crowded(found, crowd, processors))
+def lines() -> list[str]:
+    """Return the table of the page."""
+
+    def words(steps: Steps) -> str:
+        return "; ".join(
+            f"from {format_bytes(least)} {route}" if least else route for least, route in steps
+        )
+
+    heads = ["kind of call", "nodes x ranks", "default", "by the model", "default / best"]
+    rows = []
+    for each in (find(Table(openmpi=False), kind, place) for kind in KINDS for place in PLACES):
+        worst = f"{each.worst:.1f} at {format_bytes(each.at)} ({each.better})"
+        rows.append([
+            each.kind, f"{each.place.nodes} x {each.place.each}", words(each.default),
+            words(each.model), worst if each.worst >= WORSE else "",
+        ])  # fmt: skip
+    return table(heads, rows)
 
 
-def report(
-    found: Sequence[Library], cluster: Cluster, ranks: Sequence[int], every: bool
-) -> list[str]:
-    """Everything, in words; every: each measured time too."""
-    lines = []
-    for each in found:
-        lines += [*about(each.results), ""]
-        if every:
-            lines += [f"{each.results.mpi}: times", "", *ratios_table(each.fit), ""]
-    lines += ["Fitted", "", *fitted_table(found), ""]
-    lines += ["Median relative error (and number of times)", "", *explained_table(found), ""]
-    lines += [*caveats(found), "", f"Stated: {stated(cluster)}", ""]
-    for each in found:
-        for kind in WAYS:
-            lines += [f"{kind}, from {each.results.mpi}", ""]
-            rates, machine = each.fit.rates, each.on(cluster)
-            lines += [*predictions_table(kind, places(cluster, ranks), rates, machine), ""]
-    lines += ["The fastest by size", "", *changes_table(found, cluster, ranks), ""]
-    lines += ["Where mpicoll's tables have another route", ""]
-    lines += [*today_table(found, cluster, ranks), ""]
-    return [*lines, "What the tables would be", "", *steps_table(found, cluster, ranks)]
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json",
-                        help="or a folder of them")  # fmt: skip
-    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, metavar="N")
-    parser.add_argument("--each", type=int, default=64, metavar="N",
-                        help="ranks a node (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--scattered", action="store_true",
-                        help="ranks are put on the nodes in turn")  # fmt: skip
-    parser.add_argument("--latency", type=float, default=1.5, metavar="US",
-                        help="of a message between nodes (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--bandwidth", type=float, default=25.0, metavar="GB/S",
-                        help="out of a node, and into it (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--memory", type=float, default=200.0, metavar="GB/S",
-                        help="read and written by a node (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--every", action="store_true", help="print each measured time")
-    parser.add_argument("--markdown", nargs="?", type=Path, const=PAGE, metavar="PAGE",
-                        help=f"write the parts of the page (default: {PAGE})")  # fmt: skip
-    parser.add_argument("--figure", type=Path, default=FIGURE, metavar="FILE.svg",
-                        help="default: %(default)s")  # fmt: skip
-    options = parser.parse_args()
-    if min(options.latency, options.bandwidth, options.memory) <= 0 or options.each < 1:
-        parser.error("expected --each, --latency, --bandwidth and --memory above 0")
-    for n in options.ranks:
-        if n < 2 or (n > options.each and n % options.each):
-            parser.error(f"--ranks {n}: expected 2 or more, on full nodes of {options.each}")
-    return options
-
-
-def main() -> int:
-    """Fits, prints, draws."""
-    options = parse_arguments()
-    machine = Machine(0, 1e9 * options.memory, 1e-6 * options.latency, 1e9 * options.bandwidth)
-    cluster = Cluster(options.each, options.scattered, machine)
-    try:
-        found = [look(results) for results in read(options.reports)]
-        if not found:
-            raise ValueError("there are no measurements in these files")
-        print("\n".join(report(found, cluster, options.ranks, options.every)))
-        if options.markdown:
-            made = parts(found, cluster, options.ranks)
-            text = filled(options.markdown.read_text(), "model", made)
-            options.markdown.write_text(text)
-    except (OSError, ValueError) as error:
-        print(f"model.py: {error}", file=sys.stderr)
-        return 2
-    try:
-        draw(found[0], cluster, options.ranks, options.figure)
-    except ImportError as error:
-        print(f"NO FIGURE: it needs matplotlib ({error}): pip install mpicoll[bench]")
-    else:
-        print(f"\nfigure: {options.figure}")
-    return 0
+    parser.add_argument("--write", action="store_true", help="put it into docs/model.md")
+    table_lines = lines()
+    print("\n".join(table_lines))
+    if parser.parse_args().write:
+        page = DOCS / "model.md"
+        page.write_text(fill_page(page.read_text(), "model", {"defaults": table_lines}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,20 +1,27 @@
-"""Prints what ``make bench`` measured, the MPIs side by side, and draws it. Needs no MPI.
+"""Print what ``make bench`` measured, the MPIs side by side, and draw it. Needs no MPI.
 
-python benchmarks/report.py .cache/bench --figures .cache/bench/figures
+    python benchmarks/report.py .cache/bench --figures .cache/bench/figures
+
+``--pages`` writes the tables of docs/, but only those of which a number moved by more than its
+spread, and draws only the figures of those.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aims
-from aims import Results
-from measure import FACADE, GLOO, KIB, MIB, MPI4PY, TORCH, Aim, Times, bytes_shown, shown
-from pages import DOCS, filled
+from aims import FACADE, GLOO, KIB, MIB, MPI4PY, TORCH, Aim, Results
+
+from mpicoll.cli.timing import Times, format_seconds
+from mpicoll.output import format_bytes
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 #: The tables: section, title, and what makes a row of it. Of times: median and spread.
 TABLES = (
@@ -22,18 +29,14 @@ TABLES = (
     ("dtypes", "Time of all_reduce: median, spread", ("bytes", "dtype")),
     ("many", "Many all_reduces of float32, together: median, spread", ("count", "bytes", "how")),
     ("overlap", "Beside computation: median, spread", ("primitive", "bytes", "ranks", "part")),
-    (
-        "ddp",
-        "A DDP step, by MB of its buckets: median, spread",
-        ("bucket", "how"),
-    ),
+    ("ddp", "A DDP step, by MB of its buckets: median, spread", ("bucket", "how")),
     ("growth", "Numbers of ranks, float32: median, spread", ("primitive", "bytes", "ranks")),
     ("memory", "Memory besides the arrays", ("primitive", "bytes")),
 )
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown, aligned."""
+    """Return lines of Markdown, aligned."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -44,7 +47,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def aims_table(found: Sequence[Results]) -> list[str]:
-    """What is aimed at, beside what each MPI's measurements say."""
+    """Return the aims beside what was measured with each MPI."""
     every = [{aim.name: aim for aim in aims.aims(results)} for results in found]
     first: dict[str, Aim] = {}
     for each in sorted(every, key=len, reverse=True):  # not all is asked of every MPI
@@ -59,7 +62,7 @@ def aims_table(found: Sequence[Results]) -> list[str]:
 
 
 def aim_cell(aim: Aim) -> str:
-    """What was measured, and the verdict."""
+    """Return what was measured, and the verdict."""
     note = f" ({aim.note})" if aim.note else ""
     if aim.measured is None:
         return f"{aim.verdict}{note}"
@@ -68,7 +71,7 @@ def aim_cell(aim: Aim) -> str:
 
 
 def section_table(found: Sequence[Results], section: str, keys: Sequence[str]) -> list[str]:
-    """All measurements of a section: median, and the spread in percent of it."""
+    """Return all measurements of a section: median, and the spread in percent of it."""
     every = [results.find(section=section) for results in found]
     rows = dict.fromkeys(tuple(one[key] for key in keys) for each in every for one in each)
     heads, columns = list(keys), []
@@ -82,32 +85,37 @@ def section_table(found: Sequence[Results], section: str, keys: Sequence[str]) -
 
 
 def cell(one: dict[str, Any]) -> str:
-    """A measurement."""
+    """Return a measurement in words."""
     if "extra" in one:
         return f"{one['extra'] / MIB:.1f} MiB"
-    return f"{shown(one['median'])} {one['spread'] / one['median']:.0%}"
+    return f"{format_seconds(one['median'])} {one['spread'] / one['median']:.0%}"
 
 
 def key_cell(key: str, value: Any) -> str:
-    """What names a row."""
-    return bytes_shown(value) if key == "bytes" else str(value)
+    """Return a part of what names a row."""
+    return format_bytes(value) if key == "bytes" else str(value)
 
 
 def overlap_table(found: Sequence[Results]) -> list[str]:
-    """The share of a call that is hidden behind computation."""
+    """Return the share of calls that is hidden behind computation."""
     points = dict.fromkeys(
         (one["primitive"], one["ranks"], one["bytes"])
         for results in found
         for one in results.find(section="overlap")
     )
-    whos = (MPI4PY, FACADE, GLOO)
-    heads = ["primitive", "ranks", "bytes", *(f"{r.name}: {who}" for r in found for who in whos)]
+    callers = (MPI4PY, FACADE, GLOO)
+    heads = [
+        "primitive",
+        "ranks",
+        "bytes",
+        *(f"{r.name}: {caller}" for r in found for caller in callers),
+    ]
     rows = []
     for primitive, ranks, size in points:
-        row = [primitive, str(ranks), bytes_shown(size)]
+        row = [primitive, str(ranks), format_bytes(size)]
         for results in found:
-            for who in whos:
-                share = aims.hidden(results, who, primitive, ranks).get(size)
+            for caller in callers:
+                share = aims.hidden(results, caller, primitive, ranks).get(size)
                 row.append(f"{share.median:.0%} +-{share.spread:.0%}" if share else "-")
         rows.append(row)
     return table(heads, rows)
@@ -120,7 +128,7 @@ SHOWN = (16, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 
 
 def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) -> list[str]:
-    """MPI's own call, mpicoll's, and how many times faster that is; a row for each value of keys.
+    """Return MPI's own time, mpicoll's, and how many times faster that is, by the values of keys.
 
     chosen: what the measurements must have.
     """
@@ -141,24 +149,24 @@ def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) ->
     return table(heads, lines)
 
 
-def beside(results: Results, wanted: dict[str, Any], other: str, who: str) -> list[str]:
-    """Three cells: another's time, the own, and how many times faster that is, with its spread."""
+def beside(results: Results, wanted: dict[str, Any], other: str, caller: str) -> list[str]:
+    """Return another's time, the own, and how many times faster that is, with its spread."""
     above, below = (
         next((Times(one["seconds"]) for one in results.find(**wanted, case=case)), None)
-        for case in (other, who)
+        for case in (other, caller)
     )
-    cells = ["-" if each is None else shown(each.median) for each in (above, below)]
+    cells = ["-" if each is None else format_seconds(each.median) for each in (above, below)]
     if above is None or below is None:
         return [*cells, "-"]
-    ratio = above.per(below)
+    ratio = above.over(below)
     return [*cells, f"{ratio.median:.2f} ±{ratio.spread:.2f}"]
 
 
 def torch_table(found: Sequence[Results]) -> list[str]:
-    """The backend of torch.distributed beside Gloo."""
+    """Return the times of the backend of torch.distributed beside Gloo's."""
     rows: list[tuple[str, dict[str, Any]]] = [
         (
-            f"all_reduce {bytes_shown(size)}" + f" of {dtype}" * (section == "dtypes"),
+            f"all_reduce {format_bytes(size)}" + f" of {dtype}" * (section == "dtypes"),
             {"section": section, "primitive": "all_reduce", "bytes": size, "dtype": dtype},
         )
         for section, dtype, sizes in (
@@ -183,7 +191,7 @@ def torch_table(found: Sequence[Results]) -> list[str]:
 
 
 def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
-    """What the pages of docs/ have from here, by the names of the pages and of their marks."""
+    """Return what the pages of docs/ have from here, by the names of the pages and their marks."""
     ran = [f"- {line.strip()}" for results in found for line in about(results)]
     return {
         "performance.md": {
@@ -199,29 +207,109 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def publish(found: Sequence[Results], folder: Path) -> None:
-    """Writes these parts; raises ValueError where a page has no place for one, or nothing was
-    measured for it.
+def fill_page(text: str, topic: str, parts: Mapping[str, Sequence[str]]) -> str:
+    """Return the page with what is between its marks written anew.
+
+    parts: lines, by the names of the marks of this topic. Raises ValueError without a mark.
+    """
+    for name, lines in parts.items():
+        before, _, after = _around(text, topic, name)
+        text = before + "\n" + "\n".join(lines) + "\n\n" + after
+    return text
+
+
+def _around(text: str, topic: str, name: str) -> tuple[str, str, str]:
+    """Split a page at the marks of a part: up to the first, between them, from the second on."""
+    begin, end = f"<!-- {topic}: {name} -->\n", f"<!-- {topic}: end of {name} -->\n"
+    before, found, rest = text.partition(begin)
+    body, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"expected the marks {begin.strip()} and {end.strip()}")
+    return before + begin, body, end + after
+
+
+#: A number, its unit and its spread, as tables have them: "2.72 +-0.06", "4.42 ms 3%", "6 ms".
+_NUMBER = re.compile(r"(-?\d[\d.e-]*)( us| ms| s|%)?(?: (?:\+-|±)([\d.]+)| (\d+)%)?")
+_UNITS = {" us": 1e-6, " ms": 1e-3, " s": 1.0, "%": 1.0, None: 1.0}
+#: The spread of a number that has none beside it, as a part of it.
+_UNKNOWN_SPREAD = 0.25
+
+
+def _number(cell: str) -> tuple[float, float] | None:
+    """Return the number at the beginning of a cell, and its spread; None for other cells."""
+    found = _NUMBER.match(cell)
+    if found is None:
+        return None
+    digits, unit, spread, percent = found.groups()
+    value = float(digits)
+    part = float(percent) / 100 if percent else _UNKNOWN_SPREAD
+    width = float(spread) if spread else part * abs(value)
+    return _UNITS[unit] * value, _UNITS[unit] * width
+
+
+def _same(before: str, after: str) -> bool:
+    """Whether two cells are the same, or have numbers that differ by no more than both spreads."""
+    if before == after:
+        return True
+    numbers = _number(before), _number(after)
+    if numbers[0] is None or numbers[1] is None:
+        return False
+    (old, old_spread), (new, new_spread) = numbers[0], numbers[1]
+    return abs(new - old) <= old_spread + new_spread
+
+
+def find_moved(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Return the first cells of rows of a new table with a number that moved; all of them where
+    rows or columns are not those of before.
+    """
+    old, new = (
+        [_cells(line) for line in lines if line.startswith("| ")] for lines in (before, after)
+    )
+    if [len(row) for row in old] != [len(row) for row in new] or old[:1] != new[:1]:
+        return [row[0] for row in new[2:]]
+    return [row[0] for was, row in zip(old, new, strict=True) if not all(map(_same, was, row))]
+
+
+def _cells(line: str) -> list[str]:
+    """Return the cells of a row, without the dashes below the heads."""
+    return [cell.strip(" -") or "-" for cell in line.strip("|").split("|")]
+
+
+def publish(found: Sequence[Results], folder: Path) -> set[str]:
+    """Write the parts of pages in which a number moved by more than its spread; return the names of
+    the figures that belong to them.
+
+    Raises ValueError where a page has no place for a part, or nothing was measured for it.
     """
     every = parts(found)
     empty = [
         name
-        for made in every.values()
-        for name, lines in made.items()
+        for own in every.values()
+        for name, lines in own.items()
         if lines[0].startswith("|") and not lines[2:]
     ]
     if empty:
         raise ValueError(f"nothing was measured for {', '.join(empty)}: the pages stay as they are")
-    for name, made in every.items():
-        page = folder / name
-        page.write_text(filled(page.read_text(), "bench", made))
+    moved: set[str] = set()
+    for name, own in every.items():
+        text = (folder / name).read_text()
+        changed: dict[str, list[str]] = {}
+        for part, lines in own.items():
+            rows = find_moved(_around(text, "bench", part)[1].splitlines(), lines)
+            if rows:
+                changed[part] = lines
+                moved |= set(rows) if part == "sizes" else {part}
+        if changed:  # what ran is told of what is written
+            changed |= {part: lines for part, lines in own.items() if part == "ran"}
+            (folder / name).write_text(fill_page(text, "bench", changed))
+    return moved
 
 
 # --- the report ---------------------------------------------------------------------------------
 
 
 def about(results: Results) -> list[str]:
-    """What ran."""
+    """Return what ran."""
     first = results.records[0]
     machine = dict(first["machine"])
     load = max(record["machine"]["load before"] for record in results.records)
@@ -241,7 +329,7 @@ def about(results: Results) -> list[str]:
 
 
 def report(found: Sequence[Results]) -> list[str]:
-    """Everything, the aims last."""
+    """Return everything, the aims last."""
     lines = []
     for section, title, keys in TABLES:
         if any(results.find(section=section) for results in found):
@@ -255,7 +343,7 @@ def report(found: Sequence[Results]) -> list[str]:
 
 
 def main() -> int:
-    """Prints and draws."""
+    """Print and draw."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("folder", type=Path, help="with a folder of files for each MPI")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw SVG images there")
@@ -268,9 +356,10 @@ def main() -> int:
     text = "\n".join(report(found))
     print(text)
     (options.folder / "report.md").write_text(f"{text}\n")
+    only: Collection[str] | None = None
     if options.pages:
         try:
-            publish(found, options.pages)
+            only = publish(found, options.pages)
         except (OSError, ValueError) as error:
             print(f"report.py: {error}", file=sys.stderr)
             return 2
@@ -280,8 +369,8 @@ def main() -> int:
         except ImportError as error:
             print(f"NO FIGURES: they need matplotlib ({error}): pip install mpicoll[bench]")
         else:
-            figures.draw(found, options.figures)
-            print(f"\nfigures: {options.figures}")
+            names = figures.draw(found, options.figures, only)
+            print(f"\nfigures in {options.figures}: {', '.join(names) or 'none'}")
     return 0
 
 

@@ -42,6 +42,7 @@ def tables() -> str:
             _IN_WORDS[row.layout] + (", as a list" if row.listed else ""),
             f"`{row.root}`" if row.root else "",
             "yes" if row.reduces else "",
+            f"`MPI_{row.mpi}`",
         ]
         for row in PRIMITIVES
     ]
@@ -54,7 +55,7 @@ def tables() -> str:
         for row in DTYPES
     ]
     return (
-        table(["primitive", "arrays", "root", "combines"], primitives)
+        table(["primitive", "arrays", "root", "combines", "in MPI"], primitives)
         + "\nEvery dtype is moved by every primitive; these are the reductions:\n\n"
         + table(["dtype", "computed in", *(op.name for op in OPERATIONS)], dtypes)
     )

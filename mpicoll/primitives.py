@@ -45,6 +45,7 @@ class Primitive:
     reduces: elements are combined by a ReduceOp.
     moved:   the bus-bandwidth factor of nccl-tests: bytes that each rank's link must carry, as a
              multiple of the bytes of the larger array, for n ranks.
+    mpi:     the call of MPI that does this, as mpi4py names it.
     aliases: other names of the same function.
     combined: where elements are combined, the ranks whose elements make a rank's result: a function
              of that rank and the number of ranks. A rank without any gets no result.
@@ -62,6 +63,7 @@ class Primitive:
     root: str
     reduces: bool
     moved: Callable[[int], float]
+    mpi: str
     aliases: tuple[str, ...] = ()
     combined: Callable[[int, int], range] = lambda rank, n: range(n)
     code: int = -1
@@ -106,27 +108,31 @@ _IN_PLACE, _GATHERED, _SCATTERED, _EXCHANGED = (
     Layout.EXCHANGED,
 )
 
-# name, layout, output, input, listed, root, reduces, bus factor, aliases
+# name, layout, output, input, listed, root, reduces, bus factor, MPI's call, aliases
 _TABLE = (
-    Primitive("broadcast", _IN_PLACE, "tensor", "", False, "src", False, _once),
-    Primitive("all_reduce", _IN_PLACE, "tensor", "", False, "", True, _twice),
-    Primitive("reduce", _IN_PLACE, "tensor", "", False, "dst", True, _once),
-    Primitive("all_gather", _GATHERED, "tensor_list", "tensor", True, "", False, _others),
+    Primitive("broadcast", _IN_PLACE, "tensor", "", False, "src", False, _once, "Bcast"),
+    Primitive("all_reduce", _IN_PLACE, "tensor", "", False, "", True, _twice, "Allreduce"),
+    Primitive("reduce", _IN_PLACE, "tensor", "", False, "dst", True, _once, "Reduce"),
+    Primitive("all_gather", _GATHERED, "tensor_list", "tensor", True, "", False, _others,
+              "Allgather"),
     Primitive("all_gather_single", _GATHERED, "output_tensor", "input_tensor", False, "", False,
-              _others, ("all_gather_into_tensor",)),
-    Primitive("gather", _GATHERED, "gather_list", "tensor", True, "dst", False, _others),
-    Primitive("scatter", _SCATTERED, "tensor", "scatter_list", True, "src", False, _others),
-    Primitive("reduce_scatter", _SCATTERED, "output", "input_list", True, "", True, _others),
+              _others, "Allgather", ("all_gather_into_tensor",)),
+    Primitive("gather", _GATHERED, "gather_list", "tensor", True, "dst", False, _others, "Gather"),
+    Primitive("scatter", _SCATTERED, "tensor", "scatter_list", True, "src", False, _others,
+              "Scatter"),
+    Primitive("reduce_scatter", _SCATTERED, "output", "input_list", True, "", True, _others,
+              "Reduce_scatter_block"),
     Primitive("reduce_scatter_single", _SCATTERED, "output", "input", False, "", True, _others,
-              ("reduce_scatter_tensor",)),
+              "Reduce_scatter_block", ("reduce_scatter_tensor",)),
     Primitive("all_to_all", _EXCHANGED, "output_tensor_list", "input_tensor_list", True, "", False,
-              _others),
-    Primitive("all_to_all_single", _EXCHANGED, "output", "input", False, "", False, _others),
-    Primitive("scan", Layout.ALIKE, "output", "input", False, "", True, _once,
+              _others, "Alltoall"),
+    Primitive("all_to_all_single", _EXCHANGED, "output", "input", False, "", False, _others,
+              "Alltoall"),
+    Primitive("scan", Layout.ALIKE, "output", "input", False, "", True, _once, "Scan",
               combined=lambda rank, n: range(rank + 1)),
-    Primitive("exscan", Layout.ALIKE, "output", "input", False, "", True, _once,
+    Primitive("exscan", Layout.ALIKE, "output", "input", False, "", True, _once, "Exscan",
               combined=lambda rank, n: range(rank)),
-    Primitive("barrier", Layout.EMPTY, "", "", False, "", False, _nothing),
+    Primitive("barrier", Layout.EMPTY, "", "", False, "", False, _nothing, "Barrier"),
 )  # fmt: skip
 
 PRIMITIVES: tuple[Primitive, ...] = tuple(

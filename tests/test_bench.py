@@ -225,8 +225,9 @@ kinds, made = bench_calls.variants, {}
 bench_calls.variants = lambda row: kinds(row)[:1]
 def own_call(case, buffers, variant, waits):
     from mpi4py import MPI
+    from mpicoll.cli import bench_others
     if not made:
-        made["other"] = bench_calls.OTHERS["$WHO"](MPI.COMM_WORLD)
+        made["other"] = bench_others.OTHERS["$WHO"](MPI.COMM_WORLD, bench_calls.Host())
     return made["other"].call(case, buffers)
 bench_calls.own_call = own_call
 """
@@ -460,6 +461,165 @@ def test_arrays_are_cupys(ended: Ended) -> None:
     assert "GPU memory, CuPy 0 arrays, rank 0 on Fake" in ended.out
 
 
+#: Devices of tests/mpi/simulated.py, and a CuPy with just what the bench asks for.
+SIMULATED_CUPY = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent / "mpi")!r})
+import numpy
+import simulated
+from mpicoll.cuda import runtime
+device._runtime = simulated.Simulated(1)
+
+class Array:
+    def __init__(self, host, memory):
+        self.host, self.memory = host, memory
+    @property
+    def __cuda_array_interface__(self):
+        return dict(data=(self.host.ctypes.data, False), shape=self.host.shape, strides=None,
+                    typestr=self.host.dtype.str, version=3, stream=simulated.LEGACY)
+    def __len__(self):
+        return len(self.host)
+    def __getitem__(self, key):
+        return Array(self.host[key], self.memory)
+    def __setitem__(self, key, value):
+        self.host[key] = asnumpy(value)
+    def view(self, dtype):
+        return Array(self.host.view(dtype), self.memory)
+    def reshape(self, *shape):
+        return Array(self.host.reshape(*shape), self.memory)
+    def fill(self, value):
+        self.host.fill(value)
+
+def empty(count, dtype):
+    memory = device._runtime.allocate(0, count * numpy.dtype(dtype).itemsize)
+    return Array(simulated.elements(memory.address, numpy.dtype(dtype), count), memory)
+
+def asarray(array):
+    return array
+
+def asnumpy(array):
+    return array.host if isinstance(array, Array) else array
+
+class cuda:
+    class runtime:
+        memGetInfo = staticmethod(lambda: (1 << 30, 1 << 30))
+    class Stream:
+        def synchronize(self):
+            for stream in list(device._runtime.streams.values()):
+                device._runtime._run(stream, stream.end)
+    get_current_stream = Stream
+
+__version__ = "0"
+sys.modules["cupy"] = sys.modules[__name__]
+"""
+
+
+def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
+    """By primitive and route, what was measured."""
+    assert (ended.code, ended.err) == (0, ""), ended
+    results = ended.report["results"]
+    for result in results:
+        own = result["in_place"] if result["primitive"] in IN_PLACE else result["out_of_place"]
+        for name, told in result["compare"].items():
+            if told is not None:
+                assert told["ratio"] == pytest.approx(told["time"] / own["time"])
+                assert ("wrong" in told) == (name != "copy")
+    return {result["primitive"]: result["compare"] for result in results}
+
+
+@needs_mpiexec
+@job("bench all_reduce gather all_to_all barrier -b 4K -e 4K --device cuda --routes all -c -n 2 "
+     "--compare copy --json $FOLDER/report.json", ranks=2, site=SIMULATED_CUPY,
+     environment={"MPICOLL_CUDA_AWARE": "full"})  # fmt: skip
+def test_routes_of_devices(ended: Ended) -> None:
+    """Each in a group that takes it; what a rank lacks for the others is said."""
+    found = routes_of(ended)
+    routes = ["peer", "direct", "native", "staged"]
+    assert all(list(compared) == ["copy", *routes] for compared in found.values())
+    assert all(found["all_reduce"].values()) and all(found["gather"].values())
+    assert found["all_to_all"]["peer"] and not found["all_to_all"]["native"]
+    assert not any(found["barrier"].values())
+    assert "# not measured: nccl: MPICOLL_DEVICE_ROUTE=nccl: each of ranks 0, 1 lacks" in ended.out
+
+
+#: Which device routes groups have been forced to take.
+TELL = """
+import atexit
+taken = set()
+def tell():
+    if taken:
+        print(f"# taken: {' '.join(sorted(taken))}")
+atexit.register(tell)
+"""
+TELL_DEVICE = (
+    SIMULATED_CUPY
+    + TELL
+    + """
+from mpicoll.routes.device import eligibility
+routes = eligibility.eligible_routes
+def tell_routes(all_ranks, forced=None):
+    found = routes(all_ranks, forced)
+    if all(own.forced for own in all_ranks):
+        taken.update(found)
+    return found
+eligibility.eligible_routes = tell_routes
+"""
+)
+
+
+@job("bench all_reduce -b 64 -e 64 --device cuda --routes staged,peer -n 1", site=TELL_DEVICE,
+     environment={"MPICOLL_CUDA_AWARE": "none"})  # fmt: skip
+def test_the_group_of_a_route_takes_it(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert "# taken: peer staged\n" in ended.out
+
+
+@needs_mpiexec
+@job("bench all_reduce broadcast all_to_all_single -b 64K -e 64K -d float,bfloat16 --routes all "
+     "-c -n 2 --json $FOLDER/report.json", ranks=2)  # fmt: skip
+def test_routes_of_the_host(ended: Ended) -> None:
+    assert (ended.code, ended.err) == (0, ""), ended
+    found: dict[tuple[str, str], set[str]] = {}
+    for result in ended.report["results"]:
+        names = {name for name, one in result["compare"].items() if one is not None}
+        assert all(result["compare"][name]["wrong"] == 0 for name in names)
+        found[result["primitive"], result["type"]] = names
+    shared = {"shared"} & set(ended.out.split())
+    assert found["all_reduce", "float32"] == {"mpi", "pieces", "exchange"} | shared
+    assert found["all_reduce", "bfloat16"] == {"exchange", "widened"} | shared
+    assert found["broadcast", "float32"] == {"mpi"} | shared
+    assert found["all_to_all_single", "float32"] == {"exchange"}
+    assert "# not measured: levels: it needs several nodes" in ended.out
+
+
+#: On rank 1 the exchange adds one to the last element.
+BREAK_EXCHANGE = """
+from dataclasses import replace
+from mpicoll.routes import registry
+exchange = registry.HOST["exchange"]
+def build(kind):
+    whole = exchange.build(kind)
+    def broken(send, recv, extent, root):
+        whole(send, recv, extent, root)
+        if kind.group.rank() == 1:
+            import numpy
+            numpy.frombuffer(recv, numpy.uint8)[-4:].view(numpy.int32)[0] += 1
+    return broken
+registry.HOST["exchange"] = replace(exchange, build=build)
+"""
+
+
+@needs_mpiexec
+@job("bench all_reduce -b 64 -e 64 -d int32 --routes exchange,mpi -c -n 2 "
+     "--json $FOLDER/report.json", ranks=2, site=BREAK_EXCHANGE)  # fmt: skip
+def test_a_route_is_the_one_that_is_named(ended: Ended) -> None:
+    """What goes wrong in it alone is counted, and ends the bench with 1."""
+    assert ended.code == 1, ended
+    (result,) = ended.report["results"]
+    assert result["in_place"]["wrong"] == result["compare"]["mpi"]["wrong"] == 0
+    assert result["compare"]["exchange"]["wrong"] == ended.report["wrong"] == 1
+
+
 # --- refused ------------------------------------------------------------------------------------
 
 
@@ -511,6 +671,8 @@ def test_good_words() -> None:
         ("reduce -d int8 -o avg", "--op avg has no meaning for int8"),
         ("reduce --short --latency", "--short is without percentiles"),
         ("reduce --device cuda --compare mpi4py", "--compare is for --device cpu"),
+        ("reduce --routes mpi,peer", "--routes peer: expected all, or some of mpi"),
+        ("reduce --device cuda --routes shared", "--routes shared: expected all, or some of peer"),
     ],
 )
 def test_words_that_contradict(words: str, said: str) -> None:
@@ -525,6 +687,7 @@ def test_words_that_contradict(words: str, said: str) -> None:
         ("-r 3", "--root 3: there are 3 ranks"),
         ("-b 1T -e 1T", "--maxbytes 1099511627776: all_to_all_single needs"),
         ("--json /nowhere/x.json", "/nowhere/x.json: there is no folder /nowhere"),
+        ("--routes mpi,levels", "--routes levels: it needs several nodes"),
     ],
 )
 @job("bench all_to_all_single $words", ranks=3)

@@ -18,11 +18,11 @@ import pytest
 
 from mpicoll.cuda import mpi_support, probe_cache
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport, judge
-from mpicoll.cuda.device_routes import eligible_routes, forced_route
 from mpicoll.cuda.probe import OK, ProbeOutcome, run_probe
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.kernels import library
 from mpicoll.launch import is_launcher_variable
+from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
 FAKE = Path(__file__).with_name("fake_gpu")
 #: Seconds after which a try counts as hanging. It takes two or three.

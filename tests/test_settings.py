@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from mpicoll import settings
-from mpicoll.cuda import capabilities, device_routes
+from mpicoll.cuda import capabilities
 from mpicoll.errors import ArgumentError
+from mpicoll.routes import registry
 from mpicoll.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,7 +100,7 @@ def test_every_name_in_the_project_is_in_the_table() -> None:
 
 
 def test_device_routes_are_those_of_the_table() -> None:
-    assert sorted(settings.DEVICE_ROUTE.values) == sorted(device_routes.ROUTES)
+    assert sorted(settings.DEVICE_ROUTE.values) == sorted(registry.DEVICE)
     levels = [level.name.lower() for level in capabilities.CudaSupport]
     assert sorted(settings.CUDA_AWARE.values) == sorted(levels)
 

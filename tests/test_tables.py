@@ -12,7 +12,7 @@ from mpicoll import machine
 from mpicoll.errors import ArgumentError
 from mpicoll.output import format_bytes
 from mpicoll.primitives import by_name
-from mpicoll.routes import tuning as tables
+from mpicoll.routes import tuning
 from mpicoll.routes.tuning import KINDS, PLACES, Table
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -42,18 +42,18 @@ def test_the_defaults_are_tables(openmpi):
     table = Table(openmpi)
     rows = {kind: table.row(kind, 4) for kind in KINDS}
     assert all(set(row) == set(PLACES) for row in rows.values())
-    text = tables.joined("", MPI, 4, rows, {})
-    assert tables.parse(text) == {4: rows}
-    assert table.told() == "the defaults"
+    text = tuning.join("", MPI, 4, rows, {})
+    assert tuning.parse(text) == {4: rows}
+    assert table.describe() == "the defaults"
 
 
 def test_kinds_are_of_primitives():
     for kind in KINDS:
-        primitive, others = tables.primitive_of(kind)
-        assert tables.kind_of(primitive, others) == kind
+        primitive, others = tuning.parse_kind(kind)
+        assert tuning.name_kind(primitive, others) == kind
         assert primitive.reduces or not others
-    assert tables.kind_of(by_name["all_gather_single"], False) == "all_gather"
-    assert tables.kind_of(by_name["reduce_scatter_single"], True) == "reduce_scatter of others"
+    assert tuning.name_kind(by_name["all_gather_single"], False) == "all_gather"
+    assert tuning.name_kind(by_name["reduce_scatter_single"], True) == "reduce_scatter of others"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_kinds_are_of_primitives():
     ],
 )
 def test_what_can_be_named(kind, place, routes):
-    assert tables.able(kind, place) == tuple(routes.split())
+    assert tuning.eligible_routes(kind, place) == tuple(routes.split())
 
 
 def marked(n):
@@ -111,8 +111,8 @@ def test_a_file_leaves_sizes_to_the_defaults(monkeypatch):
     later = ((0, "shared"), (64, "exchange"), (8192, "shared"), (1 << 22, "pieces"))
     apart = ((0, "exchange"), (8, "mpi"))
     row = {"node": later, "nodes": apart, "apart": apart}
-    monkeypatch.setattr(tables, "_DEFAULTS", {False: {2: {"all_reduce": row}}})
-    table = tables.table_of(False, "/a/file.json", text)
+    monkeypatch.setattr(tuning, "_DEFAULTS", {False: {2: {"all_reduce": row}}})
+    table = tuning.build_table(False, "/a/file.json", text)
     assert table.row("all_reduce", 5) == row | {
         "node": ((0, "shared"), (64, "exchange"), (512, "mpi"), (4096, "exchange"),
                  (8192, "shared"), (1 << 20, "mpi"), (1 << 23, "pieces"))
@@ -123,7 +123,7 @@ def test_a_file_leaves_sizes_to_the_defaults(monkeypatch):
 
 def test_a_file_without_defaults_is_followed_everywhere():
     """One made by hand, or before there was "default"."""
-    table = tables.table_of(False, "/a/file.json", stepping([[0, "shared"], [99, "mpi"]]))
+    table = tuning.build_table(False, "/a/file.json", stepping([[0, "shared"], [99, "mpi"]]))
     assert table.row("all_reduce", 2)["node"] == ((0, "shared"), (99, "mpi"))
 
 
@@ -169,7 +169,7 @@ def test_a_file_without_defaults_is_followed_everywhere():
 )  # fmt: skip
 def test_what_is_no_table_is_refused(text, words):
     with pytest.raises(ArgumentError) as caught:
-        tables.table_of(False, "/a/file.json", text)
+        tuning.build_table(False, "/a/file.json", text)
     message = str(caught.value)
     assert message.startswith("init_process_group: /a/file.json is no table of routes: ")
     assert words in message
@@ -181,41 +181,41 @@ def test_what_is_no_table_is_refused(text, words):
 
 
 def test_no_file():
-    found = tables.read(MPI)
+    found = tuning.read(MPI)
     assert found == ("", "", "")
-    assert tables.table_of(True, *found).path == ""
+    assert tuning.build_table(True, *found).path == ""
 
 
 def test_the_default_path(monkeypatch, tmp_path):
     """Of each MPI, and of each kind of machine."""
-    path = tables.default_path(MPI)
+    path = tuning.default_path(MPI)
     assert path.parent == tmp_path / "config" / "mpicoll"
     assert path.name.startswith("an-mpi-1.2-on-") and path.suffix == ".json"
     assert path.name == path.name.lower() and " " not in path.name
-    assert path != tables.default_path("An MPI 1.3")
+    assert path != tuning.default_path("An MPI 1.3")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(GOOD))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "describe", lambda: "64 x Some (R) CPU @ 2/3 GHz")
-        assert tables.default_path(MPI).name == "an-mpi-1.2-on-64-x-some-r-cpu-2-3-ghz.json"
-        assert tables.read(MPI) == ("", "", ""), "measured on another machine"
-    table = tables.table_of(False, *tables.read(MPI))
-    assert table.path == str(path) and table.told() == f"{path} (measured on 2 ranks)"
+        assert tuning.default_path(MPI).name == "an-mpi-1.2-on-64-x-some-r-cpu-2-3-ghz.json"
+        assert tuning.read(MPI) == ("", "", ""), "measured on another machine"
+    table = tuning.build_table(False, *tuning.read(MPI))
+    assert table.path == str(path) and table.describe() == f"{path} (measured on 2 ranks)"
     assert table.row("all_reduce", 2)["node"] == ((0, "mpi"), (4096, "shared"))
     monkeypatch.setenv("MPICOLL_TABLE", "0")
-    assert tables.read(MPI) == ("", "", "")
+    assert tuning.read(MPI) == ("", "", "")
 
 
 def test_the_home_directory(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tables.default_path(MPI).parent == tmp_path / ".config" / "mpicoll"
+    assert tuning.default_path(MPI).parent == tmp_path / ".config" / "mpicoll"
 
     def nobody(self):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", nobody)
-    assert tables.read(MPI) == ("", "", ""), "one rank alone reads: nothing may be raised"
+    assert tuning.read(MPI) == ("", "", ""), "one rank alone reads: nothing may be raised"
 
 
 def test_a_file_that_is_named(monkeypatch, tmp_path):
@@ -223,21 +223,21 @@ def test_a_file_that_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("MPICOLL_TABLE", str(named))
     for problem in ("No such file", "Is a directory"):
         with pytest.raises(ArgumentError, match=f"init_process_group: .*{problem}.*{named.name}"):
-            tables.table_of(False, *tables.read(MPI))
+            tuning.build_table(False, *tuning.read(MPI))
         if not named.exists():
             named.mkdir()
     named.rmdir()
     named.write_bytes(b"\xff\xfe\x00 no text")
     with pytest.raises(ArgumentError, match="is no table of routes"):
-        tables.table_of(False, *tables.read(MPI))
+        tuning.build_table(False, *tuning.read(MPI))
     named.write_text(json.dumps({**GOOD, "mpi": "Another", "machine": "1 x other"}))
-    assert tables.table_of(False, *tables.read(MPI)).path == str(named), "the user knows best"
+    assert tuning.build_table(False, *tuning.read(MPI)).path == str(named), "the user knows best"
 
 
 def test_a_default_file_that_cannot_be_read_is_none(monkeypatch):
-    path = tables.default_path(MPI)
+    path = tuning.default_path(MPI)
     path.mkdir(parents=True)
-    assert tables.read(MPI) == ("", "", "")
+    assert tuning.read(MPI) == ("", "", "")
 
 
 def test_the_machine(monkeypatch, tmp_path):
@@ -259,13 +259,13 @@ def test_the_machine(monkeypatch, tmp_path):
 def test_what_is_joined_keeps_the_rest(monkeypatch):
     """Other numbers of ranks, kinds and places, and what people wrote."""
     monkeypatch.setattr(machine, "describe", lambda: "this")
-    text = tables.joined("", MPI, 16, marked(16), {"date": "then"})
+    text = tuning.join("", MPI, 16, marked(16), {"date": "then"})
     text = json.dumps({**json.loads(text), "remark": "slow on Mondays"})
-    text = tables.joined(text, MPI, 2, marked(2), {"date": "now"})
+    text = tuning.join(text, MPI, 2, marked(2), {"date": "now"})
     apart = {"broadcast": {"apart": ((0, "mpi"),)}, "gather": {"node": ((0, "shared"),)}}
-    text = tables.joined(text, MPI, 16, apart, {"date": "later"})
-    text = tables.joined(text, MPI, 2, marked(7), {"date": "again"})
-    assert tables.parse(text) == {
+    text = tuning.join(text, MPI, 16, apart, {"date": "later"})
+    text = tuning.join(text, MPI, 2, marked(7), {"date": "again"})
+    assert tuning.parse(text) == {
         2: marked(7),
         16: {"broadcast": {**marked(16)["broadcast"], **apart["broadcast"]},
              "gather": apart["gather"]},
@@ -275,17 +275,17 @@ def test_what_is_joined_keeps_the_rest(monkeypatch):
     assert said["remark"] == "slow on Mondays" and (said["mpi"], said["machine"]) == (MPI, "this")
     assert said["measured"] == {"16": {"date": "later"}, "2": {"date": "again"}}
     assert '   "gather": {"node": [[0, "shared"]]}\n' in text, "people read it, too"
-    assert tables.joined('{"ranks": {}, "measured": 3}', MPI, 2, marked(2), {})
+    assert tuning.join('{"ranks": {}, "measured": 3}', MPI, 2, marked(2), {})
 
 
 def test_what_was_measured_elsewhere_is_told(monkeypatch):
     monkeypatch.setattr(machine, "describe", lambda: "this")
-    text = tables.joined("", MPI, 2, {}, {})
-    assert tables.unlike(text, MPI) == ""
-    assert tables.unlike(text, "An MPI 2") == "An MPI 1.2 on this"
+    text = tuning.join("", MPI, 2, {}, {})
+    assert tuning.origin_mismatch(text, MPI) == ""
+    assert tuning.origin_mismatch(text, "An MPI 2") == "An MPI 1.2 on this"
     monkeypatch.setattr(machine, "describe", lambda: "another")
-    assert tables.unlike(text, MPI) == "An MPI 1.2 on this"
-    assert tables.unlike(json.dumps(GOOD), MPI) == "", "made by hand"
+    assert tuning.origin_mismatch(text, MPI) == "An MPI 1.2 on this"
+    assert tuning.origin_mismatch(json.dumps(GOOD), MPI) == "", "made by hand"
 
 
 @pytest.mark.parametrize(

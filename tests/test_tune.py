@@ -23,21 +23,20 @@ from whole_jobs import made_by
 
 from mpicoll import cli, machine
 from mpicoll.cli import tune
+from mpicoll.cli.timing import Figure
 from mpicoll.cli.tune_measure import Outcome
 from mpicoll.cli.tune_steps import (
     CLEAR,
     MOST,
     WORTH,
     Change,
-    Figure,
-    changes,
-    chosen,
-    spliced,
-    unrest,
+    choose_steps,
+    find_changes,
+    find_noise,
+    splice,
 )
-from mpicoll.core.groups import state
 from mpicoll.output import format_bytes
-from mpicoll.routes import tuning as tables
+from mpicoll.routes import tuning
 
 pytest_plugins = ["whole_jobs"]
 
@@ -63,9 +62,12 @@ FLAT = [10.0] * 11
 def test_the_fastest_from_where_it_is():
     """One step, at the crossing."""
     found = figures(mpi=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], shared=[20.0] * 11)
-    assert chosen(found, ((0, "mpi"),)) == ((0, "mpi"), (256, "shared"))
-    assert chosen(found, ((0, "shared"),)) == ((0, "mpi"), (256, "shared"))
-    assert chosen(found, ((0, "mpi"), (32, "shared"), (64, "mpi"))) == ((0, "mpi"), (256, "shared"))
+    assert choose_steps(found, ((0, "mpi"),)) == ((0, "mpi"), (256, "shared"))
+    assert choose_steps(found, ((0, "shared"),)) == ((0, "mpi"), (256, "shared"))
+    assert choose_steps(found, ((0, "mpi"), (32, "shared"), (64, "mpi"))) == (
+        (0, "mpi"),
+        (256, "shared"),
+    )
 
 
 def test_what_makes_no_difference_stays():
@@ -78,15 +80,15 @@ def test_what_makes_no_difference_stays():
                 name: [took * noise.uniform(1, by) for took in FLAT]
                 for name in ("mpi", "shared", "exchange")
             }
-            assert chosen(figures(spread, **times), usual) == usual
+            assert choose_steps(figures(spread, **times), usual) == usual
 
 
 def test_what_is_clear_goes():
     usual = ((0, "mpi"),)
     slow = [took * CLEAR * 1.01 for took in FLAT]
-    assert chosen(figures(mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
-    assert chosen(figures(0.02, mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
-    assert chosen(figures(0.04, mpi=slow, shared=FLAT), usual) == usual
+    assert choose_steps(figures(mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
+    assert choose_steps(figures(0.02, mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
+    assert choose_steps(figures(0.04, mpi=slow, shared=FLAT), usual) == usual
 
 
 @pytest.mark.parametrize("at", range(11))
@@ -97,7 +99,7 @@ def test_a_size_that_stands_alone(at, gain):
     here = [gain * took if i == at else took for i, took in enumerate(FLAT)]
     slow = [took if i == at else 2 * took for i, took in enumerate(FLAT)]
     expected = (*usual, (SIZES[at], "shared")) if at == 10 and gain > WORTH else usual
-    assert chosen(figures(mpi=here, shared=slow), usual) == expected
+    assert choose_steps(figures(mpi=here, shared=slow), usual) == expected
 
 
 @pytest.mark.parametrize("at", range(10))
@@ -107,7 +109,7 @@ def test_two_sizes_side_by_side(at):
     for gain, taken in ((WORTH * 1.02, True), (WORTH * 0.98, False)):
         here = [gain * took if i in (at, at + 1) else took for i, took in enumerate(FLAT)]
         slow = [took if i in (at, at + 1) else 2 * took for i, took in enumerate(FLAT)]
-        found = chosen(figures(mpi=here, shared=slow), usual)
+        found = choose_steps(figures(mpi=here, shared=slow), usual)
         routes = [[route for least, route in found if least <= size][-1] for size in SIZES]
         expected = ["shared" if i in (at, at + 1) and (taken or at == 9) else "mpi"
                     for i in range(11)]  # fmt: skip
@@ -119,7 +121,7 @@ def test_a_route_that_is_better_once_and_never_worse():
     usual = ((0, "mpi"),)
     for gain, expected in ((WORTH * 1.02, (*usual, (SIZES[5], "shared"))), (WORTH * 0.98, usual)):
         here = [gain * took if i == 5 else took for i, took in enumerate(FLAT)]
-        assert chosen(figures(mpi=here, shared=FLAT), usual) == expected
+        assert choose_steps(figures(mpi=here, shared=FLAT), usual) == expected
 
 
 def test_noise_makes_no_islands():
@@ -131,7 +133,7 @@ def test_noise_makes_no_islands():
             "mpi": [2.0**i * noise.uniform(0.95, 1.05) for i in range(11)],
             "shared": [2.0 ** (0.5 * i + 2.5) * noise.uniform(0.95, 1.05) for i in range(11)],
         }
-        found = chosen(figures(0.02, **times), ((0, "mpi"),))
+        found = choose_steps(figures(0.02, **times), ((0, "mpi"),))
         assert [route for _, route in found] == ["mpi", "shared"]
         assert found[1][0] in SIZES[4:8]
         ahead += found[1][0] == SIZES[5] or found[1][0] == SIZES[6]
@@ -165,8 +167,8 @@ def test_no_other_way_costs_less():
             step for i, step in enumerate(zip(sizes, usual, strict=True))
             if i == 0 or usual[i - 1] != usual[i]
         )  # fmt: skip
-        steps = chosen(found, before)
-        way = [tables.taken(steps, size) for size in sizes]
+        steps = choose_steps(found, before)
+        way = [tuning.route_at(steps, size) for size in sizes]
         allowed = [
             [route for route in "abc" if found[size][route].median
              <= CLEAR * found[size][default].median]
@@ -180,58 +182,60 @@ def test_no_route_that_is_slower_than_the_default():
     """Not at one size either, where another would spare two steps."""
     shared = [5.0] * 11
     shared[5] = 12.0
-    steps = chosen(figures(mpi=FLAT, shared=shared), ((0, "mpi"),))
+    steps = choose_steps(figures(mpi=FLAT, shared=shared), ((0, "mpi"),))
     assert steps == ((0, "shared"), (SIZES[5], "mpi"), (SIZES[6], "shared"))
     shared[5] = 10.4  # hardly slower
-    assert chosen(figures(mpi=FLAT, shared=shared), ((0, "mpi"),)) == ((0, "shared"),)
+    assert choose_steps(figures(mpi=FLAT, shared=shared), ((0, "mpi"),)) == ((0, "shared"),)
 
 
 def test_beyond_what_was_measured_all_stays():
     before = ((0, "exchange"), (64, "mpi"), (512, "shared"), (1 << 20, "mpi"), (1 << 30, "shared"))
     found = figures(sizes=[128, 256, 512, 1024], mpi=[10, 10, 5, 5], shared=[5, 5, 10, 10])
-    steps = chosen(found, before)
+    steps = choose_steps(found, before)
     assert steps == ((128, "shared"), (512, "mpi"))
-    assert spliced(before, steps, 1024) == (
+    assert splice(before, steps, 1024) == (
         (0, "exchange"), (64, "mpi"), (128, "shared"), (512, "mpi"), (1025, "shared"),
         (1 << 20, "mpi"), (1 << 30, "shared"),
     )  # fmt: skip
     nothing = ((0, "default"),)
-    assert spliced(nothing, steps, 1024) == ((0, "default"), *steps, (1025, "default"))
-    assert spliced(nothing, ((0, "mpi"),), 8) == ((0, "mpi"), (9, "default"))
-    assert spliced(((0, "mpi"), (1025, "shared")), ((0, "mpi"),), 1024) == (
+    assert splice(nothing, steps, 1024) == ((0, "default"), *steps, (1025, "default"))
+    assert splice(nothing, ((0, "mpi"),), 8) == ((0, "mpi"), (9, "default"))
+    assert splice(((0, "mpi"), (1025, "shared")), ((0, "mpi"),), 1024) == (
         (0, "mpi"), (1025, "shared"),
     )  # fmt: skip
     tied = figures(sizes=[128, 256], mpi=[10, 10], shared=[10, 9.2])
-    assert chosen(tied, ((0, "mpi"),)) == ((128, "mpi"),), "a step away from what is below it"
+    assert choose_steps(tied, ((0, "mpi"),)) == ((128, "mpi"),), "a step away from what is below it"
 
 
 def test_routes_that_cannot_be_had_do_not_count():
     """Where a table names one, the step before it goes on."""
     before = ((0, "mpi"), (64, "shared"), (256, "exchange"))
-    assert chosen(figures(mpi=FLAT, exchange=FLAT), before) == ((0, "mpi"), (256, "exchange"))
-    assert chosen(figures(pieces=FLAT, levels=[9.0] * 11), before) == ((0, "levels"),)
+    assert choose_steps(figures(mpi=FLAT, exchange=FLAT), before) == ((0, "mpi"), (256, "exchange"))
+    assert choose_steps(figures(pieces=FLAT, levels=[9.0] * 11), before) == ((0, "levels"),)
 
 
 def test_what_changed():
     found = figures(mpi=[4, 4, 4, *FLAT[3:]], shared=[2, 8, 2, *FLAT[3:]])
     default = ((0, "mpi"), (1024, "shared"))
-    told = changes(found, default, ((0, "shared"), (64, "mpi"), (256, "shared"), (4096, "mpi")))
+    told = find_changes(
+        found, default, ((0, "shared"), (64, "mpi"), (256, "shared"), (4096, "mpi"))
+    )
     assert told == [
         Change(0, 64, "mpi", "shared", pytest.approx(1.26, abs=0.01)),
         Change(256, 1024, "mpi", "shared", pytest.approx(1)),
         Change(4096, None, "shared", "mpi", pytest.approx(1)),
     ]
-    assert changes(found, default, default) == []
+    assert find_changes(found, default, default) == []
     had = figures(mpi=FLAT, exchange=FLAT)
-    told = changes(had, ((0, "shared"), (64, "mpi")), ((0, "exchange"),))
+    told = find_changes(had, ((0, "shared"), (64, "mpi")), ((0, "exchange"),))
     assert told == [Change(0, None, "mpi", "exchange", pytest.approx(1))]
 
 
 def test_how_far_times_spread():
     calm, wild = figures(0.02, mpi=FLAT, shared=FLAT), figures(0.3, mpi=FLAT)
-    assert unrest([calm, wild]) == pytest.approx(0.02)
-    assert unrest([wild]) == pytest.approx(0.3)
-    assert unrest([]) == 0
+    assert find_noise([calm, wild]) == pytest.approx(0.02)
+    assert find_noise([wild]) == pytest.approx(0.3)
+    assert find_noise([]) == 0
 
 
 # --- what is written ----------------------------------------------------------------------------
@@ -252,16 +256,16 @@ class Written:
         outcome = Outcome(by_kind, dict.fromkeys(by_kind, last), 5)
         target = tune._Target(self.path, True, True)
         kinds = list(by_kind) or ["gather"]
-        return tune._end(SETTING, outcome, kinds, argparse.Namespace(**given), target)
+        return tune._finish(SETTING, outcome, kinds, argparse.Namespace(**given), target)
 
     def table(self):
         """As jobs have it."""
-        return tables.table_of(False, str(self.path), self.path.read_text())
+        return tuning.build_table(False, str(self.path), self.path.read_text())
 
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    monkeypatch.setattr(state, "table", tables.Table(openmpi=False))
+    monkeypatch.setattr(tuning.job, "table", tuning.Table(openmpi=False))
     return Written(tmp_path / "table.json")
 
 
@@ -270,7 +274,7 @@ def any_figures(kind, sizes, chance):
     return {
         size: {
             route: Figure(took * (1 - spread), took, took * (1 + spread))
-            for route in tables.able(kind, "node")
+            for route in tuning.eligible_routes(kind, "node")
             for took, spread in [(chance.choice([10, 10.3, 11, 13, 20]) * chance.uniform(0.9, 1.1),
                                   chance.choice([0, 0.02, 0.2]))]
         }
@@ -287,26 +291,35 @@ def test_no_table_has_a_route_that_was_measured_as_slower(written, monkeypatch, 
     first, count = chance.choice([0, 64, 4096]), chance.randrange(1, 14)
     sizes = [first, *((first or 8) << i for i in range(1, count))]
     last = max(sizes[-1], 8)
-    found = {kind: any_figures(kind, sizes, chance) for kind in tables.KINDS}
+    found = {kind: any_figures(kind, sizes, chance) for kind in tuning.KINDS}
     assert written.end(found, last, force=True) == 0
-    later = {kind: {place: ((0, tables.able(kind, place)[-1]), (99, tables.able(kind, place)[0]))
-                    for place in tables.PLACES} for kind in tables.KINDS}  # fmt: skip
-    usual = {kind: tables.job.table.row(kind, 2)["node"] for kind in tables.KINDS}
+    later = {
+        kind: {
+            place: ((0, names[-1]), (99, names[0]))
+            for place in tuning.PLACES
+            for names in [tuning.eligible_routes(kind, place)]
+        }
+        for kind in tuning.KINDS
+    }
+    usual = {kind: tuning.job.table.row(kind, 2)["node"] for kind in tuning.KINDS}
     for kind, figures in found.items():
         steps = written.table().row(kind, 2)["node"]
         for size in sizes:
             median = {route: one.median for route, one in figures[size].items()}
-            most = CLEAR * median[tables.taken(usual[kind], size)]
-            assert median[tables.taken(steps, size)] <= most
+            most = CLEAR * median[tuning.route_at(usual[kind], size)]
+            assert median[tuning.route_at(steps, size)] <= most
         for size in {0, 98, 99, max(first - 1, 0), last + 1, 2 * last, 1 << 40}:
             if not first <= size <= last:
-                assert tables.taken(steps, size) == tables.taken(usual[kind], size), (kind, size)
-    monkeypatch.setattr(tables, "_DEFAULTS", {False: {2: later}, True: {2: later}})
+                assert tuning.route_at(steps, size) == tuning.route_at(usual[kind], size), (
+                    kind,
+                    size,
+                )
+    monkeypatch.setattr(tuning, "_DEFAULTS", {False: {2: later}, True: {2: later}})
     for kind in found:
         steps = written.table().row(kind, 2)["node"]
         for size in {0, 98, 99, max(first - 1, 0), last + 1, 1 << 40}:
             if not first <= size <= last:
-                assert tables.taken(steps, size) == tables.taken(later[kind]["node"], size)
+                assert tuning.route_at(steps, size) == tuning.route_at(later[kind]["node"], size)
 
 
 #: Of a kind for which the default is memory that the ranks share.
@@ -349,7 +362,7 @@ def test_a_dry_run(written, capsys, found, code):
         "shared    mpi       2.00 x" in told.out and f"written to {written.path}\n" not in told.out
     )
     text = told.out[told.out.index("{") : told.out.rindex("}") + 1]
-    assert tables.parse(text)[2]["all_reduce"] == {"node": ((0, "mpi"), (8193, "default"))}
+    assert tuning.parse(text)[2]["all_reduce"] == {"node": ((0, "mpi"), (8193, "default"))}
     assert bool(told.err) == bool(code)
     assert written.end(CALM, 8192) == 0
     capsys.readouterr()
@@ -380,7 +393,7 @@ def test_a_second_run_over_fewer_sizes_keeps_the_rest(written):
     assert written.end(CALM, 8192) == 0
     fewer = figures(0.02, SIZES[:3], mpi=[9.0] * 3, shared=[5.0] * 3)
     assert written.end({"all_reduce": fewer}, SIZES[2]) == 0
-    (steps,) = tables.parse(written.path.read_text())[2]["all_reduce"].values()
+    (steps,) = tuning.parse(written.path.read_text())[2]["all_reduce"].values()
     assert steps == ((0, "shared"), (SIZES[2] + 1, "mpi"), (8193, "default"))
 
 
@@ -489,7 +502,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     assert said["machine"] == machine.describe() == report["machine"]
     assert said["mpi"] == report["mpi"] and said["measured"]["2"]["mpicoll"] in ended.out
     kinds = ["all_reduce", "all_reduce of others", "gather"]
-    rows = tables.parse(path.read_text())
+    rows = tuning.parse(path.read_text())
     assert list(rows) == [2] and list(rows[2]) == kinds
     assert report["steps"] == said["ranks"]["2"]
     for kind in kinds:
@@ -497,7 +510,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
         assert place == report["place"] in ("node", "apart")
         for one in report["figures"][kind]:
             routes = set(one) - {"bytes"}
-            assert routes <= set(tables.able(kind, place)) and len(routes) > 1
+            assert routes <= set(tuning.eligible_routes(kind, place)) and len(routes) > 1
             assert all(0 < one[r]["low"] <= one[r]["median"] <= one[r]["high"] for r in routes)
         sizes = [one["bytes"] for one in report["figures"][kind]]
         assert sizes == [0, *(8 << i for i in range(1, len(sizes)))]
@@ -508,7 +521,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     words = {"mpi": "MPI", "shared": "shared memory", "pieces": "MPI in pieces",
              "exchange": "exchange over MPI, combined here",
              "widened": "MPI in float32"}  # fmt: skip
-    table = tables.table_of("Open MPI" in said["mpi"], str(path), path.read_text())
+    table = tuning.build_table("Open MPI" in said["mpi"], str(path), path.read_text())
     for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),
                           strict=True):  # fmt: skip
         (_, first), *others = table.row(kind, 2)[report["place"]]
@@ -535,7 +548,7 @@ OLD = {
 def test_it_adds_to_what_is_there(ended: Ended) -> None:
     """To the file that is named, of which what was not measured now stays."""
     assert (ended.code, ended.err) == (0, ""), ended
-    rows = tables.parse(ended.table.read_text())
+    rows = tuning.parse(ended.table.read_text())
     assert rows[16] == {"scatter": {"node": ((0, "shared"),)}}
     assert rows[2]["scatter"] == rows[16]["scatter"]
     assert rows[2]["gather"]["apart"] == ((0, "mpi"), (9, "mpi"))
@@ -575,7 +588,7 @@ def test_one_rank_says_how_far_it_is(ended: Ended) -> None:
 def test_a_dry_run_leaves_nothing(ended: Ended) -> None:
     assert ended.code in (0, 3) and "Traceback" not in ended.err, ended
     text = ended.out[ended.out.index("{") : ended.out.rindex("}") + 1]
-    assert list(tables.parse(text)) == [2]
+    assert list(tuning.parse(text)) == [2]
     assert not list(ended.folder.iterdir()), ended
 
 
@@ -608,10 +621,10 @@ def test_the_own_table_is_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     target = tune._target(None, "", MPI)
     target.path.parent.mkdir()
-    target.path.write_text(tables.joined("", MPI, 2, {}, {}))
-    assert tune._removed(target, MPI) == f"# removed {target.path}"
+    target.path.write_text(tuning.join("", MPI, 2, {}, {}))
+    assert tune._remove(target, MPI) == f"# removed {target.path}"
     assert not target.path.exists()
-    assert tune._removed(target, MPI) == f"# there is no table at {target.path}"
+    assert tune._remove(target, MPI) == f"# there is no table at {target.path}"
 
 
 @pytest.mark.parametrize(
@@ -627,10 +640,10 @@ def test_what_is_no_table_is_not_removed(tmp_path, text, why):
     path = tmp_path / "precious"
     path.write_text(text)
     with pytest.raises(tune.ArgumentError, match=why):
-        tune._removed(tune._target(path, "", MPI), MPI)
+        tune._remove(tune._target(path, "", MPI), MPI)
     assert path.read_text() == text
     with pytest.raises(tune.ArgumentError, match="Is a directory"):
-        tune._removed(tune._target(tmp_path, "", MPI), MPI)
+        tune._remove(tune._target(tmp_path, "", MPI), MPI)
 
 
 # --- refusals -----------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def _look_around(comm: MPI.Intracomm) -> None:
     port, table = comm.bcast((port, tuning.read(name)), 0)
     if communicators.spans_world(plain(comm)):  # the variables speak of the whole job
         launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
-    tuning.job.table = tuning.table_of(vendor == "Open MPI", *table)
+    tuning.job.table = tuning.build_table(vendor == "Open MPI", *table)
 
 
 def _given(what: str, value: Any) -> int | None:

@@ -1,8 +1,9 @@
 """``python -m mpicoll bench``: what collectives take, with the flags and columns of nccl-tests.
 
-Here is the command line. A line of the table is a ``Case``: ``bench_calls`` makes its arrays and
-calls from the row of ``mpicoll.primitives``, ``bench_measure`` measures them, ``bench_check`` says
-what they must give, ``bench_table`` shows it and ``bench_plot`` draws it.
+This is the command line. A line of the table is a ``Case``: ``bench_calls`` builds its arrays and
+calls from the row of ``mpicoll.primitives``, ``bench_others`` the calls beside them, ``timing`` and
+``bench_measure`` measure them, ``bench_check`` knows the right results, ``bench_table`` prints and
+``bench_plot`` draws.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _NOT_TAKEN = {
 
 
 class _NotTaken(argparse.Action):
-    """An error that says why."""
+    """Refuses a flag, and says why."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: Any = None
@@ -71,7 +72,7 @@ class _NotTaken(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds nccl-tests' flags that have a meaning here, and more."""
+    """Add nccl-tests' flags that have a meaning here, and more."""
     add = parser.add_argument
     add("primitives", nargs="+", type=_primitives, metavar="PRIMITIVE",
         help=f"all, or some of {', '.join(by_name)}")  # fmt: skip
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-e", "--maxbytes", type=cli.size, default="64M", metavar="SIZE",
         help="the last size (default: 64M)")  # fmt: skip
     steps = parser.add_mutually_exclusive_group()
-    steps.add_argument("-f", "--stepfactor", type=_from(2), default="2", metavar="FACTOR",
+    steps.add_argument("-f", "--stepfactor", type=_number_from(2), default="2", metavar="FACTOR",
                        help="of a size over the one before (default: 2)")  # fmt: skip
     steps.add_argument("-i", "--stepbytes", type=cli.size, metavar="SIZE",
                        help="of a size more than the one before, instead")  # fmt: skip
@@ -90,13 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: float)")  # fmt: skip
     add("-o", "--op", type=_ops, default="sum", metavar="OP",
         help="all, sum, prod, min, max, avg, band, bor or bxor (default: sum)")  # fmt: skip
-    add("-r", "--root", type=_from(0), default=0, metavar="RANK", help="the root (default: 0)")
-    add("-n", "--iters", type=_from(1), metavar="N",
+    add("-r", "--root", type=_number_from(0), default=0, metavar="RANK",
+        help="the root (default: 0)")  # fmt: skip
+    add("-n", "--iters", type=_number_from(1), metavar="N",
         help="calls in a repetition, or with --latency (default: by their time)")  # fmt: skip
-    add("-w", "--warmup_iters", type=_from(0), default=5, metavar="N",
+    add("-w", "--warmup_iters", type=_number_from(0), default=5, metavar="N",
         help="calls before those that are timed (default: 5)")  # fmt: skip
-    add("--repetitions", type=_from(1), default=7, metavar="N",
-        help="of which the median is told (default: 7)")  # fmt: skip
+    add("--repetitions", type=_number_from(1), default=7, metavar="N",
+        help="of which the median counts (default: 7)")  # fmt: skip
     add("-c", "--check", type=int, choices=(0, 1), nargs="?", const=1, default=0,
         help="count wrong elements; exit code 1 if there are any")  # fmt: skip
     add(
@@ -112,8 +114,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where arrays are (default: cpu)")
     add("--async", action="store_true", dest="waits", help="call with async_op=True, and wait")
     add("--compare", type=_others, action="extend", default=[], metavar="OTHER",
-        help="the same calls by mpi4py or torch's gloo beside; both: mpi4py,gloo; all: those "
-        "that are installed")  # fmt: skip
+        help="the same calls by mpi4py or torch's gloo beside, or a copy of as many bytes; "
+        "several: mpi4py,gloo; all: mpi4py, and gloo if torch is installed")  # fmt: skip
+    add("--routes", default="", metavar="ROUTES",
+        help="the same calls by these routes beside, as in mpi,shared; all: those that these ranks "
+        "can take")  # fmt: skip
     add("--short", action="store_true", help="a small table: time, the others' time and ratio")
     add("-J", "--json", "--output_file", type=Path, metavar="FILE", help="the table as JSON")
     add("--plot", type=Path, metavar="FILE", help="the table as an image; needs matplotlib")
@@ -129,7 +134,7 @@ def _primitives(text: str) -> list[Primitive]:
     return [by_name[text]]
 
 
-def _from(least: int) -> Callable[[str], int]:
+def _number_from(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} on")
@@ -165,23 +170,23 @@ def _ops(text: str) -> list[ReduceOp]:
 
 def _others(text: str) -> list[str]:
     if text == "all":
-        from mpicoll.cli.bench_calls import OTHERS, missing
+        from mpicoll.cli.bench_others import missing
 
-        return [name for name in OTHERS if not missing(name)]
+        return [name for name in ("mpi4py", "gloo") if not missing(name)]
     names = text.split(",")
     for name in names:
-        if name not in ("mpi4py", "gloo"):
-            raise argparse.ArgumentTypeError(f"{name!r} is neither mpi4py nor gloo")
+        if name not in ("mpi4py", "gloo", "copy"):
+            raise argparse.ArgumentTypeError(f"{name!r} is neither mpi4py nor gloo nor copy")
     return names
 
 
 def _contradiction(options: argparse.Namespace) -> str:
-    """What is wrong with the options as a whole; "" for nothing."""
+    """Return what is wrong with the options as a whole; "" for nothing."""
     if options.minbytes > options.maxbytes:
         return f"--minbytes {options.minbytes} is more than --maxbytes {options.maxbytes}"
     if options.short and options.latency:
         return "--short is without percentiles: leave --latency out"
-    if options.compare and options.device != "cpu":
+    if options.device != "cpu" and set(options.compare) - {"copy"}:
         return "--compare is for --device cpu: MPI that is given device memory may crash"
     if (
         options.json
@@ -189,6 +194,12 @@ def _contradiction(options: argparse.Namespace) -> str:
         and Path(options.json).resolve() == Path(options.plot).resolve()
     ):
         return "--json and --plot name the same file"
+    from mpicoll.cli.bench_others import route_names
+
+    known = route_names(options.device)
+    for name in options.routes.split(",") if options.routes not in ("", "all") else []:
+        if name not in known:
+            return f"--routes {name}: expected all, or some of {', '.join(known)}"
     fit = any(dtype.kind in op.kinds for dtype in options.datatype for op in options.op)
     if any(row.reduces for row in itertools.chain(*options.primitives)) and not fit:
         from mpicoll.cli.bench_calls import op_name
@@ -202,8 +213,8 @@ def _contradiction(options: argparse.Namespace) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 0; 1 where an element is wrong, or the ranks are no world; 2 where what is asked
-    for cannot be had. Rank 0 prints.
+    """Return the exit code: 1 where an element is wrong, or the ranks are no world; 2 where what is
+    asked for cannot be had. Rank 0 prints.
     """
     wrong = _contradiction(options)
     if wrong:
@@ -222,8 +233,9 @@ def _with_ranks(options: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     import mpicoll as dist
-    from mpicoll.cli.bench_calls import OTHERS, PLACES
+    from mpicoll.cli.bench_calls import PLACES
     from mpicoll.cli.bench_measure import Bench
+    from mpicoll.cli.bench_others import OTHERS, Other, Route
     from mpicoll.cli.bench_plot import draw
     from mpicoll.watch.consistency import FIRST
 
@@ -234,13 +246,18 @@ def _with_ranks(options: argparse.Namespace) -> int:
     if wrong:
         return cli.refuse("bench", wrong, first, 2)
     place = PLACES[options.device]()
-    wrong = _too_much(options, comm, place)
+    routes, notes, wrong = _routes(options)
+    wrong = wrong or _too_much(options, comm, place, len(routes))
     if wrong:
         return cli.refuse("bench", wrong, first, 2)
     for _ in range(FIRST):  # the first calls of a group are compared between the ranks
         dist.barrier()
-    others = {name: OTHERS[name](comm) for name in dict.fromkeys(options.compare)}
-    report = Bench(options, comm, place, others).run(_cases(options, comm, _sizes(options)))
+    others: dict[str, Other] = {
+        name: OTHERS[name](comm, place) for name in dict.fromkeys(options.compare)
+    }
+    others |= {name: Route(name, options.device, options.waits) for name in routes}
+    bench = Bench(options, comm, place, others, notes)
+    report = bench.run(_cases(options, comm, _sizes(options)))
     for other in others.values():
         other.close()
     comm.Free()
@@ -251,10 +268,30 @@ def _with_ranks(options: argparse.Namespace) -> int:
     return 1 if report["wrong"] else 0
 
 
+def _routes(options: argparse.Namespace) -> tuple[list[str], list[str], str]:
+    """Return the routes to measure, lines about those left out of "all", and what is wrong.
+
+    All ranks call.
+    """
+    if not options.routes:
+        return [], [], ""
+    from mpicoll.cli.bench_others import find_routes, route_names
+
+    every = options.routes == "all"
+    names = route_names(options.device) if every else dict.fromkeys(options.routes.split(","))
+    reasons = find_routes(list(names), options.device)
+    unfit = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    if unfit and not every:
+        return [], [], f"--routes {unfit[0]}"
+    routes = [name for name, reason in reasons.items() if not reason]
+    return routes, [f"not measured: {line}" for line in unfit], ""
+
+
 def _obstacle(options: argparse.Namespace, comm: MPI.Intracomm) -> str:
-    """Why this rank cannot do what is asked for; "" if it can."""
-    from mpicoll.cli.bench_calls import PLACES, missing
-    from mpicoll.cli.bench_plot import unable
+    """Return why this rank cannot do what is asked for; "" if it can."""
+    from mpicoll.cli.bench_calls import PLACES
+    from mpicoll.cli.bench_others import missing
+    from mpicoll.cli.bench_plot import obstacle
     from mpicoll.errors import UnsupportedError
 
     if options.root >= comm.Get_size():
@@ -267,13 +304,13 @@ def _obstacle(options: argparse.Namespace, comm: MPI.Intracomm) -> str:
         return f"--device {options.device}: {error}"
     found = [missing(name) for name in options.compare]
     if comm.Get_rank() == 0:
-        found += [unable(options.plot)] if options.plot else []
+        found += [obstacle(options.plot)] if options.plot else []
         found += [_unwritable(path) for path in (options.json, options.plot) if path]
     return next(filter(None, found), "")
 
 
 def _unwritable(path: Path) -> str:
-    """Why a file cannot be written; "" if it can."""
+    """Return why a file cannot be written; "" if it can."""
     folder = path.absolute().parent
     if not folder.is_dir():
         return f"{path}: there is no folder {folder}"
@@ -288,12 +325,12 @@ def _unwritable(path: Path) -> str:
     return ""
 
 
-def _too_much(options: argparse.Namespace, comm: MPI.Intracomm, place: Place) -> str:
-    """Which arrays need more memory than there is, the same on all ranks; "" for none."""
-    from mpicoll.cli.bench_calls import taken
+def _too_much(options: argparse.Namespace, comm: MPI.Intracomm, place: Place, routes: int) -> str:
+    """Return which arrays need more memory than there is, the same on all ranks; "" for none."""
+    from mpicoll.cli.bench_calls import needed_bytes
 
     most, name = max(
-        (taken(case, options.compare), case.row.name)
+        (needed_bytes(case, options.compare, routes), case.row.name)
         for case in _cases(options, comm, [options.maxbytes])
     )
     users: dict[str, list[tuple[int, int, str]]] = {}
@@ -312,8 +349,8 @@ def _too_much(options: argparse.Namespace, comm: MPI.Intracomm, place: Place) ->
 def _cases(
     options: argparse.Namespace, comm: MPI.Intracomm, sizes: Iterable[int]
 ) -> Iterator[Case]:
-    """The lines of the table; sizes that come to the same number of elements are one."""
-    from mpicoll.cli.bench_calls import Case, rounded
+    """Yield the lines of the table; sizes that come to the same number of elements are one."""
+    from mpicoll.cli.bench_calls import Case, block_count
 
     n, me, root = comm.Get_size(), comm.Get_rank(), options.root
     sizes = list(sizes)
@@ -325,7 +362,7 @@ def _cases(
             for op in options.op if row.reduces else [None]:
                 if op is not None and dtype.kind not in op.kinds:
                     continue
-                for count in dict.fromkeys(rounded(row, dtype, n, size) for size in sizes):
+                for count in dict.fromkeys(block_count(row, dtype, n, size) for size in sizes):
                     yield Case(row, dtype, op, count, n, me, root)
 
 

@@ -1,5 +1,5 @@
-"""Whether a measured call gives what it must: inputs that any rank can make for any other, and what
-follows from them, in NumPy alone.
+"""Check the results of a call: inputs that any rank can compute for any other, and what follows
+from them, in NumPy alone.
 
 An array is a pattern of ``PERIOD`` elements, repeated. As that is a prime, an element that came
 from a place some pieces away is another one, unless their distance is a multiple of it; and what
@@ -56,7 +56,7 @@ class Expected(NamedTuple):
 
 
 def _pattern(op: ReduceOp | None, dtype: DType, source: int, block: int, count: int) -> Array:
-    """What rank ``source`` has for the block: at most one period."""
+    """Return what rank ``source`` has for the block: at most one period."""
     length = min(count, PERIOD)
     rng = np.random.default_rng([dtype.code, source, block])
     if dtype.kind is Kind.BOOL:
@@ -70,14 +70,14 @@ def _pattern(op: ReduceOp | None, dtype: DType, source: int, block: int, count: 
         return number.astype(dtype.numpy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made: Array = (size * rng.choice([-1.0, 1.0], length)).astype(dtype.numpy)
-        unsigned = np.isnan(made.astype(float))  # float8_e8m0fnu
-    made[unsigned] = size[unsigned].astype(dtype.numpy)
-    return made
+        pattern: Array = (size * rng.choice([-1.0, 1.0], length)).astype(dtype.numpy)
+        unsigned = np.isnan(pattern.astype(float))  # float8_e8m0fnu
+    pattern[unsigned] = size[unsigned].astype(dtype.numpy)
+    return pattern
 
 
 def contents(case: Case) -> Iterator[Array]:
-    """What this rank has in the blocks that it reads, one after another."""
+    """Yield what this rank has in each of the blocks that it reads."""
     assert case.dtype is not None
     if case.row.layout is Layout.IN_PLACE and case.row.root == "src" and not case.at_root:
         return
@@ -86,13 +86,18 @@ def contents(case: Case) -> Iterator[Array]:
 
 
 def expected(case: Case) -> Iterator[Expected]:
-    """What this rank must have in the blocks of its output after the call, one after another."""
+    """Yield what this rank must have in each block of its output after the call."""
     row, op, dtype = case.row, case.op, case.dtype
     assert dtype is not None
     block = case.me if row.layout in _FOR_EACH else 0
     if op is not None and case.at_root:
-        terms = (_pattern(op, dtype, rank, block, case.count) for rank in range(case.n))
-        yield _reduced(op, dtype, terms)
+        ranks = row.combined(case.me, case.n)
+        terms = (_pattern(op, dtype, rank, block, case.count) for rank in ranks)
+        if ranks:
+            yield _reduced(op, dtype, terms)
+        else:  # the output, which was filled with zeros, stays as it is
+            nothing = np.zeros(min(case.count, PERIOD) * dtype.itemsize, np.uint8)
+            yield Expected(nothing.view(dtype.numpy))
         return
     if row.layout in (Layout.GATHERED, Layout.EXCHANGED):
         sources = list(range(case.n)) if case.at_root else []
@@ -160,12 +165,12 @@ def _between(op: ReduceOp, dtype: DType, terms: Iterable[Array]) -> Expected:
 
 
 def _words(array: Any, dtype: DType) -> Any:
-    """The array's memory as unsigned integers."""
+    """Return the array's memory as unsigned integers."""
     return array.view(np.dtype(f"u{min(dtype.itemsize, 8)}"))
 
 
 def fill(array: Any, pattern: Array, dtype: DType, put: Callable[[Array], Any]) -> None:
-    """Writes the pattern again and again; ``put`` brings it to where the array is."""
+    """Write the pattern again and again; ``put`` brings it to where the array is."""
     words, period = _words(array, dtype), put(_words(pattern, dtype))
     if not len(period):
         return
@@ -175,7 +180,7 @@ def fill(array: Any, pattern: Array, dtype: DType, put: Callable[[Array], Any]) 
 
 
 def wrong(array: Any, right: Expected, dtype: DType, get: Callable[[Any], Array]) -> int:
-    """How many elements are not right; ``get`` brings a part of the array to the host."""
+    """Return the number of wrong elements; ``get`` brings a part of the array to the host."""
     step = _AT_A_TIME * PERIOD
     found = 0
     for start in range(0, len(array), step):
@@ -191,12 +196,12 @@ def wrong(array: Any, right: Expected, dtype: DType, get: Callable[[Any], Array]
 
 
 def _different(got: Array, right: Expected, dtype: DType) -> int:
-    """Elements of an array of shape (periods, elements) that are not right."""
+    """Return the number of wrong elements of an array of shape (periods, elements)."""
     if right.high is None:
         shape = (*got.shape, -1)
         bits = np.ascontiguousarray(got).view(np.uint8).reshape(shape)
-        unlike = bits != np.ascontiguousarray(right.low).view(np.uint8).reshape(shape[1:])
-        return int(np.count_nonzero(unlike.any(axis=-1)))
+        differs = bits != np.ascontiguousarray(right.low).view(np.uint8).reshape(shape[1:])
+        return int(np.count_nonzero(differs.any(axis=-1)))
     got, low, high = (_numbers(one, dtype) for one in (got, right.low, right.high))
     with np.errstate(invalid="ignore"):
         beyond = np.isnan(low) | np.isnan(high)  # of dtypes that have NaN where others have inf
@@ -210,7 +215,7 @@ def _different(got: Array, right: Expected, dtype: DType) -> int:
 
 
 def _numbers(array: Array, dtype: DType) -> Array:
-    """What can be compared: complex numbers as their two parts, narrow ones as float32."""
+    """Return what can be compared: complex numbers as two parts, narrow floats as float32."""
     array = np.ascontiguousarray(array)
     if dtype.kind is Kind.COMPLEX:
         return array.view(array.real.dtype)

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 from mpicoll.output import format_bytes
 
-__all__ = ["COLOURS", "draw", "figure_of", "unable"]
+__all__ = ["COLOURS", "draw", "figure_of", "obstacle"]
 
-#: Who has which colour, in every image (after Okabe and Ito, for every kind of sight).
-COLOURS = {"mpicoll": "#0072b2", "mpi4py": "#555555", "gloo": "#d55e00"}
+#: The colours of all images (after Okabe and Ito, for every kind of sight).
+COLOURS = {"mpicoll": "#0072b2", "mpi4py": "#555555", "gloo": "#d55e00", "copy": "#999999"}
+#: For routes, in their order.
+_ROUTE_COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999933")
 #: What is measured of mpicoll, and its line.
 _OWN = {"out_of_place": ("out of place", "-"), "in_place": ("in place", "--")}
 #: A mark for each dtype and operation.
@@ -25,7 +27,7 @@ _TICKS = 9
 class _Line(NamedTuple):
     """One line of a diagram; ``kind``: dtype and operation."""
 
-    who: str
+    caller: str
     style: str
     kind: str
     label: str
@@ -34,8 +36,8 @@ class _Line(NamedTuple):
 _Lines = dict[_Line, list[tuple[int, float, float]]]
 
 
-def unable(path: Path) -> str:
-    """Why there can be no such image; "" if there can."""
+def obstacle(path: Path) -> str:
+    """Return why there can be no such image; "" if there can."""
     try:
         library: Any = importlib.import_module("matplotlib.backend_bases")
     except ImportError as error:
@@ -47,12 +49,12 @@ def unable(path: Path) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Writes the image of a report, which is what --json writes."""
+    """Write the image of a report, which is what --json writes."""
     figure_of(report).savefig(path, dpi=120)
 
 
 def figure_of(report: dict[str, Any]) -> Any:
-    """Bandwidth, or with --latency the median time and the way to the 99th percentile, by size; one
+    """Draw bandwidth, or with --latency the median time up to the 99th percentile, by size; one
     diagram for each primitive that has sizes.
     """
     library: Any = importlib.import_module("matplotlib.figure")
@@ -63,18 +65,21 @@ def figure_of(report: dict[str, Any]) -> Any:
     figure = library.Figure(figsize=(1.5 + 5 * columns, 1.5 + 3.2 * rows), layout="constrained")
     figure.suptitle(f"{report['ranks']} ranks, {report['MPI']}, {report['machine']}", fontsize=9)
     kinds = list(dict.fromkeys(line.kind for lines in found.values() for line in lines))
+    callers = dict.fromkeys(line.caller for lines in found.values() for line in lines)
+    routes = [caller for caller in callers if caller not in COLOURS]
+    colours = COLOURS | dict(zip(routes, _ROUTE_COLOURS, strict=False))
     named: dict[str, Any] = {}
     for i, (name, lines) in enumerate(found.items()):
         axes = figure.add_subplot(rows, columns, i + 1, title=name)
         for line, points in lines.items():
             sizes, values, highs = zip(*points, strict=True)
             (named[line.label],) = axes.plot(
-                sizes, values, color=COLOURS[line.who], linestyle=line.style, label=line.label,
+                sizes, values, color=colours[line.caller], linestyle=line.style, label=line.label,
                 marker=_MARKS[kinds.index(line.kind) % len(_MARKS)], markersize=4,
             )  # fmt: skip
             if report["latency"]:
                 axes.fill_between(
-                    sizes, values, highs, color=COLOURS[line.who], alpha=0.12, linewidth=0
+                    sizes, values, highs, color=colours[line.caller], alpha=0.12, linewidth=0
                 )
         _scales(axes, [point[0] for points in lines.values() for point in points], measure.unit)
         axes.set_xlabel("size of the larger array (B)")
@@ -110,18 +115,18 @@ def _measure(report: dict[str, Any]) -> _Measure:
 
 
 def _lines(report: dict[str, Any], measure: _Measure) -> dict[str, _Lines]:
-    """By primitive, what is measured: size, value, and its upper end."""
+    """Return by primitive what is measured: size, value, and its upper end."""
     found: dict[str, _Lines] = {}
     several = len({result["redop"] for result in report["results"]} - {"none"}) > 1
     for result in report["results"]:
         kind = result["type"] + (f" {result['redop']}" if several else "")
-        told = {
+        curves = {
             _Line("mpicoll", style, kind, f"mpicoll {how}, {kind}"): result[name]
             for name, (how, style) in _OWN.items()
         }
-        for who, other in result["compare"].items():
-            told[_Line(who, "-", kind, f"{who}, {kind}")] = other
-        for line, one in told.items():
+        for caller, other in result["compare"].items():
+            curves[_Line(caller, "-", kind, f"{caller}, {kind}")] = other
+        for line, one in curves.items():
             if one and result["size"]:
                 ends = (measure.scale * one[measure.low], measure.scale * one[measure.high])
                 points = found.setdefault(result["primitive"], {}).setdefault(line, [])
@@ -130,7 +135,7 @@ def _lines(report: dict[str, Any], measure: _Measure) -> dict[str, _Lines]:
 
 
 def _scales(axes: Any, sizes: Sequence[int], unit: str) -> None:
-    """Both axes logarithmic: sizes in KiB and MiB, and values in decimal units."""
+    """Make both axes logarithmic: sizes in KiB and MiB, values in decimal units."""
     ticker: Any = importlib.import_module("matplotlib.ticker")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

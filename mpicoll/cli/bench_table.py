@@ -26,8 +26,8 @@ Result = dict[str, Any]
 #: Percentiles of --latency, by name.
 PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
-#: Who the others are, with --short.
-_NAMES = {"mpi4py": "MPI alone", "gloo": "Gloo"}
+#: The others in words; a route is called by its name.
+_NAMES = {"mpi4py": "MPI alone", "gloo": "Gloo", "copy": "a copy"}
 
 _BANDWIDTH = (("time", "(us)"), ("algbw", "(GB/s)"), ("busbw", "(GB/s)"))
 _LATENCY = tuple((name, "(us)") for name in PERCENTILES)
@@ -55,7 +55,7 @@ class Column(NamedTuple):
     none: str = "-"
 
     def text(self, result: Result) -> str:
-        """The cell."""
+        """Return the cell."""
         value: Any = result
         for name in self.path:
             value = (value or {}).get(name)
@@ -63,12 +63,12 @@ class Column(NamedTuple):
 
 
 def columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
-    """The columns.
+    """Return the columns.
 
     longest: letters of a dtype's name.
-    others:  whose times stand beside.
+    others:  names of those whose times stand beside.
     """
-    made = [
+    built = [
         Column("", "size", "(B)", 14, ("size",)),
         Column("", "count", "(elements)", 13, ("count",)),
         Column("", "type", "", max(10, longest + 2), ("type",)),
@@ -78,31 +78,31 @@ def columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
     times = _LATENCY if latency else _BANDWIDTH
     for name in ("out_of_place", "in_place"):
         group = name.replace("_", "-")
-        made += [Column(group, title, unit, 10, (name, title)) for title, unit in times]
-        made.append(Column(group, "#wrong", "", 8, (name, "wrong")))
+        built += [Column(group, title, unit, 10, (name, title)) for title, unit in times]
+        built.append(Column(group, "#wrong", "", 8, (name, "wrong")))
     title = "p50" if latency else "time"
     for name in others:
-        made.append(Column(name, title, "(us)", 11, ("compare", name, title)))
-        made.append(Column(name, "ratio", "", 8, ("compare", name, "ratio")))
-    return made
+        built.append(Column(name, title, "(us)", 11, ("compare", name, title)))
+        built.append(Column(name, "ratio", "", 8, ("compare", name, "ratio")))
+    return built
 
 
 def short_columns(variant: str, longest: int, others: Sequence[str]) -> list[Column]:
-    """The columns with --short: the time of a variant, and the others' beside."""
-    made = [
+    """Return the columns with --short: the time of a variant, and the others' beside."""
+    built = [
         Column("", "size", "", 10, ("size",), format_bytes),
         Column("", "type", "", max(10, longest + 2), ("type",)),
         Column("mpicoll", "time", "(us)", 12, (variant, "time")),
     ]
     for name in others:
         path = ("compare", name, "time")
-        made.append(Column(_NAMES[name], "time", "(us)", 12, path, none="refused"))
-        made.append(Column(_NAMES[name], "ratio", "", 8, ("compare", name, "ratio")))
-    return made
+        built.append(Column(_NAMES.get(name, name), "time", "(us)", 12, path, none="refused"))
+        built.append(Column(_NAMES.get(name, name), "ratio", "", 8, ("compare", name, "ratio")))
+    return built
 
 
 def heads(columns: Sequence[Column]) -> list[str]:
-    """What is above the lines."""
+    """Return what is above the lines."""
     groups: dict[str, int] = {}
     for column in columns:
         groups[column.group] = groups.get(column.group, 0) + column.width
@@ -115,7 +115,7 @@ def heads(columns: Sequence[Column]) -> list[str]:
 
 
 def foot(results: Sequence[Result], check: bool, short: bool) -> list[str]:
-    """What is below the lines."""
+    """Return what is below the lines."""
     found = sum(wrong(result) for result in results)
     lines = [f"# Out of bounds values : {found} {'FAILED' if found else 'OK'}"] if check else []
     if short:
@@ -125,30 +125,32 @@ def foot(results: Sequence[Result], check: bool, short: bool) -> list[str]:
 
 
 def _refused(results: Sequence[Result]) -> list[str]:
-    """Who of the others lacks what."""
+    """Return which of the others lack what."""
     lacks: dict[str, dict[str, None]] = {}
     for result in results:
-        for name, told in result["compare"].items():
-            if told is None:
+        for name, found in result["compare"].items():
+            if found is None:
                 lacks.setdefault(name, {})[result["type"]] = None
+    primitive = results[0]["primitive"]
     return [
-        f"# refused: {_NAMES[name]} has no {results[0]['primitive']} of {', '.join(dtypes)}"
+        f"# refused: {_NAMES.get(name, name)} has no {primitive} of {', '.join(dtypes)}"
         for name, dtypes in lacks.items()
     ]
 
 
 def wrong(result: Result) -> int:
-    """Elements of a line that are wrong."""
-    return sum(told.get("wrong") or 0 for told in _own(result))
+    """Return the number of wrong elements of a line."""
+    others = [found for found in result["compare"].values() if found]
+    return sum(found.get("wrong") or 0 for found in (*_own(result), *others))
 
 
 def average(results: Sequence[Result]) -> float | None:
-    """Of the bus bandwidths of all lines; None where there is none."""
-    every = [told.get("busbw") for result in results for told in _own(result)]
+    """Return the mean bus bandwidth of all lines; None where there is none."""
+    every = [found.get("busbw") for result in results for found in _own(result)]
     found = [one for one in every if one is not None]
     return statistics.fmean(found) if found else None
 
 
 def _own(result: Result) -> list[Result]:
-    """What was measured of mpicoll's calls."""
+    """Return what was measured of mpicoll's calls."""
     return [result[name] for name in ("out_of_place", "in_place") if result[name]]

@@ -95,9 +95,9 @@ def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, S
     from mpicoll.core.groups import default_group
     from mpicoll.cuda import binding
     from mpicoll.cuda.capabilities import exchange
-    from mpicoll.cuda.device_routes import eligible_routes, forced_route
     from mpicoll.errors import MpicollError
     from mpicoll.primitives import PRIMITIVES, Layout
+    from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
     group, n, me = default_group(), dist.get_world_size(), dist.get_rank()
     seen = Seen([])
@@ -166,7 +166,7 @@ def _mpi(seen: Seen, me: int) -> Facts:
 
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     level = next(name for name in levels if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
-    facts = {"threads": f"MPI_THREAD_{level}", "routes": tuning.job.table.told()}
+    facts = {"threads": f"MPI_THREAD_{level}", "routes": tuning.job.table.describe()}
     if not seen.all_ranks:
         return facts
     own, nodes = seen.all_ranks[me], len({each.node for each in seen.all_ranks})

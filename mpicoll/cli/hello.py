@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     from mpicoll.core.groups import default_group
     from mpicoll.cuda.binding import device_for
     from mpicoll.cuda.capabilities import exchange
-    from mpicoll.cuda.device_routes import eligible_routes, forced_route
+    from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
     all_ranks = exchange(default_group().inner)
     route = eligible_routes(all_ranks, forced_route(all_ranks))[0]

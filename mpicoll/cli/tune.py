@@ -1,8 +1,8 @@
-"""``python -m mpicoll tune``: measures what carries messages of which size best here, and writes it
-where init_process_group finds it.
+"""``python -m mpicoll tune``: measure the best route for each message size on this machine, and
+write a table where init_process_group finds it.
 
-Here are the command line and the file. ``tune_measure`` measures, ``tune_steps`` makes steps of
-what was measured, and ``mpicoll.core.tables`` knows the format.
+This is the command line and the file. ``tune_measure`` measures, ``tune_steps`` derives steps, and
+``mpicoll.routes.tuning`` knows the format.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import __version__, cli, machine, settings
-from mpicoll.cli.tune_steps import changes, chosen, spliced, unrest
+from mpicoll.cli.tune_steps import choose_steps, find_changes, find_noise, splice
 from mpicoll.core.groups import default_group
 from mpicoll.errors import ArgumentError
 from mpicoll.output import format_bytes
-from mpicoll.routes import tuning as tables
+from mpicoll.routes import tuning
 from mpicoll.routes.tuning import DEFAULT, Rows, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.cli.tune_measure import Effort, Kind, Outcome
+    from mpicoll.cli.timing import Effort
+    from mpicoll.cli.tune_measure import Kind, Outcome
 
 __all__ = ["add_arguments", "run"]
 
 #: Bytes of a rank that routes and MPI may take beside the arrays.
 _SCRATCH = 64 << 20
 
-#: Half the distance between the quartiles of a time, as a part of it, the median of all times:
-#: where it is more, the machine is too busy for a table to be made.
-_RESTLESS = 0.1
-#: The exit code where what was measured is no ground for a table.
-_NO_GROUND = 3
+#: The median spread of times, as a part of them, above which the machine is too busy for a table.
+_NOISIEST = 0.1
+#: The exit code where the measurements are too few or too noisy for a table.
+_UNRELIABLE = 3
 
 #: Where the ranks are, in words.
 _PLACES = {
@@ -52,22 +52,22 @@ _PLACES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what to measure, how long, and where to write it."""
+    """Add what to measure, for how long, and where to write it."""
     add = parser.add_argument
     add("-o", "--output", type=Path, metavar="FILE",
         help="the table (default: what MPICOLL_TABLE names, else where jobs look)")  # fmt: skip
     add("--sizes", type=_sizes, default="8:64M", metavar="FIRST:LAST",
         help="bytes of the larger array, with K, M, G or T for 1024 and so on, and all powers of "
         "two between (default: 8:64M)")  # fmt: skip
-    add("--kinds", nargs="+", choices=tables.KINDS, default=list(tables.KINDS), metavar="KIND",
-        help=f"some of {', '.join(map(repr, tables.KINDS))} (default: all)")  # fmt: skip
+    add("--kinds", nargs="+", choices=tuning.KINDS, default=list(tuning.KINDS), metavar="KIND",
+        help=f"some of {', '.join(map(repr, tuning.KINDS))} (default: all)")  # fmt: skip
     add("--seconds", type=_seconds, metavar="N",
         help="how long it may take (default: 60; 8 with --quick)")  # fmt: skip
     add("--quick", action="store_true", help="fewer and shorter repetitions, for a first look")
     add("--json", type=Path, metavar="FILE", help="all that was measured, as JSON")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--force", action="store_true",
-        help=f"write the table, even where times vary by more than {_RESTLESS:.0%}")  # fmt: skip
+        help=f"write the table, even where times vary by more than {_NOISIEST:.0%}")  # fmt: skip
     instead.add_argument("--dry-run", action="store_true",
         help="measure, and print the table instead of writing it")  # fmt: skip
     instead.add_argument("--reset", action="store_true",
@@ -93,9 +93,9 @@ def _seconds(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 0; 1 where the ranks are no world, or the table cannot be written in the end; 2
-    where there is nothing to tune, or what is asked for cannot be had; 3 where times vary too much,
-    or nothing could be measured in time. Rank 0 prints.
+    """Return the exit code: 1 where the ranks are no world, or the table cannot be written in the
+    end; 2 where there is nothing to tune, or what is asked for cannot be had; 3 where times vary
+    too much, or nothing could be measured in time. Rank 0 prints.
     """
     begin = time.perf_counter()
     named = settings.TABLE.value()
@@ -126,19 +126,19 @@ class _Setting(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The nodes in words."""
+        """Return the nodes in words."""
         n = len(self.nodes)
         return f"{n} node{'s' * (n > 1)} ({self.nodes[0]}{', ...' * (n > 1)})"
 
     def default(self, kind: str) -> Steps:
-        """The steps without a table that was measured."""
-        return tables.job.table.row(kind, self.ranks)[self.place]
+        """Return the steps of the default table."""
+        return tuning.job.table.row(kind, self.ranks)[self.place]
 
 
 def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
     from mpi4py import MPI
 
-    from mpicoll.cli.tune_measure import FULL, QUICK, kinds_of, measure
+    from mpicoll.cli.tune_measure import FULL, QUICK, find_kinds, measure
     from mpicoll.routes.host.select import place
 
     group = default_group()
@@ -150,9 +150,9 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
         try:
             target = _target(options.output, named, mpi)
             if options.reset:
-                print(_removed(target, mpi), flush=True)
+                print(_remove(target, mpi), flush=True)
             else:
-                _check(target, mpi, options)
+                _check_files(target, mpi, options)
         except ArgumentError as error:
             wrong = str(error)
     wrong = comm.bcast(wrong, 0)
@@ -162,7 +162,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
         return cli.refuse("tune", wrong, first, 2)
     if options.reset:
         return 0
-    kinds, here = kinds_of(list(dict.fromkeys(options.kinds)), group), place(group)
+    kinds, here = find_kinds(list(dict.fromkeys(options.kinds)), group), place(group)
     if not kinds:
         wrong = f"{_PLACES[here]}: there is but one route for {', '.join(options.kinds)}"
     wrong = wrong or _too_much(comm, kinds, options.sizes[-1])
@@ -186,7 +186,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
     code = 0
     if target is not None:
         cli.progress("")
-        code = _end(setting, outcome, [kind.name for kind in kinds], options, target)
+        code = _finish(setting, outcome, [kind.name for kind in kinds], options, target)
     return int(comm.bcast(code, 0))
 
 
@@ -194,10 +194,10 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
 
 
 class _Target(NamedTuple):
-    """The file that is meant.
+    """The file of the table.
 
-    found: by jobs that are started like this one.
-    own:   of this MPI and machine; nobody named it.
+    found: jobs that are started like this one find it.
+    own:   it is that of this MPI and machine, and was not named.
     """
 
     path: Path
@@ -206,24 +206,24 @@ class _Target(NamedTuple):
 
 
 def _target(output: Path | None, named: str, mpi: str) -> _Target:
-    """Where the table goes; raises ArgumentError where there is no place for it."""
+    """Return where the table goes; raises ArgumentError where there is no place for it."""
     if output is not None:
         return _Target(output, False, False)
     if named not in ("", "0"):
         return _Target(Path(named), True, False)
     try:
-        return _Target(tables.default_path(mpi), named != "0", True)
+        return _Target(tuning.default_path(mpi), named != "0", True)
     except RuntimeError as error:
         raise ArgumentError(f"{error}; name a file with --output") from error
 
 
-def _removed(target: _Target, mpi: str) -> str:
-    """Removes the table, if one is there, and says so; raises ArgumentError where it is none."""
+def _remove(target: _Target, mpi: str) -> str:
+    """Remove the table and say so; raises ArgumentError where the file is none."""
     path = target.path
     try:
         if not path.exists():
             return f"# there is no table at {path}"
-        if not _so_far(path, mpi):
+        if not _read(path, mpi):
             raise ArgumentError(f"{path} is no table of routes: it is empty; it is left as it is")
         path.unlink()
     except OSError as error:
@@ -232,18 +232,18 @@ def _removed(target: _Target, mpi: str) -> str:
     return f"# removed {path}{unset}"
 
 
-def _check(target: _Target, mpi: str, options: argparse.Namespace) -> None:
-    """Raises ArgumentError where a file cannot be written, or is none to be added to."""
+def _check_files(target: _Target, mpi: str, options: argparse.Namespace) -> None:
+    """Raise ArgumentError where a file cannot be written, or must not be added to."""
     path, figures = target.path, options.json
-    _so_far(path, mpi)
+    _read(path, mpi)
     if figures is not None and figures.resolve() == path.resolve():
         raise ArgumentError(f"{path}: --output and --json name the same file")
     if not options.dry_run:
         if target.own:
             _make_folder(path.parent)
-        _try(path)
+        _check_writable(path)
     if figures is not None:
-        _try(figures)
+        _check_writable(figures)
 
 
 def _make_folder(folder: Path) -> None:
@@ -253,8 +253,8 @@ def _make_folder(folder: Path) -> None:
         raise ArgumentError(f"{error}; name a file with --output") from error
 
 
-def _so_far(path: Path, mpi: str) -> str:
-    """The text of the table that is there, "" where none is; raises ArgumentError for one that
+def _read(path: Path, mpi: str) -> str:
+    """Return the text of the table, "" where there is none; raises ArgumentError for one that
     cannot be added to.
     """
     try:
@@ -264,12 +264,12 @@ def _so_far(path: Path, mpi: str) -> str:
     if not text:
         return ""
     try:
-        tables.parse(text)
+        tuning.parse(text)
     except ValueError as error:
         raise ArgumentError(
             f"{path} is no table of routes: {error}; remove it, or name another file with --output"
         ) from error
-    other = tables.unlike(text, mpi)
+    other = tuning.origin_mismatch(text, mpi)
     if other:
         raise ArgumentError(
             f"{path} holds what was measured with {other}, and this is {mpi} on "
@@ -278,34 +278,34 @@ def _so_far(path: Path, mpi: str) -> str:
     return text
 
 
-def _try(path: Path) -> None:
-    """Raises ArgumentError where a file could not be written."""
+def _check_writable(path: Path) -> None:
+    """Raise ArgumentError where a file could not be written."""
     folder = path.absolute().parent
     try:
         if not folder.is_dir():
             raise ArgumentError(f"{path}: there is no folder {folder}")
         if path.exists():
             path.open("a").close()
-        probe = _beside(path)
+        probe = _temporary(path)
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _beside(path: Path) -> Path:
-    """A new name in the folder where the file is, whatever links lead there."""
+def _temporary(path: Path) -> Path:
+    """Return a new name in the folder where the file is, links resolved."""
     path = path.resolve()
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def _too_much(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
-    """Why the arrays will not fit, the same on all ranks; "" where they will."""
+    """Return why the arrays will not fit, the same on all ranks; "" where they will."""
     from mpicoll.cli.bench_calls import Host
-    from mpicoll.cli.tune_measure import room
+    from mpicoll.cli.tune_measure import array_bytes
 
     host, n = Host(), comm.Get_size()
-    most = room(kinds, n, largest)
+    most = array_bytes(kinds, n, largest)
     needed: dict[str, int] = {}
     free: dict[str, int] = {}
     for memory, available in comm.allgather((host.memory, host.available())):
@@ -323,7 +323,7 @@ def _too_much(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
 def _header(
     setting: _Setting, kinds: Sequence[Kind], sizes: Sequence[int], effort: Effort
 ) -> list[str]:
-    """What is said before it begins."""
+    """Return what is printed first."""
     routes = sum(len(kind.candidates) for kind in kinds)
     lines = [
         f"{setting.ranks} ranks on {setting.where}: {machine.describe()}",
@@ -337,46 +337,46 @@ def _header(
 # --- after --------------------------------------------------------------------------------------
 
 
-def _end(
+def _finish(
     setting: _Setting,
     outcome: Outcome,
     kinds: Sequence[str],
     options: argparse.Namespace,
     target: _Target,
 ) -> int:
-    """Writes what was found, and says so; the exit code."""
+    """Write the table and say so; return the exit code."""
     path = target.path
     try:
-        text = _so_far(path, setting.mpi)
-        noise = unrest(outcome.figures.values())
+        text = _read(path, setting.mpi)
+        noise = find_noise(outcome.figures.values())
         rows = _rows(setting, outcome, text)
         if options.json:
             report = _report(setting, outcome, noise, rows)
             _write(options.json, json.dumps(report, indent=1) + "\n")
         if not rows:
             why = "nothing could be measured often enough in time; give it more (--seconds)"
-            return cli.refuse("tune", why, True, _NO_GROUND)
+            return cli.refuse("tune", why, True, _UNRELIABLE)
         about = {
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "mpicoll": __version__,
             "where": setting.where,
             "sizes": " to ".join(map(format_bytes, (options.sizes[0], max(outcome.last.values())))),
-            "repetitions": outcome.repetitions,
+            "repetitions": outcome.samples,
             "noise": f"{noise:.1%}",
         }
-        table = tables.joined(text, setting.mpi, setting.ranks, rows, about)
+        table = tuning.join(text, setting.mpi, setting.ranks, rows, about)
         lines = [*_changes(setting, outcome, text, table), *_missing(outcome, kinds, options.sizes)]
         print("\n".join(lines), flush=True)
-        print(f"# times vary by {noise:.1%}; {_RESTLESS:.0%} is the most for a table", flush=True)
+        print(f"# times vary by {noise:.1%}; {_NOISIEST:.0%} is the most for a table", flush=True)
         if options.dry_run:
             print(table, end="", flush=True)
-        if noise > _RESTLESS and not options.force:
+        if noise > _NOISIEST and not options.force:
             why = (
-                f"times vary by {noise:.1%}, more than {_RESTLESS:.0%}: something else is going on "
+                f"times vary by {noise:.1%}, more than {_NOISIEST:.0%}: something else is going on "
                 "here, and no table is written; tune when it is not, with no more ranks than "
                 "processors, or for longer (--seconds); --force writes one"
             )
-            return cli.refuse("tune", why, True, _NO_GROUND)
+            return cli.refuse("tune", why, True, _UNRELIABLE)
         if not options.dry_run:
             _write(path, table)
     except (ArgumentError, OSError) as error:
@@ -393,25 +393,25 @@ def _end(
 
 
 def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
-    """The steps for what was measured; for the rest what is there, or the defaults to come."""
-    known = tables.parse(text).get(setting.ranks, {}) if text else {}
+    """Return the steps for what was measured; around them those of the table, or the defaults."""
+    known = tuning.parse(text).get(setting.ranks, {}) if text else {}
     rows: Rows = {}
     for kind, figures in outcome.figures.items():
         before = known.get(kind, {}).get(setting.place, ((0, DEFAULT),))
-        steps = chosen(figures, setting.default(kind))
-        rows[kind] = {setting.place: spliced(before, steps, outcome.last[kind])}
+        steps = choose_steps(figures, setting.default(kind))
+        rows[kind] = {setting.place: splice(before, steps, outcome.last[kind])}
     return rows
 
 
 def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> list[str]:
-    """What is not as it is with the table that is there, or without any."""
+    """Return what changes against the table that is there, or the defaults."""
     was, now = (
-        tables.job.table.holding(tables.parse(text) if text else {}) for text in (before, after)
+        tuning.job.table.holding(tuning.parse(text) if text else {}) for text in (before, after)
     )
     lines = []
     for kind, figures in outcome.figures.items():
         steps = (table.row(kind, setting.ranks)[setting.place] for table in (was, now))
-        for each in changes(figures, *steps):
+        for each in find_changes(figures, *steps):
             end = format_bytes(outcome.last[kind] if each.end is None else each.end)
             lines.append(
                 f"{kind:<26}{format_bytes(each.first):<11}{end:<11}{each.was:<10}{each.now:<10}"
@@ -422,7 +422,7 @@ def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> li
 
 
 def _missing(outcome: Outcome, kinds: Sequence[str], sizes: Sequence[int]) -> list[str]:
-    """What time was too short for."""
+    """Return what there was no time for."""
     ends: dict[int, list[str]] = {}
     for kind in kinds:
         ends.setdefault(outcome.last.get(kind, 0), []).append(kind)
@@ -435,12 +435,12 @@ def _missing(outcome: Outcome, kinds: Sequence[str], sizes: Sequence[int]) -> li
 
 
 def _report(setting: _Setting, outcome: Outcome, noise: float, rows: Rows) -> dict[str, Any]:
-    """What --json writes."""
+    """Return what --json writes."""
     return {
         **setting._asdict(),
         "machine": machine.describe(),
         "mpicoll": __version__,
-        "repetitions": outcome.repetitions,
+        "repetitions": outcome.samples,
         "noise": noise,
         "figures": {
             kind: [
@@ -454,10 +454,10 @@ def _report(setting: _Setting, outcome: Outcome, noise: float, rows: Rows) -> di
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing, for others may be reading."""
-    beside = _beside(path)
+    """Write all of it or nothing: other jobs may be reading."""
+    temporary = _temporary(path)
     try:
-        beside.write_text(text)
-        beside.replace(path.resolve())
+        temporary.write_text(text)
+        temporary.replace(path.resolve())
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

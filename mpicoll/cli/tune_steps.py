@@ -1,4 +1,4 @@
-"""From what was measured to the steps of a table: the rule of ``python -m mpicoll tune``."""
+"""Derive the steps of a table from what was measured: the rule of ``python -m mpicoll tune``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from mpicoll.routes.tuning import Steps, merged, taken
+from mpicoll.cli.timing import Figure
+from mpicoll.routes.tuning import Steps, merge_steps, route_at
 
 __all__ = [
     "CLEAR",
     "MOST",
     "WORTH",
     "Change",
-    "Figure",
     "Figures",
-    "changes",
-    "chosen",
-    "spliced",
-    "unrest",
+    "choose_steps",
+    "find_changes",
+    "find_noise",
+    "splice",
 ]
 
 #: A route is slower than the fastest where it takes more than so many times its time, and the
@@ -37,20 +37,12 @@ MOST = 1.9
 _OTHER = 1e-9
 
 
-class Figure(NamedTuple):
-    """Seconds of a call, the slowest rank's: over repetitions the median, between the quartiles."""
-
-    low: float
-    median: float
-    high: float
-
-
 #: By bytes, 0 for the least that there can be, and by route; the same routes for all sizes.
 Figures = Mapping[int, Mapping[str, Figure]]
 
 
-def chosen(figures: Figures, default: Steps) -> Steps:
-    """The steps that the figures speak for, from the first of their sizes on.
+def choose_steps(figures: Figures, default: Steps) -> Steps:
+    """Return the steps that the figures speak for, from the first of their sizes on.
 
     default: those that stay where nothing speaks against them.
 
@@ -74,23 +66,23 @@ def chosen(figures: Figures, default: Steps) -> Steps:
             )
         best, below = ways, usual
     _, way = min(best.values())
-    return merged(zip(sizes, way, strict=True))
+    return merge_steps(zip(sizes, way, strict=True))
 
 
-def spliced(before: Steps, steps: Steps, last: int) -> Steps:
-    """The steps from the first of their sizes up to ``last``, and what was before around them."""
-    return merged(
+def splice(before: Steps, steps: Steps, last: int) -> Steps:
+    """Put the steps into those before, from the first of their sizes up to ``last``."""
+    return merge_steps(
         [
             *(step for step in before if step[0] < steps[0][0]),
             *steps,
-            (last + 1, taken(before, last + 1)),
+            (last + 1, route_at(before, last + 1)),
             *(step for step in before if step[0] > last + 1),
         ]
     )
 
 
 def _no_slower(at_size: Mapping[str, Figure], usual: str | None) -> list[str]:
-    """The routes that take no longer than the default's, or hardly; all where that has none."""
+    """Return the routes hardly slower than the default's; all where there is none."""
     if usual is None:
         return list(at_size)
     most = CLEAR * at_size[usual].median
@@ -98,19 +90,19 @@ def _no_slower(at_size: Mapping[str, Figure], usual: str | None) -> list[str]:
 
 
 def _step(step: tuple[str | None, str], usual: tuple[str | None, str | None]) -> float:
-    """The cost of going from one route to another, where the default has ``usual``."""
+    """Return the cost of going from one route to another, where the default has ``usual``."""
     return 0.0 if step[0] in (None, step[1]) or step == usual else math.log(WORTH)
 
 
 def _slower(at_size: Mapping[str, Figure], route: str) -> float:
-    """What a route costs at a size."""
+    """Return what a route costs at a size."""
     own, best = at_size[route], min(at_size.values(), key=attrgetter("median"))
     clearly = own.median > CLEAR * best.median and own.low > best.high
     return min(math.log(own.median / best.median), MOST * math.log(WORTH)) if clearly else 0.0
 
 
 def _in_force(steps: Steps, size: int, routes: Collection[str]) -> str | None:
-    """The route that steps give a size where only ``routes`` can be had; None for none of them."""
+    """Return the route that steps give a size if only ``routes`` exist; None for none of them."""
     had = [(least, route) for least, route in steps if route in routes]
     return next(
         (route for least, route in reversed(had) if least <= size or (least, route) == had[0]), None
@@ -118,10 +110,9 @@ def _in_force(steps: Steps, size: int, routes: Collection[str]) -> str | None:
 
 
 class Change(NamedTuple):
-    """A range of sizes that has another route than before.
+    """A range of sizes whose route changes.
 
-    first, end: bytes from which on it has, and has it no more; None where it has it up to the
-                largest size that was measured.
+    first, end: bytes, ``end`` excluded; None up to the largest size that was measured.
     was, now:   the routes.
     gain:       how many times faster the route now is, the geometric mean over the sizes.
     """
@@ -133,8 +124,8 @@ class Change(NamedTuple):
     gain: float
 
 
-def changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
-    """Where steps differ, among the sizes that were measured."""
+def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
+    """Return where steps differ, among the sizes that were measured."""
     sizes = sorted(figures)
     routes = [
         (_in_force(before, size, figures[size]), _in_force(after, size, figures[size]))
@@ -151,12 +142,10 @@ def changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
     return found
 
 
-def unrest(figures: Iterable[Figures]) -> float:
-    """Half the distance between the quartiles of a time, as a part of it: the median of all, 0 for
-    none.
-    """
+def find_noise(figures: Iterable[Figures]) -> float:
+    """Return the median of the spreads of all times, as a part of each; 0 for none."""
     spreads = [
-        (one.high - one.low) / 2 / one.median
+        one.spread / one.median
         for by_size in figures
         for at_size in by_size.values()
         for one in at_size.values()

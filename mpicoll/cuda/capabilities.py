@@ -70,6 +70,11 @@ class Capabilities:
     nccl: bool = False
     forced: str = ""
 
+    def lacks_mpi(self, least: CudaSupport) -> str:
+        """Return what MPI lacks to do so much with device memory, in words; "" for nothing."""
+        does = "sends and receives" if least is CudaSupport.TRANSFER else _EVERYTHING
+        return "" if self.cuda >= least else f"an MPI that {does} device memory ({self.why})"
+
     def words(self) -> dict[str, Any]:
         """Return plain values, fit for JSON."""
         return asdict(self) | {
@@ -90,6 +95,8 @@ class Capabilities:
             }
         )
 
+
+_EVERYTHING = "sends, receives and reduces"
 
 _known: Capabilities | None = None
 

@@ -308,7 +308,8 @@ def all_reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> Non
     Distributed Computing 69(2), 2009).
     """
     n, me, count, space = on.n, on.me, recv.count, on.space
-    if recv.nbytes * n > space.small:
+    whole = recv.nbytes * n
+    if whole > space.small and (count >= n or whole > space.stack):
         pieces = [_Piece(cut, recv.part(*cut[me])) for cut in _cuts(on, recv)]
 
         def then(piece: _Piece) -> None:

@@ -1,4 +1,7 @@
-"""All routes, one line each. Within a kind of memory the order is that of tables and messages."""
+"""All routes, one line each.
+
+Those of host memory in the order of tables and messages, those of device memory the best first.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ ROUTES: tuple[Route, ...] = (
     widened.ROUTE,
     shared.ROUTE,
     hierarchical.ROUTE,
-    nccl.ROUTE,
     ipc.ROUTE,
     direct.ROUTE,
     device_mpi.ROUTE,
     staged.ROUTE,
+    nccl.ROUTE,
 )
 
 #: By name: one name may mean a route of each kind of memory.

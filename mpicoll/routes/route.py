@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mpicoll.core.plan import Implementation
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
 
@@ -43,6 +44,8 @@ class Route:
     uneven:     the names of the primitives of which it serves blocks of different sizes.
     place:      where the ranks have to be, see routes/tuning.py; "" anywhere.
     needs:      what has to be there, in words.
+    lacks:      of a device route, what a rank lacks for it, in words; "" for nothing.
+    on_demand:  it is taken only if it is asked for.
     """
 
     name: str
@@ -55,6 +58,8 @@ class Route:
     uneven: tuple[str, ...] = ()
     place: str = ""
     needs: str = ""
+    lacks: Callable[[Capabilities], str] = lambda own: ""
+    on_demand: bool = False
 
     def serves(self, primitive: Primitive, op: ReduceOp | None, dtype: DType | None) -> bool:
         """Return whether it carries such calls out, where the group can have it."""

@@ -42,18 +42,18 @@ __all__ = [
     "Rows",
     "Steps",
     "Table",
-    "able",
+    "build_table",
     "default_path",
+    "eligible_routes",
     "job",
-    "joined",
-    "kind_of",
-    "merged",
+    "join",
+    "merge_steps",
+    "name_kind",
+    "origin_mismatch",
     "parse",
-    "primitive_of",
+    "parse_kind",
     "read",
-    "table_of",
-    "taken",
-    "unlike",
+    "route_at",
 ]
 
 #: What a file has in place of a route where nothing was measured: what the defaults of the version
@@ -155,7 +155,7 @@ _DEFAULTS = {
 KINDS = tuple(_MPICH)
 
 
-def kind_of(primitive: Primitive, others: bool) -> str:
+def name_kind(primitive: Primitive, others: bool) -> str:
     """The kind of a call; ``others``: it combines elements, and not such as MPI combines rightly.
 
     A list of arrays and one array that holds them all are one kind.
@@ -163,16 +163,16 @@ def kind_of(primitive: Primitive, others: bool) -> str:
     return primitive.name.removesuffix("_single") + _OTHERS * others
 
 
-def primitive_of(kind: str) -> tuple[Primitive, bool]:
+def parse_kind(kind: str) -> tuple[Primitive, bool]:
     """The primitive of a kind of call, and whether it is that of others."""
     return by_name[kind.removesuffix(_OTHERS)], kind.endswith(_OTHERS)
 
 
-def able(kind: str, place: str) -> tuple[str, ...]:
+def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
     """Return the routes that a table may name for a kind of call at a place, in the order of the
     registry: those that serve some such calls.
     """
-    primitive, others = primitive_of(kind)
+    primitive, others = parse_kind(kind)
     return tuple(
         route.name
         for route in registry.HOST.values()
@@ -200,7 +200,7 @@ def _of_routes(kind: str) -> dict[str, Steps]:
     return {
         place: ((0, next((r for r in names if registry.HOST[r].place), names[0])),)
         for place in PLACES
-        if (names := able(kind, place))
+        if (names := eligible_routes(kind, place))
     }
 
 
@@ -232,7 +232,7 @@ class Table:
         """The table of the same MPI library with something else measured."""
         return Table(self._openmpi, measured)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Where it comes from, in words."""
         if not self.path:
             return "the defaults"
@@ -260,18 +260,18 @@ def _nearest(known: Mapping[int, Rows], kind: str, ranks: int) -> dict[str, Step
 def _filled(steps: Steps, default: Steps) -> Steps:
     """The steps, with the default's own where they leave a size to it."""
     sizes = sorted({least for least, _ in (*steps, *default)})
-    routes = ((size, taken(steps, size)) for size in sizes)
-    return merged(
-        (size, taken(default, size) if route == DEFAULT else route) for size, route in routes
+    routes = ((size, route_at(steps, size)) for size in sizes)
+    return merge_steps(
+        (size, route_at(default, size) if route == DEFAULT else route) for size, route in routes
     )
 
 
-def taken(steps: Steps, size: int) -> str:
+def route_at(steps: Steps, size: int) -> str:
     """The route that steps give a size."""
     return [route for least, route in steps if least <= size][-1]
 
 
-def merged(steps: Iterable[tuple[int, str]]) -> Steps:
+def merge_steps(steps: Iterable[tuple[int, str]]) -> Steps:
     """The steps without those to the route that is taken already."""
     return tuple(next(same) for _, same in groupby(steps, key=itemgetter(1)))
 
@@ -317,7 +317,7 @@ def read(mpi: str) -> Found:
         return Found(named, problem=str(error)) if named else Found()
 
 
-def table_of(openmpi: bool, path: str, text: str, problem: str = "") -> Table:
+def build_table(openmpi: bool, path: str, text: str, problem: str = "") -> Table:
     """The table of an MPI library and a file as ``read`` found it.
 
     Raises ArgumentError where the file is no such table; every rank has the same.
@@ -386,14 +386,14 @@ def _check(kind: str, place: str, steps: Steps) -> None:
     sizes = [least for least, _ in steps]
     if sizes[:1] != [0] or sizes != sorted(set(sizes)):
         raise ValueError(f"{kind}: {place}: expected bytes that rise from 0 on, got {sizes}")
-    names = *able(kind, place), DEFAULT
+    names = *eligible_routes(kind, place), DEFAULT
     for _, route in steps:
         if route not in names:
             expected = ", ".join(names)
             raise ValueError(f"{kind}: {place}: expected one of {expected}, got {route!r}")
 
 
-def unlike(text: str, mpi: str) -> str:
+def origin_mismatch(text: str, mpi: str) -> str:
     """What a file says that it was measured with, where that is not this machine with this MPI."""
     said: Mapping[str, Any] = json.loads(text)
     told = [str(said.get(name, own)) for name, own in _origin(mpi).items()]
@@ -404,7 +404,7 @@ def _origin(mpi: str) -> dict[str, str]:
     return {"mpi": mpi, "machine": machine.describe()}
 
 
-def joined(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) -> str:
+def join(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) -> str:
     """The text of a file with what was measured on this machine with so many ranks.
 
     text:  of the file so far, which keeps what was measured otherwise; "" where there is none.

@@ -9,7 +9,7 @@
 #     look             what the machine is, and `python -m mpicoll doctor` with each MPI
 #     kernels          tests of the kernels that reduce
 #     test:MPI         tests/gpu/run.py with an MPI: mpich, openmpi, or site (OPENMPI, below)
-#     bench:MPI        benchmarks/gpu.py with it, on two ranks
+#     bench:MPI        `make bench-gpu` with it
 #     jobs:MPI         jobs/train_digits.py and jobs/train_digits_ddp.py, with --device cuda
 #
 # Settings, in the environment:
@@ -165,7 +165,9 @@ for what in "$@"; do
             ;;
         bench:*)
             part "bench-$mpi" 300 env "${variables[@]}" "$mpiexec" -n 2 "$python" -m mpi4py \
-                benchmarks/gpu.py --json "$results/bench-$mpi.json"
+                -m mpicoll bench all_reduce broadcast all_gather_single reduce_scatter_single \
+                -b 4 -e 1G -f 4 --device cuda --routes all --compare copy \
+                --json "$results/bench-$mpi.json"
             ;;
         jobs:*)
             for job in train_digits train_digits_ddp; do

@@ -61,7 +61,8 @@ ON_UCX = {
 ASK = """
 import json, sys
 import mpicoll as dist
-from mpicoll.cuda import capabilities, device_routes
+from mpicoll.cuda import capabilities
+from mpicoll.routes.device import eligibility
 from mpicoll.errors import MpicollError
 from mpicoll.core.groups import default_group
 dist.init_process_group(timeout=60)
@@ -69,7 +70,7 @@ found = capabilities.exchange(default_group().inner, probes=True)
 said = {"auto": ""}
 for name in sys.argv[1:]:
     try:
-        device_routes.eligible_routes(found, name)
+        eligibility.eligible_routes(found, name)
         said[name] = ""
     except MpicollError as error:
         said[name] = str(error)

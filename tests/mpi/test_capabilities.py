@@ -6,9 +6,9 @@ import pytest
 
 from mpicoll.cuda import capabilities, mpi_support, probe, runtime
 from mpicoll.cuda.capabilities import CudaSupport, exchange
-from mpicoll.cuda.device_routes import eligible_routes, forced_route
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import ArgumentError
+from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
 
 class Gpus:

@@ -21,7 +21,7 @@ from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
 from mpicoll.kernels.reduction import loop
 from mpicoll.launch.serialized_mpi import serialize
-from mpicoll.routes import tuning as tables
+from mpicoll.routes import tuning
 from mpicoll.routes.host import hierarchical as levels
 from mpicoll.routes.host import select, shared
 
@@ -48,9 +48,9 @@ def patch(world):
     """Everything goes through levels where there are such."""
     if world.size < LEAST:
         pytest.skip(f"takes {LEAST} ranks")
-    rows = {kind: {"nodes": ((0, "levels"),)} for kind in tables.KINDS}
+    rows = {kind: {"nodes": ((0, "levels"),)} for kind in tuning.KINDS}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables.job, "table", tables.Table(openmpi=False, measured={1: rows}))
+        patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
         yield patch
 
 

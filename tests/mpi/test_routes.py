@@ -18,8 +18,7 @@ from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import DTYPES, OPERATIONS, ReduceOp, by_name
 from mpicoll.errors import UnsupportedError
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes import registry
-from mpicoll.routes import tuning as tables
+from mpicoll.routes import registry, tuning
 from mpicoll.routes.host import select
 
 #: All that MPI combines, some that it does not, and some that the C library does not.
@@ -62,18 +61,18 @@ def test_host_memory(world, monkeypatch, name, row):
         kind = CallKind(row, team.group, summed, by_name[dtype])
         table = select._named(kind)
         can = route.serves(row, summed, by_name[dtype]) and route.place in ("", here)
-        assert not can or name in tables.able(table, here)
-        if name in tables.able(table, here):
+        assert not can or name in tuning.eligible_routes(table, here)
+        if name in tuning.eligible_routes(table, here):
             steps = {1: {table: {here: ((0, name),)}}}
-            monkeypatch.setattr(tables.job, "table", tables.Table(False, steps))
+            monkeypatch.setattr(tuning.job, "table", tuning.Table(False, steps))
         else:
             with pytest.raises(ValueError, match="expected one of"):
-                tables.parse(f'{{"ranks": {{"1": {{"{table}": {{"{here}": [[0, "{name}"]]}}}}}}}}')
+                tuning.parse(f'{{"ranks": {{"1": {{"{table}": {{"{here}": [[0, "{name}"]]}}}}}}}}')
         for count in (0, 5, 3000):
             asked.clear()
             checked = Call if op is ReduceOp.PREMUL_SUM else Exact
             checked(row.name, team, by_name[dtype], count, op, count % team.size).run()
-        if can and table in tables.KINDS and op is not ReduceOp.PREMUL_SUM:
+        if can and table in tuning.KINDS and op is not ReduceOp.PREMUL_SUM:
             assert name in asked or not asked  # a plan asks once
     dist.destroy_process_group(team.group)
 
@@ -85,7 +84,7 @@ def test_a_declaration_is_whole(route):
     """It names primitives that there are, and serves each of them for some dtype."""
     assert set(route.primitives) <= {row.name for row in PRIMITIVES}
     assert set(route.uneven) <= set(route.primitives)
-    assert route.name and route.words and route.place in ("", *tables.PLACES)
+    assert route.name and route.words and route.place in ("", *tuning.PLACES)
     for row in PRIMITIVES:
         served = [
             (op, dtype)

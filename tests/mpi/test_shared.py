@@ -22,7 +22,7 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.routes import tuning as tables
+from mpicoll.routes import tuning
 from mpicoll.routes.host import shared, shared_segment
 
 needs = pytest.mark.skipif(
@@ -32,15 +32,15 @@ needs = pytest.mark.skipif(
 
 #: What goes through shared memory if the table says so, but for all_reduce.
 OTHERS = [
-    row.name for row in PRIMITIVES if row.name in tables.KINDS or row.name.endswith("_single")
+    row.name for row in PRIMITIVES if row.name in tuning.KINDS or row.name.endswith("_single")
 ]
 OTHERS = [name for name in OTHERS if name not in ("all_reduce", "all_to_all_single")]
 
 
 def share_all(patch):
     """Messages of every size go through shared memory."""
-    rows = {kind: {"node": ((0, "shared"),)} for kind in tables.KINDS}
-    patch.setattr(tables.job, "table", tables.Table(openmpi=False, measured={1: rows}))
+    rows = {kind: {"node": ((0, "shared"),)} for kind in tuning.KINDS}
+    patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
 
 
 @pytest.fixture(scope="module", params=["split", "whole"])

@@ -24,8 +24,7 @@ from driver import (
 import mpicoll as dist
 from mpicoll.dtypes import OPERATIONS, Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes import tuning as tables
-from mpicoll.routes import wire
+from mpicoll.routes import tuning, wire
 from mpicoll.routes.host import mpi as native
 from mpicoll.routes.space import HOST, Host
 
@@ -213,7 +212,7 @@ def test_scaled_narrow_floats_are_added_in_rank_order(world, monkeypatch, name, 
         monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     if place == "widened":
         rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
-        monkeypatch.setattr(tables.job, "table", tables.Table(openmpi=False, measured={1: rows}))
+        monkeypatch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
     team, n = group_of(f"{place} {name}", range(world.size)), world.size
     row = NAMES[name]
     for dtype in (one for one in DTYPES if one.kind is Kind.NARROW_FLOAT):
@@ -257,7 +256,7 @@ def test_as_float32_by_mpi(world, mpi, monkeypatch, dtype):
     monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     monkeypatch.setattr(native, "CHUNK", 52)
     rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
-    monkeypatch.setattr(tables.job, "table", tables.Table(openmpi=False, measured={1: rows}))
+    monkeypatch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
     taken, by_mpi = [], native.build
 
     def noted(kind, *rest):

@@ -14,13 +14,13 @@ from driver import NAMES, Exact, same_on_all
 
 import mpicoll as dist
 from mpicoll.cli import tune_measure
+from mpicoll.cli.timing import Effort
 from mpicoll.core.groups import default_group
 from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import ArgumentError
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.routes import registry
-from mpicoll.routes import tuning as tables
+from mpicoll.routes import registry, tuning
 from mpicoll.routes.host import select
 from mpicoll.routes.host.mpi import reducible
 
@@ -58,17 +58,17 @@ def test_all_ranks_have_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
         if mpi.rank:
             monkeypatch.setenv("MPICOLL_TABLE", str(own))
         dist.init_process_group(timeout=TIMEOUT)
-        steps = tables.job.table.row("gather", mpi.size)["node"]
-        usual = tables.job.table.holding({}).row("gather", mpi.size)["node"]
+        steps = tuning.job.table.row("gather", mpi.size)["node"]
+        usual = tuning.job.table.holding({}).row("gather", mpi.size)["node"]
         assert steps[:2] == ((0, "mpi"), (77, "shared")) and mpi.bcast(steps, 0) == steps
         for size in (1000, 1 << 15, 1 << 20, 1 << 30):
-            assert tables.taken(steps, size) == tables.taken(usual, size)
-        assert tables.job.table.path == mpi.bcast(str(path), 0)
+            assert tuning.route_at(steps, size) == tuning.route_at(usual, size)
+        assert tuning.job.table.path == mpi.bcast(str(path), 0)
         dist.destroy_process_group()
     if mpi.rank == 0:
         monkeypatch.setenv("MPICOLL_TABLE", "0")
     dist.init_process_group(timeout=TIMEOUT)
-    assert tables.job.table.path == ""
+    assert tuning.job.table.path == ""
     dist.destroy_process_group()
 
 
@@ -77,7 +77,7 @@ def test_all_ranks_have_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
 
 def calls_of(kind):
     """A call that tables have under this name."""
-    primitive, others = tables.primitive_of(kind)
+    primitive, others = tuning.parse_kind(kind)
     op = ReduceOp.SUM if primitive.reduces else None
     return CallKind(primitive, default_group(), op, by_name["bfloat16" if others else "float32"])
 
@@ -86,10 +86,10 @@ def any_row(kind, chance):
     """Steps at random, such as a file may hold, for every place."""
     return {
         place: tuple(
-            (size, chance.choice(tables.able(kind, place)))
+            (size, chance.choice(tuning.eligible_routes(kind, place)))
             for size in (0, *sorted(chance.sample(range(1, 3000), chance.randrange(4))))
         )
-        for place in tables.PLACES
+        for place in tuning.PLACES
     }
 
 
@@ -115,7 +115,7 @@ def expected(row, place, unable, nbytes):
 
 
 @pytest.mark.parametrize("unable", [(), ("shared", "levels")], ids=["all", "some"])
-@pytest.mark.parametrize("place", tables.PLACES)
+@pytest.mark.parametrize("place", tuning.PLACES)
 def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
     """At every size around its steps, in whatever order calls come."""
     monkeypatch.setattr(select, "place", lambda group: place)
@@ -123,10 +123,10 @@ def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
         none = replace(registry.HOST[name], build=lambda kind: None)
         monkeypatch.setitem(registry.HOST, name, none)
     chance = random.Random(place)
-    for kind in tables.KINDS * 4:
+    for kind in tuning.KINDS * 4:
         primitive, *_, dtype = calls_of(kind)
         row = any_row(kind, chance)
-        monkeypatch.setattr(tables.job, "table", tables.Table(False, {2: {kind: row}}))
+        monkeypatch.setattr(tuning.job, "table", tuning.Table(False, {2: {kind: row}}))
         route = select.choose(calls_of(kind))
         block = dtype.itemsize * (world.size if primitive.many_in or primitive.many_out else 1)
         steps = [least for steps in row.values() for least, _ in steps]
@@ -141,9 +141,9 @@ def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
 
 def test_a_candidate_takes_its_route(world, seen):
     """At every size."""
-    for kind in tables.KINDS:
+    for kind in tuning.KINDS:
         found = select.candidates(calls_of(kind))
-        assert tuple(found) == tables.able(kind, select.place(default_group()))
+        assert tuple(found) == tuning.eligible_routes(kind, select.place(default_group()))
         for name, route in found.items():
             for count in (0, 1, 3000, 10**9):
                 route(None, None, count, 0)
@@ -152,9 +152,9 @@ def test_a_candidate_takes_its_route(world, seen):
 
 def test_what_can_be_named_can_be_had(world):
     """Of every kind, where ranks share no memory: there is always something to fall back to."""
-    for kind in tables.KINDS:
+    for kind in tuning.KINDS:
         found = select.candidates(calls_of(kind))
-        assert set(tables.able(kind, "apart")) <= set(found)
+        assert set(tuning.eligible_routes(kind, "apart")) <= set(found)
 
 
 # --- what comes out -----------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_what_can_be_named_can_be_had(world):
 CALLS = [
     (row.name, by_name[dtype], op)
     for row in PRIMITIVES
-    if tables.kind_of(row, False) in tables.KINDS
+    if tuning.name_kind(row, False) in tuning.KINDS
     for dtype, op in (
         [("float32", ReduceOp.SUM), ("int64", ReduceOp.MAX), ("bfloat16", ReduceOp.AVG),
          ("float64", ReduceOp.MIN), ("float8_e8m0fnu", ReduceOp.PRODUCT)]
@@ -181,15 +181,15 @@ def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
         kind: {
             place: steps for place, steps in any_row(kind, chance).items() if chance.random() < 0.8
         }
-        for kind in tables.KINDS
+        for kind in tuning.KINDS
     }
-    assert tables.parse(tables.joined("", "An MPI", 3, rows, {})) == {3: rows}
-    monkeypatch.setattr(tables.job, "table", tables.Table(bool(seed % 2), {3: rows}))
+    assert tuning.parse(tuning.join("", "An MPI", 3, rows, {})) == {3: rows}
+    monkeypatch.setattr(tuning.job, "table", tuning.Table(bool(seed % 2), {3: rows}))
     team = group_of(f"table {seed}", range(world.size))
     calls = []
     for name, dtype, op in CALLS:
         row = NAMES[name]
-        kind = tables.kind_of(row, op is not None and not reducible(op, dtype))
+        kind = tuning.name_kind(row, op is not None and not reducible(op, dtype))
         block = dtype.itemsize * (team.size if row.many_in or row.many_out else 1)
         steps = [least for steps in rows[kind].values() for least, _ in steps]
         at = chance.choice(steps or [0]) // block
@@ -206,7 +206,7 @@ def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
 # --- what tune measures -------------------------------------------------------------------------
 
 #: Few calls at a time, and time enough on any machine.
-EFFORT = tune_measure.Effort(60.0, 1e-5, 1)
+EFFORT = Effort(60.0, 1e-5, 3, 25)
 
 
 def measured(kinds, sizes, effort=EFFORT, spent=lambda: 0.0):
@@ -217,7 +217,7 @@ def measured(kinds, sizes, effort=EFFORT, spent=lambda: 0.0):
 def test_what_is_called(world):
     """Of every kind and size: arrays of as many bytes as they must have; the root is rank 0."""
     n, me, sizes = world.size, world.me, [8 << i for i in range(8)]
-    for name in tables.KINDS:
+    for name in tuning.KINDS:
         primitive, _, _, dtype = calls_of(name)
         called = set()
 
@@ -244,7 +244,7 @@ def test_what_is_called(world):
         assert called == expected, name
         assert list(outcome.figures) == [name] and list(outcome.figures[name]) == points
         assert outcome.last == {name: sizes[-1]}
-        assert outcome.repetitions == tune_measure.REPETITIONS[1]
+        assert outcome.samples == 25
 
 
 def test_the_slowest_rank_counts(world, mpi):
@@ -291,7 +291,7 @@ class Clock:
 
 
 #: One call is timed at a time, as they are slow by the clock, or would be if they were not made up.
-ONE_BY_ONE = tune_measure.Effort(100.0, 1e-12, 5)
+ONE_BY_ONE = Effort(100.0, 1e-12, 3, 25)
 SIZES = [8 << i for i in range(8)]
 
 
@@ -309,7 +309,7 @@ def test_time_is_up(clock, mpi):
     assert max(clock.begun) < 100
     assert all(one == outcome for one in mpi.allgather(outcome))
     assert outcome.last["broadcast"] < outcome.last["all_reduce"] == SIZES[-1]
-    assert outcome.repetitions >= 3
+    assert outcome.samples >= 3
     for name, figures in outcome.figures.items():
         assert max(figures) == outcome.last[name]
 
@@ -342,7 +342,7 @@ def test_calls_that_become_slow(clock, mpi):
         clock.slow = text.startswith("repetition")
 
     outcome = tune_measure.measure(default_group(), [kind], SIZES, ONE_BY_ONE, clock.spent, told)
-    assert max(clock.begun) < 100 and outcome.repetitions >= 3
+    assert max(clock.begun) < 100 and outcome.samples >= 3
     assert 0 < outcome.last["broadcast"] < SIZES[-1]
     assert all(one == outcome for one in mpi.allgather(outcome))
 
@@ -350,4 +350,4 @@ def test_calls_that_become_slow(clock, mpi):
 def test_all_that_there_is_time_for(clock):
     outcome = measured([clock.kind("broadcast", 1e-5)], SIZES, ONE_BY_ONE, clock.spent)
     assert outcome.last == {"broadcast": SIZES[-1]}
-    assert outcome.repetitions == tune_measure.REPETITIONS[1]
+    assert outcome.samples == 25

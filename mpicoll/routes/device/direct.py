@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpicoll.core.plan import CallKind, Implementation
+from mpicoll.cuda.capabilities import CudaSupport
 from mpicoll.kernels.reduction import loop
 from mpicoll.routes import algorithms
 from mpicoll.routes.device.space import for_mpi
@@ -29,5 +30,6 @@ ROUTE = Route(
     combines=lambda op, dtype: loop(op, dtype) is not None,
     scales=True,
     uneven=("all_gather", "reduce_scatter", *EXCHANGES),
-    needs="MPI that takes device memory",
+    needs="MPI that sends and receives device memory",
+    lacks=lambda own: own.lacks_mpi(CudaSupport.TRANSFER),
 )

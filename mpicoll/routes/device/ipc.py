@@ -322,5 +322,7 @@ ROUTE = Route(
     combines=lambda op, dtype: loop(op, dtype) is not None,
     scales=True,
     uneven=("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"),
+    place="node",
     needs="all ranks on one node, and CUDA IPC between them",
+    lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
 )

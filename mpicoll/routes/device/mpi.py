@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.core.checks import writes
 from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.cuda.capabilities import CudaSupport
 from mpicoll.dtypes import ReduceOp
 from mpicoll.routes.device.space import for_mpi
 from mpicoll.routes.host import mpi
@@ -41,5 +42,6 @@ ROUTE = Route(
     _build,
     combines=mpi.reducible,
     uneven=("all_gather",),
-    needs="MPI that takes device memory",
+    needs="MPI that sends, receives and reduces device memory",
+    lacks=lambda own: own.lacks_mpi(CudaSupport.FULL),
 )

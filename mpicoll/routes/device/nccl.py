@@ -254,4 +254,6 @@ ROUTE = Route(
     combines=_combines,
     uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     needs='backend="nccl", NCCL on every rank, and a GPU for each',
+    lacks=lambda own: "" if own.nccl else "NCCL",
+    on_demand=True,
 )

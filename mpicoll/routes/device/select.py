@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
-from mpicoll.cuda import binding, capabilities, device_routes
+from mpicoll.cuda import binding, capabilities
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import ipc, nccl
+from mpicoll.routes.device import eligibility, ipc, nccl
 from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.host import select
 
@@ -36,13 +36,13 @@ class Agreed:
     def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:
         self.space = DeviceSpace(context)
         found = capabilities.exchange(group.inner)
-        forced = device_routes.forced_route(found)
+        forced = eligibility.forced_route(found)
         peers = forced == "peer" or (
-            forced is None and "peer" in device_routes.eligible_routes(found)
+            forced is None and "peer" in eligibility.eligible_routes(found)
         )
         if not peers and forced not in ("staged", "nccl"):
             found = capabilities.exchange(group.inner, probes=True)
-        self.names = device_routes.eligible_routes(found, forced)
+        self.names = eligibility.eligible_routes(found, forced)
         mine = (context.index, nccl.asked_for(group.backend))
         said = group.inner.allgather(mine)
         if len({asked for _, asked in said}) > 1:
@@ -62,7 +62,7 @@ class Agreed:
         if forced is None and "peer" in self.names and self.ipc is None:
             # What MPI says that it can do counts now, and has to be tried.
             found = capabilities.exchange(group.inner, probes=True)
-            others = (name for name in device_routes.eligible_routes(found) if name != "peer")
+            others = (name for name in eligibility.eligible_routes(found) if name != "peer")
             self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
         for name, found_to_be in (("peer", self.ipc), ("nccl", self.nccl)):
             if forced == name and found_to_be is None:

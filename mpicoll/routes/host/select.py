@@ -2,7 +2,7 @@
 
 A route is a function of primitive, dtype, operation and group, and inside a plan of the count:
 of what all ranks share. Never of contiguity, alignment or anything that one rank alone knows. For
-each size the job's table says which (`mpicoll.core.tables`).
+each size the job's table says which (`mpicoll.routes.tuning`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.host import hierarchical, mpi, shared
 from mpicoll.routes.space import HOST
-from mpicoll.routes.tuning import Steps, able, job
-from mpicoll.routes.tuning import kind_of as kind_of_table
+from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -127,7 +126,7 @@ def _named(kind: CallKind) -> str:
     """What tables call such calls."""
     primitive, _, op, dtype = kind
     assert dtype is not None
-    return kind_of_table(primitive, op is not None and not mpi.reducible(op, dtype))
+    return name_kind(primitive, op is not None and not mpi.reducible(op, dtype))
 
 
 def _row(kind: CallKind) -> dict[str, Steps]:
@@ -188,7 +187,7 @@ def candidates(kind: CallKind) -> dict[str, Implementation]:
     here = place(group)
     return {
         name: _implementation(kind, {**_row(kind), here: ((0, name),)})
-        for name in able(_named(kind), here)
+        for name in eligible_routes(_named(kind), here)
         if registry.HOST[name].serves(primitive, op, dtype)
         and registry.HOST[name].build(kind) is not None
     }

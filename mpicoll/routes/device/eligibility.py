@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from mpicoll import settings
-from mpicoll.cuda.capabilities import Capabilities, CudaSupport
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
+from mpicoll.routes import registry
 
-__all__ = ["FORCED", "ROUTES", "eligible_routes", "forced_route"]
+__all__ = ["FORCED", "eligible_routes", "forced_route"]
 
 #: The variable that forces a device route.
 FORCED = settings.DEVICE_ROUTE.name
-
-
-class _Route(NamedTuple):
-    """What a device route needs of every rank.
-
-    lacks:    returns what a rank lacks for it, "" for nothing.
-    together: all ranks have to be on one node.
-    """
-
-    lacks: Callable[[Capabilities], str]
-    together: bool = False
-
-
-def _mpi_does(least: CudaSupport) -> Callable[[Capabilities], str]:
-    needed = {
-        CudaSupport.TRANSFER: "sends and receives",
-        CudaSupport.FULL: "sends, receives and reduces",
-    }[least]
-
-    def lacks(own: Capabilities) -> str:
-        return "" if own.cuda >= least else f"an MPI that {needed} device memory ({own.why})"
-
-    return lacks
-
-
-def _gpu(own: Capabilities) -> str:
-    return "" if own.gpus else f"a GPU ({own.no_gpu})"
-
-
-#: What the routes need, the best route first.
-ROUTES: dict[str, _Route] = {
-    "peer": _Route(_gpu, together=True),
-    "direct": _Route(_mpi_does(CudaSupport.TRANSFER)),
-    "native": _Route(_mpi_does(CudaSupport.FULL)),
-    "staged": _Route(lambda own: ""),
-    # Only if it is asked for.
-    "nccl": _Route(lambda own: "" if own.nccl else "NCCL"),
-}
 
 
 def eligible_routes(
@@ -64,9 +26,14 @@ def eligible_routes(
     Raises ArgumentError if that is no route, UnsupportedError if a rank lacks something for it.
     """
     if forced is None:
-        return tuple(name for name in ROUTES if name != "nccl" and not _missing(name, all_ranks))
-    if forced not in ROUTES:
-        raise ArgumentError(f"{FORCED}: expected one of {', '.join(ROUTES)}, got {forced!r}")
+        return tuple(
+            name
+            for name, route in registry.DEVICE.items()
+            if not route.on_demand and not _missing(name, all_ranks)
+        )
+    if forced not in registry.DEVICE:
+        expected = ", ".join(registry.DEVICE)
+        raise ArgumentError(f"{FORCED}: expected one of {expected}, got {forced!r}")
     missing = _missing(forced, all_ranks)
     if missing:
         raise UnsupportedError(f"{FORCED}={forced}: {missing}; unset it, or choose another route")
@@ -75,7 +42,7 @@ def eligible_routes(
 
 def _missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
     """Describe what is missing for a route, and on which ranks; "" for nothing."""
-    route = ROUTES[name]
+    route = registry.DEVICE[name]
     lacking: dict[str, list[int]] = {}
     for rank, own in enumerate(all_ranks):
         lack = route.lacks(own)
@@ -83,7 +50,7 @@ def _missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
             lacking.setdefault(lack, []).append(rank)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
     away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
-    if route.together and away:
+    if route.place == "node" and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
     return "; ".join(missing)
 

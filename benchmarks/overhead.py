@@ -1,0 +1,193 @@
+"""What a call costs, whatever it moves.
+
+    python benchmarks/overhead.py [calls]
+    mpirun -n 2 python benchmarks/overhead.py comparing|reduction|dispatching
+
+calls        microseconds a call of 4 bytes, on one rank by default: mpicoll's functions, and the
+             backend under torch where it is installed. The least of many samples, for what makes a
+             call slower than that is not the call. Gate: no change adds more than 0.1 us. It runs
+             on what PYTHONPATH names, which needs no more than a mpicoll/cli/timing.py
+comparing    all_reduce by the number of calls from one comparison of the ranks' calls to the next
+reduction    two arrays combined on one rank: the C library, NumPy, and plain np.add
+dispatching  the way from PyTorch 2.15 or newer to the backend: as it is, through torch's
+             dispatcher, recorded by its flight recorder, in a group of several backends
+
+Samples take turns, and the slowest rank counts. A figure is the median with half the distance
+between the quartiles, and the same of its ratio to the first line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpicoll
+from mpicoll.cli.timing import Call, Effort, Timer, Times
+
+
+def show(what: str, times: Mapping[str, Times]) -> None:
+    """Print, on rank 0, a line for each case."""
+    if MPI.COMM_WORLD.Get_rank() != 0:
+        return
+    print(what)
+    first = next(iter(times.values()))
+    for name, each in times.items():
+        print(f"{name:34}{each.text(1e-6, 8)} us  {each.over(first).text(1, 6)}", flush=True)
+
+
+def calls(timer: Timer, effort: Effort) -> None:
+    """Print the least time of each call."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    cases: dict[str, Call] = {}
+    if has_torch:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("mpicoll")
+        tensor = torch.zeros(1)
+        cases = {
+            "torch all_reduce": lambda: dist.all_reduce(tensor),
+            "torch all_reduce, asynchronous": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        }
+    else:
+        mpicoll.init_process_group()
+    one, many = np.zeros(1, np.float32), np.zeros(mpicoll.get_world_size(), np.float32)
+    cases = {
+        "all_reduce": lambda: mpicoll.all_reduce(one),
+        "all_reduce, asynchronous": lambda: mpicoll.all_reduce(one, async_op=True).wait(),
+        "broadcast": lambda: mpicoll.broadcast(one, 0),
+        "all_gather_single": lambda: mpicoll.all_gather_single(many, one),
+        "reduce_scatter_single": lambda: mpicoll.reduce_scatter_single(one, many),
+        "barrier": mpicoll.barrier,
+        **cases,
+    }
+    times = timer.measure(cases, effort)
+    if mpicoll.get_rank() == 0:
+        print(f"mpicoll in {Path(mpicoll.__file__).parent}, {mpicoll.get_world_size()} ranks")
+        for name, each in times.items():
+            print(f"{name:34}{1e6 * min(each.seconds):8.2f} us")
+
+
+def comparing(timer: Timer, effort: Effort) -> None:
+    """Print all_reduce of 4 bytes for several strides, in shared memory and by MPI."""
+    from mpicoll.watch import consistency
+
+    mpicoll.init_process_group()
+    for setting in "10":
+        os.environ["MPICOLL_SHARED_MEMORY"] = setting
+        group = mpicoll.new_group()
+        assert isinstance(group, mpicoll.ProcessGroup)
+        mpicoll.all_reduce(np.zeros(1 << 20, np.float32), group=group)  # looks for shared memory
+        for _ in range(consistency.FIRST):
+            mpicoll.barrier(group)
+        cases = {
+            f"every {stride}" if stride else "never": _compared(group, stride)
+            for stride in (0, 1, 8, 16, 32, 64, 128)
+        }
+        times = timer.measure(cases, effort)
+        per_call = {
+            name: Times([took / _CALLS for took in each.seconds]) for name, each in times.items()
+        }
+        show("shared memory" if group.shared else "by MPI", per_call)
+    mpicoll.destroy_process_group()
+
+
+_CALLS = 1024
+
+
+def _compared(group: mpicoll.ProcessGroup, stride: int) -> Call:
+    """Return a loop of calls with this stride; 0 compares nothing."""
+    from mpicoll.watch import consistency
+
+    array = np.zeros(1, np.float32)
+
+    def loop() -> None:
+        group.next_check = group.sequence + 1
+        consistency.STRIDE = stride or 1 << 40
+        for _ in range(_CALLS):  # the first compares, and takes the stride on
+            mpicoll.all_reduce(array, group=group)
+        group.recent = group.recent[:1]  # what was never compared must not fill the memory
+
+    return loop
+
+
+def reduction(timer: Timer, effort: Effort) -> None:
+    """Print SUM of two arrays of 1 MiB and of 4 elements, by dtype and implementation."""
+    from mpicoll.dtypes import ReduceOp, by_name
+    from mpicoll.kernels import reduction as kernels
+
+    compiled = kernels._compiled
+
+    def combine(implementation: Any, arrays: list[Any]) -> None:
+        kernels._compiled = implementation
+        kernels.combine(ReduceOp.SUM, dtype, arrays[:2], arrays[2])
+
+    for dtype in (by_name[name] for name in ("bfloat16", "float16", "float8_e4m3fn", "float32")):
+        for count in ((1 << 20) // dtype.itemsize, 4):
+            arrays = [np.ones(count, dtype.numpy) for _ in range(3)]
+            cases: dict[str, Call] = {
+                "compiled": partial(combine, compiled, arrays),
+                "NumPy, to the same bits": partial(combine, None, arrays),
+                "np.add, which rounds each time": partial(np.add, *arrays[:2], out=arrays[2]),
+            }
+            show(f"{count} elements of {dtype}", timer.measure(cases, effort))
+    kernels._compiled = compiled
+
+
+def dispatching(timer: Timer, effort: Effort) -> None:
+    """Print torch's all_reduce of 4 bytes, in a group for each way."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    dist.init_process_group("mpicoll")
+    mixed = "cpu:mpicoll,cuda:gloo"
+    hooked, several = dist.new_group(), dist.new_group(backend=mixed)
+    hooked.register_pre_hook(0, lambda _: None)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+    recorded, both = dist.new_group(backend="mpicoll"), dist.new_group(backend=mixed)
+    del os.environ["TORCH_FR_BUFFER_SIZE"]
+    distributed_c10d._world.pg_flight_recorder_hooks.pop(several, None)
+    tensor, plain = torch.zeros(1), dist.new_group()
+
+    def call(group: Any) -> Call:
+        return lambda: dist.all_reduce(tensor, group=group)
+
+    cases = {
+        "as it is": call(plain),
+        "as it is, asynchronous": lambda: dist.all_reduce(
+            tensor, group=plain, async_op=True
+        ).wait(),
+        "dispatched, with a hook in Python": call(hooked),
+        "recorded": call(recorded),
+        "of several backends": call(several),
+        "of several backends, recorded": call(both),
+    }
+    show(f"torch {torch.__version__}", timer.measure(cases, effort))
+    dist.destroy_process_group()
+
+
+SUBJECTS = {each.__name__: each for each in (calls, comparing, reduction, dispatching)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("subject", nargs="?", choices=SUBJECTS, default="calls")
+    parser.add_argument("--seconds", type=float, default=20.0, help="about, for what is compared")
+    options = parser.parse_args()
+    comm = MPI.COMM_WORLD.Dup()
+    SUBJECTS[options.subject](Timer(comm), Effort(options.seconds, 4e-3, 15, 200))
+    comm.Free()
+
+
+if __name__ == "__main__":
+    main()

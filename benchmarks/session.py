@@ -1,0 +1,136 @@
+"""What programs that measure on ranks share: calls that work, times, and the file of results."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aims import FACADE, GLOO, KIB, MPI4PY, TORCH
+from contestants import PLACE, World
+
+from mpicoll import cli
+from mpicoll.cli.bench_calls import Buffers, Case, variants
+from mpicoll.cli.bench_measure import count_wrong
+from mpicoll.cli.bench_others import works_on_all
+from mpicoll.cli.timing import Call, Effort, Times, format_seconds
+from mpicoll.dtypes import DType
+from mpicoll.primitives import Primitive
+
+#: Bytes of a call that is checked before any of its kind are timed.
+CHECKED = 64 * KIB
+
+
+class Session:
+    """A launch of a program that measures.
+
+    largest: greater sizes are left out.
+    alone:   the primitive and the contestant of the section memory.
+    results: what ``write`` puts into the file.
+    """
+
+    def __init__(self, world: World, effort: Effort, largest: int, alone: tuple[str, ...]) -> None:
+        self.world, self.effort, self.largest, self.alone = world, effort, largest, alone
+        self.results: dict[str, Any] = world.facts()
+        self._working: dict[tuple[Primitive, DType | None], list[str]] = {}
+
+    def calls(self, case: Case, buffers: Buffers) -> dict[str, Call]:
+        """Return the call by all contestants that can make it, on all ranks, with right results."""
+        key = case.row, case.dtype
+        if key not in self._working:
+            assert case.dtype is not None
+            self._working[key] = self._find_working(
+                self.world.case(case.row.name, CHECKED, case.dtype)
+            )
+        found = {name: self.world.contestants[name] for name in self._working[key]}
+        calls = {name: contestant.call(case, buffers) for name, contestant in found.items()}
+        return {name: call for name, call in calls.items() if call is not None}
+
+    def _find_working(self, case: Case) -> list[str]:
+        """Return the names of those whose call works.
+
+        Results are not checked of Gloo, whose reduce writes on every rank, and of MPI in place of
+        lists, where it has an array of its own.
+        """
+        working = []
+        for name, contestant in self.world.contestants.items():
+            buffers = Buffers(case, PLACE)
+            call = contestant.call(case, buffers)
+            unchecked = name == GLOO or (name == MPI4PY and case.row.listed)
+            wrong = ""
+            if not works_on_all(call, self.world.mpi) or call is None:
+                wrong = "is refused"
+            elif not unchecked:
+                variant = variants(case.row)[0]
+                found = count_wrong(call, case, buffers, variant, PLACE)
+                wrong = "gives a wrong result" if self.world.mpi.allreduce(found) else ""
+            if not wrong:
+                working.append(name)
+            elif name in (FACADE, TORCH):
+                raise SystemExit(f"{case.row} of {case.dtype} by {name} {wrong}")
+            else:
+                self.leave_out(f"{case.row} of {case.dtype} by {name}: it {wrong}")
+        return working
+
+    def leave_out(self, what: str) -> None:
+        """Say once what is not measured."""
+        if what not in self.results.get("left out", ()):
+            self.line(f"left out: {what}")
+            self.results.setdefault("left out", []).append(what)
+
+    def measure(self, cases: Mapping[str, Call]) -> dict[str, Times]:
+        """Time the cases with the effort that was asked for."""
+        return self.world.timer.measure(cases, self.effort)
+
+    def record(
+        self, section: str, name: str, primitive: str, size: int, dtype: str,
+        times: Times | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        """Add a measurement to the file."""
+        entry = {"section": section, "case": name, "primitive": primitive, **more}
+        entry |= {"ranks": self.world.n, "bytes": size, "dtype": dtype}
+        if times is not None:
+            entry |= {"median": times.median, "spread": times.spread}
+            entry["seconds"] = [float(f"{second:.4g}") for second in times.seconds]
+        self.results.setdefault("measurements", []).append(entry)
+
+    def line(self, text: str = "") -> None:
+        """Print a line, on rank 0."""
+        if self.world.me == 0:
+            print(text, flush=True)
+
+    def report(self, what: str, times: Mapping[str, Times]) -> None:
+        """Print a line with the medians of cases."""
+        medians = [f"{name} {format_seconds(each.median)}" for name, each in times.items()]
+        if len(medians) <= 5:
+            self.line(f"{what:<36}{'  '.join(medians)}")
+        else:
+            self.line("\n    ".join([what, *medians]))
+
+    def end(self, path: Path | None) -> None:
+        """Write the file, on rank 0, and end the process group."""
+        if path and self.world.me == 0:
+            path.write_text(json.dumps(self.results, indent=1) + "\n")
+        self.world.close()
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line, with ``--json``; rank 0 alone prints errors."""
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write the figures there")
+    with contextlib.ExitStack() as quiet:
+        if not cli.first():
+            nowhere = quiet.enter_context(open(os.devnull, "w"))  # noqa: PTH123
+            quiet.enter_context(contextlib.redirect_stdout(nowhere))
+            quiet.enter_context(contextlib.redirect_stderr(nowhere))
+        return parser.parse_args()
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
+    return path

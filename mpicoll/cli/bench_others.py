@@ -1,0 +1,296 @@
+"""The same calls by others on the same memory: mpi4py, gloo, a copy, single routes of mpicoll."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+import mpicoll
+from mpicoll.cli.bench_calls import (
+    Buffers,
+    Case,
+    Host,
+    Place,
+    Side,
+    allocate_zeros,
+    named_call,
+    own_call,
+    variants,
+)
+from mpicoll.cli.timing import Call
+from mpicoll.core.groups import default_group
+from mpicoll.core.plan import CallKind
+from mpicoll.cuda import capabilities
+from mpicoll.dtypes import Kind, ReduceOp
+from mpicoll.errors import MpicollError
+from mpicoll.primitives import Layout
+from mpicoll.routes import registry, tuning
+from mpicoll.routes.device import eligibility
+from mpicoll.routes.host import select
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "OTHERS",
+    "Copy",
+    "Gloo",
+    "Mpi4py",
+    "Other",
+    "Route",
+    "TorchApi",
+    "find_routes",
+    "missing",
+    "route_names",
+    "works_on_all",
+]
+
+
+class Other(Protocol):
+    """Makes the calls that mpicoll's are compared with."""
+
+    def call(self, case: Case, buffers: Buffers) -> Call | None:
+        """Return the same call as mpicoll's first variant; None where there is none."""
+
+    def close(self) -> None:
+        """End what was begun."""
+
+
+def works_on_all(call: Call | None, comm: MPI.Intracomm) -> bool:
+    """Make the call; return whether all ranks could. Libraries refuse in many ways."""
+    works = call is not None
+    try:
+        if call is not None:
+            call()
+    except Exception:
+        works = False
+    return all(comm.allgather(works))
+
+
+class Mpi4py:
+    """mpi4py with ready ``[buffer, count of a block, datatype]``.
+
+    MPI has no lists of arrays: what mpicoll does on a list it does on one array for all ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, place: Place) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = comm
+
+    def close(self) -> None:
+        """Return: there is nothing to end."""
+
+    def call(self, case: Case, buffers: Buffers) -> Call | None:
+        """Return None where MPI does not compute: averages and narrow floats."""
+        row, op, dtype = case.row, case.op, case.dtype
+        arguments: list[Any] = [self._ready(case, side) for side in (buffers.input, buffers.output)]
+        if row.layout is Layout.EMPTY:
+            arguments = []
+        elif row.layout is Layout.IN_PLACE:
+            ready = arguments[1]
+            arguments = [self._mpi.IN_PLACE, ready] if case.at_root else [ready, None]
+            if not row.reduces:
+                arguments = [ready]
+        if op is not None and dtype is not None:
+            if op is ReduceOp.AVG or dtype.kind is Kind.NARROW_FLOAT:
+                return None
+            name = op.mpi_logical if dtype.kind is Kind.BOOL else op.mpi
+            arguments.append(getattr(self._mpi, str(name)))
+        if row.root:
+            arguments.append(case.root)
+        return partial(getattr(self._comm, row.mpi), *arguments)
+
+    def _ready(self, case: Case, side: Side | None) -> Any:
+        if side is None or case.dtype is None:
+            return None
+        array = side.given
+        if isinstance(array, list):
+            array = allocate_zeros(len(array) * case.count, case.dtype, Host())
+        return [array.view(np.uint8), case.count, getattr(self._mpi, case.dtype.mpi)]
+
+
+class TorchApi:
+    """torch.distributed's functions in one of its groups, on tensors of the same memory."""
+
+    def __init__(self, group: Any = None) -> None:
+        import torch
+        import torch.distributed as api
+
+        self.torch, self.api, self.group = torch, api, group
+
+    def close(self) -> None:
+        """Destroy torch's groups."""
+        self.api.destroy_process_group()
+
+    def call(self, case: Case, buffers: Buffers) -> Call | None:
+        """Return None where torch has no such dtype."""
+        if case.dtype is not None and not hasattr(self.torch, case.dtype.name):
+            return None
+        sides = buffers.of(case, variants(case.row)[0])
+        input, output = (self._tensors(case, side and side.given) for side in sides)
+        return named_call(self.api, case, input, output, group=self.group)
+
+    def _tensors(self, case: Case, given: Any) -> Any:
+        if isinstance(given, list):
+            return [self._tensors(case, array) for array in given]
+        if given is None or case.dtype is None:
+            return None
+        dtype = getattr(self.torch, case.dtype.name)
+        return self.torch.frombuffer(given.view(np.uint8), dtype=dtype)
+
+
+class Gloo(TorchApi):
+    """torch.distributed's gloo group of the same ranks."""
+
+    def __init__(self, comm: MPI.Intracomm, place: Place) -> None:
+        super().__init__()
+        rank, n = comm.Get_rank(), comm.Get_size()
+        host = os.environ["MASTER_ADDR"]  # set by init_process_group
+        port = 0
+        if rank == 0:
+            store = self.api.TCPStore(host, 0, n, True, wait_for_workers=False)
+            port = store.port
+        port = comm.bcast(port, 0)
+        if rank:
+            store = self.api.TCPStore(host, port, n, False, wait_for_workers=False)
+        self.api.init_process_group("gloo", store=store, rank=rank, world_size=n)
+
+
+class Copy:
+    """A copy of the larger array by every rank at once: what memory allows."""
+
+    def __init__(self, comm: MPI.Intracomm, place: Place) -> None:
+        self._place = place
+
+    def close(self) -> None:
+        """Return: there is nothing to end."""
+
+    def call(self, case: Case, buffers: Buffers) -> Call | None:
+        """Return None where there is no array."""
+        if case.dtype is None:
+            return None
+        count = case.size // case.dtype.itemsize
+        source, target = (
+            allocate_zeros(count, case.dtype, self._place).view(np.uint8) for _ in range(2)
+        )
+
+        def copy() -> None:
+            target[...] = source
+
+        return copy
+
+
+#: By the value of --compare.
+OTHERS: dict[str, Callable[[MPI.Intracomm, Place], Other]] = {
+    "mpi4py": Mpi4py, "gloo": Gloo, "copy": Copy,
+}  # fmt: skip
+
+
+def missing(name: str) -> str:
+    """Return why a comparison cannot be made; "" where it can."""
+    if name == "gloo" and importlib.util.find_spec("torch") is None:
+        return "--compare gloo needs torch, which is not installed: pip install torch"
+    return ""
+
+
+# --- routes -------------------------------------------------------------------------------------
+
+
+def route_names(device: str) -> tuple[str, ...]:
+    """Return all routes for arrays on "cpu" or "cuda"."""
+    return tuple(registry.HOST if device == "cpu" else registry.DEVICE)
+
+
+def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
+    """Return why each of these routes cannot be taken by these ranks, "" where it can.
+
+    All ranks call.
+    """
+    if device == "cpu":
+        place = select.place(default_group())
+        eligible = {name for name, route in registry.HOST.items() if route.place in ("", place)}
+        return {
+            name: "" if name in eligible else f"it needs {registry.HOST[name].needs}"
+            for name in names
+        }
+    found = capabilities.exchange(default_group().inner, probes=True)
+    reasons = {}
+    for name in names:
+        try:
+            eligibility.eligible_routes(found, name)
+        except MpicollError as error:
+            reasons[name] = str(error)
+        else:
+            reasons[name] = ""
+    return reasons
+
+
+class Route:
+    """mpicoll's calls in a group of its own that takes one route for everything it serves."""
+
+    def __init__(self, name: str, device: str, waits: bool) -> None:
+        self._name, self._device, self._waits = name, device, waits
+        group = mpicoll.new_group()
+        assert isinstance(group, mpicoll.ProcessGroup)
+        self._group = group
+
+    def close(self) -> None:
+        """Destroy the group."""
+        mpicoll.destroy_process_group(self._group)
+
+    def call(self, case: Case, buffers: Buffers) -> Call | None:
+        """Return None where the route does not serve such calls. All ranks call."""
+        if case.dtype is None or (self._device == "cpu" and not self._serves(case)):
+            return None
+        variant = variants(case.row)[0]
+        with self._forced():  # the first call builds the plan
+            first = own_call(case, buffers, variant, group=self._group)
+            if not works_on_all(first, default_group().inner):
+                return None
+        return own_call(case, buffers, variant, self._waits, self._group)
+
+    def _serves(self, case: Case) -> bool:
+        assert case.dtype is not None
+        return self._name in select.candidates(CallKind(case.row, self._group, case.op, case.dtype))
+
+    @contextlib.contextmanager
+    def _forced(self) -> Iterator[None]:
+        """Have the plans that are built in here take the route."""
+        if self._device == "cpu":
+            before = tuning.job.table
+            tuning.job.table = before.holding({self._group.size(): _only(self._name)})
+            try:
+                yield
+            finally:
+                tuning.job.table = before
+            return
+        before_value = os.environ.get(eligibility.FORCED)
+        os.environ[eligibility.FORCED] = self._name
+        capabilities._known = None  # it holds the variable of before
+        try:
+            yield
+        finally:
+            capabilities._known = None
+            del os.environ[eligibility.FORCED]
+            if before_value is not None:
+                os.environ[eligibility.FORCED] = before_value
+
+
+def _only(route: str) -> tuning.Rows:
+    """Return the rows of a table with nothing but this route, where it is eligible."""
+    return {
+        kind: {
+            place: ((0, route),)
+            for place in tuning.PLACES
+            if route in tuning.eligible_routes(kind, place)
+        }
+        for kind in tuning.KINDS
+    }

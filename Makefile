@@ -57,7 +57,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo torch test test-clients test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
-.PHONY: bench-environment gpu-environment clean
+.PHONY: sanitize coverage bench-environment gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -103,6 +103,13 @@ test-clients:  ## scripts of libraries that people run, such as Lightning, with 
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
 	    -e '.[test]' mpich '$(or $(TORCH),torch)' $(CLIENTS)
 	TEST_MPICOLL_CLIENTS=1 .venv-clients/bin/python -m pytest -q tests/clients $(ARGS)
+
+sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and ThreadSanitizer
+	$(VENV)/bin/python tests/sanitize/run.py $(VENV) --mpiexec '$(START)' $(ARGS)
+
+# The plain tests and those of tests/mpi on two ranks, each process with a record of its own.
+coverage: $(VENV)/.test  ## which share of mpicoll/ the tests run, on none and two ranks
+	$(VENV)/bin/python tests/coverage.py --mpiexec '$(START)' $(ARGS)
 
 # What git tracks, or, where there is no checkout, the folders of the project: not what users add.
 TRACKED = $(wildcard $(shell git ls-files '*.py' '*.md' pyproject.toml 2>/dev/null))

@@ -60,9 +60,11 @@ struct counter {
     atomic_uint sleepers; /* somebody asked to be woken since the last change */
 };
 
-/* What a call is about. */
+/* What a call is about. Atomic, because a rank that is ahead may write what another still reads
+ * (see mpicoll_shared_ask); counters order all other reads and writes, so relaxed access is enough. */
 struct call {
-    _Alignas(LINE) uint64_t what, count;
+    _Alignas(LINE) _Atomic uint64_t what;
+    _Atomic uint64_t count;
 };
 
 struct header {
@@ -72,7 +74,7 @@ struct header {
     struct call calls[2], asked_for[2];
 };
 
-/* A rank's hold on a segment; mpicoll/routes/shared.py has the same. */
+/* A rank's hold on a segment; mpicoll/routes/host/shared.py has the same. */
 struct mpicoll_shared {
     char *base;     /* where the segment is mapped */
     size_t slot;    /* bytes of a slot, a multiple of LINE */
@@ -83,7 +85,7 @@ struct mpicoll_shared {
     atomic_uint left; /* this rank waits for nobody any more: calls return 0 */
 };
 
-/* What all calls of one kind share; mpicoll/routes/shared.py has the same. */
+/* What all calls of one kind share; mpicoll/routes/host/shared.py has the same. */
 struct mpicoll_kind {
     struct mpicoll_shared *shared;
     uint64_t what;   /* tells this kind of call from others */
@@ -242,15 +244,26 @@ static int wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
 
 /* ---- Calls ------------------------------------------------------------------------------------- */
 
-static void ask(struct header *mine, uint32_t number, uint64_t what, uint64_t count)
+static uint64_t load(const _Atomic uint64_t *value)
 {
-    mine->asked_for[number % 2] = (struct call){what, count};
-    count_up(&mine->asked, number);
+    return atomic_load_explicit(value, memory_order_relaxed);
+}
+
+static void describe(struct call *call, uint64_t what, uint64_t count)
+{
+    atomic_store_explicit(&call->what, what, memory_order_relaxed);
+    atomic_store_explicit(&call->count, count, memory_order_relaxed);
 }
 
 static int same(const struct call *one, const struct call *other)
 {
-    return one->what == other->what && one->count == other->count;
+    return load(&one->what) == load(&other->what) && load(&one->count) == load(&other->count);
+}
+
+static void ask(struct header *mine, uint32_t number, uint64_t what, uint64_t count)
+{
+    describe(&mine->asked_for[number % 2], what, count);
+    count_up(&mine->asked, number);
 }
 
 /* Call `number` of the group's collectives has been asked for. Returns 1 if the other ranks have got
@@ -281,7 +294,7 @@ static void announce(struct mpicoll_shared *shared, uint32_t number, uint64_t wh
     const uint32_t parity = ++shared->calls % 2;
     if (!reached(atomic_load(&mine->asked.value), number))
         ask(mine, number, what, count);
-    mine->calls[parity] = (struct call){what, count};
+    describe(&mine->calls[parity], what, count);
 }
 
 /* All ranks, which have given something, are in the same call. If not, all of them find that out:
@@ -330,8 +343,8 @@ EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t ra
                                 uint64_t *count)
 {
     const struct header *other = header(shared, rank);
-    *what = other->calls[shared->calls % 2].what;
-    *count = other->calls[shared->calls % 2].count;
+    *what = load(&other->calls[shared->calls % 2].what);
+    *count = load(&other->calls[shared->calls % 2].count);
 }
 
 /* One piece of a message: what goes through in a round. */

@@ -107,9 +107,8 @@ test-clients:  ## scripts of libraries that people run, such as Lightning, with 
 sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and ThreadSanitizer
 	$(VENV)/bin/python tests/sanitize/run.py $(VENV) --mpiexec '$(START)' $(ARGS)
 
-# The plain tests and those of tests/mpi on two ranks, each process with a record of its own.
-coverage: $(VENV)/.test  ## which share of mpicoll/ the tests run, on none and two ranks
-	$(VENV)/bin/python tests/coverage.py --mpiexec '$(START)' $(ARGS)
+coverage: environment  ## which share of mpicoll/ the tests run, the plain ones and two ranks
+	$(PYTHON) tests/measure_coverage.py $(VENV) --mpiexec '$(START)' $(ARGS)
 
 # What git tracks, or, where there is no checkout, the folders of the project: not what users add.
 TRACKED = $(wildcard $(shell git ls-files '*.py' '*.md' pyproject.toml 2>/dev/null))
@@ -153,7 +152,7 @@ gpu-environment: environment
 	$(PIP) -e '.[cuda$(CUDA)]' libucx-cu$(CUDA)
 
 # The stamps: pip runs again when what is installed or compiled has changed.
-BUILT := pyproject.toml $(wildcard mpicoll/kernels/src/*)
+BUILT := pyproject.toml $(wildcard mpicoll/__init__.py mpicoll/kernels/src/*)
 
 $(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
 	$(PIP) -e . $(wheel_$(ONE)) scikit-learn

@@ -127,7 +127,7 @@ class Bench:
 def one_speaks() -> Iterator[None]:
     """In here rank 0 alone prints."""
     with contextlib.ExitStack() as quiet:
-        if not cli.first():
+        if not cli.is_first_rank():
             nowhere = quiet.enter_context(open(os.devnull, "w"))  # noqa: PTH123
             quiet.enter_context(contextlib.redirect_stdout(nowhere))
             quiet.enter_context(contextlib.redirect_stderr(nowhere))

@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--repetitions", type=int, default=31)
     arguments = parser.parse_args()
-    print(f"{library.how()}; {arguments.elements} elements, one thread")
+    print(f"{library.describe()}; {arguments.elements} elements, one thread")
     for name in DTYPES:
         for n in (2, 4):
             report(by_name[name], n, arguments.elements, arguments.repetitions)

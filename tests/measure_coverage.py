@@ -2,8 +2,8 @@
 
     python tests/measure_coverage.py VENV [options of tests/run.py]
 
-``make coverage`` calls it. Every Python process of the tests, rank or not, keeps a record of its own
-in ``.cache/coverage``; a rank that is killed leaves none. Ends with the exit code of the tests.
+``make coverage`` calls it. Every Python process of the tests, rank or not, keeps its own record in
+``.cache/coverage``; a rank that is killed leaves none. Ends with the exit code of the tests.
 """
 
 from __future__ import annotations

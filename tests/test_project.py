@@ -178,7 +178,7 @@ def test_lint_leaves_the_files_of_users_alone(tmp_path: Path) -> None:
 
 
 def test_the_version_is_said_once() -> None:
-    """By ``mpicoll.__version__``, which pyproject.toml refers to, and with which the changelog begins."""
+    """By ``mpicoll.__version__``: pyproject.toml reads it, the changelog begins with it."""
     text = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in text
     assert 'version = { attr = "mpicoll.__version__" }' in text

@@ -409,7 +409,7 @@ def test_how_far_it_is(monkeypatch, terminal):
     after = [(0, "a"), (9, "b"), (2, "c"), (9, "d"), (0.5, ""), (9, "e"), (1, "f")]
     for seconds, text in after:
         now += seconds
-        cli.progress(text)
+        cli.show_progress(text)
     told = [f"\r\x1b[K{text}" for _, text in after] if terminal else ["c\n", "f\n"]
     assert screen.getvalue() == "".join(told)
 

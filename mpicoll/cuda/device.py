@@ -19,7 +19,7 @@ import numpy as np
 
 from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
-from mpicoll.kernels.device_kernels import DeviceKernels, external
+from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
 from mpicoll.kernels.reduction import Loop
 
 __all__ = [
@@ -463,7 +463,7 @@ class Cuda:
     ) -> None:  # fmt: skip
         """A copy by CuPy, of unsigned integers of the elements' size, which have no values."""
         cupy = self._cupy
-        with self.on(index), external(stream):
+        with self.on(index), external_stream(stream):
             arrays = []
             for address, strides in (into, source):
                 # Whoever made the view of the memory holds it.

@@ -114,7 +114,7 @@ def look(group: ProcessGroup) -> None:
                 if found.group == _mark(group):
                     group.positions[source] = found
     except MPI.Exception as error:
-        if not communicators.tells_of_loss(error):  # that is for losses.look
+        if not communicators.reports_lost_rank(error):  # that is for losses.look
             raise
 
 

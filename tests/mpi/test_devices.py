@@ -22,7 +22,7 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, device
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
-from mpicoll.kernels.reduction import loop
+from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes.device import peer, staged
 from mpicoll.routes.host import native
@@ -110,7 +110,7 @@ def serves(road, name, dtype, op):
             native.reducible(op, dtype))  # fmt: skip
     if road == "nccl":  # which has rules of its own for NaN, and for how it adds narrow floats
         return dtype.name in ("int32", "float32") and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
-    return road in ("staged", "auto") or loop(op, dtype) is not None
+    return road in ("staged", "auto") or find_loop(op, dtype) is not None
 
 
 class DeviceCall(Call):

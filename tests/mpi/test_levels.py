@@ -20,7 +20,7 @@ from mpicoll.core.groups import state
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
-from mpicoll.kernels.reduction import loop
+from mpicoll.kernels.reduction import find_loop
 from mpicoll.launch.serialized import serialize
 from mpicoll.routes.host import hosts, levels, shared
 
@@ -90,7 +90,7 @@ def placed(patch, world, request):
 
 def served(dtype):
     """The operations of a dtype that have levels."""
-    return [op for op in legal(dtype) if op is not ReduceOp.PREMUL_SUM and loop(op, dtype)]
+    return [op for op in legal(dtype) if op is not ReduceOp.PREMUL_SUM and find_loop(op, dtype)]
 
 
 def has_levels(team):

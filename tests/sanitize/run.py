@@ -126,7 +126,7 @@ def run_tests(python: Path, mpiexec: list[str]) -> None:
     sanitized = ["env", f"LD_PRELOAD={runtime}", str(python)]
     # Beside the checkout, whose package Python would find first.
     options = {"cwd": package.parent, "env": environment}
-    ask = f"from mpicoll.kernels.library import how; assert {str(library)!r} in how(), how()"
+    ask = f"from mpicoll.kernels.library import describe as d; assert {str(library)!r} in d(), d()"
     run([*sanitized, "-c", ask], **options)
 
     # What a sanitizer writes is not captured.

@@ -14,7 +14,7 @@ from mpicoll.cuda import binding, capabilities
 from mpicoll.cuda.device import Lane
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
-from mpicoll.kernels.reduction import loop
+from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Layout, Primitive
 from mpicoll.routes import algorithms
 from mpicoll.routes.device import direct, nccl, peer, staged
@@ -92,7 +92,7 @@ class Space(algorithms.Space):
 
     def serves(self, op: ReduceOp, dtype: DType) -> bool:
         """A kernel does it."""
-        return loop(op, dtype) is not None
+        return find_loop(op, dtype) is not None
 
     def blank(self, dtype: DType, count: int) -> DeviceView:
         """Scratch of the lane."""
@@ -103,7 +103,7 @@ class Space(algorithms.Space):
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """Enqueues a kernel."""
-        by = loop(op, out.dtype)
+        by = find_loop(op, out.dtype)
         assert by is not None
         lane = self.lane
         addresses = [address(source) for source in sources]

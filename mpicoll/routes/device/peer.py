@@ -37,7 +37,7 @@ from mpicoll.core.work import deadline
 from mpicoll.cuda.device import Lane, Memory
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.kernels.reduction import Loop, loop
+from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.primitives import PRIMITIVES, Primitive
 from mpicoll.routes.parcels import parcel_of
 from mpicoll.routes.wire import all_gather_bytes
@@ -212,7 +212,7 @@ def _rounds(count: int, step: int) -> int:
 
 
 def _all_reduce(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Route:
-    by, n, me, size = loop(op, dtype), peers.n, peers.me, dtype.itemsize
+    by, n, me, size = find_loop(op, dtype), peers.n, peers.me, dtype.itemsize
     assert by is not None
     divisor = n if op is ReduceOp.AVG else 1
     kind = kind_of(primitive, dtype, op, 0)
@@ -265,7 +265,7 @@ def _all_reduce(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Ro
 def _in_two_steps(peers: Peers, primitive: Primitive, op: Any, dtype: DType) -> Route:
     """Every primitive in which all that is taken has been given: copies, or one reduction."""
     size = dtype.itemsize
-    by = None if op is None else loop(op, dtype)
+    by = None if op is None else find_loop(op, dtype)
     divisor = peers.n if op is ReduceOp.AVG else 1
 
     def in_two_steps(

@@ -44,7 +44,7 @@ from mpicoll.core.signature import kind_of, told
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import MismatchError
-from mpicoll.kernels.reduction import combine, loop, narrow, scale
+from mpicoll.kernels.reduction import combine, find_loop, narrow, scale
 from mpicoll.primitives import Primitive
 from mpicoll.routes.host import composed, native, shared
 from mpicoll.routes.parcels import Given, Parcel, Taken
@@ -322,7 +322,7 @@ def made(
     of ranks. All ranks call.
     """
     make, levels = _MAKERS.get(primitive.name), of(group)
-    if make is None or levels is None or (op is not None and loop(op, dtype) is None):
+    if make is None or levels is None or (op is not None and find_loop(op, dtype) is None):
         return None
     return make(levels, primitive, dtype, op)
 

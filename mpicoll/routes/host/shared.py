@@ -18,7 +18,7 @@ from mpicoll.core.signature import is_compared, is_list, kind_of, parts_of, told
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.library import kernels
-from mpicoll.kernels.reduction import loop
+from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Primitive, by_name
 from mpicoll.routes.host.segment import Segment, share
 from mpicoll.routes.parcels import Parcel
@@ -98,7 +98,7 @@ class Shared:
 
     def serves(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> bool:
         """The C library has the loop that combines, if elements are combined."""
-        return op is None or loop(op, dtype) is not None
+        return op is None or find_loop(op, dtype) is not None
 
     def call(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> Direct:
         """What carries calls of one kind out.
@@ -156,7 +156,7 @@ class Shared:
         return ctypes.addressof(kind)
 
     def _described(self, primitive: Primitive, dtype: DType, op: ReduceOp | None) -> _Kind:
-        by = None if op is None else loop(op, dtype)
+        by = None if op is None else find_loop(op, dtype)
         parts = 1 if by is None else by.elements
         return _Kind(
             shared=self._pointer,
@@ -265,7 +265,7 @@ def _look(group: ProcessGroup) -> Shared | None:
     """The memory that the ranks share, or None on all of them."""
     n = group.size()
     slot = min(SLOT, TOGETHER // (_SLOTS * n)) // 64 * 64
-    able = kernels is not None and not settings.SHARED_MEMORY.says("0")
+    able = kernels is not None and not settings.SHARED_MEMORY.is_set_to("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
     segment = share(group.inner, region, able)
     return None if segment is None else Shared(group, segment, slot)

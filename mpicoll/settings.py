@@ -115,7 +115,7 @@ ALLOW_SINGLETON = _one_of(
 )  # fmt: skip
 INSTALL_AS = Setting(
     "MPICOLL_INSTALL_AS", ("gloo", "mpi", "nccl"),
-    "gloo, mpi, nccl or several, separated by commas",
+    "gloo, mpi, nccl or several, with commas between",
     "serves PyTorch scripts that name these backends; see pytorch.md", is_list=True,
 )  # fmt: skip
 

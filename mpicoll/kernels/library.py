@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicoll import settings
 
 __all__ = ["Kernels", "describe", "kernels"]
 
 
-_CType = type[ctypes._SimpleCData[Any]]
+if TYPE_CHECKING:
+    _CType = type[ctypes._SimpleCData[Any]]
 
 
 class Kernels:

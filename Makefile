@@ -105,7 +105,7 @@ test-clients:  ## scripts of libraries that people run, such as Lightning, with 
 	TEST_MPICOLL_CLIENTS=1 .venv-clients/bin/python -m pytest -q tests/clients $(ARGS)
 
 sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and ThreadSanitizer
-	$(VENV)/bin/python tests/sanitize/run.py $(VENV) --mpiexec '$(START)' $(ARGS)
+	$(VENV)/bin/python tests/sanitize/run_sanitizers.py $(VENV) --mpiexec '$(START)' $(ARGS)
 
 coverage: environment  ## which share of mpicoll/ the tests run, the plain ones and two ranks
 	$(PYTHON) tests/measure_coverage.py $(VENV) --mpiexec '$(START)' $(ARGS)

@@ -169,8 +169,8 @@ static void exchange_blocks(struct rank *rank, size_t count)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     struct mpicoll_kind kind = kind_of(rank, 0);
-    struct mpicoll_given gives[n];
-    struct mpicoll_taken takes[n];
+    struct mpicoll_put gives[n];
+    struct mpicoll_get takes[n];
     int32_t *recv[n];
 
     for (uint32_t other = 0; other < n; other++) {
@@ -179,8 +179,8 @@ static void exchange_blocks(struct rank *rank, size_t count)
         for (size_t i = 0; i < length; i++)
             send[i] = element(me, other, i);
         recv[other] = allocate(length * 4);
-        gives[other] = (struct mpicoll_given){(char *)send, length};
-        takes[other] = (struct mpicoll_taken){other, me, (char *)recv[other], length};
+        gives[other] = (struct mpicoll_put){(char *)send, length};
+        takes[other] = (struct mpicoll_get){other, me, (char *)recv[other], length};
     }
     CHECK(mpicoll_shared_exchange(&kind, n, 2 * (n - 1) + count, gives, n, takes, n, 0,
                                   ++rank->number, count));

@@ -145,7 +145,8 @@ F16C static void add_f16c(const void *left, const void *right, void *out, float 
     add_loop_float16(a, b, to, divisor, count);
 }
 
-/* Compilers take vectors of half the width for the loop of bfloat16, unless told for a whole file. */
+/* Compilers use vectors of half the width for the loop of bfloat16, unless a flag for the whole file
+ * says otherwise. */
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 
 AVX512 static __m512i rounded_to_bfloat16(__m512 sum)

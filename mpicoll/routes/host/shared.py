@@ -234,7 +234,7 @@ class Shared:
         )
 
 
-#: struct mpicoll_given and struct mpicoll_taken.
+#: struct mpicoll_put and struct mpicoll_get.
 _GIVEN = np.dtype([("data", np.uintp), ("count", np.uintp)])
 _TAKEN = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")])
 

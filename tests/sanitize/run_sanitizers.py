@@ -1,6 +1,6 @@
 """Run the C sources under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
 
-    python tests/sanitize/run.py VENV [--mpiexec COMMAND] [--only address|thread]
+    python tests/sanitize/run_sanitizers.py VENV [--mpiexec COMMAND] [--only address|thread]
 
 ``make sanitize`` calls it. VENV is an environment that has what the tests need.
 

@@ -57,7 +57,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo torch test test-clients test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
-.PHONY: bench-environment gpu-environment clean
+.PHONY: sanitize coverage bench-environment gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -104,6 +104,12 @@ test-clients:  ## scripts of libraries that people run, such as Lightning, with 
 	    -e '.[test]' mpich '$(or $(TORCH),torch)' $(CLIENTS)
 	TEST_MPICOLL_CLIENTS=1 .venv-clients/bin/python -m pytest -q tests/clients $(ARGS)
 
+sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and ThreadSanitizer
+	$(VENV)/bin/python tests/sanitize/run_sanitizers.py $(VENV) --mpiexec '$(START)' $(ARGS)
+
+coverage: environment  ## which share of mpicoll/ the tests run, the plain ones and two ranks
+	$(PYTHON) tests/measure_coverage.py $(VENV) --mpiexec '$(START)' $(ARGS)
+
 # What git tracks, or, where there is no checkout, the folders of the project: not what users add.
 TRACKED = $(wildcard $(shell git ls-files '*.py' '*.md' pyproject.toml 2>/dev/null))
 LINTED = $(or $(TRACKED),benchmarks docs jobs mpicoll tests README.md pyproject.toml)
@@ -148,7 +154,7 @@ gpu-environment: environment
 	$(PIP) -e '.[cuda$(CUDA)]' libucx-cu$(CUDA)
 
 # The stamps: pip runs again when what is installed or compiled has changed.
-BUILT := pyproject.toml $(wildcard mpicoll/kernels/src/*)
+BUILT := pyproject.toml $(wildcard mpicoll/__init__.py mpicoll/kernels/src/*)
 
 $(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
 	$(PIP) -e . $(wheel_$(ONE)) scikit-learn

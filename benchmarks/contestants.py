@@ -161,6 +161,6 @@ class World:
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "mpi": f"{name} {'.'.join(map(str, version))}",
             "versions": versions,
-            "reductions": library.how(),
+            "reductions": library.describe(),
             "ranks": self.n,
         }

@@ -122,7 +122,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line, with ``--json``; rank 0 alone prints errors."""
     parser.add_argument("--json", type=_file, metavar="FILE", help="write the figures there")
     with contextlib.ExitStack() as quiet:
-        if not cli.first():
+        if not cli.is_first_rank():
             nowhere = quiet.enter_context(open(os.devnull, "w"))  # noqa: PTH123
             quiet.enter_context(contextlib.redirect_stdout(nowhere))
             quiet.enter_context(contextlib.redirect_stderr(nowhere))

@@ -64,7 +64,7 @@ def tables() -> str:
 def environment() -> str:
     """The table of environment variables."""
     link = partial(re.sub, r"\b(\w+\.md)\b", r"[\1](\1)")
-    rows = [[f"`{each.name}`", each.takes, link(each.what)] for each in SETTINGS]
+    rows = [[f"`{each.name}`", each.expected, link(each.effect)] for each in SETTINGS]
     return table(["variable", "value", "what it does"], rows)
 
 

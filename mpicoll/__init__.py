@@ -1,4 +1,4 @@
-"""mpicoll: the API of torch.distributed over MPI, on NumPy arrays and torch tensors.
+"""mpicoll: the API of torch.distributed over MPI, on NumPy and CuPy arrays and torch tensors.
 
 ::
 
@@ -19,7 +19,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+#: The one place that says it: pyproject.toml reads it from here.
+__version__ = "0.2.0"
 
 #: Where each public name lives.
 _HOMES = {

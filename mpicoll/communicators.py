@@ -1,11 +1,11 @@
-"""The communicators of mpi4py that programs hand in: which are taken, and what is made of them."""
+"""Communicators of mpi4py: checks of those that programs pass in, and what is derived from them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 from mpicoll.errors import ArgumentError, ArgumentTypeError, LaunchError
 
@@ -13,23 +13,29 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "is_communicator", "members", "private", "spans_world", "subset", "taken", "tells_of_loss",
+    "checked_communicator",
+    "create_private",
+    "is_communicator",
+    "reports_lost_rank",
+    "spans_world",
+    "subset",
+    "translate_ranks",
 ]  # fmt: skip
 
 
-def is_communicator(candidate: Any) -> bool:
-    """Tells a communicator of mpi4py from everything else, whether it is one to be taken or not."""
-    mpi = sys.modules.get("mpi4py.MPI")  # who has a communicator has loaded it
+def is_communicator(candidate: object) -> TypeGuard[MPI.Comm]:
+    """Return whether ``candidate`` is a communicator of mpi4py, usable or not."""
+    mpi = sys.modules.get("mpi4py.MPI")  # loaded wherever there is a communicator
     return mpi is not None and isinstance(candidate, mpi.Comm)
 
 
-def taken(comm: Any, where: str) -> MPI.Intracomm:
-    """The intra-communicator that a program hands in. Sends nothing.
+def checked_communicator(comm: object, where: str) -> MPI.Intracomm:
+    """Return the intra-communicator that a program passes in, checked. Sends nothing.
 
     where: operation and argument, for the message ("new_group: ranks").
 
-    Raises ArgumentTypeError for what is no communicator of mpi4py, ArgumentError for COMM_NULL, one
-    that was freed, and an inter-communicator, LaunchError where MPI does not run.
+    Raises ArgumentTypeError if it is no communicator of mpi4py, ArgumentError for COMM_NULL, a
+    freed one and an inter-communicator, LaunchError if MPI is not running.
     """
     if not is_communicator(comm):
         raise ArgumentTypeError(
@@ -52,11 +58,11 @@ def taken(comm: Any, where: str) -> MPI.Intracomm:
     return cast("MPI.Intracomm", comm if isinstance(comm, mpi.Intracomm) else mpi.Intracomm(comm))
 
 
-def private(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A communicator of the same ranks whose messages meet nobody's. All of them call.
+def create_private(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Create a communicator of the same ranks for messages of our own. All ranks call.
 
-    Without the attributes, hints and topology that a duplicate may take over: a hint such as
-    mpi_assert_no_any_source would be a promise that is not kept.
+    It lacks the attributes, hints and topology that a duplicate may inherit: a hint such as
+    mpi_assert_no_any_source would be a false promise.
     """
     ranks = comm.Get_group()
     try:
@@ -65,8 +71,8 @@ def private(comm: MPI.Intracomm) -> MPI.Intracomm:
         ranks.Free()
 
 
-def members(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:
-    """The ranks of one communicator in another, in their order; None for those not in it."""
+def translate_ranks(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:
+    """Return the ranks of one communicator in another, in order; None for those not in it."""
     from mpi4py import MPI
 
     ours, theirs = comm.Get_group(), among.Get_group()
@@ -80,7 +86,7 @@ def members(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:
 
 @contextmanager
 def subset(comm: MPI.Comm, ranks: Sequence[int]) -> Iterator[MPI.Group]:
-    """Some ranks of a communicator, in that order, as a group of MPI; it is freed at the end."""
+    """Give an MPI group of some ranks of a communicator, in that order, and free it at the end."""
     everybody = comm.Get_group()
     chosen = everybody.Incl(list(ranks))
     try:
@@ -90,17 +96,17 @@ def subset(comm: MPI.Comm, ranks: Sequence[int]) -> Iterator[MPI.Group]:
         everybody.Free()
 
 
-def tells_of_loss(error: MPI.Exception) -> bool:
-    """A call ended because a rank is lost, or because another rank has said that one is (ULFM)."""
+def reports_lost_rank(error: MPI.Exception) -> bool:
+    """Return whether an error means that a rank is lost or a communicator was revoked (ULFM)."""
     from mpi4py import MPI
 
     losses = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
-    losses.discard(MPI.ERR_UNKNOWN)  # which they are where the MPI has none of them
+    losses.discard(MPI.ERR_UNKNOWN)  # their value where MPI has no ULFM
     return error.Get_error_class() in losses
 
 
 def spans_world(comm: MPI.Comm) -> bool:
-    """The communicator has the ranks of MPI_COMM_WORLD, in their order."""
+    """Return whether a communicator has the ranks of MPI_COMM_WORLD, in their order."""
     from mpi4py import MPI
 
     return MPI.Comm.Compare(comm, MPI.COMM_WORLD) in (MPI.IDENT, MPI.CONGRUENT)

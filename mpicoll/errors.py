@@ -2,21 +2,21 @@
 
 ::
 
-    MpicollError (RuntimeError)          everything below; also known as ``DistError``
+    MpicollError (RuntimeError)          everything below; also called ``DistError``
     ├── UsageError                       found on this rank, before anything was sent
-    │   ├── ArgumentError (ValueError)       a value that cannot be: size, rank, root, state
+    │   ├── ArgumentError (ValueError)       an impossible value: size, rank, root, state
     │   │   └── EmptyListError (IndexError)      a list that must not be empty
     │   ├── ArgumentTypeError (TypeError)    an object of the wrong type
     │   ├── UnsupportedError (ValueError)    a dtype, operation, device or layout that is refused
-    │   ├── NotInitializedError (ValueError) there is no process group (yet, or any more)
+    │   ├── NotInitializedError (ValueError) no process group exists (yet, or any more)
     │   └── ForkedError                      called in a forked child, which has no MPI
     ├── LaunchError (ValueError)         the job was started in a way that MPI does not see
     ├── DistBackendError                 something failed between the ranks
     │   ├── MPIError                         the MPI library returned an error
     │   ├── LostRankError                    a rank is lost, and the job goes on without it (ULFM)
     │   ├── MismatchError                    the ranks made calls that do not belong together
-    │   └── CollectiveTimeoutError (TimeoutError)  somebody did not come in time
-    └── RefusedPickleError (pickle.UnpicklingError)  a received object that is not allowed, or none
+    │   └── CollectiveTimeoutError (TimeoutError)  a rank did not come in time
+    └── RefusedPickleError (pickle.UnpicklingError)  a received object not allowed, or invalid
 
 Every one is a ``RuntimeError``, as errors of ``torch.distributed`` backends are, and carries the
 standard type that ``torch.distributed`` raises in the same place, so that ``except`` clauses
@@ -72,7 +72,7 @@ class ArgumentTypeError(UsageError, TypeError):
 
 
 class UnsupportedError(UsageError, ValueError):
-    """What is asked for has a meaning elsewhere and is not offered here."""
+    """A feature that exists elsewhere and is not offered here."""
 
 
 class NotInitializedError(UsageError, ValueError):
@@ -80,7 +80,7 @@ class NotInitializedError(UsageError, ValueError):
 
 
 class ForkedError(UsageError):
-    """A forked child called in; MPI belongs to the parent."""
+    """A forked child made a call; MPI belongs to the parent."""
 
 
 class LaunchError(MpicollError, ValueError):
@@ -124,4 +124,4 @@ class CollectiveTimeoutError(DistBackendError, TimeoutError):
 
 
 class RefusedPickleError(MpicollError, pickle.UnpicklingError):
-    """A received object needs what restricted_pickle does not allow, or its bytes are no object."""
+    """A received object needs what restricted_pickle does not allow, or its bytes are invalid."""

@@ -1,4 +1,4 @@
-"""What a process says on standard error, so that it is whole among what others say there."""
+"""Output on standard error that stays in one piece beside that of other ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["format_bytes", "warn", "write_lines"]
 
 
 def write_lines(text: str) -> None:
-    """Writes lines with the newline after the last, at once.
+    """Write lines and the final newline at once.
 
-    What is written apart comes out apart: other ranks write into the same stream.
+    Separate writes would mix with those of other ranks to the same stream.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
         sys.stderr.write(f"{text}\n")
@@ -28,7 +28,7 @@ def format_bytes(size: int) -> str:
 
 
 def warn(text: str) -> None:
-    """Warns at the line of the program that called in, past the frames of mpicoll and torch."""
+    """Warn at the line of the program that called, past the frames of mpicoll and torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(_NOT_THE_PROGRAM):
         frame, level = frame.f_back, level + 1

@@ -1,8 +1,8 @@
-"""The environment variables of mpicoll: one row each, checked when a process group begins.
+"""The environment variables of mpicoll: one row each, checked when a process group is created.
 
-A misspelt variable would change nothing and say nothing, so every name that begins with MPICOLL_
+A misspelt variable would have no effect and go unnoticed, so every name that begins with MPICOLL_
 has to be here. The table of variables in docs/api.md and the report of ``python -m mpicoll doctor``
-are made from these rows.
+come from these rows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = [
     "TORCH_DEBUG",
     "Setting",
     "check",
-    "present",
-    "problems",
+    "find_problems",
+    "list_set",
 ]
 
 _PREFIX = "MPICOLL_"
@@ -38,42 +38,42 @@ _PREFIX = "MPICOLL_"
 class Setting(NamedTuple):
     """One variable.
 
-    name:   of the variable.
-    values: those that it may have, in lower case; none: any text.
-    takes:  what its value is, in words.
-    what:   what it does.
-    several: it may have more than one of ``values``, with commas between.
+    name:     of the variable.
+    values:   the allowed values, in lower case; empty: any text.
+    expected: the allowed values, in words.
+    effect:   what it does.
+    is_list:  it may have several of ``values``, separated by commas.
     """
 
     name: str
     values: Sequence[str]
-    takes: str
-    what: str
-    several: bool = False
+    expected: str
+    effect: str
+    is_list: bool = False
 
     def value(self, environment: Mapping[str, str] = os.environ) -> str:
-        """The value, of ``values`` where those are given; "" where it is not set.
+        """Return the value in lower case if there are ``values``; "" if it is not set.
 
-        Raises ArgumentError (a ValueError) for any other.
+        Raises ArgumentError (a ValueError) for a value that is not allowed.
         """
         found = environment.get(self.name, "")
         if not self.values:
             return found
-        parts = found.split(",") if self.several else [found]
+        parts = found.split(",") if self.is_list else [found]
         chosen = [part.strip().lower() for part in parts]
         if found and not set(chosen) <= set(self.values):
-            raise ArgumentError(f"{self.name}: expected {self.takes}, got {found!r}")
+            raise ArgumentError(f"{self.name}: expected {self.expected}, got {found!r}")
         return ",".join(chosen)
 
-    def says(self, value: str, environment: Mapping[str, str] = os.environ) -> bool:
-        """It has this value, in whatever case; never raises, for use before ``check``."""
+    def is_set_to(self, value: str, environment: Mapping[str, str] = os.environ) -> bool:
+        """Return whether it has this value, in any case; never raises, for use before ``check``."""
         return environment.get(self.name, "").lower() == value
 
 
-def _one_of(name: str, values: Sequence[str], what: str) -> Setting:
+def _one_of(name: str, values: Sequence[str], effect: str) -> Setting:
     *others, last = values
-    takes = f"{', '.join(others)} or {last}" if others else last
-    return Setting(name, [value.lower() for value in values], takes, what)
+    expected = f"{', '.join(others)} or {last}" if others else last
+    return Setting(name, [value.lower() for value in values], expected, effect)
 
 
 _LEVELS = ("OFF", "INFO", "DETAIL")
@@ -91,7 +91,7 @@ TABLE = Setting(
 )  # fmt: skip
 SHARED_MEMORY = _one_of(
     "MPICOLL_SHARED_MEMORY", ("0", "1"),
-    "0, on any rank: no shared memory between the ranks of a node; all go by MPI's messages",
+    "0, on any rank: no shared memory between the ranks of a node, only MPI messages",
 )  # fmt: skip
 KERNELS = _one_of(
     "MPICOLL_KERNELS", ("compiled", "numpy"),
@@ -116,7 +116,7 @@ ALLOW_SINGLETON = _one_of(
 INSTALL_AS = Setting(
     "MPICOLL_INSTALL_AS", ("gloo", "mpi", "nccl"),
     "gloo, mpi, nccl or several, with commas between",
-    "serves PyTorch scripts that name these backends; see pytorch.md", several=True,
+    "serves PyTorch scripts that name these backends; see pytorch.md", is_list=True,
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
@@ -125,8 +125,8 @@ SETTINGS: tuple[Setting, ...] = (
 )  # fmt: skip
 
 
-def problems(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What is wrong with the variables that are set, in words, by name."""
+def find_problems(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what is wrong with the variables that are set, by name."""
     known = [setting.name for setting in SETTINGS]
     found = {}
     for name in sorted(environment):
@@ -143,14 +143,14 @@ def problems(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def check() -> None:
-    """Raises ArgumentError (a ValueError) for a misspelt name or value."""
-    wrong = problems()
+    """Raise ArgumentError (a ValueError) for a misspelt name or value."""
+    wrong = find_problems()
     if wrong:
         raise ArgumentError(f"environment: {'; '.join(wrong.values())}")
 
 
-def present(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that are set, with their values; the secret's is not told."""
+def list_set(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that are set with their values, but not the secret's."""
     return {
         setting.name: "(set)" if setting is SECRET else environment[setting.name]
         for setting in SETTINGS

@@ -166,9 +166,9 @@ def test_judge(claims, outcome, cuda, problem):
     assert "q: yes" in found.why if claims else "does not say" in found.why
 
 
-@pytest.mark.skipif(library.kernels is None, reason=library.how())
+@pytest.mark.skipif(library.kernels is None, reason=library.describe())
 def test_ucx_with_cuda_is_seen_by_its_files(tmp_path):
-    copied = shutil.copy(library.how()[len("compiled (") : -1], tmp_path / "libuct.so.0")
+    copied = shutil.copy(library.describe()[len("compiled (") : -1], tmp_path / "libuct.so.0")
     (tmp_path / "ucx").mkdir()
     held = ctypes.CDLL(copied)
     assert not mpi_support.has_ucx_with_cuda()

@@ -27,7 +27,7 @@ from whole_jobs import made_by
 import mpicoll
 from mpicoll import cli
 from mpicoll.cli import doctor
-from mpicoll.cli.doctor_machine import Place, ranges
+from mpicoll.cli.doctor_machine import Place, format_ranges
 from mpicoll.primitives import PRIMITIVES
 
 pytest_plugins = ["whole_jobs"]
@@ -209,7 +209,7 @@ def test_ctrl_c_inside_mpi(ended: Ended) -> None:
     ],
 )  # fmt: skip
 def test_who_speaks_before_mpi_runs(environment: dict[str, str], first: bool) -> None:
-    assert cli.first(environment) == first
+    assert cli.is_first_rank(environment) == first
 
 
 # --- hello --------------------------------------------------------------------------------------
@@ -413,7 +413,11 @@ def test_facts_that_differ_are_told_by_rank() -> None:
 
 
 def test_ranges() -> None:
-    assert ranges([8, 0, 1, 2, 5, 4]) == "0-2,4-5,8" and ranges([]) == "" and ranges([7]) == "7"
+    assert (
+        format_ranges([8, 0, 1, 2, 5, 4]) == "0-2,4-5,8"
+        and format_ranges([]) == ""
+        and format_ranges([7]) == "7"
+    )
 
 
 def place(*allowed: int, host: str = "a", free: int | None = 1 << 30) -> Place:

@@ -36,14 +36,14 @@ by_row = pytest.mark.parametrize(
         for op, dtype in itertools.product(OPERATIONS, DTYPES)
         if op is not ReduceOp.PREMUL_SUM
         and dtype.kind in op.kinds
-        and reduction.loop(op, dtype) is not None
+        and reduction.find_loop(op, dtype) is not None
     ],
     ids=repr,
 )
 NARROW = [
     dtype
     for dtype in DTYPES
-    if dtype.kind is Kind.NARROW_FLOAT and reduction.loop(ReduceOp.SUM, dtype) is not None
+    if dtype.kind is Kind.NARROW_FLOAT and reduction.find_loop(ReduceOp.SUM, dtype) is not None
 ]
 
 # ---- A CuPy of the host --------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def check(kernels, op, dtype, n, count, offsets, fill, aliased=None, divisor=1):
     expected = np.empty_like(out)
     reduction.combine(op, dtype, sources, expected, divisor)
     others = [memory.copy() for _, memory in placed]
-    by = reduction.loop(op, dtype)
+    by = reduction.find_loop(op, dtype)
     addresses = [array.ctypes.data for array in arrays]
     kernels.combine(by, addresses[:n], addresses[index], count, divisor, STREAM)
     assert_same_bits(out.copy(), expected, is_wide(dtype))
@@ -321,7 +321,7 @@ def test_memory_is_read_in_pieces_where_it_lies_alike(kernels, cupy):
 
 
 def test_nothing_is_launched_for_nothing(kernels, cupy):
-    by = reduction.loop(ReduceOp.SUM, by_name["float32"])
+    by = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     kernels.combine(by, [64, 64], 64, 0, 1, STREAM)
     kernels.scale(by_name["float32"], 64, 2.0, 64, 0, STREAM)
     kernels.narrow(by_name["float16"], 64, 64, 0, STREAM)
@@ -346,7 +346,7 @@ def scaled(kernels, dtype, factor, count, offsets, fill):
 @pytest.mark.parametrize("offsets", [(0, 0), (4, 4), (1, 2)])
 @pytest.mark.parametrize(
     "dtype",
-    [row for row in DTYPES if row.kind is not Kind.BOOL and reduction.loop(ReduceOp.SUM, row)],
+    [row for row in DTYPES if row.kind is not Kind.BOOL and reduction.find_loop(ReduceOp.SUM, row)],
     ids=repr,
 )
 def test_scale(kernels, dtype, offsets):
@@ -409,14 +409,14 @@ def test_widening_makes_no_subnormals_but_of_bfloat16(kernels, cupy, dtype):
 
 
 def test_refusals(kernels):
-    add = reduction.loop(ReduceOp.SUM, by_name["float32"])
+    add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     with pytest.raises(ArgumentError, match="nothing to combine"):
         kernels.combine(add, [], 64, 1, 1, STREAM)
     with pytest.raises(ArgumentError, match="multiple of 4 bytes"):
         kernels.combine(add, [64, 66], 64, 1, 1, STREAM)
     with pytest.raises(UnsupportedError, match="4000 arrays at most, got 4001"):
         kernels.combine(add, [64] * 4001, 64, 1, 1, STREAM)
-    integers = reduction.loop(ReduceOp.SUM, by_name["int32"])
+    integers = reduction.find_loop(ReduceOp.SUM, by_name["int32"])
     with pytest.raises(UnsupportedError, match="cannot be divided"):
         kernels.combine(integers, [64], 64, 1, 2, STREAM)
     for name in ("bool", "float8_e8m0fnu"):

@@ -86,7 +86,7 @@ def test_rank_and_size(launcher: Launcher) -> None:
         assert not launch.announced(environment | {launcher.local_size: "2"})[2]
     assert launch.find_rank(environment) == "1"
     assert launch.find_local_rank(environment) == (1 if launcher.local_rank else None)
-    assert not cli.first(environment) and cli.first(simulate(launcher, 0))
+    assert not cli.is_first_rank(environment) and cli.is_first_rank(simulate(launcher, 0))
     for name in launcher.local_rank:
         alone = dict.fromkeys(launcher.marks, "7") | {name: "3"}
         assert launch.find_local_rank(alone) == 3
@@ -153,7 +153,7 @@ def test_a_batch_system_starts_no_ranks(name: str) -> None:
 def test_a_launcher_that_announces_no_size_inside_one_that_does() -> None:
     environment = {"PMIX_RANK": "1", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     assert launch.announced(environment) == ("1", "?", False)
-    assert not cli.first(environment)
+    assert not cli.is_first_rank(environment)
     with pytest.raises(LaunchError, match="Slurm announces 4 ranks"):
         check_world(1, environment)
 

@@ -5,17 +5,20 @@ files alone.
 from __future__ import annotations
 
 import html.parser
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+import mpicoll
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -169,3 +172,28 @@ def test_lint_leaves_the_files_of_users_alone(tmp_path: Path) -> None:
     assert linted() == [["mpicoll/a.py", "pyproject.toml"]] * 2
     (tmp_path / "mpicoll/a.py").unlink()
     assert linted() == [["pyproject.toml"]] * 2, "a file that is gone cannot be linted"
+
+
+# --- the version --------------------------------------------------------------------------------
+
+
+def test_the_version_is_said_once() -> None:
+    """By ``mpicoll.__version__``: pyproject.toml reads it, the changelog begins with it."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in text
+    assert 'version = { attr = "mpicoll.__version__" }' in text
+    assert not re.search(r'^version = "', text, re.MULTILINE)
+    releases = re.findall(r"^## \[([\d.]+)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == mpicoll.__version__
+
+
+def test_the_installed_version_is_that_of_the_checkout() -> None:
+    """Where this checkout is what was installed."""
+    try:
+        found = metadata.distribution("mpicoll")
+    except metadata.PackageNotFoundError:
+        pytest.skip("mpicoll is not installed")
+    origin = json.loads(found.read_text("direct_url.json") or "{}").get("url")
+    if origin != ROOT.as_uri():
+        pytest.skip("another mpicoll is installed")
+    assert found.version == mpicoll.__version__, "install it again: pip install -e ."

@@ -30,7 +30,7 @@ def either(request, monkeypatch):
     if request.param == "numpy":
         monkeypatch.setattr(reduction, "_compiled", None)
     elif not library.kernels:
-        pytest.skip(library.how())
+        pytest.skip(library.describe())
     return request.param
 
 

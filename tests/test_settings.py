@@ -27,8 +27,11 @@ NAMES = {setting.name for setting in SETTINGS}
 
 
 def test_nothing_is_wrong_with_nothing() -> None:
-    assert settings.problems({}) == {} and settings.present({}) == {}
-    assert settings.problems({"PATH": "x", "TEST_MPICOLL_MPIEXEC": "x", "MPICOLL_TABLE": "x"}) == {}
+    assert settings.find_problems({}) == {} and settings.list_set({}) == {}
+    assert (
+        settings.find_problems({"PATH": "x", "TEST_MPICOLL_MPIEXEC": "x", "MPICOLL_TABLE": "x"})
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def test_nothing_is_wrong_with_nothing() -> None:
     ],
 )
 def test_a_misspelt_name(name: str, hint: str) -> None:
-    (text,) = settings.problems({name: "1"}).values()
+    (text,) = settings.find_problems({name: "1"}).values()
     assert text.startswith(f"{name}: there is no such setting; {hint}")
 
 
@@ -56,7 +59,7 @@ def test_a_misspelt_name(name: str, hint: str) -> None:
     ],
 )
 def test_a_wrong_value(name: str, value: str, expected: str) -> None:
-    found = settings.problems({name: value})
+    found = settings.find_problems({name: value})
     assert found == {name: f"{name}: expected {expected}, got {value!r}"}
 
 
@@ -65,8 +68,8 @@ def test_each_value_is_taken(setting: settings.Setting) -> None:
     for value in setting.values or ["anything"]:
         for text in (value, value.upper()) if setting.values else [value]:
             assert setting.value({setting.name: text}) == value
-            assert settings.problems({setting.name: text}) == {}
-            assert setting.says(value, {setting.name: text})
+            assert settings.find_problems({setting.name: text}) == {}
+            assert setting.is_set_to(value, {setting.name: text})
     assert setting.value({}) == setting.value({setting.name: ""}) == ""
 
 
@@ -76,7 +79,7 @@ def test_several_values() -> None:
 
 def test_the_secret_is_not_told() -> None:
     environment = {"MPICOLL_SECRET": "hush", "MPICOLL_DEBUG": "INFO"}
-    assert settings.present(environment) == {"MPICOLL_DEBUG": "INFO", "MPICOLL_SECRET": "(set)"}
+    assert settings.list_set(environment) == {"MPICOLL_DEBUG": "INFO", "MPICOLL_SECRET": "(set)"}
 
 
 def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from mpicoll.kernels.library import how, kernels
+from mpicoll.kernels.library import describe, kernels
 
-pytestmark = pytest.mark.skipif(kernels is None, reason=how())
+pytestmark = pytest.mark.skipif(kernels is None, reason=describe())
 
 #: Seconds after which a thread that waits for another counts as hanging.
 LIMIT = 60

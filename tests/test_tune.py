@@ -419,11 +419,11 @@ def test_how_far_it_is(monkeypatch, terminal):
     screen, now = Screen(terminal), 1000.0
     monkeypatch.setattr(cli.sys, "stderr", screen)
     monkeypatch.setattr(cli.time, "monotonic", lambda: now)
-    monkeypatch.setattr(cli, "_said", None)
+    monkeypatch.setattr(cli, "_last_shown", None)
     after = [(0, "a"), (9, "b"), (2, "c"), (9, "d"), (0.5, ""), (9, "e"), (1, "f")]
     for seconds, text in after:
         now += seconds
-        cli.progress(text)
+        cli.show_progress(text)
     told = [f"\r\x1b[K{text}" for _, text in after] if terminal else ["c\n", "f\n"]
     assert screen.getvalue() == "".join(told)
 

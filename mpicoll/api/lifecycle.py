@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsIndex
 
 from mpicoll import communicators, launch, settings
 from mpicoll.api import point_to_point, windows
@@ -53,8 +53,8 @@ __all__ = [
     "init_process_group",
     "is_initialized",
     "leave",
-    "member",
     "node_size",
+    "resolve_member",
 ]
 
 #: Seconds after which an operation has failed, unless init_process_group says otherwise.
@@ -70,7 +70,7 @@ _node: tuple[int, int] | None = None
 
 
 def is_initialized() -> bool:
-    """Tell whether there is a default process group.
+    """Check whether there is a default process group.
 
     Returns True between init_process_group and destroy_process_group.
     """
@@ -78,14 +78,14 @@ def is_initialized() -> bool:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Tell this process's rank among those on its node.
+    """Find this process's rank among those on its node.
 
-    fallback_rank: returned where neither LOCAL_RANK nor a launcher's variable tells.
+    fallback_rank: returned if neither LOCAL_RANK nor a launcher's variable is set.
 
     Returns the rank: of LOCAL_RANK, else of the launcher's own variable, else fallback_rank, else,
     once there is a process group, of MPI.
 
-    Raises MpicollError (a RuntimeError) where nobody knows.
+    Raises MpicollError (a RuntimeError) if none of them is known.
     """
     known = launch.find_local_rank()
     if known is not None:
@@ -101,7 +101,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def get_backend(group: ProcessGroup | None = None) -> Backend:
-    """Tell the backend that was asked for.
+    """Get the backend that was asked for.
 
     group: the process group, None for the default group.
 
@@ -110,11 +110,11 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
     ValueError) on a rank outside the group.
     """
-    return Backend(member(group, "get_backend").backend)
+    return Backend(resolve_member(group, "get_backend").backend)
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
-    """Tell the backend of each kind of device.
+    """Get the backend of each kind of device.
 
     group: the process group, None for the default group.
 
@@ -123,7 +123,7 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
     ValueError) on a rank outside the group.
     """
-    backend = member(group, "get_backend_config").backend
+    backend = resolve_member(group, "get_backend_config").backend
     return backend if ":" in backend else f"cpu:{backend},cuda:{backend}"
 
 
@@ -135,8 +135,8 @@ def get_pg_count() -> int:
     return len(state.groups)
 
 
-def member(group: Any, where: str) -> ProcessGroup:
-    """The group meant, of which this rank is a member; raises ArgumentError where it is not."""
+def resolve_member(group: object, where: str) -> ProcessGroup:
+    """Return the group that an argument names; raise ArgumentError if this rank is not in it."""
     default_group()
     found = groups.resolve(group)
     if found is None or found.closed is not None:
@@ -145,7 +145,7 @@ def member(group: Any, where: str) -> ProcessGroup:
 
 
 def node_size() -> int:
-    """Number of ranks on this rank's node; between init and destroy."""
+    """Return the number of ranks on this rank's node, between init and destroy."""
     assert _node is not None
     return _node[1]
 
@@ -159,10 +159,10 @@ def init_process_group(
     timeout: timedelta | float | None = None,
     world_size: int = -1,
     rank: int = -1,
-    store: Any = None,
+    store: object = None,
     group_name: str = "",
-    pg_options: Any = None,
-    device_id: Any = None,
+    pg_options: object = None,
+    device_id: object = None,
     _ranks: list[int] | None = None,
     *,
     comm: MPI.Intracomm | None = None,
@@ -173,28 +173,28 @@ def init_process_group(
         existing scripts run over MPI.
     init_method: how the ranks find each other.
         "mpi://": rank and size are MPI's own, for jobs that mpirun or srun starts.
-        "env://", "tcp://HOST:PORT", "file:///PATH": each process is told its rank and the world
+        "env://", "tcp://HOST:PORT", "file:///PATH": each process is given its rank and the world
         size, by
         None: "mpi://" under a launcher of MPI, else "env://" where RANK and WORLD_SIZE are set
         (torchrun
     timeout: seconds or a timedelta after which an operation has failed, this one included; half an
         hour where None.
-    world_size: number of ranks, -1 where it is not given; with "mpi://" compared with MPI's own.
-    rank: this process's rank, -1 where it is not given; with "mpi://" compared with MPI's own.
+    world_size: number of ranks, -1 if not given; with "mpi://" compared with MPI's own.
+    rank: this process's rank, -1 if not given; with "mpi://" compared with MPI's own.
     store: None; MPI is the rendezvous.
     group_name: a name for the default group.
-    pg_options: of no effect; a warning says so.
-    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
+    pg_options: ignored with a warning.
+    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, otherwise unused.
     _ranks: None.
     comm: a communicator of mpi4py: its ranks, numbered as it numbers them, are all ranks, and no
         others call; None for all that MPI has started. mpicoll has duplicates of its own, and
         never frees this one.
 
-    Returns a context manager, which may be left alone: ``with init_process_group() as group:``
+    Returns a context manager, which may be ignored: ``with init_process_group() as group:``
     destroys all groups when the block ends; after an exception without waiting for other ranks.
 
-    Raises ArgumentError (a ValueError) when called twice and for a value that cannot be,
-    ArgumentTypeError (a TypeError) for a timeout, rank, size or comm that is none,
+    Raises ArgumentError (a ValueError) when called twice and for an impossible value,
+    ArgumentTypeError (a TypeError) for a timeout, rank, size or comm of the wrong type,
     UnsupportedError (a ValueError) for store, _ranks and another init_method, LaunchError (a
     ValueError) where launcher, arguments and MPI disagree, and CollectiveTimeoutError where ranks
     do not come.
@@ -211,14 +211,14 @@ def init_process_group(
     backends.warn_about_options(pg_options, where)
     backends.check_device(device_id, where)
     if comm is not None:
-        comm = communicators.taken(comm, f"{where}: comm")
+        comm = communicators.checked_communicator(comm, f"{where}: comm")
         if init_method not in (None, "mpi://"):
             raise ArgumentError(
                 f"{where}: init_method: the ranks of comm have found each other; expected None or "
                 f"'mpi://', got {init_method!r}"
             )
         init_method = "mpi://"
-    given = launch.read_rank(init_method, _given("rank", rank), _given("world_size", world_size))
+    given = launch.read_rank(init_method, _index("rank", rank), _index("world_size", world_size))
     wait = DEFAULT_TIMEOUT if limit is None else limit
     rendezvous = launch.find_rendezvous(init_method, given, wait)
     values = {"rank": given.rank, "world_size": given.world_size}
@@ -236,11 +236,11 @@ def begin(
     expected: dict[str, tuple[str, int]] | None = None,
     comm: MPI.Intracomm | None = None,
 ) -> ProcessGroup:
-    """Starts MPI and makes the default group of all ranks.
+    """Start MPI and create the default group of all ranks.
 
     limit:    seconds after which an operation has failed.
-    rendezvous: where ranks that MPI's own launcher did not start find each other.
-    expected: without a rendezvous, what was said of rank and size, with the name of who said it.
+    meeting:  where ranks without a launcher of MPI find each other.
+    expected: without a meeting, the rank and size that were given, and the names of their sources.
     comm:     the program's communicator, if its ranks are all ranks.
     """
     global _watchdog
@@ -250,7 +250,7 @@ def begin(
             whose = "MPI" if comm is None else "comm"
             if comm is None and (expected or {}).get("world_size", ("", -1))[1] != 1:
                 launch.check_world(world.Get_size())
-            _check(expected or {}, world.Get_rank(), world.Get_size(), whose)
+            _check_expected(expected or {}, world.Get_rank(), world.Get_size(), whose)
         session = launch.current()
         if session is not None:
             session.check()
@@ -261,8 +261,11 @@ def begin(
         launch.call_before_finalize(_finalizing)
         try:
             agree(world)
-            inner, messages = communicators.private(world), communicators.private(world)
-            _look_around(inner)
+            inner, messages = (
+                communicators.create_private(world),
+                communicators.create_private(world),
+            )
+            _discover_node(inner)
             ranks = range(inner.Get_size())
             state.made = 0
             given = plain(world)
@@ -276,9 +279,9 @@ def begin(
     return state.default
 
 
-def _look_around(comm: MPI.Intracomm) -> None:
-    """Finds out who is on this node, tells libraries by the variables that they read, and takes
-    rank 0's table of routes.
+def _discover_node(comm: MPI.Intracomm) -> None:
+    """Find the ranks on this node, set the variables that libraries read, and get rank 0's table
+    of routes.
     """
     global _node
     from mpi4py import MPI
@@ -300,8 +303,8 @@ def _look_around(comm: MPI.Intracomm) -> None:
     tuning.job.table = tuning.build_table(vendor == "Open MPI", *table)
 
 
-def _given(what: str, value: Any) -> int | None:
-    """A rank or a size given as an argument; raises ArgumentTypeError for what is no number."""
+def _index(what: str, value: SupportsIndex) -> int | None:
+    """Return a rank or size argument, None for -1; raise ArgumentTypeError for no integer."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -311,8 +314,8 @@ def _given(what: str, value: Any) -> int | None:
     return None if number == -1 else number
 
 
-def _check(expected: dict[str, tuple[str, int]], rank: int, size: int, whose: str) -> None:
-    """Raises LaunchError where rank and size, of MPI or of comm, are not what was expected."""
+def _check_expected(expected: dict[str, tuple[str, int]], rank: int, size: int, whose: str) -> None:
+    """Raise LaunchError if rank and size, of MPI or of comm, are not as expected."""
     for what, own in (("rank", rank), ("world_size", size)):
         name, value = expected.get(what, ("", own))
         if value != own:
@@ -331,7 +334,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
     group: the process group, None for the default group.
 
-    Pending work is waited for, and messages that nobody has sent are taken back.
+    Waits for pending work and cancels receives whose messages were not sent.
 
     Raises NotInitializedError (a ValueError) where there is no default group, ArgumentError (a
     ValueError) for a group that is not alive, and CollectiveTimeoutError where other ranks have not
@@ -350,19 +353,20 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     until = time.monotonic() + rank_status.DESTROY_TIMEOUT
     others = [one for one in reversed(list(state.groups)) if one is not default]
     wrong = [end(one, until=until) for one in (*others, default)]
-    _over()
+    _forget_groups()
     if any(wrong):
         raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
 
 
 @contextmanager
 def _until_the_end() -> Iterator[ProcessGroup]:
-    """What init_process_group returns. Until it is entered, it is nothing."""
+    """Return what init_process_group returns. It does nothing until it is entered."""
     try:
         yield default_group()
     except BaseException:
-        # Other ranks may be anywhere. What this rank had begun is no reason to keep its error back.
-        # They hear that it makes no more calls; if the program goes on, they would not otherwise.
+        # Other ranks may be anywhere, and what this rank has begun must not delay its error. They
+        # are given that it makes no more calls; if the program goes on, nothing else would tell
+        # them.
         if state.default is not None:
             for group in state.groups:
                 group.finish(_A_MOMENT)  # what all ranks have joined
@@ -373,8 +377,8 @@ def _until_the_end() -> Iterator[ProcessGroup]:
         destroy_process_group()
 
 
-def _over() -> None:
-    """There is no process group any more."""
+def _forget_groups() -> None:
+    """Reset what is known of groups once there is none."""
     global _watchdog, _node
     state.default = None
     state.made = 0
@@ -383,26 +387,26 @@ def _over() -> None:
     point_to_point.stop_polling()
     if sys.exc_info()[1] is not None:
         return  # it may end this process yet, and then the others have to hear of it
-    _part()
+    _sign_off()
     if _watchdog is not None:
         _watchdog.remove()
         _watchdog = None
 
 
-def _part() -> None:
-    """Tells who watches over this rank that nobody needs it any more."""
+def _sign_off() -> None:
+    """Tell the server, if there is one, that no other rank needs this one any more."""
     session = launch.current()
     if session is not None:
         session.send("free")
 
 
 def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = None) -> str:
-    """Waits for what is pending in a group, frees its communicators, strikes it off.
+    """Wait for what is pending in a group, free its communicators and forget it.
 
-    until: given where all groups end: the ranks' calls are compared once more, and the others are
-           waited for until then, by time.monotonic. Returns how they differ, "" where they do not.
+    until: given when all groups end: compare the ranks' calls once more, waiting for the others
+           until then, by time.monotonic. Returns how they differ, "" if they do not.
 
-    Work that somebody has waited for in vain is not waited for again: the group is left with it.
+    Work whose wait has timed out is not waited for again: it is left pending with the group.
     """
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
         _give_up(group, "has lost a rank")
@@ -444,18 +448,18 @@ _not_freed: list[ProcessGroup] = []
 
 
 def abandon(group: ProcessGroup) -> None:
-    """Ends a group without waiting for what is pending, which ends with an error for whoever waits;
-    with the default group everything ends.
+    """End a group without waiting for what is pending: waiting callers get an error. With the
+    default group all groups end.
     """
     chosen = list(state.groups) if group is state.default else [group]
     for one in reversed(chosen):
         _give_up(one, "was aborted")
     if group is state.default:
-        _over()
+        _forget_groups()
 
 
 def give_up(group: ProcessGroup, why: str = "was aborted") -> None:
-    """What is pending in a group ends with an error for whoever waits for it."""
+    """End what is pending in a group with an error."""
     error = DistBackendError(f"process group {group.group_name!r} {why}")
     for work in [*group.pending, *group.in_flight]:
         work.abandon(error)
@@ -468,21 +472,21 @@ def _give_up(group: ProcessGroup, why: str) -> None:
 
 
 def leave(group: ProcessGroup) -> None:
-    """Strikes a group off without waiting for what is pending in it.
+    """Forget a group without waiting for what is pending in it.
 
-    What is stuck stays inside MPI, which cannot be finalised then: the process ends without.
+    What is stuck stays inside MPI, which then cannot be finalised: the process ends without.
     """
     group.resources.abandon()
     group.close()
     state.groups.remove(group)
     if not group.finish(_A_MOMENT):
         launch.skip_finalize()
-        # Whoever would finalise MPI: what is stuck may wake up while the interpreter ends.
+        # Instead of finalising MPI: what is stuck may wake up while the interpreter ends.
         _leave_out_mpi("work that was given up is still inside MPI; MPI is not finalised")
 
 
 def _leave_out_mpi(why: str = "") -> None:
-    """Has the process end before mpi4py can finalise MPI."""
+    """Make the process end before mpi4py can finalise MPI."""
     keep_exit_code()
     atexit.register(_end_without_mpi, why)
 
@@ -491,16 +495,16 @@ def _end_without_mpi(why: str) -> None:
     if why:
         write_lines(f"mpicoll: {why}")
     sys.stdout.flush()
-    _part()
+    _sign_off()
     code = exit_code()
     # An exception that has ended the program was printed, and left here.
     os._exit(int(hasattr(sys, "last_value")) if code is None else code)
 
 
 def _close_quietly() -> None:
-    """The end of a program that did not call destroy_process_group.
+    """End the groups of a program that did not call destroy_process_group.
 
-    Nothing collective happens here: other ranks may be busy yet, and MPI_Finalize waits for them.
+    Nothing collective happens here: other ranks may still be busy, and MPI_Finalize waits for them.
     """
     global _watchdog
     watchdog, _watchdog = _watchdog, None
@@ -520,13 +524,13 @@ def _close_quietly() -> None:
     for group in living:
         rank_status.send(group, rank_status.EXITING)
     point_to_point.stop_polling()
-    _part()
+    _sign_off()
     if watchdog is not None:
         watchdog.remove()
 
 
 def _finalizing() -> None:
-    """The program ends MPI itself, and with it all groups: the end of MPI in this process."""
+    """End all groups because the program finalises MPI itself."""
     if _watchdog is None:
         return  # nothing was begun, or all of it has ended
     _close_quietly()

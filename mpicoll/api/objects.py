@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 
-def _list(name: str, argument: str, value: Any, length: int | None = None) -> list[Any]:
-    """A list argument, checked; at least ``length`` entries where that is given."""
+def _check_list(name: str, argument: str, value: object, length: int | None = None) -> list[Any]:
+    """Return a list argument; raise unless it is a list of at least ``length`` entries."""
     if not isinstance(value, list):
         raise ArgumentTypeError(f"{name}: {argument}: expected a list, got {type(value).__name__}")
     if length is not None and len(value) < length:
@@ -41,7 +41,7 @@ def _list(name: str, argument: str, value: Any, length: int | None = None) -> li
     return value
 
 
-def _host_only(name: str, device: Any) -> None:
+def _check_device(name: str, device: object) -> None:
     kind = getattr(device, "type", device)
     if kind is not None and str(kind).partition(":")[0] != "cpu":
         raise UnsupportedError(f"{name}: device: objects travel in host memory, got {device!r}")
@@ -51,14 +51,16 @@ def _empty(size: int) -> Bytes:
     return np.empty(size, np.uint8)
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+def all_gather_object(
+    object_list: list[Any], obj: object, group: ProcessGroup | None = None
+) -> None:
     """Gather the objects of all ranks in a list, on every rank.
 
     object_list: a list with one entry for each rank, which are replaced, in rank order.
-    obj: this rank's object, of whatever can be pickled.
+    obj: this rank's object, anything that can be pickled.
     group: the process group, None for the default group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no list and ArgumentError (a ValueError) for
+    Raises ArgumentTypeError (a TypeError) if it is no list and ArgumentError (a ValueError) for
     one that is too short, what pickle raises for an object that cannot be pickled, and
     RefusedPickleError for what restricted_pickle does not allow.
     """
@@ -67,7 +69,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     if member is None:
         execute.outside(name)
         return
-    found = _list(name, "object_list", object_list, member.size())
+    found = _check_list(name, "object_list", object_list, member.size())
     own = encode(obj)
     wholes = execute.in_order(member, name, lambda: _all_gather(member, own), root=-1)
     found[: len(wholes)] = [decode(whole) for whole in wholes]
@@ -80,7 +82,7 @@ def _all_gather(group: ProcessGroup, own: Bytes) -> list[Bytes]:
 
 
 def gather_object(
-    obj: Any,
+    obj: object,
     object_gather_list: list[Any] | None = None,
     dst: int | None = None,
     group: ProcessGroup | None = None,
@@ -88,14 +90,14 @@ def gather_object(
 ) -> None:
     """Gather the objects of all ranks in a list on the root.
 
-    obj: this rank's object, of whatever can be pickled.
+    obj: this rank's object, anything that can be pickled.
     object_gather_list: on the root a list with one entry for each rank, which are replaced, in rank
         order; elsewhere None.
     dst: the root as a global rank; rank 0 of all where neither dst nor group_dst is given.
     group: the process group, None for the default group.
     group_dst: the root as a rank in the group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no list and ArgumentError (a ValueError) for
+    Raises ArgumentTypeError (a TypeError) if it is no list and ArgumentError (a ValueError) for
     one that is too short, missing on the root or given elsewhere, and for a root that is not in the
     group, what pickle raises for an object that cannot be pickled, and RefusedPickleError for what
     restricted_pickle does not allow.
@@ -113,7 +115,7 @@ def gather_object(
         )
     found = object_gather_list
     if found is not None:
-        _list(name, "object_gather_list", found, member.size())
+        _check_list(name, "object_gather_list", found, member.size())
     own = encode(obj)
 
     def move() -> list[Bytes]:
@@ -130,7 +132,7 @@ def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
     group: ProcessGroup | None = None,
-    device: Any = None,
+    device: object = None,
     group_src: int | None = None,
 ) -> None:
     """Copy the root's list of objects into the lists of all ranks.
@@ -142,7 +144,7 @@ def broadcast_object_list(
     device: None or the host, where objects travel.
     group_src: the root as a rank in the group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no list, ArgumentError (a ValueError) for a
+    Raises ArgumentTypeError (a TypeError) if it is no list, ArgumentError (a ValueError) for a
     root that is not in the group, UnsupportedError (a ValueError) for another device, MismatchError
     for a list of another length, what pickle raises for an object that cannot be pickled, and
     RefusedPickleError for what restricted_pickle does not allow.
@@ -153,8 +155,8 @@ def broadcast_object_list(
     if member is None:
         execute.outside(name)
         return
-    _list(name, "object_list", object_list)
-    _host_only(name, device)
+    _check_list(name, "object_list", object_list)
+    _check_device(name, device)
     own = encode(object_list) if member.rank() == root else _empty(0)
 
     def move() -> Bytes:
@@ -164,10 +166,10 @@ def broadcast_object_list(
 
     whole = execute.in_order(member, name, move, root=root)
     if member.rank() != root:
-        _take_over(name, object_list, decode(whole), root)
+        _replace_entries(name, object_list, decode(whole), root)
 
 
-def _take_over(name: str, mine: list[Any], theirs: list[Any], source: int) -> None:
+def _replace_entries(name: str, mine: list[Any], theirs: list[Any], source: int) -> None:
     if len(mine) != len(theirs):
         raise MismatchError(
             f"{name}: object_list has {len(mine)} entries, rank {source} sent {len(theirs)}"
@@ -191,7 +193,7 @@ def scatter_object_list(
     group: the process group, None for the default group.
     group_src: the root as a rank in the group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no list and ArgumentError (a ValueError) for
+    Raises ArgumentTypeError (a TypeError) if it is no list and ArgumentError (a ValueError) for
     one of another length and for a root that is not in the group, what pickle raises for an object
     that cannot be pickled, and RefusedPickleError for what restricted_pickle does not allow.
     """
@@ -211,7 +213,9 @@ def scatter_object_list(
             raise ArgumentError(
                 f"{name}: scatter_object_input_list: must be given on the rank that sends, {root}"
             )
-        given = _list(name, "scatter_object_input_list", scatter_object_input_list, member.size())
+        given = _check_list(
+            name, "scatter_object_input_list", scatter_object_input_list, member.size()
+        )
         if len(given) != member.size():
             raise ArgumentError(
                 f"{name}: scatter_object_input_list: expected {member.size()} objects, one a rank, "
@@ -232,20 +236,20 @@ def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
     group: ProcessGroup | None = None,
-    device: Any = None,
+    device: object = None,
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
     """Send a list of objects to another rank; return when it is on its way.
 
-    object_list: objects of whatever can be pickled; the receiver gives a list as long.
+    object_list: anything that can be pickled; the receiver gives a list as long.
     dst: the receiver as a global rank.
     group: the process group, None for the default group.
     device: None or the host, where objects travel.
     group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
     use_batch: has no effect; messages never wait for their order.
 
-    Raises ArgumentTypeError (a TypeError) for what is no list, ArgumentError (a ValueError) for a
+    Raises ArgumentTypeError (a TypeError) if it is no list, ArgumentError (a ValueError) for a
     receiver that is this rank or not in the group, UnsupportedError (a ValueError) for another
     device, CollectiveTimeoutError where nobody receives, and what pickle raises for an object that
     cannot be pickled.
@@ -256,8 +260,8 @@ def send_object_list(
     if member is None:
         execute.outside(name)
         return
-    _list(name, "object_list", object_list)
-    _host_only(name, device)
+    _check_list(name, "object_list", object_list)
+    _check_device(name, device)
     if peer == member.rank():
         raise ArgumentError(f"{name}: dst: rank {peer} is this rank")
     exchange_bytes(member, name, encode(object_list), peer)
@@ -267,7 +271,7 @@ def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
     group: ProcessGroup | None = None,
-    device: Any = None,
+    device: object = None,
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
@@ -282,7 +286,7 @@ def recv_object_list(
 
     Returns the sender's global rank, and -1 on a rank outside the group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no list, ArgumentError (a ValueError) for a
+    Raises ArgumentTypeError (a TypeError) if it is no list, ArgumentError (a ValueError) for a
     sender that is not in the group, UnsupportedError (a ValueError) for another device,
     MismatchError for a list of another length, CollectiveTimeoutError where nothing comes, and
     RefusedPickleError for what restricted_pickle does not allow.
@@ -292,12 +296,12 @@ def recv_object_list(
     if member is None:
         execute.outside(name)
         return -1
-    _list(name, "object_list", object_list)
-    _host_only(name, device)
+    _check_list(name, "object_list", object_list)
+    _check_device(name, device)
     peer = None
     if src is not None or group_src is not None:
         peer = execute.rooted(name, group, "src", src, group_src)
     whole, source = exchange_bytes(member, name, None, peer)
     assert whole is not None
-    _take_over(name, object_list, decode(whole), source)
+    _replace_entries(name, object_list, decode(whole), source)
     return source

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
@@ -62,7 +62,7 @@ _LOOK = 0.5
 
 
 def stop_polling() -> None:
-    """Ends the thread that looks after pending messages, if there is one."""
+    """End the thread that polls pending messages, if there is one."""
     global _poller
     with _poller_lock:
         if _poller is not None:
@@ -73,10 +73,10 @@ def stop_polling() -> None:
 class MessageWork(Work):
     """A message on its way.
 
-    It ends when a test of its request finds it complete: by whoever waits, or by the poller.
+    It ends when a test of its request, by a waiting thread or by the poller, finds it complete.
 
-    view: the array. packed: what MPI sends or receives into. land: brings what came to the array;
-    None where it is there already.
+    view: the array. packed: the buffer that MPI reads or writes. land: copies what was received
+    into the array; None if it is there already.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class MessageWork(Work):
         land: Callable[[], None] | None,
         receives: bool,
         peer: int,
-        post: Callable[[Any], MPI.Request],
+        post: Callable[[list[Any]], MPI.Request],
     ) -> None:
         from mpi4py import MPI
 
@@ -128,7 +128,7 @@ class MessageWork(Work):
             raise self._explained(error) from error
 
     def poll(self) -> bool:
-        """Tests the request, unless another thread is at it; True once the message is through."""
+        """Test the request, unless another thread does; True once the message is complete."""
         if self._finished or not self._lock.acquire(blocking=False):
             return self._finished
         try:
@@ -196,7 +196,7 @@ class MessageWork(Work):
         return True
 
     def _check_peer(self) -> None:
-        """Ends the wait for a rank that has ended, and had its last message looked for."""
+        """End the wait for a rank that has ended, after one last test."""
         gone = rank_status.find_departed(self._group)
         everybody = len(gone) == self._group.size() - 1
         if (self._peer in gone or (self._peer < 0 and everybody)) and not self.poll():
@@ -209,9 +209,9 @@ class MessageWork(Work):
         rank_status.receive(self._group)
 
     def _give_up(self, error: BaseException) -> None:
-        """Ends with an error, unless the message is through after all.
+        """End with an error, unless the message is complete after all.
 
-        MPI takes a receive back. It does not take a send back: what it may still read stays.
+        MPI can cancel a receive, but not a send: what it may still read stays.
         """
         with self._lock:
             if self._finished:
@@ -227,12 +227,12 @@ class MessageWork(Work):
             self._end(error)
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the message for whoever waits for it; MPI may still read what it sends."""
+        """End the message with an error; MPI may still read what it sends."""
         self._error_seen = True
         self._give_up(error)
 
     def cancel(self) -> bool:
-        """Takes a receive back that no message has come for; False for a send, which cannot be."""
+        """Cancel a receive that no message has come for; False for a send, which cannot be."""
         if not self._receives:
             return False
         self._error_seen = True
@@ -240,8 +240,8 @@ class MessageWork(Work):
         return True
 
     def finish_now(self) -> None:
-        """Waits for a message that nobody will wait for again; whatever ends the wait, MPI does
-        not go on using memory that the caller may free.
+        """Wait for a message for the last time; whatever ends the wait, MPI does not go on using
+        memory that the caller may free.
         """
         try:
             self.wait()
@@ -254,13 +254,13 @@ class MessageWork(Work):
             raise
 
     def source_rank(self) -> int:
-        """The global rank that the message came from, once it is here."""
+        """Return the global rank that the message came from, once it is here."""
         if not self._receives:
             return super().source_rank()
         return self._source
 
 
-def _check_tag(group: ProcessGroup, name: str, tag: Any) -> int:
+def _check_tag(group: ProcessGroup, name: str, tag: SupportsIndex) -> int:
     try:
         number = operator.index(tag)
     except TypeError:
@@ -285,7 +285,7 @@ def _message(
 def _packed(
     group: ProcessGroup, view: View, receives: bool
 ) -> tuple[View, Callable[[], None] | None]:
-    """What MPI gets of an array, and what brings that to the array where it was received."""
+    """Return the buffer for MPI, and what copies it to the array after a receive."""
     if isinstance(view, DeviceView):
         assert view.device is not None
         staging = group.resources.find(("staging", view.device))
@@ -307,7 +307,7 @@ def _packed(
 
 
 def in_background(work: MessageWork) -> MessageWork:
-    """Hands a message to the poller, which moves it while nobody waits and holds its arrays."""
+    """Hand a message to the poller, which progresses it and holds its arrays meanwhile."""
     if not work.poll():
         work._group.in_flight.add(work)
         look_after(work)
@@ -315,7 +315,7 @@ def in_background(work: MessageWork) -> MessageWork:
 
 
 def look_after(item: Pollable) -> None:
-    """Hands what MPI has to be called for to the poller."""
+    """Hand an item that needs calls of MPI to the poller."""
     global _poller
     if _poller is None:
         with _poller_lock:
@@ -328,7 +328,7 @@ def look_after(item: Pollable) -> None:
 def post(
     group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
 ) -> MessageWork:
-    """Begins to send an array to a rank in the group, or to receive one; None: from any rank."""
+    """Begin to send an array to a rank in the group, or to receive one; None: from any rank."""
     tag = _check_tag(group, name, tag)
     if peer is None:
         peer = _source(name, group, None, None)
@@ -336,7 +336,7 @@ def post(
 
 
 def drain(group: ProcessGroup, limit: float) -> None:
-    """Ends a group's pending messages: receives are taken back, sends waited for.
+    """End a group's pending messages: cancel receives, wait for sends.
 
     Raises CollectiveTimeoutError where a send is not received within ``limit`` seconds.
     """
@@ -347,8 +347,8 @@ def drain(group: ProcessGroup, limit: float) -> None:
             )
 
 
-def _source(name: str, group: Any, src: int | None, group_src: int | None) -> int:
-    """The rank in the group to receive from; MPI_ANY_SOURCE where none is given."""
+def _source(name: str, group: ProcessGroup | None, src: int | None, group_src: int | None) -> int:
+    """Return the rank in the group to receive from; MPI_ANY_SOURCE if none is given."""
     if src is None and group_src is None:
         from mpi4py import MPI
 
@@ -359,10 +359,10 @@ def _source(name: str, group: Any, src: int | None, group_src: int | None) -> in
 def exchange_bytes(
     group: ProcessGroup, name: str, whole: Bytes | None, peer: int | None
 ) -> tuple[Bytes, int]:
-    """Sends ``whole`` to a rank in the group, or with None receives from one (None: from any).
+    """Send ``whole`` to a rank in the group, or with None receive from one (None: from any).
 
-    Returns the bytes and the sender's global rank. They go under a tag that users cannot give,
-    their number first.
+    Returns the bytes and the sender's global rank. They have a tag of their own, and their
+    number goes first.
     """
     if whole is not None:
         assert peer is not None
@@ -397,10 +397,10 @@ def send(
     tag: 0 to MPI's greatest tag less two; the receiver names the same.
     group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
 
-    Raises ArgumentTypeError (a TypeError) for what is no array, ArgumentError (a ValueError) for a
-    tag out of range, and for a receiver that is this rank or not in the group, MPIError for errors
-    of MPI, DistBackendError where the receiver has ended, and CollectiveTimeoutError where nobody
-    receives within the group's timeout.
+    Raises ArgumentTypeError (a TypeError) for anything but an array, ArgumentError (a ValueError)
+    for a tag out of range, and for a receiver that is this rank or not in the group, MPIError for
+    errors of MPI, DistBackendError where the receiver has ended, and CollectiveTimeoutError where
+    nobody receives within the group's timeout.
     """
     peer = execute.rooted("send", group, "dst", dst, group_dst)
     member = resolve(group)
@@ -429,9 +429,9 @@ def recv(
 
     Returns the sender's global rank, and -1 on a rank outside the group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no array, ArgumentError (a ValueError) for a
-    read-only array, a tag out of range or a sender that is not in the group, MPIError where the
-    message has another size, DistBackendError where the sender has ended, and
+    Raises ArgumentTypeError (a TypeError) for anything but an array, ArgumentError (a ValueError)
+    for a read-only array, a tag out of range or a sender that is not in the group, MPIError where
+    the message has another size, DistBackendError where the sender has ended, and
     CollectiveTimeoutError where nothing comes within the group's timeout.
     """
     member = resolve(group)
@@ -461,9 +461,9 @@ def isend(
 
     Returns a Work, None on a rank outside the group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no array and ArgumentError (a ValueError) for
-    a tag out of range or a receiver that is not in the group; the Work's ``wait()`` raises what
-    send raises later.
+    Raises ArgumentTypeError (a TypeError) for anything but an array and ArgumentError (a
+    ValueError) for a tag out of range or a receiver that is not in the group; the Work's ``wait()``
+    raises what send raises later.
     """
     peer = execute.rooted("isend", group, "dst", dst, group_dst)
     member = resolve(group)
@@ -488,11 +488,11 @@ def irecv(
     tag: the sender's, 0 to MPI's greatest tag less two.
     group_src: the sender as a rank in the group; any rank where neither src nor group_src is given.
 
-    Returns a Work, whose ``source_rank()`` tells the sender; None on a rank outside the group.
+    Returns a Work, whose ``source_rank()`` returns the sender; None on a rank outside the group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no array and ArgumentError (a ValueError) for
-    a read-only array, a tag out of range or a sender that is not in the group; the Work's
-    ``wait()`` raises what recv raises later.
+    Raises ArgumentTypeError (a TypeError) for anything but an array and ArgumentError (a
+    ValueError) for a read-only array, a tag out of range or a sender that is not in the group; the
+    Work's ``wait()`` raises what recv raises later.
     """
     member = resolve(group)
     if member is None:
@@ -517,12 +517,12 @@ class P2POp:
 
     Raises ArgumentError (a ValueError) for another op, a peer that is missing or not in the group,
     a tag out of range and a read-only array to receive into, and ArgumentTypeError (a TypeError)
-    for what is no array.
+    for anything but an array.
     """
 
     def __init__(
         self,
-        op: Callable[..., Any],
+        op: Callable[..., Work | None],
         tensor: Any,
         peer: int | None = None,
         group: ProcessGroup | None = None,
@@ -547,7 +547,7 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Begin all messages of a list, in whatever order.
+    """Begin all messages of a list, in any order.
 
     p2p_op_list: one P2POp for each message, all of one group. No order of sends and receives
         deadlocks, for nothing waits until all are begun.

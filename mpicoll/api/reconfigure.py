@@ -1,8 +1,8 @@
 """Groups whose members change: torch's ``enable_reconfigure``.
 
-The job's MPI world is all that can ever take part. On it stands one group at a time; each
-reconfigure makes the next one, of the processes that its handles name and by those alone. They meet
-first, by messages and within the timeout, and then make the communicator
+The job's MPI world is all that can ever take part. There is one group at a time; each
+reconfigure makes the next one, of the processes that its handles name, and only they call. They
+meet first, by messages and within the timeout, and then make the communicator
 (MPI_Comm_create_group): a member that never comes costs the others the timeout, and not the job.
 """
 
@@ -12,9 +12,11 @@ import secrets
 import time
 import zlib
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from mpicoll import communicators
 from mpicoll.api import lifecycle
@@ -47,12 +49,12 @@ _PAUSE = 200e-6
 
 
 class Reconfigurable:
-    """What makes one group after the other out of the processes of a job.
+    """Makes one group after the other out of the processes of a job.
 
-    base: the group of all ranks of the job, which serves nothing else. Every rank makes this at
-          the same place; from then on only members call.
+    base: the group of all ranks of the job, used for nothing else. Every rank creates this at the
+          same point; from then on only members call.
 
-    group: the group that stands; None before the first reconfigure.
+    group: the current group; None before the first reconfigure.
     """
 
     def __init__(self, base: ProcessGroup) -> None:
@@ -64,18 +66,20 @@ class Reconfigurable:
             base, _WHERE, lambda: base.inner.bcast(secrets.token_hex(8), 0)
         )
         self._used: set[int] = set()
-        self._uuid = -1  # of the group that stands
+        self._uuid = -1  # of the current group
         self._mail: dict[tuple[int, int], tuple[int, int]] = {}
-        self._sent: list[tuple[MPI.Request, Any]] = []
+        self._sent: list[tuple[MPI.Request, npt.NDArray[np.int64]]] = []
 
     def handle(self) -> str:
-        """What names this process in a reconfigure, the same as long as it lives."""
+        """Return this process's name in a reconfigure, the same as long as it lives."""
         return self._handle(self.base.rank())
 
     def _handle(self, rank: int) -> str:
         return f"mpicoll:{self._job}:{rank}"
 
-    def reconfigure(self, uuid: int, handles: Collection[str], timeout: Any = None) -> ProcessGroup:
+    def reconfigure(
+        self, uuid: int, handles: Collection[str], timeout: timedelta | float | None = None
+    ) -> ProcessGroup:
         """Make the group of the processes that are named; they alone call, with the same arguments.
 
         uuid: a number that no reconfigure here has had, one that failed included.
@@ -83,13 +87,13 @@ class Reconfigurable:
             them as they are in the job.
         timeout: seconds or a timedelta; None is the job's.
 
-        Returns the group, whose ranks count from 0. The one that stood before is gone then, and
-        what was pending in it given up, unless all its members come along.
+        Returns the group, whose ranks count from 0. The previous one has ended then, and
+        what was pending in it has failed, unless all its members are in the new one.
 
         Raises ArgumentError (a ValueError) for a uuid that was used and for handles that are no
         list of different processes of this job with this one among them, CollectiveTimeoutError
         where members do not come in time (it names them), MismatchError where they come with other
-        handles, and MPIError; after any of them the group that stood is as it was.
+        handles, and MPIError; after any of them the previous group is as it was.
         """
         self.base.check_open()
         members = self._members(handles)
@@ -118,7 +122,7 @@ class Reconfigurable:
         return made
 
     def _members(self, handles: Collection[str]) -> list[int]:
-        """The ranks in the job that handles name, in the order of the new group."""
+        """Return the ranks in the job that the handles name, in the order of the new group."""
         if isinstance(handles, str) or not isinstance(handles, Collection):
             raise ArgumentTypeError(
                 f"{_WHERE}: handles: expected a list or a set of handles, got "
@@ -144,10 +148,10 @@ class Reconfigurable:
     # --- the meeting ------------------------------------------------------------------------------
 
     def _meet(self, uuid: int, members: list[int], limit: float | None) -> None:
-        """Returns once all members are here and know it; raises on all of them where they are not.
+        """Return once all members are here and know it; raise on all of them if they are not.
 
-        Each tells the first member, and that one tells them all to go. A rank whose time is over
-        takes its word back, and has to wait for the answer: it may be "go".
+        Each member tells the first one, which tells them all to go. A rank whose time is over
+        withdraws, and has to wait for the answer, which may be "go".
         """
         mark = zlib.crc32(repr(members).encode())
         me, first = self.base.rank(), members[0]
@@ -185,7 +189,7 @@ class Reconfigurable:
             said = {rank: self._mail.get((rank, uuid), (0, 0)) for rank in others}
             different = [rank for rank, (word, theirs) in said.items() if word and theirs != mark]
             missing = [rank for rank, (word, _) in said.items() if word != _HERE]
-            # Who has taken its word back does not come again with this uuid.
+            # A rank that has withdrawn does not come again with this uuid.
             hopeless = different or any(word == _AWAY for word, _ in said.values())
             if missing and not hopeless and time.monotonic() < end:
                 time.sleep(_PAUSE)
@@ -212,7 +216,7 @@ class Reconfigurable:
         self._sent.append((self._comm.Isend(box, rank, _TAG), box))
 
     def _look(self, sources: list[int]) -> None:
-        """Takes in what they have said; from each by itself, for one that is lost says no more."""
+        """Receive what they have sent; from each separately, as a lost rank sends nothing more."""
         for source in sources:
             while self._comm.Iprobe(source, _TAG):
                 box = np.zeros(3, np.int64)
@@ -236,10 +240,10 @@ class Reconfigurable:
         )
 
     def _without_parent(self, members: list[int], name: str) -> MPI.Intracomm:
-        """A communicator of the members alone (MPI_Comm_create_from_group, MPI-4.1 section 7.4.2).
+        """Create a communicator of the members alone (MPI_Comm_create_from_group, MPI-4).
 
-        A rank that is lost spoils every communicator that it was in, and which of the others know
-        of it already is chance: what is made of survivors must not be made out of one.
+        A lost rank breaks every communicator that it was in, and which ranks know of the loss
+        already is chance: a communicator of survivors must not be derived from one of those.
         """
         from mpi4py import MPI
 
@@ -247,8 +251,8 @@ class Reconfigurable:
             return MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
 
     def _retire(self, made: ProcessGroup) -> None:
-        """Ends the group that stood: together where all its members are in the new one and come
-        from it in good order, else alone, and then its communicators stay with MPI.
+        """End the previous group: together if all its members are in the new one and nothing is
+        pending, else alone, and then its communicators are not freed.
         """
         old = self.group
         calm = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsInt, cast
 
 from mpicoll import communicators
-from mpicoll.api.lifecycle import end, give_up, leave, member, node_size
+from mpicoll.api.lifecycle import end, give_up, leave, node_size, resolve_member
 from mpicoll.core import backends, groups
 from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
@@ -37,26 +37,26 @@ def new_group(
     ranks: Sequence[int] | MPI.Intracomm | None = None,
     timeout: timedelta | float | None = None,
     backend: str | None = None,
-    pg_options: Any = None,
+    pg_options: object = None,
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
-    device_id: Any = None,
+    device_id: object = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup | int | None:
     """Make the group of some global ranks.
 
     Every rank of the default group calls, in the same order, in one thread; only members
-    communicate. Threads that call collectives at once take a group each: calls of one group are
-    paired by the order in which they come.
+    communicate. Threads that call collectives concurrently need a group each: calls of one group
+    are matched in the order in which they are made.
 
     ranks: global ranks, None for all. Or a communicator of mpi4py: its members alone call, and
         are numbered as it numbers them; the group's ``comm`` is this one, which is never freed.
     timeout: seconds or a timedelta, None for the default group's.
     backend: a name as in init_process_group, None for the default group's.
-    pg_options: of no effect; a warning says so.
+    pg_options: ignored with a warning.
     use_local_synchronization: only the members call; other ranks need not, and get None.
-    group_desc: a description, for people.
-    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, and of no other use.
+    group_desc: a description for humans.
+    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, otherwise unused.
     sort_ranks: order the ranks in the group by their global ranks; False: as ranks has them.
 
     Returns the group, on a rank that is not a member GroupMember.NON_GROUP_MEMBER.
@@ -73,14 +73,15 @@ def new_group(
     backends.warn_about_options(pg_options, where)
     backends.check_device(device_id, where)
     size = world.size()
-    named: Any = ranks
     given = None
-    if communicators.is_communicator(named):
-        given = communicators.taken(named, f"{where}: ranks")
+    if communicators.is_communicator(ranks):
+        given = communicators.checked_communicator(ranks, f"{where}: ranks")
         members = _members(given, world, where)
         use_local_synchronization, sort_ranks = True, False
     else:
-        members = list(range(size)) if named is None else [_rank(r, size, where) for r in named]
+        members = list(range(size))
+        if ranks is not None:
+            members = [_rank(r, size, where) for r in cast("Sequence[int]", ranks)]
     if len(set(members)) != len(members):
         raise ArgumentError(f"{where}: ranks: some rank is given twice in {members}")
     if sort_ranks:
@@ -116,8 +117,8 @@ def new_group(
 
 
 def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
-    """The global ranks of a communicator's members, in its order."""
-    found = communicators.members(comm, plain(world.inner))
+    """Return the global ranks of a communicator's members, in its order."""
+    found = communicators.translate_ranks(comm, plain(world.inner))
     outside = [rank for rank, member in enumerate(found) if member is None]
     if outside:
         raise ArgumentError(
@@ -128,7 +129,7 @@ def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
     return [member for member in found if member is not None]
 
 
-def _rank(rank: Any, size: int, where: str) -> int:
+def _rank(rank: SupportsInt, size: int, where: str) -> int:
     try:
         found = int(rank)
     except (TypeError, ValueError):
@@ -145,17 +146,17 @@ def new_subgroups(
     group: ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
     backend: str | None = None,
-    pg_options: Any = None,
+    pg_options: object = None,
     group_desc: str | None = None,
-) -> tuple[ProcessGroup | None, list[Any]]:
+) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
     """Divide a group into subgroups of neighbouring ranks. Every rank of it calls.
 
     group_size: ranks in a subgroup, None for the ranks of a node.
     group: the process group, None for the default group.
     timeout: seconds or a timedelta, None for the default group's.
     backend: a name as in init_process_group, None for the default group's.
-    pg_options: of no effect; a warning says so.
-    group_desc: a description of each subgroup, for people.
+    pg_options: ignored with a warning.
+    group_desc: a description of each subgroup, for humans.
 
     Returns this rank's subgroup and the list of all; in the list those that this rank is not in are
     GroupMember.NON_GROUP_MEMBER.
@@ -190,16 +191,16 @@ def new_subgroups_by_enumeration(
     ranks_per_subgroup_list: Sequence[Sequence[int]],
     timeout: timedelta | float | None = None,
     backend: str | None = None,
-    pg_options: Any = None,
+    pg_options: object = None,
     group_desc: str | None = None,
-) -> tuple[ProcessGroup | None, list[Any]]:
+) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
     """Make one group of each list of global ranks. Every rank of the default group calls.
 
     ranks_per_subgroup_list: lists of global ranks that do not overlap.
     timeout: seconds or a timedelta, None for the default group's.
     backend: a name as in init_process_group, None for the default group's.
-    pg_options: of no effect; a warning says so.
-    group_desc: a description of each group, for people.
+    pg_options: ignored with a warning.
+    group_desc: a description of each group, for humans.
 
     Returns this rank's group, None where it is in no list, and the list of all; in the list those
     that this rank is not in are GroupMember.NON_GROUP_MEMBER.
@@ -221,10 +222,10 @@ def _enumerated(
     lists: Sequence[Sequence[int]],
     timeout: timedelta | float | None,
     backend: str | None,
-    pg_options: Any,
+    pg_options: object,
     group_desc: str | None,
     local: bool,
-) -> tuple[ProcessGroup | None, list[Any]]:
+) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
     size = default_group().size()
     owner: dict[int, int] = {}
     for i, ranks in enumerate(lists):
@@ -245,7 +246,7 @@ def split_group(
     parent_pg: ProcessGroup | None = None,
     split_ranks: list[list[int]] | None = None,
     timeout: timedelta | float | None = None,
-    pg_options: Any = None,
+    pg_options: object = None,
     group_desc: str | None = None,
     backend: str | Backend | None = None,
 ) -> ProcessGroup | None:
@@ -254,8 +255,8 @@ def split_group(
     parent_pg: the group to split, None for the default group.
     split_ranks: lists of ranks in the parent group that do not overlap; each is sorted.
     timeout: seconds or a timedelta, None for the parent's.
-    pg_options: of no effect; a warning says so.
-    group_desc: a description of each group, for people.
+    pg_options: ignored with a warning.
+    group_desc: a description of each group, for humans.
     backend: a name as in init_process_group, None for the parent's.
 
     Returns this rank's new group, None where it is in no list.
@@ -264,7 +265,7 @@ def split_group(
     parent does not have, and ArgumentTypeError (a TypeError) for ranks that are no ints.
     """
     where = "split_group"
-    parent = member(parent_pg, where)
+    parent = resolve_member(parent_pg, where)
     if not split_ranks:
         raise ArgumentError(f"{where}: split_ranks: expected at least one list of ranks")
     backends.warn_about_options(pg_options, where)
@@ -302,7 +303,7 @@ def shrink_group(
     ranks_to_exclude: list[int],
     group: ProcessGroup | None = None,
     shrink_flags: int = SHRINK_DEFAULT,
-    pg_options: Any = None,
+    pg_options: object = None,
 ) -> ProcessGroup:
     """Make the group without some of its ranks. Only the ranks that stay call.
 
@@ -312,16 +313,16 @@ def shrink_group(
     ranks_to_exclude: a list of ranks in the group.
     group: the process group, None for the default group.
     shrink_flags: SHRINK_DEFAULT, or SHRINK_ABORT: pending work of the old group is not waited for.
-    pg_options: of no effect; a warning says so.
+    pg_options: ignored with a warning.
 
     Returns the new group.
 
-    Raises ArgumentTypeError (a TypeError) for what is no list of ints, ArgumentError (a ValueError)
-    for ranks that are not in the group, given twice, or all of them, and MpicollError (a
-    RuntimeError) on a rank that is excluded.
+    Raises ArgumentTypeError (a TypeError) for anything but a list of ints, ArgumentError (a
+    ValueError) for ranks that are not in the group, given twice, or all of them, and MpicollError
+    (a RuntimeError) on a rank that is excluded.
     """
     where = "shrink_group"
-    old = member(group, where)
+    old = resolve_member(group, where)
     if not isinstance(ranks_to_exclude, list):
         raise ArgumentTypeError(
             f"{where}: ranks_to_exclude: expected a list, got {type(ranks_to_exclude).__name__}"

@@ -1,8 +1,8 @@
 """Windows: memory of each rank of a group that the others write into, one-sidedly.
 
-What ``torch.distributed`` calls a Window: ``put`` writes into a rank's memory without that rank's
-making a call, ``signal`` tells it, ``wait_signal`` waits to be told. Puts are MPI's own (MPI-4.1
-chapter 12), in an epoch of passive targets that lasts as long as memory is registered. A put
+This is ``torch.distributed``'s Window: ``put`` writes into a rank's memory without a call of that
+rank, ``signal`` notifies it, ``wait_signal`` waits for a signal. Puts are MPI's own (MPI-4.1
+chapter 12), in a passive-target epoch that lasts as long as memory is registered. A put
 returns when it is complete at its target, so that a signal, an empty message, finds all that was
 put before it in place.
 """
@@ -14,7 +14,7 @@ import operator
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
@@ -43,17 +43,17 @@ __all__ = ["Window", "allocate", "free_all"]
 
 #: The tag of signals, on a communicator that carries nothing else.
 _SIGNAL = 0
-#: How often a look after a window lets MPI move what is on its way. One piece moves each time, and
-#: MPICH cuts a put of 4 MiB into 500; so a look takes some 30 µs.
+#: How often one poll of a window lets MPI make progress. One fragment moves each time, and MPICH
+#: cuts a put of 4 MiB into 500; so a poll takes some 30 µs.
 _MOVES = 32
 #: Seconds that an asynchronous wait has, beyond its timeout, to tell who did not signal.
 _GRACE = 1.0
-#: Windows with memory that others may still write into. It must not go with its owner.
+#: Windows with memory that others may still write into, kept alive here.
 _registered: set[Window] = set()
 
 
 class Window:
-    """Memory of each rank of a group for the others to write into. Every member makes it together.
+    """Memory of each rank of a group for the others to write into. All members create it together.
 
     group: the process group. Ranks are ranks in it.
 
@@ -93,7 +93,7 @@ class Window:
                 f"{where}: tensor: the window has one already; tensor_deregister first, or make "
                 "another window"
             )
-        view = _plain(adapters.build_view(tensor, True, f"{where}: tensor"), where)
+        view = _check_host(adapters.build_view(tensor, True, f"{where}: tensor"), where)
         if view.buffer is None:
             raise UnsupportedError(
                 f"{where}: tensor: expected a contiguous array, got one of shape "
@@ -137,7 +137,7 @@ class Window:
             self._comm.Free()
 
     def poll(self) -> bool:
-        """Lets MPI move what others put, for this rank may be busy elsewhere; True in the end."""
+        """Let MPI move what others put, as this rank may be busy; True once memory is gone."""
         with self._guard:
             if self._memory is None or self.group.closed is not None:
                 self._watched = False
@@ -169,7 +169,7 @@ class Window:
         where = "put"
         memory = self._registered(where)
         dst = self._rank(where, "dst_rank", dst)
-        view = _plain(adapters.build_view(tensor, False, f"{where}: tensor"), where)
+        view = _check_host(adapters.build_view(tensor, False, f"{where}: tensor"), where)
         theirs = memory.of[dst]
         if view.dtype.name != theirs.dtype:
             raise UnsupportedError(
@@ -187,7 +187,7 @@ class Window:
         return self._call(where, partial(memory.put, view, dst, offset), async_op, limit)
 
     def signal(self, peer: int, async_op: bool, limit: float | None = None) -> Work | None:
-        """Tell a rank that what this rank has put before is there; each signal is waited for once.
+        """Tell a rank that everything put before is complete; each signal is waited for once.
 
         peer: the rank in the group. async_op, limit: as of ``put``.
 
@@ -248,7 +248,7 @@ class Window:
     def _call(
         self, name: str, task: Callable[[], None], async_op: bool, limit: float | None
     ) -> Work | None:
-        """Carries a put or a signal out after those before it, and not if one of them failed."""
+        """Run a put or a signal after those before it, and not if one of them failed."""
         before = self._last
 
         def run() -> None:
@@ -287,7 +287,7 @@ class Window:
     # --- what others have -------------------------------------------------------------------------
 
     def mapped(self, rank: int) -> tuple[Array, str, tuple[int, ...]]:
-        """The memory of another rank of this node, which must be of ``allocate``.
+        """Map the memory of another rank of this node, which must come from ``allocate``.
 
         Returns its bytes as a uint8 array, the name of its dtype, and its shape.
 
@@ -300,7 +300,7 @@ class Window:
         return memory.mapped(where, rank)
 
     def unified(self, rank: int) -> bool:
-        """What is put into the memory of ``rank`` can be seen there without more: MPI_WIN_UNIFIED.
+        """Return whether puts to ``rank`` are visible there without another call: MPI_WIN_UNIFIED.
 
         Raises ArgumentError for a rank out of range and where nothing is registered.
         """
@@ -320,7 +320,7 @@ class Window:
             )
         return self._memory
 
-    def _rank(self, where: str, argument: str, rank: Any) -> int:
+    def _rank(self, where: str, argument: str, rank: SupportsIndex) -> int:
         number, size = _number(where, argument, rank), self.group.size()
         if not 0 <= number < size:
             raise ArgumentError(
@@ -329,7 +329,7 @@ class Window:
         return number
 
 
-def _number(where: str, argument: str, value: Any) -> int:
+def _number(where: str, argument: str, value: SupportsIndex) -> int:
     try:
         return operator.index(value)
     except TypeError:
@@ -338,7 +338,7 @@ def _number(where: str, argument: str, value: Any) -> int:
         ) from None
 
 
-def _plain(view: View, where: str) -> View:
+def _check_host(view: View, where: str) -> View:
     if view.device is not None:
         raise UnsupportedError(
             f"{where}: tensor: expected host memory, got CUDA device {view.device}; windows are of "
@@ -347,14 +347,16 @@ def _plain(view: View, where: str) -> View:
     return view
 
 
-class _Theirs:
+class _Registration:
     """What a rank has registered.
 
-    dtype, shape, count: of the array. place: where another process finds its memory, [name, path,
-    start in bytes], None where it cannot. unified: MPI's memory model on that rank.
+    dtype, shape, count: of the array. place: where another process finds its memory (name, path,
+    start in bytes), None if it cannot. unified: MPI's memory model on that rank.
     """
 
-    def __init__(self, dtype: str, shape: list[int], place: list[Any] | None, unified: bool):
+    def __init__(
+        self, dtype: str, shape: list[int], place: tuple[str, str, int] | None, unified: bool
+    ):
         self.dtype = dtype
         self.shape = tuple(shape)
         self.count = int(np.prod(shape, dtype=np.int64))
@@ -382,7 +384,7 @@ class _Memory:
         place = segment.place(start, view.nbytes)
         own = json.dumps([view.dtype.name, list(view.shape), place, unified]).encode()
         everybody = wire.all_gather_bytes(comm, np.frombuffer(own, np.uint8))
-        self.of = [_Theirs(*json.loads(one.tobytes())) for one in everybody]
+        self.of = [_Registration(*json.loads(one.tobytes())) for one in everybody]
         self._maps: dict[int, mmap.mmap] = {}
 
     def put(self, view: View, dst: int, offset: int) -> None:
@@ -420,10 +422,10 @@ class _Memory:
 
 
 def allocate(nbytes: int) -> Array:
-    """Memory that other processes of this node can map once it is registered; zeros.
+    """Allocate zeroed memory that other processes of this node can map once it is registered.
 
-    Returns a uint8 array of ``nbytes`` bytes, on a boundary of a page. Raises UnsupportedError
-    where the system gives none.
+    Returns a uint8 array of ``nbytes`` bytes, aligned to a page. Raises UnsupportedError
+    if the system has none.
     """
     from mpicoll.routes.host import shared_segment as segment
 
@@ -437,7 +439,7 @@ def allocate(nbytes: int) -> Array:
 
 
 def free_all(group: ProcessGroup) -> None:
-    """Frees the windows of a group that ends; every member calls, and waits for the others."""
+    """Free the windows of a group that ends; every member calls and waits for the others."""
 
     def free() -> None:
         while group.windows:

@@ -18,13 +18,21 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Protocol, cast
 
 from mpicoll import __version__, launch
 from mpicoll.errors import MpicollError
 from mpicoll.output import write_lines
 
-__all__ = ["COMMANDS", "first", "main", "progress", "refuse", "size", "start"]
+__all__ = [
+    "COMMANDS",
+    "is_first_rank",
+    "main",
+    "parse_size",
+    "refuse",
+    "show_progress",
+    "start_group",
+]
 
 #: What each command does, by its name, which is that of its module.
 COMMANDS: dict[str, str] = {
@@ -35,21 +43,21 @@ COMMANDS: dict[str, str] = {
     "tune": "what carries messages of which size best here, measured, for later jobs to go by",
 }
 
-#: Seconds that the others give the rank that speaks: mpirun ends all ranks once one has failed.
+#: Seconds that the others leave rank 0 to print: mpirun ends all ranks once one has failed.
 A_MOMENT = 2.0
 #: Seconds after which a rank that did not come is missing.
 LIMIT = 120.0
-#: Seconds from one line that says how far it is to the next, where none can be taken back.
+#: Seconds between two lines of progress where a line cannot be replaced.
 PACE = 10.0
 #: The exit code after Ctrl-C, as shells have it.
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code. Exits with code 2 for a bad command line."""
+    """Run a command and return its exit code. Exit with code 2 for a bad command line."""
     _end_quietly()
     with contextlib.ExitStack() as quiet:
-        if not first():
+        if not is_first_rank():
             nowhere = quiet.enter_context(open(os.devnull, "w"))  # noqa: PTH123
             quiet.enter_context(contextlib.redirect_stdout(nowhere))
             quiet.enter_context(contextlib.redirect_stderr(nowhere))
@@ -57,19 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             options = parser.parse_args(arguments)
         except SystemExit as end:
-            if end.code and not first():
+            if end.code and not is_first_rank():
                 time.sleep(A_MOMENT)
             raise
         if options.command is None:
             parser.print_help()
             return 0
-    return int(_module(options.command).run(options))
+    return _module(options.command).run(options)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the command that a misspelt one is near to."""
+    """Suggests the closest command for a misspelt one."""
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: str) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in COMMANDS:
             close = difflib.get_close_matches(value, COMMANDS, 1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"
@@ -87,17 +95,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"mpicoll.cli.{name}")
+class _Command(Protocol):
+    """What a module of a command has."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's options."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Run the command and return its exit code."""
 
 
-def first(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether this is rank 0, or alone, by the launcher: it speaks before MPI runs."""
+def _module(name: str) -> _Command:
+    return cast("_Command", importlib.import_module(f"mpicoll.cli.{name}"))
+
+
+def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher made this process rank 0, which prints before MPI runs."""
     return launch.find_rank(environment) in ("", "0")
 
 
-def start() -> str:
-    """Makes the default group of all ranks; returns why there is none, "" where there is."""
+def start_group() -> str:
+    """Create the default group of all ranks; return why that failed, "" if it did not."""
     import mpicoll as dist
 
     try:
@@ -108,14 +126,14 @@ def start() -> str:
 
 
 def refuse(command: str, why: str, speaks: bool, code: int) -> int:
-    """The exit code of a command that cannot do what is asked for, once one rank has said why."""
+    """Print on one rank why a command cannot do what is asked for, and return ``code``."""
     if speaks:
         write_lines(f"python -m mpicoll {command}: error: {why}")
     return code
 
 
-def size(text: str) -> int:
-    """Bytes given on a command line, with K, M, G or T for 1024 and its powers."""
+def parse_size(text: str) -> int:
+    """Parse a number of bytes, with K, M, G or T for 1024 and its powers."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.strip(), re.IGNORECASE)
     unit = 1024 ** " KMGT".index(found[2].upper() or " ") if found else 1
     nbytes = int(Fraction(found[1]) * unit) if found else 0
@@ -126,33 +144,33 @@ def size(text: str) -> int:
     return nbytes
 
 
-def progress(text: str) -> None:
-    """Says how far it is, on a terminal, in a line that goes away again; "" takes it away.
+def show_progress(text: str) -> None:
+    """Show progress in a line of the terminal that the next one replaces; "" removes it.
 
-    Elsewhere, as under mpirun, in plain lines, one where nothing was said for ``PACE`` seconds; ""
-    tells that something else is said now.
+    Elsewhere, as under mpirun, print a plain line if the last is ``PACE`` seconds old; "" counts
+    as a line.
     """
-    global _said
+    global _last_shown
     now = time.monotonic()
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
-    elif not text or _said is None:
-        _said = now
-    elif now - _said >= PACE:
-        _said = now
+    elif not text or _last_shown is None:
+        _last_shown = now
+    elif now - _last_shown >= PACE:
+        _last_shown = now
         write_lines(text)
 
 
-#: When ``progress`` spoke last, or began.
-_said: float | None = None
+#: When ``show_progress`` spoke last, or began.
+_last_shown: float | None = None
 
 
 def _end_quietly() -> None:
-    """Has Ctrl-C end the job with one line, wherever this rank is.
+    """Make Ctrl-C end the job with one line, whatever this rank is doing.
 
-    A thread listens, because a main thread that is blocked inside MPI runs no Python. The
-    Watchdog of a process group leaves signals to whoever listens already.
+    A thread listens, because a main thread that is blocked inside MPI runs no Python. The watchdog
+    of a process group leaves signals to an existing listener.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -164,9 +182,9 @@ def _end_quietly() -> None:
 def _listen(reader: int) -> None:
     while os.read(reader, 1)[0] != signal.SIGINT:
         pass
-    if not first():
+    if not is_first_rank():
         time.sleep(A_MOMENT)  # rank 0 speaks, if it was interrupted too, and ends the job
-    progress("")
+    show_progress("")
     write_lines("interrupted")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI libraries comment on MPI_Abort
     try:

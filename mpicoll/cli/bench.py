@@ -76,15 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("primitives", nargs="+", type=_primitives, metavar="PRIMITIVE",
         help=f"all, or some of {', '.join(by_name)}")  # fmt: skip
-    add("-b", "--minbytes", type=cli.size, default="8", metavar="SIZE",
+    add("-b", "--minbytes", type=cli.parse_size, default="8", metavar="SIZE",
         help="the first size: bytes of the larger array, with K, M, G or T for 1024 and so on "
         "(default: 8)")  # fmt: skip
-    add("-e", "--maxbytes", type=cli.size, default="64M", metavar="SIZE",
+    add("-e", "--maxbytes", type=cli.parse_size, default="64M", metavar="SIZE",
         help="the last size (default: 64M)")  # fmt: skip
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("-f", "--stepfactor", type=_number_from(2), default="2", metavar="FACTOR",
                        help="of a size over the one before (default: 2)")  # fmt: skip
-    steps.add_argument("-i", "--stepbytes", type=cli.size, metavar="SIZE",
+    steps.add_argument("-i", "--stepbytes", type=cli.parse_size, metavar="SIZE",
                        help="of a size more than the one before, instead")  # fmt: skip
     add("-d", "--datatype", type=_dtypes, default="float", metavar="DTYPE",
         help="all, or dtypes of mpicoll or by nccl-tests' names, as in float,half "
@@ -218,10 +218,10 @@ def run(options: argparse.Namespace) -> int:
     """
     wrong = _contradiction(options)
     if wrong:
-        return cli.refuse("bench", wrong, cli.first(), 2)
-    wrong = cli.start()
+        return cli.refuse("bench", wrong, cli.is_first_rank(), 2)
+    wrong = cli.start_group()
     if wrong:
-        return cli.refuse("bench", wrong, cli.first(), 1)
+        return cli.refuse("bench", wrong, cli.is_first_rank(), 1)
     import mpicoll as dist
 
     code = _with_ranks(options)

@@ -91,7 +91,7 @@ class Bench:
 
     def _progress(self, text: str) -> None:
         if self._first:
-            cli.progress(text)
+            cli.show_progress(text)
 
     # --- one line -------------------------------------------------------------------------------
 
@@ -176,9 +176,11 @@ class Bench:
             "mpi4py": mpi4py.__version__,
             "NumPy": np.__version__,
             "Python": platform.python_version(),
-            "reductions": library.how(),
+            "reductions": library.describe(),
             "arrays": self._place.name,
-            "crowded": doctor_machine.crowded(self._comm.allgather(doctor_machine.Place.own())),
+            "crowded": doctor_machine.find_crowded(
+                self._comm.allgather(doctor_machine.Place.find())
+            ),
         }
         known: Result = self._comm.bcast(facts, 0)
         return known

@@ -15,10 +15,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import cli, settings
-from mpicoll.cli.doctor_machine import Place, crowded, memory, ranges, small_memory, system
+from mpicoll.cli.doctor_machine import (
+    Place,
+    describe_memory,
+    describe_system,
+    find_crowded,
+    find_small_memory,
+    format_ranges,
+)
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -31,7 +38,7 @@ Routes = dict[str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds --json and --again."""
+    """Add --json and --again."""
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     parser.add_argument(
         "--again", action="store_true", help="try device memory again, whatever is known of it"
@@ -39,18 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 0, or 1 where something is wrong. Rank 0 prints."""
+    """Print the report on rank 0; return 0, or 1 if something is wrong."""
     # init_process_group sets variables, and refuses what is misspelt: the report is to be whole.
     before = {"launcher": _launcher(), "settings": _settings()}
-    misspelt = settings.problems()
+    misspelt = settings.find_problems()
     for name in misspelt:
         del os.environ[name]
-    wrong = cli.start()
+    wrong = cli.start_group()
     if wrong:
-        speaks, seen = cli.first(), Seen([_here() | before | {"torch": _torch()}], wrong=wrong)
+        speaks, seen = (
+            cli.is_first_rank(),
+            Seen([_here() | before | {"torch": _torch()}], wrong=wrong),
+        )
         seen.misspelt = [misspelt]
     else:
-        speaks, seen = _look(before, misspelt, options.again)
+        speaks, seen = _examine(before, misspelt, options.again)
     advice = [(each.wrong, text) for each in ADVICE for text in each.texts(seen) if text]
     if speaks:
         show = _json if options.json else _text
@@ -62,16 +72,15 @@ def run(options: argparse.Namespace) -> int:
 class Seen:
     """What the ranks found.
 
-    facts:  what each says of itself, by rank.
-    wrong:  why the ranks are no world, "" where they are.
+    facts:  each rank's facts, by rank.
+    wrong:  why the ranks do not form one world, "" if they do.
     all_ranks: what each can do.
-    idle:   of GPUs that are idle while others are shared.
-    places: where each is, by rank.
-    misspelt: which settings, by rank, and what is wrong with them.
+    idle:   lines on GPUs that are idle while others are shared.
+    places: where each rank runs.
+    misspelt: by rank, the settings that are wrong, and why.
     bad_route: why MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE cannot be followed.
-    shared: all_reduce goes through shared memory; None where that is not known, or on several
-            nodes.
-    host, device: by primitive, how arrays there are served.
+    shared: whether all_reduce goes through shared memory; None if unknown or on several nodes.
+    host, device: the route of arrays there, by primitive.
     """
 
     facts: list[Facts]
@@ -89,8 +98,8 @@ class Seen:
 # --- looking ------------------------------------------------------------------------------------
 
 
-def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, Seen]:
-    """What the ranks of the world find out together; True on rank 0."""
+def _examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, Seen]:
+    """Collect what all ranks find out; return whether this is rank 0, and the findings."""
     import mpicoll as dist
     from mpicoll.core.groups import default_group
     from mpicoll.cuda import binding
@@ -124,23 +133,23 @@ def _look(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, S
     if told.startswith(facts["torch"]):
         facts["torch"] = told
     seen.facts, seen.places, seen.misspelt = map(
-        list, zip(*group.inner.allgather((facts, Place.own(), misspelt)), strict=True)
+        list, zip(*group.inner.allgather((facts, Place.find(), misspelt)), strict=True)
     )
-    for each, shared in zip(seen.facts, memory(seen.places), strict=True):
+    for each, shared in zip(seen.facts, describe_memory(seen.places), strict=True):
         each["/dev/shm"] = shared
     dist.destroy_process_group()
     return me == 0, seen
 
 
 def _here() -> Facts:
-    """What is known without MPI."""
+    """Return the facts that need no MPI."""
     import mpicoll
     from mpicoll.kernels import library
 
     return {
         "host": socket.gethostname(),
-        **system(),
-        "/dev/shm": memory([Place.own()])[0],
+        **describe_system(),
+        "/dev/shm": describe_memory([Place.find()])[0],
         "Python": f"{platform.python_version()} ({sys.executable})",
         "mpicoll": f"{mpicoll.__version__} ({Path(mpicoll.__file__).parent})",
         "settings": "",
@@ -151,7 +160,7 @@ def _here() -> Facts:
         "threads": "",
         "NumPy": _version("numpy"),
         "ml_dtypes": _version("ml_dtypes"),
-        "C library": library.how(),
+        "C library": library.describe(),
         "torch": _version("torch"),
         "CuPy": _version("cupy", "cupy-cuda13x", "cupy-cuda12x"),
         "driver": _driver(),
@@ -159,7 +168,7 @@ def _here() -> Facts:
 
 
 def _mpi(seen: Seen, me: int) -> Facts:
-    """What is known with MPI."""
+    """Return the facts that need MPI."""
     from mpi4py import MPI
 
     from mpicoll.routes import tuning
@@ -189,7 +198,7 @@ def _launcher() -> str:
 
 
 def _settings() -> str:
-    found = settings.present().items()
+    found = settings.list_set().items()
     return "; ".join(f"{name}={value}" for name, value in found) or "none"
 
 
@@ -201,7 +210,7 @@ def _version(*names: str) -> str:
 
 
 def _torch() -> str:
-    """Its version, and whether it knows the backend."""
+    """Return torch's version and whether it knows the backend."""
     version = _version("torch")
     if version == "none":
         return version
@@ -225,7 +234,7 @@ def _driver() -> str:
 
 
 def _host_routes(group: ProcessGroup) -> Routes:
-    """How arrays on the host are served, by primitive; where elements are combined, float32 and
+    """Return the routes of arrays on the host, by primitive; of reductions, for float32 and
     bfloat16.
     """
     from mpicoll.core.plan import CallKind
@@ -248,10 +257,10 @@ def _host_routes(group: ProcessGroup) -> Routes:
 
 
 class Advice(NamedTuple):
-    """What to say where it applies.
+    """One rule: what to advise, and when.
 
-    wrong: it is a fault, not a wish.
-    texts: what to say, or nothing.
+    wrong: whether this is an error, not a suggestion.
+    texts: returns the advice, or nothing.
     """
 
     wrong: bool
@@ -259,18 +268,18 @@ class Advice(NamedTuple):
 
 
 def _where(seen: Seen, name: str, pattern: str) -> str:
-    """The ranks on which a fact matches, in words; "" for none."""
+    """Name the ranks on which a fact matches; "" for none."""
     return _ranks(
         [r for r, facts in enumerate(seen.facts) if re.search(pattern, facts.get(name, ""))]
     )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}" if ranks else ""
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}" if ranks else ""
 
 
 def _if(name: str, pattern: str, text: str) -> Callable[[Seen], Sequence[str]]:
-    """The text, where a fact matches."""
+    """Return a rule that gives the text where a fact matches."""
 
     def texts(seen: Seen) -> Sequence[str]:
         where = _where(seen, name, pattern)
@@ -313,7 +322,7 @@ def _no_cupy(seen: Seen) -> Sequence[str]:
 def _not_shared(seen: Seen) -> Sequence[str]:
     if seen.shared is not False:
         return []
-    if settings.SHARED_MEMORY.says("0"):
+    if settings.SHARED_MEMORY.is_set_to("0"):
         return ["MPICOLL_SHARED_MEMORY=0 keeps the ranks from sharing memory: unset it"]
     return [
         "the ranks are on one node and do not share memory, which is several times faster: they "
@@ -322,7 +331,7 @@ def _not_shared(seen: Seen) -> Sequence[str]:
 
 
 def _remedies(seen: Seen) -> Sequence[str]:
-    """Towards a better device route, where there are GPUs."""
+    """Advise how to get a better device route, where there are GPUs."""
     from mpicoll.cuda.capabilities import CudaSupport
 
     told = {f"{own.why}: {own.remedy}" for own in seen.all_ranks if own.remedy}
@@ -388,8 +397,8 @@ ADVICE: tuple[Advice, ...] = (
     Advice(False, _no_cupy),
     Advice(False, _remedies),
     Advice(False, lambda seen: seen.idle),
-    Advice(False, lambda seen: crowded(seen.places)),
-    Advice(False, lambda seen: small_memory(seen.places)),
+    Advice(False, lambda seen: find_crowded(seen.places)),
+    Advice(False, lambda seen: find_small_memory(seen.places)),
     Advice(False, _alone),
 )  # fmt: skip
 
@@ -398,7 +407,7 @@ ADVICE: tuple[Advice, ...] = (
 
 
 def _json(seen: Seen, advice: list[tuple[bool, str]]) -> str:
-    report: dict[str, Any] = {
+    report: dict[str, object] = {
         "ok": not any(bad for bad, _ in advice),
         "ranks": [
             {**facts, **({"capabilities": own.words()} if own else {})}
@@ -438,7 +447,7 @@ def _text(seen: Seen, advice: list[tuple[bool, str]]) -> str:
 
 
 def _fact(name: str, values: list[str]) -> list[str]:
-    """One line where the ranks agree, else one for each value."""
+    """Format a fact: one line if the ranks agree, else one for each value."""
     if len(set(values)) == 1:
         return [f"  {name:<14}{values[0]}"] if values[0] else []
     where: dict[str, list[int]] = {}

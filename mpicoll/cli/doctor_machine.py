@@ -13,9 +13,16 @@ from typing import NamedTuple
 
 from mpicoll import machine
 
-__all__ = ["Place", "crowded", "memory", "ranges", "small_memory", "system"]
+__all__ = [
+    "Place",
+    "describe_memory",
+    "describe_system",
+    "find_crowded",
+    "find_small_memory",
+    "format_ranges",
+]
 
-#: Bytes free in /dev/shm with which MPI libraries come to their end; Docker gives as many.
+#: With so few free bytes in /dev/shm, Docker's default, MPI libraries fail.
 _LITTLE = 64 << 20
 _SHARED = "/dev/shm"
 
@@ -35,8 +42,8 @@ class Place(NamedTuple):
     free: int | None
 
     @classmethod
-    def own(cls) -> Place:
-        """This process's."""
+    def find(cls) -> Place:
+        """Find out where this process runs."""
         shared = free = None
         with suppress(OSError):
             found = os.statvfs(_SHARED)
@@ -46,38 +53,38 @@ class Place(NamedTuple):
         return cls(socket.gethostname(), processors, allowed, shared, free)
 
 
-def system() -> dict[str, str]:
-    """The operating system and the processors, in words."""
+def describe_system() -> dict[str, str]:
+    """Describe the operating system and the processors."""
     name = platform.system()
     with suppress(OSError):
         name = platform.freedesktop_os_release()["PRETTY_NAME"]
-    allowed = Place.own().allowed
+    allowed = Place.find().allowed
     return {
         "system": f"{name}, {platform.system()} {platform.release()} {platform.machine()}",
         "processors": machine.describe(),
-        "may run on": f"{len(allowed)} of them: {ranges(allowed)}",
+        "may run on": f"{len(allowed)} of them: {format_ranges(allowed)}",
     }
 
 
-def memory(places: Sequence[Place]) -> list[str]:
-    """What /dev/shm has, by rank: the same on all ranks of a host, which did not look at once."""
+def describe_memory(places: Sequence[Place]) -> list[str]:
+    """Describe /dev/shm by rank, the same for all ranks of a host."""
     first: dict[str, Place] = {}
-    return [_shared(first.setdefault(place.host, place)) for place in places]
+    return [_format_shared(first.setdefault(place.host, place)) for place in places]
 
 
-def _shared(place: Place) -> str:
+def _format_shared(place: Place) -> str:
     if place.shared is None or place.free is None:
         return "none"
-    return f"{_bytes(place.shared)}, {_bytes(place.free)} free"
+    return f"{_format_bytes(place.shared)}, {_format_bytes(place.free)} free"
 
 
-def _bytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     unit, name = (1 << 30, "GiB") if count >= 1 << 30 else (1 << 20, "MiB")
     return f"{count / unit:.3g} {name}"
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in few words: 0-3,8."""
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format numbers as ranges: 0-3,8."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -90,8 +97,8 @@ def ranges(numbers: Iterable[int]) -> str:
 # --- what to change -----------------------------------------------------------------------------
 
 
-def crowded(places: Sequence[Place]) -> list[str]:
-    """Hosts on which more ranks run than there are processors, or than they may use."""
+def find_crowded(places: Sequence[Place]) -> list[str]:
+    """Report hosts with more ranks than processors, or than processors they may use."""
     return _by_host(places, _crowd)
 
 
@@ -113,22 +120,22 @@ def _crowd(ranks: Sequence[Place]) -> str:
         return ""
     return (
         f"{worst} ranks on {{host}} may only run on {len(few)} of its {_processors(there)} "
-        f"({ranges(few)}): {waits}. Give each one of its own (mpirun --bind-to core, srun "
+        f"({format_ranges(few)}): {waits}. Give each one of its own (mpirun --bind-to core, srun "
         "--cpu-bind=cores), leave them unbound (mpirun --bind-to none), or ask the batch system "
         "for more"
     )
 
 
-def small_memory(places: Sequence[Place]) -> list[str]:
-    """Hosts with so little memory in /dev/shm that MPI may fail."""
+def find_small_memory(places: Sequence[Place]) -> list[str]:
+    """Report hosts with so little memory in /dev/shm that MPI may fail."""
 
     def small(ranks: Sequence[Place]) -> str:
         free = min((each.free for each in ranks if each.free is not None), default=_LITTLE + 1)
         if free > _LITTLE:
             return ""
         return (
-            f"{_SHARED} on {{host}} has {_bytes(free)} left: MPI libraries keep messages there, "
-            "and a rank is killed by SIGBUS once it is full. Make it larger (docker run "
+            f"{_SHARED} on {{host}} has {_format_bytes(free)} left: MPI libraries keep messages "
+            "there, and a rank is killed by SIGBUS once it is full. Make it larger (docker run "
             f"--shm-size=1g, or --ipc=host; mount -o remount,size=1g {_SHARED})"
         )
 

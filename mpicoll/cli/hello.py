@@ -12,14 +12,14 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Add nothing: there are no options."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 0, or 1 where the ranks do not become one world."""
-    wrong = cli.start()
+    """Print the lines; return 0, or 1 if the ranks do not become one world."""
+    wrong = cli.start_group()
     if wrong:
-        if cli.first():
+        if cli.is_first_rank():
             write_lines(f"mpicoll hello: {wrong}")
         return 1
     import mpicoll as dist

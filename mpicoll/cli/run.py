@@ -1,4 +1,4 @@
-"""``python -m mpicoll run``: a PyTorch script that nobody edits, carried by mpicoll."""
+"""``python -m mpicoll run``: an unedited PyTorch script over mpicoll."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import subprocess
 import sys
 
-from mpicoll.cli import first, refuse
+from mpicoll.cli import is_first_rank, refuse
 from mpicoll.settings import INSTALL_AS
 from mpicoll.torch import RUN_OPTION
 
 __all__ = ["add_arguments", "run"]
 
-#: Where it is 0, torch loads no plug-ins: nothing would be installed, and nothing said.
+#: If this is 0, torch silently loads no plug-ins, mpicoll among them.
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Add the options."""
     parser.usage = "python -m mpicoll run [--backend NAMES] [-m] SCRIPT [ARGUMENT ...]"
     parser.epilog = (
         "Start it on all ranks: mpirun -n 2 python -m mpicoll run train.py, or torchrun "
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=",".join(INSTALL_AS.values),
         metavar="NAMES",
-        help=f"the names that mean mpicoll: {INSTALL_AS.takes}; default: all",
+        help=f"the names that mean mpicoll: {INSTALL_AS.expected}; default: all",
     )
     parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument(
@@ -38,16 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Becomes the script: another program in this process, which the launcher goes on to watch.
+    """Replace this process with the script; the launcher goes on watching it.
 
-    So __main__, sys.argv, sys.path, signals and how exceptions end are those of the script alone.
-    What it starts inherits the variable, and not the option -X, which marks this process.
+    So __main__, sys.argv, sys.path, signals and uncaught exceptions are the script's own. Its child
+    processes inherit the variable, but not the option -X, which marks this process.
     """
     if not options.script:
-        return refuse("run", "expected a script, or -m and a module", first(), 2)
+        return refuse("run", "expected a script, or -m and a module", is_first_rank(), 2)
     if os.environ.get(_AUTOLOAD) == "0":
         why = f"{_AUTOLOAD}=0 keeps torch from loading mpicoll: unset it"
-        return refuse("run", why, first(), 2)
+        return refuse("run", why, is_first_rank(), 2)
     module = ["-m"] if options.m else []
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     unbuffered = ["-u"] if getattr(sys.stdout, "write_through", False) else []

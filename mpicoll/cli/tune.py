@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _sizes(text: str) -> list[int]:
     first, colon, last = text.partition(":")
-    least, most = cli.size(first), cli.size(last if colon else first)
+    least, most = cli.parse_size(first), cli.parse_size(last if colon else first)
     if least > most:
         raise argparse.ArgumentTypeError(f"{text!r}: the first size is more than the last")
     return [least << i for i in range((most // least).bit_length())]
@@ -100,9 +100,9 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     named = settings.TABLE.value()
     os.environ[settings.TABLE.name] = "0"  # the table that is there must not be in the way
-    wrong = cli.start()
+    wrong = cli.start_group()
     if wrong:
-        return cli.refuse("tune", wrong, cli.first(), 1)
+        return cli.refuse("tune", wrong, cli.is_first_rank(), 1)
     import mpicoll as dist
 
     code = _with_ranks(options, named, begin)
@@ -180,12 +180,12 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
 
     def progress(text: str) -> None:
         if first:
-            cli.progress(f"tune: {text}")
+            cli.show_progress(f"tune: {text}")
 
     outcome = measure(group, kinds, options.sizes, effort, spent, progress)
     code = 0
     if target is not None:
-        cli.progress("")
+        cli.show_progress("")
         code = _finish(setting, outcome, [kind.name for kind in kinds], options, target)
     return int(comm.bcast(code, 0))
 

@@ -146,7 +146,7 @@ class ProcessGroup:
             return self._given
         if self._lent is None:
             self._lent = state.in_order(
-                self, "ProcessGroup.comm", lambda: communicators.private(self.inner), root=-1
+                self, "ProcessGroup.comm", lambda: communicators.create_private(self.inner), root=-1
             )
         return plain(self._lent)
 

@@ -13,7 +13,7 @@ from typing import Any
 from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, NcclCommunicator, StridedMemory
 from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
-from mpicoll.kernels.device_kernels import DeviceKernels, external
+from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
 from mpicoll.kernels.reduction import Loop
 
 __all__ = ["CupyRuntime"]
@@ -164,7 +164,7 @@ class CupyRuntime:
     ) -> None:  # fmt: skip
         """Enqueue a copy by CuPy, as unsigned integers of the elements' size."""
         cupy = self._cupy
-        with self.on(index), external(stream):
+        with self.on(index), external_stream(stream):
             arrays = []
             for address, strides in (into, source):
                 # The view keeps the memory.

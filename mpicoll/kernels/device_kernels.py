@@ -20,9 +20,9 @@ import numpy as np
 
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, UnsupportedError
-from mpicoll.kernels.reduction import Loop, factor_of, loop
+from mpicoll.kernels.reduction import Loop, factor_of, find_loop
 
-__all__ = ["DeviceKernels", "external"]
+__all__ = ["DeviceKernels", "external_stream"]
 
 #: Threads of a block.
 _THREADS = 256
@@ -59,9 +59,9 @@ class DeviceKernels:
     def combine(
         self, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float, stream: int
     ) -> None:
-        """Enqueues ``out = ((s0 op s1) op s2 ...) / divisor``, as ``reduction.combine``.
+        """Enqueue ``out = ((s0 op s1) op s2 ...) / divisor``, as ``reduction.combine``.
 
-        by:      what ``reduction.loop`` tells of the operation and the dtype.
+        by:      what ``reduction.find_loop`` returns for the operation and the dtype.
         sources: addresses of ``count`` elements each.
         out:     address of the result; it may be one of the sources, and overlaps no other.
 
@@ -91,7 +91,7 @@ class DeviceKernels:
     def scale(
         self, dtype: DType, source: int, factor: Any, out: int, count: int, stream: int
     ) -> None:
-        """Enqueues ``out = source * factor``, as ``reduction.scale``.
+        """Enqueue ``out = source * factor``, as ``reduction.scale``.
 
         source: address of ``count`` elements of ``dtype``.
         factor: a number that ``reduction.scale`` takes.
@@ -103,7 +103,7 @@ class DeviceKernels:
         UnsupportedError: there is no kernel for ``dtype``.
         """
         has_meaning = dtype.kind in ReduceOp.PREMUL_SUM.kinds
-        by = loop(ReduceOp.PREMUL_SUM, dtype) if has_meaning else None
+        by = find_loop(ReduceOp.PREMUL_SUM, dtype) if has_meaning else None
         if by is None:
             raise UnsupportedError(f"no kernel scales {dtype}")
         with np.errstate(all="ignore"):
@@ -120,7 +120,7 @@ class DeviceKernels:
         self._launch("scale", line, (source, *factors, out), cut, stream)
 
     def narrow(self, dtype: DType, source: int, out: int, count: int, stream: int) -> None:
-        """Enqueues the rounding of float32 to a narrow float, as ``reduction.narrow``.
+        """Enqueue the rounding of float32 to a narrow float, as ``reduction.narrow``.
 
         source: address of ``count`` float32.
         out:    address of as many elements of ``dtype``; it does not overlap ``source``.
@@ -128,7 +128,7 @@ class DeviceKernels:
         ArgumentError: an address lies between two elements.
         UnsupportedError: there is no kernel for ``dtype``.
         """
-        by = loop(ReduceOp.SUM, dtype)
+        by = find_loop(ReduceOp.SUM, dtype)
         if dtype.kind is not Kind.NARROW_FLOAT or by is None:
             raise UnsupportedError(f"no kernel rounds to {dtype}")
         cut = _cut(count, [(source, dtype.accumulate.itemsize), (out, dtype.itemsize)])
@@ -137,7 +137,7 @@ class DeviceKernels:
     def _launch(
         self, name: str, line: str, arguments: Sequence[Any], cut: _Cut, stream: int
     ) -> None:
-        """Enqueues the kernel that ``line`` defines, which is called ``name``."""
+        """Enqueue the kernel that ``line`` defines, which is called ``name``."""
         import cupy
 
         if not cut.elements:
@@ -145,7 +145,7 @@ class DeviceKernels:
         device = cupy.cuda.Device(self._device)
         most = _BLOCKS * device.attributes["MultiProcessorCount"]
         blocks = min(-(-cut.steps // _THREADS), most)
-        with device, external(stream):
+        with device, external_stream(stream):
             kernel = self._kernels.get(line)
             if kernel is None:
                 module = cupy.RawModule(code=f"{_source()}\n{line}\n", options=_OPTIONS)
@@ -153,15 +153,15 @@ class DeviceKernels:
             kernel((blocks,), (_THREADS,), (*arguments, cut.head, cut.pieces, cut.elements))
 
 
-def external(stream: int) -> Any:
-    """CuPy's stream of a handle, which stays its owner's."""
+def external_stream(stream: int) -> Any:
+    """Return CuPy's stream for a handle, whose owner keeps it."""
     import cupy
 
     return cupy.cuda.Stream.from_external(_Handle(stream))
 
 
 class _Handle:
-    """A handle, as CuPy takes it."""
+    """A stream handle in the form that CuPy accepts."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -171,7 +171,7 @@ class _Handle:
 
 
 class _Cut(NamedTuple):
-    """How a kernel goes over elements.
+    """How a kernel divides its elements.
 
     head:     elements before the first piece.
     pieces:   how many pieces are read and written at once.
@@ -186,7 +186,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:
-    """Cuts ``count`` elements into pieces; into none if the arrays do not lie alike.
+    """Cut ``count`` elements into pieces; into none if the arrays are aligned differently.
 
     arrays: the address of each, and the bytes of its elements.
     parts:  how many numbers make up an element.

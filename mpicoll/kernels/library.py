@@ -1,18 +1,23 @@
-"""The small C library for loops that NumPy has not: found, or said why not."""
+"""The small C library for loops that NumPy lacks: loaded, or why not."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from mpicoll import settings
 
-__all__ = ["Kernels", "how", "kernels"]
+__all__ = ["Kernels", "describe", "kernels"]
+
+
+if TYPE_CHECKING:
+    _CType = type[ctypes._SimpleCData[Any]]
 
 
 class Kernels:
-    """The functions of the C library at ``path``; OSError or AttributeError if it is none.
+    """The functions of the C library at ``path``; OSError or AttributeError if it is not ours.
 
     See ``src/reduction.c``, ``packing.c``, ``shared.c`` and ``limit.c`` for what they do.
     ``short_combine`` is combine with the GIL held.
@@ -59,16 +64,18 @@ class Kernels:
         )
 
 
-def _function(library: ctypes.CDLL, name: str, *arguments: Any, result: Any = None) -> Any:
+def _function(
+    library: ctypes.CDLL, name: str, *arguments: _CType, result: _CType | None = None
+) -> Callable[..., Any]:
     function = library[f"mpicoll_{name}"]
     function.argtypes, function.restype = arguments, result
     return function
 
 
 def _load() -> tuple[Kernels | None, str]:
-    if settings.KERNELS.says("numpy"):
+    if settings.KERNELS.is_set_to("numpy"):
         return None, "numpy (MPICOLL_KERNELS=numpy)"
-    # Found as the extension module that it was built as, but it is none, and is not imported.
+    # It was built as an extension module, but is a plain library and is not imported.
     spec = importlib.util.find_spec("mpicoll.kernels._library")
     if spec is None or spec.origin is None:
         return None, "numpy (the C library was not built)"
@@ -78,9 +85,9 @@ def _load() -> tuple[Kernels | None, str]:
         return None, f"numpy (the C library does not load: {error})"
 
 
-kernels, _how = _load()
+kernels, _description = _load()
 
 
-def how() -> str:
-    """Who computes what NumPy cannot, or not fast: "compiled" or "numpy", and why."""
-    return _how
+def describe() -> str:
+    """Return what runs the loops, "compiled" or "numpy", and why."""
+    return _description

@@ -7,7 +7,7 @@ dtypes are combined as they are, in C as well but for products of complex number
 rounds in a way of its own.
 
 The bits of a result depend on the operands and their order alone, neither on how a message is cut
-into blocks nor on who computes. For narrow floats that takes a rule for NaN, because of two NaN
+into blocks nor on what computes. For narrow floats that takes a rule for NaN, because of two NaN
 operands processors and compilers keep the one or the other: **a NaN that is rounded to a narrow
 float becomes the NaN that** ``float32("nan")`` **becomes**, without its sign and payload.
 
@@ -31,7 +31,7 @@ from mpicoll.dtypes import DTYPES, DType, Kind, ReduceOp, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels.library import Kernels, kernels
 
-__all__ = ["Loop", "combine", "factor_of", "loop", "narrow", "scale"]
+__all__ = ["Loop", "combine", "factor_of", "find_loop", "narrow", "scale"]
 
 Array = npt.NDArray[Any]
 
@@ -79,7 +79,7 @@ def combine(
     count = _check_out(out, dtype.numpy)
     for source in sources:
         _check(source, dtype.numpy, count)
-    by = loop(op, dtype)
+    by = find_loop(op, dtype)
     if _compiled is not None and by is not None:
         _compiled.combine(by, sources, out, divisor)
     elif dtype.kind is Kind.NARROW_FLOAT:
@@ -164,9 +164,9 @@ def _blocks(count: int, dtype: np.dtype[Any] = _FLOAT32) -> Iterator[slice]:
 
 
 class _Scratch(threading.local):
-    """Temporaries, kept because the system takes its time to hand out fresh memory.
+    """Temporaries, kept because fresh memory from the system is slow.
 
-    They are an accumulator, an operand that was widened or is to be narrowed, and indices.
+    They are an accumulator, an operand to widen or narrow, and indices.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,10 @@ def _parts(array: Array) -> Array:
 
 
 def factor_of(dtype: DType, factor: Any) -> Any:
-    """What numbers of ``dtype`` are multiplied by; raises ArgumentTypeError for what cannot be."""
+    """Return the factor in the type that numbers of ``dtype`` are multiplied by.
+
+    Raises ArgumentTypeError for a factor that does not fit.
+    """
     try:
         if dtype.kind is Kind.INTEGER:
             # Wrapping is what a multiplication of the residue does.
@@ -244,10 +247,10 @@ class Loop(NamedTuple):
 
 
 @cache
-def loop(op: ReduceOp, dtype: DType) -> Loop | None:
-    """What combines elements of ``dtype`` by ``op`` where there is the C library; None: NumPy does.
+def find_loop(op: ReduceOp, dtype: DType) -> Loop | None:
+    """Return the C library's loop for ``op`` on ``dtype``; None: NumPy combines them.
 
-    The same on every rank, whether it has the library or not.
+    The result is the same on every rank, with or without the library.
     """
     if dtype.name == "float8_e8m0fnu":
         # It is a scale rather than a number, and how ml_dtypes rounds to it has changed from
@@ -278,7 +281,7 @@ _OPERATIONS: dict[np.ufunc, int] = {
 
 
 class _Converter(Protocol):
-    """What there is to do with narrow floats; the arguments have been checked."""
+    """The conversions of narrow floats; the arguments have been checked."""
 
     def widen(self, dtype: DType, source: Array, out: Array) -> None:
         """Out is float32."""
@@ -315,17 +318,17 @@ class _NumPy:
         if dtype.name == "bfloat16":
             np.copyto(out, source)
         else:
-            _take(_widened(dtype), _bits(source), out)
+            _take_from(_widened(dtype), _bits(source), out)
 
     def narrow(self, dtype: DType, source: Array, out: Array) -> None:
         for block in _blocks(out.size):
             if dtype.itemsize == 1:
-                _take(_narrowed(dtype), _leading(source[block]), _bits(out[block]))
+                _take_from(_narrowed(dtype), _leading(source[block]), _bits(out[block]))
             else:
                 np.copyto(out[block], _without_nan_bits(source[block]), casting="unsafe")
 
 
-def _take(table: Array, indices: Array, out: Array) -> None:
+def _take_from(table: Array, indices: Array, out: Array) -> None:
     """``out = table[indices]``, without NumPy's temporary for indices as long as pointers."""
     scratch = _scratch(_INDICES, _INTP)
     for block in _blocks(out.size, _INTP):

@@ -81,7 +81,7 @@ def _part_name(job: str, comm: MPI.Intracomm) -> str | None:
     """Name the ranks of a communicator among those of the job, alike on all of them."""
     from mpi4py import MPI
 
-    ranks = communicators.members(comm, MPI.COMM_WORLD)
+    ranks = communicators.translate_ranks(comm, MPI.COMM_WORLD)
     return None if None in ranks else f"{job}/{zlib.crc32(repr(ranks).encode())}"
 
 

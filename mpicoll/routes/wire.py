@@ -190,7 +190,7 @@ def explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
     """An exception of MPI as MPIError with operation and rank; any other as it is."""
     if not isinstance(error, MPI.Exception):
         return error
-    if communicators.tells_of_loss(error) and lost_ranks.check(group):
+    if communicators.reports_lost_rank(error) and lost_ranks.check(group):
         return group.failure()
     return MPIError(
         f"{name} on rank {group.rank()} of group {group.group_name}: MPI: "

@@ -78,7 +78,7 @@ def install_as(names: str) -> None:
     """
     valid = settings.INSTALL_AS.value({INSTALL_AS: names})
     if not valid:
-        raise ArgumentError(f"install_as: expected {settings.INSTALL_AS.takes}, got {names!r}")
+        raise ArgumentError(f"install_as: expected {settings.INSTALL_AS.expected}, got {names!r}")
     from mpicoll.torch import aliases
 
     register()

@@ -119,7 +119,7 @@ def receive(group: ProcessGroup) -> None:
                 if status.group == _hash_name(group):
                     group.statuses[source] = status
     except MPI.Exception as error:
-        if not communicators.tells_of_loss(error):  # lost_ranks.check handles losses
+        if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
             raise
 
 

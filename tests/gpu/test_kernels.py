@@ -20,12 +20,12 @@ PAIRS = [
     for dtype in DTYPES
     if op is not ReduceOp.PREMUL_SUM
     and dtype.kind in op.kinds
-    and reduction.loop(op, dtype) is not None
+    and reduction.find_loop(op, dtype) is not None
 ]
 NARROW = [
     row
     for row in DTYPES
-    if row.kind is Kind.NARROW_FLOAT and reduction.loop(ReduceOp.SUM, row) is not None
+    if row.kind is Kind.NARROW_FLOAT and reduction.find_loop(ReduceOp.SUM, row) is not None
 ]
 #: Less than a piece; with a rest; more than all threads of a device hold at once.
 COUNTS = [1, 7, 1000, 1_000_003]
@@ -64,7 +64,7 @@ def same(got, expected, kind, what):
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS)
 def test_combine(kernels, op, dtype):
-    by, stream = reduction.loop(op, dtype), cupy.cuda.Stream(non_blocking=True)
+    by, stream = reduction.find_loop(op, dtype), cupy.cuda.Stream(non_blocking=True)
     for count in COUNTS:
         for n, step in ((2, 0), (3, dtype.itemsize), (17, 0)):
             if n == 17 and count > 1000:
@@ -103,7 +103,7 @@ def test_narrow(kernels, dtype):
     "dtype", [row for row in DTYPES if row.kind in ReduceOp.PREMUL_SUM.kinds], ids=repr
 )
 def test_scale(kernels, dtype):
-    if reduction.loop(ReduceOp.PREMUL_SUM, dtype) is None:
+    if reduction.find_loop(ReduceOp.PREMUL_SUM, dtype) is None:
         pytest.skip("no kernel scales it")
     stream = cupy.cuda.Stream(non_blocking=True)
     array = operands(ReduceOp.PREMUL_SUM, dtype, 1003, 0)

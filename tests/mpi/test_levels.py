@@ -19,7 +19,6 @@ from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
-from mpicoll.kernels.reduction import loop
 from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.routes import tuning
 from mpicoll.routes.host import hierarchical as levels
@@ -91,7 +90,7 @@ def placed(patch, world, request):
 
 def served(dtype):
     """The operations of a dtype that have levels."""
-    return [op for op in legal(dtype) if op is not ReduceOp.PREMUL_SUM and loop(op, dtype)]
+    return [op for op in legal(dtype) if op is not ReduceOp.PREMUL_SUM and find_loop(op, dtype)]
 
 
 def has_levels(team):

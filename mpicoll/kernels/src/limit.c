@@ -38,7 +38,7 @@ static int readable(int descriptor, long long milliseconds)
     }
 }
 
-/* A rank of the job is there if somebody holds its name, an abstract address of this node. */
+/* A rank of the job is there if a process holds its name, an abstract address of this node. */
 static int is_there(const char *job, int rank)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -54,7 +54,7 @@ static int is_there(const char *job, int rank)
 
 /* Writes a byte to ``begun``. Returns once there is something to read at ``cancel``. Where nothing comes in so many
    milliseconds, writes ``before``, the ranks of 0 to size - 1 that are not there, and ``after`` to
-   standard error, and ends the process. Without a ``job`` nobody knows which are there. */
+   standard error, and ends the process. Without a ``job`` that list is left out. */
 EXPORT void mpicoll_limit(int begun, int cancel, long long milliseconds, const char *before, const char *after,
                           const char *job, int size)
 {

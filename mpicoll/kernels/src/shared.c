@@ -14,9 +14,9 @@
  * a rank seldom finds that another has not yet come as far. Combining everything on every rank
  * costs a copy and a wait less, and more arithmetic: best for little data.
  *
- * Why four slots are enough. A rank fills slot k once it has seen `given` k - 2 of all others, who
+ * Why four slots are enough. A rank fills slot k once it has seen `given` k - 2 of all others, which
  * by then had ended step 2 of round k - 4, the last to read the slot. It combines into its second
- * slot k once it has seen `given` k of all, who by then had ended step 3 of round k - 3.
+ * slot k once it has seen `given` k of all, which by then had ended step 3 of round k - 3.
  *
  * Rounds are numbered on from call to call, so that a rank may begin a call while others still end
  * the one before. Counters are of 32 bits and wrap around; they are compared by their difference.
@@ -43,9 +43,8 @@
 
 enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
 
-/* How often a rank gives the processor up to whoever else wants it before it sleeps. To be woken takes
- * several times as long as to get one's turn: with more ranks than processors, calls on little data
- * take a quarter of the time. */
+/* How often a rank yields the processor before it sleeps. Waking up takes several times as long as
+ * getting a turn: with more ranks than processors, calls on little data take a quarter of the time. */
 enum { YIELDS = 50 };
 
 #define FOREVER UINT64_MAX
@@ -57,12 +56,14 @@ enum { BLOCK = 8192, LARGE = 32 << 20 };
 /* A number that its rank counts up and others wait for. */
 struct counter {
     _Alignas(LINE) atomic_uint value;
-    atomic_uint sleepers; /* somebody asked to be woken since the last change */
+    atomic_uint sleepers; /* a rank has gone to sleep since the last change */
 };
 
-/* What a call is about. */
+/* What a call is about. Atomic, because a rank that is ahead may write what another still reads
+ * (see mpicoll_shared_ask); counters order all other reads and writes, so relaxed access is enough. */
 struct call {
-    _Alignas(LINE) uint64_t what, count;
+    _Alignas(LINE) _Atomic uint64_t what;
+    _Atomic uint64_t count;
 };
 
 struct header {
@@ -72,7 +73,7 @@ struct header {
     struct call calls[2], asked_for[2];
 };
 
-/* A rank's hold on a segment; mpicoll/routes/shared.py has the same. */
+/* A rank's hold on a segment; mpicoll/routes/host/shared.py has the same. */
 struct mpicoll_shared {
     char *base;     /* where the segment is mapped */
     size_t slot;    /* bytes of a slot, a multiple of LINE */
@@ -80,10 +81,10 @@ struct mpicoll_shared {
     uint32_t round; /* rounds ended */
     uint32_t calls; /* calls begun */
     uint32_t looks; /* at a counter before the thread sleeps */
-    atomic_uint left; /* this rank waits for nobody any more: calls return 0 */
+    atomic_uint left; /* this rank does not wait any more: calls return 0 */
 };
 
-/* What all calls of one kind share; mpicoll/routes/shared.py has the same. */
+/* What all calls of one kind share; mpicoll/routes/host/shared.py has the same. */
 struct mpicoll_kind {
     struct mpicoll_shared *shared;
     uint64_t what;   /* tells this kind of call from others */
@@ -139,8 +140,8 @@ static char *second_slot(const struct mpicoll_shared *shared, uint32_t rank, uin
 
 /* ---- Counting and waiting ---------------------------------------------------------------------- */
 
-/* Sleeping is for waits that last, beside ranks or threads that want the core: whoever sleeps leaves
- * it to them, and is put back on one at once when he is woken. */
+/* Sleeping is for long waits beside ranks or threads that want the core: it is left to them, and the
+ * sleeper gets a core back as soon as it is woken. */
 #ifdef __linux__
 static void sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
 {
@@ -176,7 +177,7 @@ static void relax(void)
 
 static void count_up(struct counter *counter, uint32_t value)
 {
-    /* Either this sees that somebody is about to sleep, or he sees the new value. */
+    /* Either this sees that a rank is about to sleep, or that rank sees the new value. */
     atomic_store(&counter->value, value);
     if (atomic_load(&counter->sleepers)) {
         atomic_store(&counter->sleepers, 0);
@@ -197,11 +198,11 @@ static uint64_t now(void)
 }
 
 /* Waits until another rank has counted to `target`, or, returning 0, until the time `end`, or until
- * this rank is told to leave. */
+ * this rank has left. */
 static int wait_until(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target,
                       uint64_t end)
 {
-    /* Should a wake-up be lost with the rank that owed it, look again now and then. */
+    /* The rank that should wake this one may be lost: look again now and then. */
     const uint64_t nap = 50000000;
 
     for (uint32_t i = 0; i < shared->looks; i++) {
@@ -242,23 +243,34 @@ static int wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
 
 /* ---- Calls ------------------------------------------------------------------------------------- */
 
-static void ask(struct header *mine, uint32_t number, uint64_t what, uint64_t count)
+static uint64_t load(const _Atomic uint64_t *value)
 {
-    mine->asked_for[number % 2] = (struct call){what, count};
-    count_up(&mine->asked, number);
+    return atomic_load_explicit(value, memory_order_relaxed);
+}
+
+static void describe(struct call *call, uint64_t what, uint64_t count)
+{
+    atomic_store_explicit(&call->what, what, memory_order_relaxed);
+    atomic_store_explicit(&call->count, count, memory_order_relaxed);
 }
 
 static int same(const struct call *one, const struct call *other)
 {
-    return one->what == other->what && one->count == other->count;
+    return load(&one->what) == load(&other->what) && load(&one->count) == load(&other->count);
 }
 
-/* Call `number` of the group's collectives has been asked for. Returns 1 if the other ranks have got
- * that far, too, or get there in so many nanoseconds, and with the same call. Whoever then begins it
- * will not have to wait for them. (It is the group's number, and not one of the calls here, so that
- * an error between this and the call, after which the ranks go on with the next number, leaves
- * nothing behind. Whoever is two numbers ahead has written over what is compared here, and may be
- * writing; but he has call `number` behind him, so that either answer will do.) */
+static void ask(struct header *mine, uint32_t number, uint64_t what, uint64_t count)
+{
+    describe(&mine->asked_for[number % 2], what, count);
+    count_up(&mine->asked, number);
+}
+
+/* Announces call `number` of the group's collectives. Returns 1 if the other ranks announce it, too,
+ * with the same call, at once or in so many nanoseconds: a rank that then begins it will not have to
+ * wait for them. (`number` is the group's, and not that of the calls here, so that an error between
+ * this and the call, after which the ranks go on with the next number, leaves nothing behind. A rank
+ * that is two numbers ahead has overwritten what is compared here, or is just writing it; but it has
+ * call `number` behind it, so that either answer will do.) */
 EXPORT int mpicoll_shared_ask(const struct mpicoll_shared *shared, uint32_t number, uint64_t what,
                               uint64_t count, uint64_t nanoseconds)
 {
@@ -281,11 +293,11 @@ static void announce(struct mpicoll_shared *shared, uint32_t number, uint64_t wh
     const uint32_t parity = ++shared->calls % 2;
     if (!reached(atomic_load(&mine->asked.value), number))
         ask(mine, number, what, count);
-    mine->calls[parity] = (struct call){what, count};
+    describe(&mine->calls[parity], what, count);
 }
 
 /* All ranks, which have given something, are in the same call. If not, all of them find that out:
- * whoever sees no difference to its own call is seen by none to differ. */
+ * a rank that sees no difference to its own call is not seen to differ by any other. */
 static int agreed(const struct mpicoll_shared *shared)
 {
     const uint32_t parity = shared->calls % 2;
@@ -330,8 +342,8 @@ EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t ra
                                 uint64_t *count)
 {
     const struct header *other = header(shared, rank);
-    *what = other->calls[shared->calls % 2].what;
-    *count = other->calls[shared->calls % 2].count;
+    *what = load(&other->calls[shared->calls % 2].what);
+    *count = load(&other->calls[shared->calls % 2].count);
 }
 
 /* One piece of a message: what goes through in a round. */
@@ -357,7 +369,7 @@ static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank
  *
  * number: of the call among the group's collectives, the same on every rank.
  * Returns 0 without doing so, on all ranks, if they do not have the same count and kind, and on this
- * one if it was told to leave: then the segment is of no more use to it. */
+ * one if it has left: then it cannot use the segment any more. */
 EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *array, size_t elements,
                                      uint32_t number)
 {
@@ -424,13 +436,13 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
 }
 
 /* A block that a rank puts up for the others, at the next place in its slots. */
-struct mpicoll_given {
+struct mpicoll_put {
     const char *data;
     size_t count; /* elements */
 };
 
-/* A block that a rank takes: whose, from which place, where to. */
-struct mpicoll_taken {
+/* A block that a rank gets: whose, from which place, where to. */
+struct mpicoll_get {
     size_t rank, place;
     char *data;
     size_t count;
@@ -466,13 +478,13 @@ static size_t length_of(size_t count, size_t start, size_t step)
 }
 
 /* What is taken of a rank's block in a round: of the own from the array itself. */
-static const char *source_of(const struct mpicoll_shared *shared, const struct mpicoll_taken *taken,
-                             const struct mpicoll_given *gives, uint32_t round, size_t room,
+static const char *source_of(const struct mpicoll_shared *shared, const struct mpicoll_get *get,
+                             const struct mpicoll_put *puts, uint32_t round, size_t room,
                              size_t start)
 {
-    if (taken->rank == shared->me)
-        return gives[taken->place].data + start;
-    return slot(shared, (uint32_t)taken->rank, round) + taken->place * room;
+    if (get->rank == shared->me)
+        return puts[get->place].data + start;
+    return slot(shared, (uint32_t)get->rank, round) + get->place * room;
 }
 
 /* Any collective: ranks put blocks up, and take others'. A round carries a piece of every block.
@@ -484,8 +496,8 @@ static const char *source_of(const struct mpicoll_shared *shared, const struct m
  * what, total: what all ranks must have alike.
  * The rest is as in all_reduce; counts are of numbers. */
 static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
-                    const struct mpicoll_given *gives, size_t given,
-                    const struct mpicoll_taken *takes, size_t taken, uint32_t number, uint64_t what,
+                    const struct mpicoll_put *puts, size_t n_puts,
+                    const struct mpicoll_get *gets, size_t n_gets, uint32_t number, uint64_t what,
                     uint64_t total)
 {
     struct mpicoll_shared *shared = kind->shared;
@@ -493,18 +505,18 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
     const size_t room = shared->slot / places / LINE * LINE, size = kind->size, step = room / size;
     const size_t rounds = most ? (most + step - 1) / step : 1;
     struct header *mine = header(shared, me);
-    const int large = taken * most * size >= LARGE;
-    const char *sources[taken + 1];
+    const int large = n_gets * most * size >= LARGE;
+    const char *sources[n_gets + 1];
 
     announce(shared, number, what, total);
     for (size_t i = 0; i <= rounds; i++) {
         if (i < rounds) {
             char *into = slot(shared, me, base + (uint32_t)i);
-            for (size_t k = 0; k < given; k++) {
+            for (size_t k = 0; k < n_puts; k++) {
                 if (places == n && n > 1 && k == me)
-                    continue; /* nobody else takes it */
-                const size_t length = length_of(gives[k].count, i * step, step);
-                memcpy(into + k * room, gives[k].data + i * step * size, length * size);
+                    continue; /* no other rank gets it */
+                const size_t length = length_of(puts[k].count, i * step, step);
+                memcpy(into + k * room, puts[k].data + i * step * size, length * size);
             }
             count_up(&mine->given, base + (uint32_t)i + 1);
         }
@@ -516,21 +528,21 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
             return 0;
         if (i == 1 && !agreed(shared))
             return differed(shared, base);
-        for (size_t k = 0; k < taken; k++)
-            sources[k] = source_of(shared, &takes[k], gives, round, room, start * size);
-        if (kind->format >= 0 && taken) {
-            const size_t length = length_of(takes[0].count, start, step);
+        for (size_t k = 0; k < n_gets; k++)
+            sources[k] = source_of(shared, &gets[k], puts, round, room, start * size);
+        if (kind->format >= 0 && n_gets) {
+            const size_t length = length_of(gets[0].count, start, step);
             for (size_t at = 0; at < length; at += BLOCK / size) {
                 const size_t some = length - at < BLOCK / size ? length - at : BLOCK / size;
-                mpicoll_combine(kind->format, kind->operation, sources, taken,
-                                takes[0].data + (start + at) * size, some, kind->divisor);
-                for (size_t k = 0; k < taken; k++)
+                mpicoll_combine(kind->format, kind->operation, sources, n_gets,
+                                gets[0].data + (start + at) * size, some, kind->divisor);
+                for (size_t k = 0; k < n_gets; k++)
                     sources[k] += some * size;
             }
         } else {
-            for (size_t k = 0; k < taken; k++) {
-                const size_t length = length_of(takes[k].count, start, step);
-                char *into = takes[k].data + start * size;
+            for (size_t k = 0; k < n_gets; k++) {
+                const size_t length = length_of(gets[k].count, start, step);
+                char *into = gets[k].data + start * size;
                 if (into == sources[k])
                     continue;
                 if (large)
@@ -556,30 +568,30 @@ EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, const char *se
     const uint32_t n = kind->shared->n, me = kind->shared->me;
     const size_t numbers = count * kind->parts, bytes = numbers * kind->size;
     const size_t places = kind->blocks ? n : 1;
-    const size_t given = kind->giver && me != root ? 0 : places;
-    const size_t taken = kind->giver ? 1 : kind->taker && me != root ? 0 : n;
-    struct mpicoll_given gives[n];
-    struct mpicoll_taken takes[n];
+    const size_t n_puts = kind->giver && me != root ? 0 : places;
+    const size_t n_gets = kind->giver ? 1 : kind->taker && me != root ? 0 : n;
+    struct mpicoll_put puts[n];
+    struct mpicoll_get gets[n];
 
-    for (size_t k = 0; k < given; k++)
-        gives[k] = (struct mpicoll_given){send + k * bytes, numbers};
-    for (size_t k = 0; k < taken; k++)
-        takes[k] = (struct mpicoll_taken){
+    for (size_t k = 0; k < n_puts; k++)
+        puts[k] = (struct mpicoll_put){send + k * bytes, numbers};
+    for (size_t k = 0; k < n_gets; k++)
+        gets[k] = (struct mpicoll_get){
             kind->giver ? root : k,
             kind->blocks ? me : 0,
             kind->format >= 0 ? recv : recv + k * bytes,
             numbers,
         };
-    return exchange(kind, places, numbers, gives, given, takes, taken, number,
+    return exchange(kind, places, numbers, puts, n_puts, gets, n_gets, number,
                     kind->what | (uint64_t)root << 24, numbers);
 }
 
-/* The collectives whose blocks may differ in size: what this rank gives, and what it takes. */
+/* The collectives whose blocks may differ in size: what this rank puts, and what it gets. */
 EXPORT int mpicoll_shared_exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
-                                   const struct mpicoll_given *gives, size_t given,
-                                   const struct mpicoll_taken *takes, size_t taken, uint32_t root,
+                                   const struct mpicoll_put *puts, size_t n_puts,
+                                   const struct mpicoll_get *gets, size_t n_gets, uint32_t root,
                                    uint32_t number, uint64_t total)
 {
-    return exchange(kind, places, most, gives, given, takes, taken, number,
+    return exchange(kind, places, most, puts, n_puts, gets, n_gets, number,
                     kind->what | (uint64_t)root << 24, total);
 }

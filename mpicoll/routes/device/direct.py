@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.cuda.capabilities import CudaSupport
-from mpicoll.kernels.reduction import loop
+from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes import algorithms
 from mpicoll.routes.device.space import for_mpi
 from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
@@ -27,7 +27,7 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
     _build,
-    combines=lambda op, dtype: loop(op, dtype) is not None,
+    combines=lambda op, dtype: find_loop(op, dtype) is not None,
     scales=True,
     uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     needs="MPI that sends and receives device memory",

@@ -38,7 +38,7 @@ from mpicoll.cuda.runtime import Memory
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.kernels.reduction import Loop, loop
+from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import at_home
 from mpicoll.routes.route import MemoryKind, Route
@@ -227,7 +227,7 @@ def _rounds(count: int, step: int) -> int:
 def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
-    by, n, me, size = loop(op, dtype), peers.n, peers.me, dtype.itemsize
+    by, n, me, size = find_loop(op, dtype), peers.n, peers.me, dtype.itemsize
     assert by is not None
     divisor = n if op is ReduceOp.AVG else 1
     signature = kind_of(primitive, dtype, op, 0)
@@ -281,7 +281,7 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
     primitive, _, op, dtype = kind
     assert dtype is not None
     size = dtype.itemsize
-    by = None if op is None else loop(op, dtype)
+    by = None if op is None else find_loop(op, dtype)
     divisor = max(1, len(kind.combined)) if op is ReduceOp.AVG else 1
 
     def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
@@ -319,7 +319,7 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     ("all_reduce", *CARRIED),
     _build,
-    combines=lambda op, dtype: loop(op, dtype) is not None,
+    combines=lambda op, dtype: find_loop(op, dtype) is not None,
     scales=True,
     uneven=("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"),
     place="node",

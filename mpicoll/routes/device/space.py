@@ -10,7 +10,7 @@ from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, ReduceOp
-from mpicoll.kernels.reduction import loop
+from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Layout
 from mpicoll.routes.space import Space
 
@@ -52,7 +52,7 @@ class DeviceSpace(Space):
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
         """Enqueues a kernel."""
-        by = loop(op, out.dtype)
+        by = find_loop(op, out.dtype)
         assert by is not None
         context = self.context
         addresses = [address(source) for source in sources]

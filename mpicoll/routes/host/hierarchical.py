@@ -45,7 +45,7 @@ from mpicoll.core.signature import kind_of, told
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import MismatchError
-from mpicoll.kernels.reduction import combine, loop, narrow, scale
+from mpicoll.kernels.reduction import combine, find_loop, narrow, scale
 from mpicoll.routes.host import exchange, mpi, shared
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.transfers import Get, Put, Transfer
@@ -536,7 +536,7 @@ ROUTE = Route(
     MemoryKind.HOST,
     tuple(_BUILDERS),
     _build,
-    combines=lambda op, dtype: loop(op, dtype) is not None,
+    combines=lambda op, dtype: find_loop(op, dtype) is not None,
     place="nodes",
     needs="several nodes, at least one with several ranks, and the C library",
 )

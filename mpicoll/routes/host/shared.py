@@ -19,7 +19,7 @@ from mpicoll.core.signature import is_compared, is_list, kind_of, parts_of, told
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.library import kernels
-from mpicoll.kernels.reduction import loop
+from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host.shared_segment import Segment, share
 from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.transfers import Transfer, transfer_of
@@ -169,7 +169,7 @@ class Shared:
     def _described(self, kind: CallKind) -> _Kind:
         primitive, _, op, dtype = kind
         assert dtype is not None
-        by = None if op is None else loop(op, dtype)
+        by = None if op is None else find_loop(op, dtype)
         parts = 1 if by is None else by.elements
         return _Kind(
             shared=self._pointer,
@@ -277,7 +277,7 @@ def create(group: ProcessGroup) -> Shared | None:
     """Return memory that the ranks share, or None on all of them. All ranks call."""
     n = group.size()
     slot = min(SLOT, TOGETHER // (_SLOTS * n)) // 64 * 64
-    able = kernels is not None and not settings.SHARED_MEMORY.says("0")
+    able = kernels is not None and not settings.SHARED_MEMORY.is_set_to("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
     segment = share(group.inner, region, able)
     return None if segment is None else Shared(group, segment, slot)
@@ -289,7 +289,7 @@ ROUTE = Route(
     MemoryKind.HOST,
     tuple(_FUNCTIONS),
     _build,
-    combines=lambda op, dtype: loop(op, dtype) is not None,
+    combines=lambda op, dtype: find_loop(op, dtype) is not None,
     place="node",
     needs="all ranks on one node, and the C library",
 )

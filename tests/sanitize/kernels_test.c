@@ -1,0 +1,412 @@
+/* Drive the C library with threads as ranks, for sanitizers: `make sanitize` builds and runs it.
+ *
+ * The ranks of a group are processes; ThreadSanitizer sees the threads of one. Here each thread is
+ * a rank, with its own struct mpicoll_shared on one segment, as each process has. Every array is
+ * allocated at its exact size, so that AddressSanitizer sees a copy that is one element too long.
+ *
+ *     kernels_test            every check; exit code 1 at the first that fails
+ */
+
+#include "shared.c" /* with its structures, which no header has */
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+void mpicoll_pack(const char *const *arrays, const size_t *counts, size_t n, size_t lines,
+                  size_t rows, size_t size, char *into);
+void mpicoll_unpack(char *const *arrays, const size_t *counts, size_t n, size_t lines, size_t rows,
+                    size_t size, const char *from);
+int mpicoll_format(const char *name);
+void mpicoll_limit(int begun, int cancel, long long milliseconds, const char *before,
+                   const char *after, const char *job, int size);
+
+enum { SUM = 0, ROUNDS = 12, LIMIT_SECONDS = 240 };
+
+#define START ((uint32_t)-20) /* of the numbers of rounds and calls */
+
+#define CHECK(CONDITION)                                                                           \
+    do {                                                                                           \
+        if (!(CONDITION)) {                                                                        \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #CONDITION);                \
+            exit(1);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+static void *allocate(size_t size)
+{
+    void *memory = malloc(size);
+    CHECK(memory || !size);
+    return memory;
+}
+
+/* ---- A group of threads ------------------------------------------------------------------------ */
+
+struct group {
+    uint32_t n;
+    size_t slot;
+    char *base;
+    pthread_barrier_t barrier;
+};
+
+struct rank {
+    struct group *group;
+    struct mpicoll_shared shared;
+    uint32_t number; /* of the last call */
+    uint32_t random;
+};
+
+/* Let ranks come late, each at other calls. */
+static void dawdle(struct rank *rank)
+{
+    rank->random = rank->random * 1664525 + 1013904223;
+    if (rank->random >> 30 == 0)
+        usleep(rank->random >> 8 & 255);
+}
+
+static void run_ranks(uint32_t n, size_t slot, void *(*body)(void *))
+{
+    struct group group = {.n = n, .slot = slot};
+    const size_t region_size = mpicoll_shared_region(slot, n);
+    pthread_t threads[n];
+    struct rank *ranks = allocate(n * sizeof *ranks);
+
+    /* What is behind the segment can be neither read nor written. */
+    char *memory = mmap(NULL, n * region_size + PAGE, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    CHECK(!mprotect(memory + n * region_size, PAGE, PROT_NONE));
+    group.base = memory;
+    CHECK(!pthread_barrier_init(&group.barrier, NULL, n));
+    for (uint32_t me = 0; me < n; me++) {
+        ranks[me] = (struct rank){.group = &group, .random = 7 * me + n};
+        ranks[me].shared = (struct mpicoll_shared){
+            .base = memory, .slot = slot, .n = n, .me = me, .looks = me % 2 ? 50 : 0};
+        /* Numbers of rounds and calls wrap around. */
+        ranks[me].number = ranks[me].shared.round = START;
+        struct header *mine = header(&ranks[me].shared, me);
+        atomic_store(&mine->given.value, START);
+        atomic_store(&mine->combined.value, START);
+        atomic_store(&mine->asked.value, START);
+    }
+    for (uint32_t me = 0; me < n; me++)
+        CHECK(!pthread_create(&threads[me], NULL, body, &ranks[me]));
+    for (uint32_t me = 0; me < n; me++)
+        CHECK(!pthread_join(threads[me], NULL));
+    pthread_barrier_destroy(&group.barrier);
+    CHECK(!munmap(memory, n * region_size + PAGE));
+    free(ranks);
+}
+
+/* ---- Collectives ------------------------------------------------------------------------------- */
+
+/* Elements of a rank's block for another. */
+static int32_t element(size_t from, size_t to, size_t i)
+{
+    return (int32_t)(1000 * from + to + 3 * i);
+}
+
+static struct mpicoll_kind kind_of(struct rank *rank, int combines)
+{
+    return (struct mpicoll_kind){
+        .shared = &rank->shared,
+        .what = 7,
+        .divisor = 1,
+        .size = 4,
+        .parts = 1,
+        .format = combines ? mpicoll_format("int32") : -1,
+        .operation = SUM,
+    };
+}
+
+static void all_reduce(struct rank *rank, size_t count, size_t whole)
+{
+    const uint32_t n = rank->shared.n, me = rank->shared.me;
+    struct mpicoll_kind kind = kind_of(rank, 1);
+    int32_t *array = allocate(count * 4);
+
+    kind.whole = whole;
+    for (size_t i = 0; i < count; i++)
+        array[i] = element(me, 0, i);
+    CHECK(mpicoll_shared_all_reduce(&kind, (char *)array, count, ++rank->number));
+    for (size_t i = 0; i < count; i++)
+        CHECK(array[i] == (int32_t)(1000 * (n * (n - 1) / 2) + 3 * n * i));
+    free(array);
+}
+
+/* What `recv` holds of rank `from`, at element i; `to` is this rank or 0. */
+static void blocks(struct rank *rank, size_t count, int giver, int taker, int many, int combines)
+{
+    const uint32_t n = rank->shared.n, me = rank->shared.me;
+    const uint32_t root = giver || taker ? (uint32_t)(count + 1) % n : 0;
+    struct mpicoll_kind kind = kind_of(rank, combines);
+    const size_t sent = many ? n : 1, got = giver || combines ? 1 : n;
+    const int gives = !giver || me == root, takes = !taker || me == root;
+    int32_t *send = gives ? allocate(sent * count * 4) : NULL;
+    int32_t *recv = takes ? allocate(got * count * 4) : NULL;
+
+    kind.blocks = many, kind.giver = giver, kind.taker = taker;
+    for (size_t to = 0; gives && to < sent; to++)
+        for (size_t i = 0; i < count; i++)
+            send[to * count + i] = element(me, to, i);
+    CHECK(mpicoll_shared_blocks(&kind, (char *)send, (char *)recv, count, root, ++rank->number));
+    for (size_t from = 0; takes && from < got; from++)
+        for (size_t i = 0; i < count; i++) {
+            const size_t to = many ? me : 0;
+            const int32_t sum = (int32_t)(1000 * (n * (n - 1) / 2) + n * (to + 3 * i));
+            const int32_t expected = combines ? sum : element(giver ? root : from, to, i);
+            CHECK(recv[from * count + i] == expected);
+        }
+    free(send);
+    free(recv);
+}
+
+/* all_to_all whose blocks differ: rank r gives r + s + `count` elements to rank s. */
+static void exchange_blocks(struct rank *rank, size_t count)
+{
+    const uint32_t n = rank->shared.n, me = rank->shared.me;
+    struct mpicoll_kind kind = kind_of(rank, 0);
+    struct mpicoll_put gives[n];
+    struct mpicoll_get takes[n];
+    int32_t *recv[n];
+
+    for (uint32_t other = 0; other < n; other++) {
+        const size_t length = me + other + count;
+        int32_t *send = allocate(length * 4);
+        for (size_t i = 0; i < length; i++)
+            send[i] = element(me, other, i);
+        recv[other] = allocate(length * 4);
+        gives[other] = (struct mpicoll_put){(char *)send, length};
+        takes[other] = (struct mpicoll_get){other, me, (char *)recv[other], length};
+    }
+    CHECK(mpicoll_shared_exchange(&kind, n, 2 * (n - 1) + count, gives, n, takes, n, 0,
+                                  ++rank->number, count));
+    for (uint32_t other = 0; other < n; other++) {
+        for (size_t i = 0; i < me + other + count; i++)
+            CHECK(recv[other][i] == element(other, me, i));
+        free((void *)gives[other].data);
+        free(recv[other]);
+    }
+}
+
+/* A result that is written past the caches begins at any address. */
+static void copy_large(struct rank *rank, size_t offset)
+{
+    const uint32_t n = rank->shared.n, me = rank->shared.me;
+    const size_t size = LARGE / n + 100;
+    struct mpicoll_kind kind = kind_of(rank, 0);
+    char *send = allocate(size), *recv = allocate(n * size + offset);
+
+    kind.size = 1;
+    memset(send, (int)me + 1, size);
+    CHECK(mpicoll_shared_blocks(&kind, send, recv + offset, size, 0, ++rank->number));
+    for (uint32_t from = 0; from < n; from++)
+        for (size_t i = 0; i < size; i += i + 997 < size ? 997 : 1)
+            CHECK(recv[offset + from * size + i] == (char)(from + 1));
+    free(send);
+    free(recv);
+}
+
+/* Ranks that make different calls all find out, and the next call goes well. */
+static void differ(struct rank *rank)
+{
+    const uint32_t n = rank->shared.n, me = rank->shared.me;
+    struct mpicoll_kind kind = kind_of(rank, 1);
+    int32_t array[6] = {0};
+    uint64_t what, count;
+
+    rank->number++;
+    if (n == 1)
+        return;
+    if (me == n / 2)
+        CHECK(!mpicoll_shared_agree(&rank->shared, rank->number, 9, 11));
+    else
+        CHECK(!mpicoll_shared_all_reduce(&kind, (char *)array, me ? 6 : 5, rank->number));
+    for (uint32_t other = 0; other < n; other++) {
+        mpicoll_shared_call(&rank->shared, other, &what, &count);
+        CHECK(what == (other == n / 2 ? 9 : 7));
+        CHECK(count == (other == n / 2 ? 11 : other ? 6 : 5));
+    }
+}
+
+static void *run_collectives(void *argument)
+{
+    struct rank *rank = argument;
+    const uint32_t n = rank->shared.n;
+    const size_t slot = rank->group->slot;
+    const size_t counts[] = {1, 7, slot / 4, slot / 4 + 1, 3 * slot + 5, 0, 2 * n + 1};
+
+    for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
+        for (size_t whole = 0; whole < 2; whole++) {
+            dawdle(rank);
+            all_reduce(rank, counts[k], whole << 40);
+        }
+    if (slot / n < LINE) /* no place for a block of each rank */
+        return NULL;
+    for (size_t k = 0; k < 2 * ROUNDS; k++) {
+        const size_t count = k % 4 == 3 ? slot / 8 + k : 5 * k;
+        dawdle(rank);
+        /* A call is asked for before it is begun, or not; and some that were never begin. */
+        if (k % 3 == 0)
+            mpicoll_shared_ask(&rank->shared, ++rank->number, 7, count, k % 2 ? 0 : 20000);
+        CHECK(mpicoll_shared_agree(&rank->shared, ++rank->number, 3, k));
+        blocks(rank, count, 1, 0, 0, 0); /* broadcast */
+        blocks(rank, count, 0, 1, 0, 1); /* reduce */
+        blocks(rank, count, 0, 0, 0, 0); /* all_gather */
+        dawdle(rank);
+        blocks(rank, count, 0, 1, 0, 0); /* gather */
+        blocks(rank, count, 1, 0, 1, 0); /* scatter */
+        blocks(rank, count, 0, 0, 1, 1); /* reduce_scatter */
+        blocks(rank, count, 0, 0, 1, 0); /* all_to_all */
+        exchange_blocks(rank, count);
+        differ(rank);
+    }
+    return NULL;
+}
+
+static void *run_large(void *argument)
+{
+    copy_large(argument, 0);
+    copy_large(argument, 3);
+    return NULL;
+}
+
+/* Ranks that ask, and run ahead of one another, for nothing holds them together. */
+static void *run_asks(void *argument)
+{
+    struct rank *rank = argument;
+    int agreed_on = 0;
+
+    for (uint64_t k = 0; k < 2000; k++)
+        agreed_on += mpicoll_shared_ask(&rank->shared, ++rank->number, 7, k, 0);
+    pthread_barrier_wait(&rank->group->barrier);
+    CHECK(agreed_on <= 2000);
+    CHECK(mpicoll_shared_ask(&rank->shared, ++rank->number, 7, 5, (uint64_t)60e9));
+    pthread_barrier_wait(&rank->group->barrier);
+    if (rank->shared.n > 1) /* rank 0 asks for another call than the others */
+        CHECK(!mpicoll_shared_ask(&rank->shared, ++rank->number, 7, !rank->shared.me,
+                                  (uint64_t)60e9));
+    return NULL;
+}
+
+static void *tell_to_leave(void *argument)
+{
+    usleep(20000);
+    atomic_store(&((struct rank *)argument)->shared.left, 1);
+    return NULL;
+}
+
+/* The last rank never comes; the others are told to leave. */
+static void *run_left(void *argument)
+{
+    struct rank *rank = argument;
+    pthread_t teller;
+
+    if (rank->shared.me == rank->shared.n - 1)
+        return NULL;
+    CHECK(!pthread_create(&teller, NULL, tell_to_leave, rank));
+    CHECK(!mpicoll_shared_agree(&rank->shared, START + 1, 7, 7));
+    CHECK(!pthread_join(teller, NULL));
+    return NULL;
+}
+
+/* ---- Packing, and a time limit ----------------------------------------------------------------- */
+
+static void pack(void)
+{
+    enum { N = 3, LINES = 2, ROWS = 4 };
+    const size_t counts[N] = {1, 0, 5};
+    const size_t total = LINES * ROWS * (1 + 0 + 5);
+    char *arrays[LINES * N], *packed = allocate(total * 4);
+
+    for (size_t k = 0; k < LINES * N; k++) {
+        arrays[k] = allocate(ROWS * counts[k % N] * 4);
+        for (size_t i = 0; i < ROWS * counts[k % N]; i++)
+            ((int32_t *)arrays[k])[i] = element(k, 0, i);
+    }
+    mpicoll_pack((const char *const *)arrays, counts, N, LINES, ROWS, 4, packed);
+    CHECK(((int32_t *)packed)[0] == element(0, 0, 0));
+    CHECK(((int32_t *)packed)[1] == element(2, 0, 0));
+    CHECK(((int32_t *)packed)[total - 1] == element(5, 0, 5 * ROWS - 1));
+    for (size_t k = 0; k < LINES * N; k++)
+        memset(arrays[k], 0, ROWS * counts[k % N] * 4);
+    mpicoll_unpack(arrays, counts, N, LINES, ROWS, 4, packed);
+    for (size_t k = 0; k < LINES * N; k++) {
+        for (size_t i = 0; i < ROWS * counts[k % N]; i++)
+            CHECK(((int32_t *)arrays[k])[i] == element(k, 0, i));
+        free(arrays[k]);
+    }
+    free(packed);
+}
+
+/* The message of a process that ends for `size` ranks that do not come, to `text`. */
+static size_t time_out(const char *before, const char *job, int size, char *text, size_t room)
+{
+    int output[2], begun[2], cancel[2], status;
+    size_t used = 0;
+
+    CHECK(!pipe(output) && !pipe(begun) && !pipe(cancel));
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (!child) {
+        dup2(output[1], STDERR_FILENO);
+        close(output[1]);
+        mpicoll_limit(begun[1], cancel[0], 1, before, "; the end\n", job, size);
+        _exit(3);
+    }
+    close(output[1]);
+    for (ssize_t got; (got = read(output[0], text + used, room - 1 - used)) > 0;)
+        used += (size_t)got;
+    text[used] = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 1);
+    close(output[0]), close(begun[0]), close(begun[1]), close(cancel[0]), close(cancel[1]);
+    return used;
+}
+
+static void limit(void)
+{
+    static char text[1 << 16], before[6000];
+    int begun[2], cancel[2];
+
+    CHECK(!pipe(begun) && !pipe(cancel) && write(cancel[1], "", 1) == 1);
+    mpicoll_limit(begun[1], cancel[0], 60000, "", "", NULL, 0); /* cancelled */
+    close(begun[0]), close(begun[1]), close(cancel[0]), close(cancel[1]);
+
+    time_out("too late", "mpicoll-sanitize", 3, text, sizeof text);
+    CHECK(!strcmp(text, "too late (missing: 0, 1, 2); the end\n"));
+    time_out("too late", NULL, 3, text, sizeof text);
+    CHECK(!strcmp(text, "too late; the end\n"));
+    /* Neither many ranks nor a long text leave the buffer. */
+    CHECK(time_out("too late", "mpicoll-sanitize", 5000, text, sizeof text) <= 4096);
+    CHECK(strstr(text, ", and others); the end\n"));
+    for (size_t length = sizeof before - 1, i = 0; i < 3; i++, length = 4000 + 8 * i) {
+        memset(before, 'x', length);
+        before[length] = 0;
+        CHECK(time_out(before, "mpicoll-sanitize", 5000, text, sizeof text) <= 4096);
+        CHECK(strstr(text, "; the end\n"));
+    }
+}
+
+int main(void)
+{
+    const uint32_t sizes[] = {1, 2, 3, 5, 8};
+
+    alarm(LIMIT_SECONDS); /* ranks that wait for ever */
+    pack();
+    limit();
+    for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
+        const uint32_t n = sizes[k];
+        run_ranks(n, 64, run_collectives);
+        run_ranks(n, 640, run_collectives);
+        run_ranks(n, 4096, run_collectives);
+        run_ranks(n, 4096, run_asks);
+    }
+    run_ranks(2, 65536, run_large);
+    run_ranks(3, 4096, run_left);
+    puts("threads as ranks, packing, the time limit: as they should be");
+    return 0;
+}

@@ -1,0 +1,164 @@
+"""Run the C sources under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
+
+    python tests/sanitize/run_sanitizers.py VENV [--mpiexec COMMAND] [--only address|thread]
+
+``make sanitize`` calls it. VENV is an environment that has what the tests need.
+
+- ``kernels_test.c``, whose threads are the ranks of a group, under ThreadSanitizer, and under the
+  other two;
+- tests of the C library in Python, on processes, with a library built for these two.
+
+A sanitizer without a runtime library for the compiler (``$CC``, or cc) is skipped, and this is said
+at the end. Anything that a sanitizer finds ends the run with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SOURCES = ROOT / "mpicoll" / "kernels" / "src"
+BUILD = ROOT / ".cache" / "sanitize"
+
+COMPILER = shlex.split(os.environ.get("CC", "cc"))
+FLAGS = ["-std=gnu11", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-trapping-math"]
+ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+THREAD = ["-fsanitize=thread"]
+
+#: Tests of the C library on no ranks, but for those of NumPy's half and those with 65 threads or
+#: more, which take minutes here; and on two ranks.
+PLAIN = ["tests/test_reduction.py", "tests/test_shared_memory.py"]
+PLAIN_CHOSEN = "not numpy and not (threads and (65 or 100 or 128))"
+ON_RANKS = ["tests/mpi/test_shared.py"]
+
+#: Seconds that one command may take.
+LIMIT = 600
+
+OPTIONS = {
+    # The interpreter does not give all its memory back.
+    "ASAN_OPTIONS": "detect_leaks=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=0",
+    "MPICOLL_TABLE": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def run(command: list[str], **options: object) -> None:
+    """Run a command that has to succeed; say how long it took, or print its output."""
+    start = time.perf_counter()
+    shown = shlex.join(command).replace(f"{ROOT}/", "")
+    print(shown, flush=True)
+    with (BUILD / "output").open("w+", errors="replace") as output:
+        try:
+            code = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                timeout=LIMIT, check=False, **options,
+            ).returncode  # type: ignore[call-overload]  # fmt: skip
+        except subprocess.TimeoutExpired:
+            code = "none: it ran out of time"
+        if code:
+            output.seek(0)
+            print(output.read())
+            sys.exit(f"FAILED, exit code {code}: {shown}")
+    print(f"    {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def keep_addresses() -> None:
+    """Have the program loaded where it wants: ThreadSanitizer knows few places."""
+    no_randomize = 0x0040000
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).personality(no_randomize)
+
+
+def missing_runtime(flags: list[str]) -> str:
+    """Return what the compiler says if it lacks the runtime library for these flags, else ""."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+
+    def complaint(*flags: str) -> str:
+        done = subprocess.run(
+            [*COMPILER, *flags, "-x", "c", "-", "-o", str(BUILD / "probe")],
+            input="int main(void) { return 0; }\n", stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        lines = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
+        return lines[0] if done.returncode else ""
+
+    if broken := complaint():
+        sys.exit(f"FAILED: {shlex.join(COMPILER)} compiles nothing at all: {broken}")
+    return complaint(*flags)
+
+
+def run_threads(name: str, flags: list[str]) -> None:
+    """Build kernels_test.c with a sanitizer and run it."""
+    program = BUILD / f"kernels_test-{name}"
+    sources = [Path(__file__).parent / "kernels_test.c"]
+    sources += [SOURCES / each for each in ("reduction.c", "packing.c", "limit.c")]
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    run([*COMPILER, *FLAGS, "-O1", *warnings, *flags, "-pthread", f"-I{SOURCES}",
+         *map(str, sources), "-o", str(program)])  # fmt: skip
+    run([str(program)], env=os.environ | OPTIONS, preexec_fn=keep_addresses)
+
+
+def run_tests(python: Path, mpiexec: list[str]) -> None:
+    """Run tests in Python with a copy of the package whose C library is built with sanitizers."""
+    package = BUILD / "package" / "mpicoll"
+    shutil.rmtree(package.parent, ignore_errors=True)
+    shutil.copytree(ROOT / "mpicoll", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    ask = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
+    suffix = subprocess.check_output([python, "-c", ask], text=True).strip()
+    library = package / "kernels" / f"_library{suffix}"
+    sources = map(str, sorted(SOURCES.glob("*.c")))
+    run([*COMPILER, *FLAGS, "-O2", *ADDRESS, "-shared", "-fPIC", *sources, "-o", str(library)])
+
+    runtime = subprocess.check_output([*COMPILER, "-print-file-name=libasan.so"], text=True).strip()
+    environment = os.environ | OPTIONS
+    environment |= {"PYTHONPATH": str(package.parent), "PYTHONMALLOC": "malloc"}
+    sanitized = ["env", f"LD_PRELOAD={runtime}", str(python)]
+    # Beside the checkout, whose package Python would find first.
+    options = {"cwd": package.parent, "env": environment}
+    ask = f"from mpicoll.kernels.library import describe as d; assert {str(library)!r} in d(), d()"
+    run([*sanitized, "-c", ask], **options)
+
+    # What a sanitizer writes is not captured.
+    pytest = ["pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    pytest += ["-c", str(ROOT / "pyproject.toml"), "--capture=sys"]
+    run([*sanitized, "-m", *pytest, "-k", PLAIN_CHOSEN, *(str(ROOT / each) for each in PLAIN)],
+        **options)  # fmt: skip
+    run([*mpiexec, "-n", "2", *sanitized, "-m", "mpi4py", "-m", *pytest, "--with-mpi",
+         *(str(ROOT / each) for each in ON_RANKS)], **options)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("--mpiexec", help="instead of the one of the environment")
+    parser.add_argument("--only", choices=["address", "thread"])
+    arguments = parser.parse_args()
+    bin = Path(os.path.abspath(arguments.venv)) / "bin"  # noqa: PTH100  # its links stay links
+    skipped = []
+    for name, flags in {"thread": THREAD, "address": ADDRESS}.items():
+        if arguments.only not in (None, name):
+            continue
+        missing = missing_runtime(flags)
+        if missing:
+            skipped.append(f"SKIPPED {flags[0]}: {shlex.join(COMPILER)} has no runtime: {missing}")
+            continue
+        run_threads(name, flags)
+        if name == "address":
+            run_tests(bin / "python", shlex.split(arguments.mpiexec or str(bin / "mpiexec")))
+    print(*skipped, "nothing found" if not skipped else "nothing found by the others", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

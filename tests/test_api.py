@@ -44,7 +44,15 @@ FUNCTIONS = [
 ]
 CLASSES = NAMES["classes"].split()
 #: What mpicoll has and torch.distributed does not.
-OWN = {"recv_async", "restricted_pickle", "Future", "SHRINK_ABORT", "SHRINK_DEFAULT"}
+OWN = {
+    "scan",
+    "exscan",
+    "recv_async",
+    "restricted_pickle",
+    "Future",
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
+}
 
 #: Functions that torch has in C, without a signature.
 NO_SIGNATURE = {"get_debug_level", "set_debug_level", "set_debug_level_from_env"}

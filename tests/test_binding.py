@@ -68,10 +68,10 @@ def test_bind(alone, monkeypatch):
 
 
 def test_bind_without_a_gpu(alone, monkeypatch):
-    def runtime():
+    def absent():
         raise UnsupportedError("none here")
 
-    monkeypatch.setattr(runtime, "get_runtime", runtime)
+    monkeypatch.setattr(runtime, "get_runtime", absent)
     assert bind() is None
 
 

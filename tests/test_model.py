@@ -63,8 +63,8 @@ def test_ranks_of_a_node_share_its_link(network: tuple[float, float, float]) -> 
     def time(steps: Any) -> float:
         return model.messages(nodes, [each._replace(combined=0) for each in steps], m)
 
-    assert time([model.stream_order(nodes, 4, m)]) == pytest.approx(alpha + 4 * m * beta)
-    assert time([model.stream_order(nodes, 2, m)]) == 0
+    assert time([model.crossing(nodes, 4, m)]) == pytest.approx(alpha + 4 * m * beta)
+    assert time([model.crossing(nodes, 2, m)]) == 0
     # Halving, the nearest ranks first, sends as little between nodes as two levels do.
     assert time(model.rabenseifner(nodes, m)) == pytest.approx(6 * alpha + 2 * m * beta * 7 / 8)
     assert time(model.ring(nodes, m)) == pytest.approx(31 * alpha + m * beta * 31 / 32)

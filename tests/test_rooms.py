@@ -20,7 +20,7 @@ ROOMS = [
     "__main__", "cli", "torch", "api", "dispatch", "routes", "watch", "core", "arrays", "cuda",
     "launch", "kernels", "ground",
 ]  # fmt: skip
-GROUND = {"communicators", "dtypes", "errors", "output", "primitives", "settings"}
+GROUND = {"communicators", "dtypes", "errors", "machine", "output", "primitives", "settings"}
 
 Imports = dict[str, dict[str, bool]]
 

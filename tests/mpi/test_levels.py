@@ -19,6 +19,7 @@ from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
+from mpicoll.kernels.reduction import find_loop
 from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.routes import tuning
 from mpicoll.routes.host import hierarchical as levels

@@ -35,6 +35,8 @@ from mpicoll.launch.methods import Agent, File, Port, meeting, told
 
 pytest_plugins = ["whole_jobs"]
 
+pytestmark = pytest.mark.waits
+
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 #: Seconds after which a job counts as hanging. Most take two.

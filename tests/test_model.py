@@ -36,6 +36,8 @@ from model_costs import WAYS, Cost, Machine, Rates, seconds  # noqa: E402
 from model_steps import Place, Step  # noqa: E402
 from pages import filled  # noqa: E402
 
+pytestmark = pytest.mark.any_mpi
+
 KIB, MIB = 1 << 10, 1 << 20
 
 # --- the algorithms, played through -------------------------------------------------------------

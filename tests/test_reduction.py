@@ -16,6 +16,8 @@ from mpicoll.dtypes import DTYPES, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels import library, reduction
 
+pytestmark = pytest.mark.any_mpi
+
 NARROW = [dtype for dtype in DTYPES if dtype.kind is Kind.NARROW_FLOAT]
 WIDE = [dtype for dtype in DTYPES if dtype.kind is not Kind.NARROW_FLOAT]
 NARROW_OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]

@@ -11,7 +11,7 @@ import pytest
 
 from mpicoll.kernels.library import how, kernels
 
-pytestmark = pytest.mark.skipif(kernels is None, reason=how())
+pytestmark = [pytest.mark.any_mpi, pytest.mark.skipif(kernels is None, reason=how())]
 
 #: Seconds after which a thread that waits for another counts as hanging.
 LIMIT = 60
@@ -58,8 +58,12 @@ def on_threads(rank, n):
         assert not thread.is_alive(), "a thread waits for ever"
 
 
+#: Numbers of threads of which two processors are soon tired.
+MANY = [pytest.param(n, marks=pytest.mark.slow) for n in (65, 100, 128)]
+
+
 @pytest.mark.parametrize("slot", [64, 640, 4096])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 65, 100, 128])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, *MANY])
 def test_all_reduce_of_n_threads(n, slot):
     """Sums that shares and slots do not divide; what lies behind the segment stays as it is."""
     region = kernels.shared_region(slot, n)
@@ -99,7 +103,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("slot", [8192, 65536])
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 65, 128])
+@pytest.mark.parametrize("n", [1, 2, 3, 8, MANY[0], MANY[2]])
 def test_blocks_of_n_threads(n, slot):
     """Every collective with blocks that fill no slot, one, and several."""
     region = kernels.shared_region(slot, n)

@@ -13,6 +13,8 @@ from mpicoll.core.tables import KINDS, PLACES, Table
 from mpicoll.errors import ArgumentError
 from mpicoll.primitives import by_name
 
+pytestmark = pytest.mark.any_mpi
+
 KIB, MIB = 1 << 10, 1 << 20
 MPI = "An MPI 1.2"
 #: What a file may hold.

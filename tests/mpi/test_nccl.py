@@ -19,6 +19,8 @@ from mpicoll.dtypes import by_name
 from mpicoll.errors import UnsupportedError
 from mpicoll.routes.device import nccl
 
+pytestmark = pytest.mark.any_mpi
+
 #: ncclDataType_t.
 KINDS = [
     "int8",

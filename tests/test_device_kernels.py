@@ -24,7 +24,8 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels import device_kernels, reduction
 from mpicoll.kernels.device_kernels import DeviceKernels
 
-pytestmark = pytest.mark.any_mpi
+#: A compiler runs for each kernel.
+pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 STREAM = 4711

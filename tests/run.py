@@ -66,6 +66,7 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # from 5.0 on
     "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # before 5.0
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     # MPICH: a rank that waits sleeps for a moment, where there are more ranks than cores.

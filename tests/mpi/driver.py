@@ -31,7 +31,7 @@ GUARD = 4
 Maker = Callable[[tuple[int, ...], DType], tuple[Any, Array]]
 
 
-def legal(dtype: DType) -> list[ReduceOp]:
+def legal_operations(dtype: DType) -> list[ReduceOp]:
     """Return the operations that have a meaning for a dtype."""
     return [op for op in OPERATIONS if dtype.kind in op.kinds]
 
@@ -44,7 +44,7 @@ def guarded(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Array]:
     return array, array
 
 
-def unharmed(array: Array) -> bool:
+def is_unharmed(array: Array) -> bool:
     """Tell whether nothing was written beside an array that ``guarded`` made."""
     memory = array
     while isinstance(memory.base, np.ndarray):
@@ -209,7 +209,7 @@ class Call:
         for name, array, expected in self.watched:
             what = f"{self.what}: {name}"
             expected.check(np.ascontiguousarray(array).reshape(-1), what)
-            assert self.make is not guarded or unharmed(array), f"{what}: written beside it"
+            assert self.make is not guarded or is_unharmed(array), f"{what}: written beside it"
 
     def run(self, by_group_rank: bool = False) -> None:
         """Make the call and check it."""
@@ -280,7 +280,7 @@ class Exact(Call):
         return oracle.reduced(self.op, self.dtype, given, None)
 
 
-def meet(mpi: Any) -> None:
+def wait_for_all(mpi: Any) -> None:
     """Wait for all ranks, and leave the cores to those that still compute.
 
     The ranks outside a group call this while its members make their calls.
@@ -290,7 +290,7 @@ def meet(mpi: Any) -> None:
         time.sleep(2e-4)
 
 
-def same_on_all(mpi: Any, calls: Sequence[Call]) -> None:
+def check_same_bits(mpi: Any, calls: Sequence[Call]) -> None:
     """Raise AssertionError unless the members of each group hold the same bits in all results.
 
     All ranks call this, with the calls in the same order; MPI itself carries the bytes.
@@ -315,7 +315,7 @@ __all__ = [
     "Call",
     "Kind",
     "Uneven",
-    "legal",
-    "meet",
-    "same_on_all",
+    "check_same_bits",
+    "legal_operations",
+    "wait_for_all",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import team as group_of
-from driver import Call, legal
+from driver import Call, legal_operations
 
 import mpicoll as dist
 from mpicoll.core import calls
@@ -37,7 +37,7 @@ def test_pieces(small, row, dtype, monkeypatch):
 
     monkeypatch.setattr(execute, "_perform_packed", watched)
     for count in (0, 1, step - 1, step, step + 1, 5 * step + 3):
-        for op in legal(dtype) if row.reduces else [None]:
+        for op in legal_operations(dtype) if row.reduces else [None]:
             packed.clear()
             Call(row.name, small, dtype, count, op, count % small.size).run()
             assert packed == [min(step, count - at) for at in range(0, max(count, 1), step)]

@@ -19,7 +19,8 @@ MPIEXEC =
 # The torch of `make torch` and of the tests, a pip requirement; if empty, there is none in the tests.
 TORCH = torch==2.13.0
 
-# More for tests/run.py, e.g. ARGS='--ranks 2 -- -k all_reduce'
+# More for tests/run.py, e.g. ARGS=--quick (one MPI, 2 ranks, no slow tests) or
+# ARGS='--ranks 2 -- -k all_reduce'.
 ARGS =
 
 # For the tests on a GPU: CUDA's major version, 12 or 13, and the folder of an MPI that takes device
@@ -71,8 +72,9 @@ demo: $(VENV)/.demo  ## train a small network on four ranks, then compare all_re
 torch: $(VENV)/.demo  ## add PyTorch, which is large, to what `make demo` installs
 	$(PIP) '$(or $(TORCH),torch)'
 
-test:  ## lint, then the tests with each MPI, or with MPI=...
-	@for mpi in $(INSTALLED); do $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
+test:  ## lint, then the tests with each MPI, or with MPI=...; ARGS=--quick: 3 minutes
+	@for mpi in $(if $(findstring --quick,$(ARGS)),$(firstword $(INSTALLED)),$(INSTALLED)); do \
+	    $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
 	@$(MAKE) --no-print-directory lint MPI=$(firstword $(TESTED))
 	$(PYTHON) tests/run.py $(foreach mpi,$(TESTED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)

@@ -1,7 +1,7 @@
-"""One rank of a test launch: ``mpiexec -n N python -m mpi4py tests/rank.py LOGS PYTEST_ARGS...``
+"""Run pytest on one rank: ``mpiexec -n N python -m mpi4py tests/rank.py LOGS PYTEST_ARGS...``
 
-Writes what pytest prints to LOGS/rank-R.log and its results to LOGS/rank-R.xml, so that the ranks
-do not print over one another; ``tests/run.py`` reads them.
+What pytest prints goes to LOGS/rank-R.log and its results to LOGS/rank-R.xml, so that the ranks do
+not print over one another; ``tests/run.py`` reads both.
 """
 
 from __future__ import annotations

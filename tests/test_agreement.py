@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_ends import MPIEXEC, job, run
+from rank_scripts import job, needs_mpiexec, run
 
 pytest_plugins = ["whole_jobs"]
 
-pytestmark = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
+pytestmark = needs_mpiexec
 
 __all__ = ["run"]  # for whole_jobs
 

@@ -32,6 +32,8 @@ from mpicoll.primitives import PRIMITIVES, by_name
 
 pytest_plugins = ["whole_jobs"]
 
+pytestmark = pytest.mark.any_mpi
+
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs torch")
 needs_matplotlib = pytest.mark.skipif(
     not importlib.util.find_spec("matplotlib"), reason="needs matplotlib"

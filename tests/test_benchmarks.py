@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import aims  # noqa: E402
 import report  # noqa: E402
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
+
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
 KIB, MIB = 1 << 10, 1 << 20

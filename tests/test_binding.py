@@ -15,6 +15,8 @@ from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.launch.launchers import LAUNCHERS
 
+pytestmark = pytest.mark.any_mpi
+
 SCRIPT = Path(__file__).parent.parent / "jobs" / "bind_gpu.sh"
 
 

@@ -277,6 +277,7 @@ def trials():
         yield dict(zip(FAULTS, pool.map(one, FAULTS), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_try_tells_what_went_wrong(fault, trials):
     found, seconds = trials[fault]
@@ -285,6 +286,7 @@ def test_a_try_tells_what_went_wrong(fault, trials):
         assert seconds < LIMIT, "ended only because the time was over"
 
 
+@pytest.mark.slow
 def test_no_try_leaves_a_process(trials):
     left = []
     for path in Path("/proc").glob("[0-9]*/environ"):

@@ -24,6 +24,9 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels import device_kernels, reduction
 from mpicoll.kernels.device_kernels import DeviceKernels
 
+#: A compiler runs for each kernel.
+pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
+
 COMPILER = shutil.which("c++") or shutil.which("g++")
 STREAM = 4711
 #: Bytes around and behind every array.
@@ -268,10 +271,12 @@ ALIKE, SHIFTED, UNLIKE = [0] * 200, [1] * 200, [0, 1, 2, 3, 5] * 40
 
 @by_row
 def test_combine(kernels, op, dtype):
-    fills = (random_bits, tame)
-    for n, count, offsets, fill in itertools.product(
-        (1, 2, 3, 5), (1, 61, 1001), (ALIKE, SHIFTED, UNLIKE), fills
-    ):
+    layouts = ALIKE, SHIFTED, UNLIKE
+    sizes = [*itertools.product((1, 2, 3, 5), (1, 61, 1001))]
+    cases = [(*size, offsets, random_bits) for size in sizes for offsets in layouts]
+    # Each size once, and each number of sources and each count with every layout.
+    cases += [(*size, layouts[(i + i // 3) % 3], tame) for i, size in enumerate(sizes)]
+    for n, count, offsets, fill in cases:
         for divisor in (1, n, 7) if op is ReduceOp.AVG else (1,):
             check(kernels, op, dtype, n, count, offsets, fill, None, divisor)
 

@@ -18,7 +18,12 @@ TRAIN = ROOT / "jobs" / "train_digits.py"
 TRAIN_DDP = ROOT / "jobs" / "train_digits_ddp.py"
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 
-pytestmark = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.waits,
+    pytest.mark.slow,
+    pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec"),
+]
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from launch_jobs import LIMIT, MPIEXEC, TORCHRUN, Ended, Job, job, mpich, run
 
+pytestmark = pytest.mark.waits
+
 pytest_plugins = ["whole_jobs"]
 
 ROUND = """

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launch_jobs import LIMIT, SERVER, Ended, job, mpich, run  # noqa: F401 (whole_jobs calls run)
 
+pytestmark = pytest.mark.waits
+
 pytest_plugins = ["whole_jobs"]
 
 

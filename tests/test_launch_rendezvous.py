@@ -9,6 +9,8 @@ from launch_jobs import VENDOR, Ended, job, mpich, run  # noqa: F401 (whole_jobs
 
 from mpicoll.launch.rendezvous import ServerAddress, ServerNotFoundError
 
+pytestmark = pytest.mark.waits
+
 pytest_plugins = ["whole_jobs"]
 
 TELL = """

@@ -17,6 +17,8 @@ from launch_jobs import SERVER, TORCHRUN, Ended, job, mpich, run  # noqa: F401 (
 
 from mpicoll.launch import server
 
+pytestmark = pytest.mark.waits
+
 pytest_plugins = ["whole_jobs"]
 
 #: Tells at which addresses the server listens, before all ranks have come.

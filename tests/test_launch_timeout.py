@@ -20,6 +20,8 @@ def limited(during: str, limit: float = 0.5, **environment: str) -> Any:
     script = f"""
 import ctypes, time
 from mpicoll.launch.init_timeout import enforce_timeout
+
+pytestmark = pytest.mark.waits
 print("begins")
 with enforce_timeout({limit}, None):
     {during}

@@ -21,6 +21,8 @@ import model  # noqa: E402
 from model import Byte, Place  # noqa: E402
 from report import DOCS, fill_page  # noqa: E402
 
+pytestmark = pytest.mark.any_mpi
+
 KIB, MIB = 1 << 10, 1 << 20
 
 

@@ -27,6 +27,8 @@ from mpicoll.core.array_pickles import rebuild_array
 from mpicoll.core.pickles import decode, encode
 from mpicoll.dtypes import DTYPES
 
+pytestmark = pytest.mark.any_mpi
+
 
 class Config:
     """What a program would name."""

@@ -20,6 +20,8 @@ import pytest
 
 import mpicoll
 
+pytestmark = pytest.mark.any_mpi
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

@@ -11,6 +11,8 @@ import pytest
 
 import mpicoll
 
+pytestmark = pytest.mark.any_mpi
+
 HOME = Path(mpicoll.__file__).parent
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 

@@ -17,6 +17,8 @@ from mpicoll.errors import ArgumentError
 from mpicoll.routes import registry
 from mpicoll.settings import SETTINGS
 
+pytestmark = pytest.mark.any_mpi
+
 ROOT = Path(__file__).resolve().parent.parent
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")

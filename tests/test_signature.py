@@ -12,6 +12,8 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.primitives import by_name as primitives
 
+pytestmark = pytest.mark.any_mpi
+
 
 def test_every_kind_has_its_own_number():
     dtypes = [None, by_name["float32"], by_name["int8"]]

@@ -15,6 +15,8 @@ from mpicoll.primitives import by_name
 from mpicoll.routes import tuning
 from mpicoll.routes.tuning import KINDS, PLACES, Table
 
+pytestmark = pytest.mark.any_mpi
+
 KIB, MIB = 1 << 10, 1 << 20
 MPI = "An MPI 1.2"
 #: What a file may hold.

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.waits, pytest.mark.slow]
+
 torch = pytest.importorskip("torch")
 FOUND = tuple(map(int, torch.__version__.split(".")[:2]))
 

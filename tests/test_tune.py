@@ -40,6 +40,8 @@ from mpicoll.routes import tuning
 
 pytest_plugins = ["whole_jobs"]
 
+pytestmark = pytest.mark.any_mpi
+
 # --- steps from figures -------------------------------------------------------------------------
 
 SIZES = [0, *(16 << i for i in range(10))]

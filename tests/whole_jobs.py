@@ -34,6 +34,14 @@ def made_by(kind: Callable[..., Any]) -> Callable[..., Callable[[Any], Any]]:
     return job
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that have a job as slow: before tests are chosen by their markers."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item.function, "job"):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="module")
 def jobs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

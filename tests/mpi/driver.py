@@ -1,6 +1,6 @@
-"""Calls of the primitives, made from the rows of their table, with what must come out.
+"""Calls of the primitives, built from the rows of their table, with the results they must have.
 
-A new row is called without a word here, as long as its layout is known.
+A new row is called without a change here, as long as its layout is known.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ NAMES = {name: row for row in PRIMITIVES for name in (row.name, *row.aliases)}
 MOVES = [n for n, row in NAMES.items() if not row.reduces and row.layout is not Layout.EMPTY]
 REDUCTIONS = [name for name, row in NAMES.items() if row.reduces]
 
-#: Elements on either side of an array that nobody may touch.
+#: Elements on either side of an array that no call may touch.
 GUARD = 4
 
-#: Gives an array of that shape: what the call gets, and NumPy's view of its elements.
+#: Makes an array of that shape: what the call gets, and NumPy's view of its elements.
 Maker = Callable[[tuple[int, ...], DType], tuple[Any, Array]]
 
 
-def legal(dtype: DType) -> list[ReduceOp]:
-    """The operations that have a meaning for a dtype."""
+def legal_operations(dtype: DType) -> list[ReduceOp]:
+    """Return the operations that have a meaning for a dtype."""
     return [op for op in OPERATIONS if dtype.kind in op.kinds]
 
 
 def guarded(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Array]:
-    """A contiguous NumPy array in the middle of a greater one."""
+    """Return a contiguous NumPy array in the middle of a larger one."""
     count = int(np.prod(shape))
     memory = np.full((count + 2 * GUARD) * dtype.itemsize, 0xA5, np.uint8).view(dtype.numpy)
     array = memory[GUARD : GUARD + count].reshape(shape)
     return array, array
 
 
-def unharmed(array: Array) -> bool:
-    """Nothing was written beside an array that ``guarded`` made."""
+def is_unharmed(array: Array) -> bool:
+    """Tell whether nothing was written beside an array that ``guarded`` made."""
     memory = array
     while isinstance(memory.base, np.ndarray):
         memory = memory.base
@@ -56,13 +56,13 @@ def unharmed(array: Array) -> bool:
 
 @lru_cache(maxsize=512)
 def combined(op: ReduceOp, dtype: DType, count: int, ranks: tuple[int, ...]) -> Between:
-    """What the ranks' operands give."""
+    """Return the result of the operation on the ranks' operands."""
     by = oracle.factors(dtype, len(ranks)) if op is ReduceOp.PREMUL_SUM else None
     return oracle.reduced(op, dtype, [oracle.operands(op, dtype, count, r) for r in ranks], by)
 
 
 class Call:
-    """One rank's call of a primitive: made when it is called, checked once it is done.
+    """One rank's call of a primitive: ``start`` makes the call, ``check`` compares its results.
 
     count:  elements of a block: what one rank gives to, or gets from, one other.
     op:     a row of the table; PREMUL_SUM gets a factor that differs from rank to rank.
@@ -98,7 +98,7 @@ class Call:
         self._LAYOUTS[row.layout](self, row, mine, rooted)
 
     def given(self, rank: int) -> Array:
-        """The input of a rank in the group."""
+        """Return the input of a rank in the group."""
         many = self.row.layout in (Layout.SCATTERED, Layout.EXCHANGED)
         count = self.count * (self.team.size if many else 1)
         if self.op is None:
@@ -120,11 +120,11 @@ class Call:
     # --- arrays ---------------------------------------------------------------------------------
 
     def read(self, argument: str, whole: bool, values: Array) -> None:
-        """Gives an argument an array, or a list of one a rank, that must stay as it is."""
+        """Pass an array, or a list of one per rank, that must stay as it is."""
         self._place(argument, whole, values, Between(values))
 
     def written(self, argument: str, whole: bool, expected: Between) -> None:
-        """Gives an argument an array, or a list of one a rank, that gets that result."""
+        """Pass an array, or a list of one per rank, that must hold that result."""
         self._place(argument, whole, None, expected)
 
     def _place(self, argument: str, whole: bool, values: Array | None, expected: Between) -> None:
@@ -203,7 +203,7 @@ class Call:
     # --- the call -------------------------------------------------------------------------------
 
     def start(self, async_op: bool = False, by_group_rank: bool = False) -> Any:
-        """Calls; the root goes as a global rank or as a rank in the group."""
+        """Make the call; the root is passed as a global rank or as a rank in the group."""
         arguments = dict(self.arguments)
         if self.row.root and by_group_rank:
             arguments[f"group_{self.row.root}"] = self.root
@@ -220,20 +220,20 @@ class Call:
         return work
 
     def check(self) -> None:
-        """Compares all arrays with what must be in them."""
+        """Compare all arrays with what they must hold."""
         for name, array, expected in self.watched:
             what = f"{self.what}: {name}"
             expected.check(np.ascontiguousarray(array).reshape(-1), what)
-            assert self.make is not guarded or unharmed(array), f"{what}: written beside it"
+            assert self.make is not guarded or is_unharmed(array), f"{what}: written beside it"
 
     def run(self, by_group_rank: bool = False) -> None:
-        """Calls and checks."""
+        """Make the call and check it."""
         self.start(False, by_group_rank)
         self.check()
 
 
 class Uneven(Call):
-    """reduce_scatter of blocks of different sizes, one a rank of the group or more."""
+    """reduce_scatter of blocks of different sizes, one for each rank of the group, or more."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class Uneven(Call):
         self.what += f", sizes {self.sizes}"
 
     def given(self, rank: int) -> Array:
-        """The input of a rank in the group."""
+        """Return the input of a rank in the group."""
         assert self.op is not None
         return oracle.operands(self.op, self.dtype, sum(self.sizes), self.team.ranks[rank])
 
@@ -266,8 +266,8 @@ class Uneven(Call):
 
 
 class Exact(Call):
-    """On numbers whose sums and products are exact, whatever their order, before they are rounded
-    to a narrow float: more digits than it has.
+    """A call on numbers whose sums and products are exact in any order before they are rounded to a
+    narrow float: they have more digits than it has.
     """
 
     def given(self, rank):
@@ -295,20 +295,20 @@ class Exact(Call):
         return oracle.reduced(self.op, self.dtype, given, None)
 
 
-def meet(mpi: Any) -> None:
-    """A barrier that leaves the cores to those who still compute, where ranks outnumber them.
+def wait_for_all(mpi: Any) -> None:
+    """Wait for all ranks, and leave the cores to those that still compute.
 
-    The ranks outside a group come here while its members call.
+    The ranks outside a group call this while its members make their calls.
     """
     request = mpi.Ibarrier()
     while not request.Test():
         time.sleep(2e-4)
 
 
-def same_on_all(mpi: Any, calls: Sequence[Call]) -> None:
-    """Raises AssertionError unless the members of each group have the same bits in all results.
+def check_same_bits(mpi: Any, calls: Sequence[Call]) -> None:
+    """Raise AssertionError unless the members of each group hold the same bits in all results.
 
-    All ranks call, with calls in the same order; the bytes go by way of MPI itself.
+    All ranks call this, with the calls in the same order; MPI itself carries the bytes.
     """
     mine: dict[str, list[bytes]] = {}
     for call in calls:
@@ -330,7 +330,7 @@ __all__ = [
     "Call",
     "Kind",
     "Uneven",
-    "legal",
-    "meet",
-    "same_on_all",
+    "check_same_bits",
+    "legal_operations",
+    "wait_for_all",
 ]

@@ -11,7 +11,17 @@ import numpy as np
 import oracle
 import pytest
 from conftest import team as group_of
-from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal, meet, same_on_all
+from driver import (
+    DTYPES,
+    MOVES,
+    NAMES,
+    REDUCTIONS,
+    Call,
+    Uneven,
+    check_same_bits,
+    legal_operations,
+    wait_for_all,
+)
 
 import mpicoll as dist
 from mpicoll.dtypes import Kind, ReduceOp, by_name
@@ -148,7 +158,7 @@ def swept(places, name, dtype, op):
 @pytest.mark.parametrize("name", [name for name in MOVES if name not in NAMES[name].aliases])
 @by_dtype
 def test_moves(places, mpi, seams, name, dtype):
-    meet(mpi)
+    wait_for_all(mpi)
     calls = list(swept(places, name, dtype, None))
     assert calls
 
@@ -156,14 +166,14 @@ def test_moves(places, mpi, seams, name, dtype):
 @pytest.mark.parametrize("name", [name for name in REDUCTIONS if name not in NAMES[name].aliases])
 @by_dtype
 def test_reduces(places, mpi, seams, monkeypatch, name, dtype):
-    meet(mpi)
+    wait_for_all(mpi)
     calls = []
-    for i, op in enumerate(legal(dtype)):
+    for i, op in enumerate(legal_operations(dtype)):
         monkeypatch.setattr(algorithms, "DIRECT", 8 if i % 2 else 1)
         calls += swept(places, name, dtype, op)
     assert calls
     if name == "all_reduce":
-        same_on_all(mpi, calls)
+        check_same_bits(mpi, calls)
 
 
 def test_all_primitives_are_served():
@@ -181,7 +191,7 @@ def test_uneven_blocks(places, mpi, monkeypatch, gathered):
     monkeypatch.setattr(algorithms, "GATHERED", gathered)
     dtype = by_name["int32"]
     for sizes in ([5, 70, 3, 40, 1], [61, 0, 1, 130, 0], [0, 200, 0, 0, 0], [0, 0, 0, 0, 7]):
-        meet(mpi)
+        wait_for_all(mpi)
         for team in places:
             if team.me is None:
                 continue
@@ -195,17 +205,17 @@ def test_uneven_blocks(places, mpi, monkeypatch, gathered):
 @pytest.mark.parametrize("dtype", [by_name["int32"], by_name["bfloat16"], by_name["complex64"]])
 def test_uneven_reduce_scatter(places, mpi, seams, dtype):
     for sizes in ([5, 70, 3, 40, 1], [61, 0, 1, 130, 0], [0, 200, 0, 0, 0], [0, 0, 0, 0, 7]):
-        meet(mpi)
+        wait_for_all(mpi)
         for team in places:
             if team.me is None:
                 continue
-            for op in legal(dtype):
+            for op in legal_operations(dtype):
                 Uneven(team, dtype, sizes, op).run()
 
 
 def test_all_to_all_of_blocks_of_any_size(places, mpi):
     """Sizes that differ between all pairs of ranks; in one array and in lists."""
-    meet(mpi)
+    wait_for_all(mpi)
     for team in places:
         if team.me is None:
             continue
@@ -232,7 +242,7 @@ def test_all_to_all_of_blocks_of_any_size(places, mpi):
 
 def test_all_to_all_in_place(places, mpi):
     """What is sent is where others' blocks come in."""
-    meet(mpi)
+    wait_for_all(mpi)
     for team in places:
         if team.me is None:
             continue
@@ -258,7 +268,7 @@ def test_reductions_of_several_pieces(late, mpi, monkeypatch, name):
         call = Call(name, late, dtype, pieces * blocks + 99, op, late.size - 1)
         call.run(by_group_rank=True)
         if name == "all_reduce":
-            same_on_all(mpi, [call])
+            check_same_bits(mpi, [call])
 
 
 def test_where_algorithms_change(late):
@@ -280,7 +290,7 @@ def test_same_bits_with_nan(late, mpi):
     for name, word in (("float32", np.uint32), ("complex128", np.uint64), ("bfloat16", np.uint16)):
         dtype = by_name[name]
         for count in (5, HOST.small // dtype.itemsize):
-            for op in legal(dtype):
+            for op in legal_operations(dtype):
                 if op.op is ReduceOp.PREMUL_SUM:
                     op = op(2)
                 array = np.ones(count, dtype.numpy)

@@ -10,7 +10,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from driver import DTYPES, NAMES, Call, Uneven, guarded, legal
+from driver import DTYPES, NAMES, Call, Uneven, guarded, legal_operations
 
 import mpicoll as dist
 from mpicoll.dtypes import ReduceOp, by_name
@@ -79,7 +79,11 @@ def calls_of(row, world, dtype, make):
     """Calls with every shape; blocks are stacked in some, concatenated in others."""
     for i, shape in enumerate(SHAPES):
         stacked = (i + row.code + dtype.code) % 2 == 0
-        op = ReduceOp.MAX if row.reduces and ReduceOp.MAX in legal(dtype) else ReduceOp.SUM
+        op = (
+            ReduceOp.MAX
+            if row.reduces and ReduceOp.MAX in legal_operations(dtype)
+            else ReduceOp.SUM
+        )
         count = int(np.prod(shape))
         yield Call(
             row.name, world, dtype, count, op if row.reduces else None, world.size - 1,
@@ -157,7 +161,7 @@ def test_torch_tensors(world, torch, dtype):
         for make in (kinds[0], [*kinds, plain][(world.me + i) % 3]):
             for call in calls_of(row, world, dtype, make):
                 call.run()
-        for op in legal(dtype) if row.reduces else [None]:
+        for op in legal_operations(dtype) if row.reduces else [None]:
             Call(row.name, world, dtype, 3001, op, 0, plain).run()
 
 
@@ -642,7 +646,7 @@ def test_uneven_reduce_scatter(teams, dtype):
     for team in teams:
         if team.me is None:
             continue
-        for turn, op in enumerate(legal(dtype)):
+        for turn, op in enumerate(legal_operations(dtype)):
             for sizes in SIZES[: 4 if op is ReduceOp.SUM else 3]:
                 call = Uneven(team, dtype, sizes, op)
                 work = call.start(async_op=turn % 2 == 1)

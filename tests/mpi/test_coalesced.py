@@ -13,7 +13,7 @@ import oracle
 import pytest
 import simulated
 from conftest import team as group_of
-from driver import DTYPES, Call, guarded, legal, meet, same_on_all
+from driver import DTYPES, Call, check_same_bits, guarded, legal_operations, wait_for_all
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
@@ -113,7 +113,7 @@ def together(name, coalesced, calls, async_op=False):
 @pytest.mark.parametrize(("name", "coalesced"), CASES, ids=lambda one: one)
 def test_as_by_calls_one_by_one(teams, mpi, name, coalesced, dtype):
     """Every dtype and operation, and every kind of array; in all groups at once."""
-    for i, op in enumerate(legal(dtype) if primitives[name].reduces else [None]):
+    for i, op in enumerate(legal_operations(dtype) if primitives[name].reduces else [None]):
         pending = []
         for team in teams:
             if team.me is None:
@@ -123,14 +123,16 @@ def test_as_by_calls_one_by_one(teams, mpi, name, coalesced, dtype):
             work = together(name, coalesced, calls, async_op)
             assert (work is not None) == async_op
             pending.append((work, calls))
-        meet(mpi)
+        wait_for_all(mpi)
         for work, calls in pending:
             if work is not None:
                 work.wait(DEADLINE)
             for call in calls:
                 call.check()
         if name == "all_reduce":
-            same_on_all(mpi, [call for _, calls in pending for call in calls if call.count < 10**4])
+            check_same_bits(
+                mpi, [call for _, calls in pending for call in calls if call.count < 10**4]
+            )
 
 
 def test_many_small_ones(world):

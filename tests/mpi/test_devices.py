@@ -16,7 +16,7 @@ import pytest
 import simulated
 from conftest import TIMEOUT
 from conftest import team as group_of
-from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal, meet
+from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal_operations, wait_for_all
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
@@ -175,7 +175,7 @@ def sweep(road, arrays, teams, mpi, name, dtype, op, turn):
         moving = place in (0, 4, 5)
         team = teams[(which + turn) % len(teams) if moving else which]
         if team.size < teams[0].size:
-            meet(mpi)
+            wait_for_all(mpi)
         if team.me is None:
             continue
         root = count % team.size if name in ROOTED else 0
@@ -200,7 +200,7 @@ def test_moves(road, arrays, teams, mpi, name):
 @pytest.mark.parametrize("name", REDUCED)
 def test_reduces(road, arrays, teams, mpi, name):
     for place, dtype in enumerate(dtypes_of(road, arrays), REDUCED.index(name)):
-        for turn, op in enumerate(legal(dtype), place):
+        for turn, op in enumerate(legal_operations(dtype), place):
             if dtype not in SOME and turn % len(REDUCED):
                 continue  # another primitive has it
             sweep(road, arrays, teams, mpi, name, dtype, op, turn)
@@ -224,10 +224,10 @@ def test_pieces(road, arrays, world, monkeypatch, dtype):
             if serves(road, name, dtype, None):
                 DeviceCall(arrays, name, world, dtype, count, None, count % world.size).run()
         for name in REDUCED:
-            op = legal(dtype)[count % len(legal(dtype))]
+            op = legal_operations(dtype)[count % len(legal_operations(dtype))]
             if serves(road, name, dtype, op):
                 DeviceCall(arrays, name, world, dtype, count, op, count % world.size).run()
-        op = legal(dtype)[count % len(legal(dtype))]
+        op = legal_operations(dtype)[count % len(legal_operations(dtype))]
         if serves(road, "reduce_scatter", dtype, op):
             UnevenDeviceCall(arrays, world, dtype, [count, 0, 7, 19], op).run()
 
@@ -235,7 +235,7 @@ def test_pieces(road, arrays, world, monkeypatch, dtype):
 def test_uneven_blocks(road, arrays, world):
     """all_gather and reduce_scatter of arrays of different sizes, all_to_all_single with splits."""
     for dtype in dtypes_of(road, arrays):
-        for turn, op in enumerate(legal(dtype)):
+        for turn, op in enumerate(legal_operations(dtype)):
             if serves(road, "reduce_scatter", dtype, op):
                 for sizes in ([5, 0, 3, 17], [0, 7, 0, 1], [300, 1, 2, 40]):
                     UnevenDeviceCall(arrays, world, dtype, sizes, op).complete(turn % 2 == 1)

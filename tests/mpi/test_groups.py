@@ -689,6 +689,7 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_thousands_of_groups_one_after_another(world):
     """More than MPI has communicators for (MPICH: 2048), and nothing of them stays."""
     if world.size != 2:

@@ -12,6 +12,8 @@ from mpi4py import MPI
 import mpicoll as dist
 from mpicoll.dtypes import ReduceOp
 
+pytestmark = pytest.mark.slow
+
 #: More than a C int counts.
 MANY = 2**31 + 16
 #: GiB that must be free on the machine; half of them are used, and MPI's own.

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import team as group_of
-from driver import DTYPES, NAMES, Call, Exact, legal, same_on_all
+from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -91,7 +91,11 @@ def placed(patch, world, request):
 
 def served(dtype):
     """The operations of a dtype that have levels."""
-    return [op for op in legal(dtype) if op is not ReduceOp.PREMUL_SUM and find_loop(op, dtype)]
+    return [
+        op
+        for op in legal_operations(dtype)
+        if op is not ReduceOp.PREMUL_SUM and find_loop(op, dtype)
+    ]
 
 
 def has_levels(team):
@@ -108,7 +112,7 @@ def test_seams(cut, mpi, dtype):
         for op in served(dtype)[turn % 2 :: 2]:
             calls.append(Exact("all_reduce", cut, dtype, count, op))
             calls[-1].run()
-    same_on_all(mpi, calls)
+    check_same_bits(mpi, calls)
     assert has_levels(cut)
 
 
@@ -285,7 +289,7 @@ def test_one_rank_that_cannot_share_is_enough(patch, world, mpi):
             ]
             for call in calls:
                 call.run()
-            same_on_all(mpi, calls[:1])
+            check_same_bits(mpi, calls[:1])
             nodes = PLACES["one after another"](world.size)
             assert has_levels(team) == (nodes.count(nodes[unable]) == 1)
         dist.destroy_process_group(team.group)

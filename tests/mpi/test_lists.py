@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import team as group_of
-from driver import Call, legal
+from driver import Call, legal_operations
 
 import mpicoll as dist
 from mpicoll.dispatch import packing
@@ -45,7 +45,7 @@ def test_pieces(small, row, dtype):
     """Sizes around their borders; on every rank no more is packed at a time."""
     step = 160 // dtype.itemsize
     for count in (0, 1, step - 1, step, step + 1, 5 * step + 3):
-        for op in legal(dtype) if row.reduces else [None]:
+        for op in legal_operations(dtype) if row.reduces else [None]:
             extents.clear()
             Call(row.name, small, dtype, count, op, count % small.size).run()
             assert extents == [min(step, count - at) for at in range(0, max(count, 1), step)]

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from driver import DTYPES, meet
+from driver import DTYPES, wait_for_all
 
 import mpicoll as dist
 from mpicoll.dtypes import by_name
@@ -230,7 +230,7 @@ def test_other_sizes(world, mpi, count, change, blocking):
                 finally:
                     assert work.is_completed() and not work.is_success()
                     assert isinstance(work.exception(), dist.MPIError)
-    meet(mpi)
+    wait_for_all(mpi)
     test_tags_in_reverse_order(world)
 
 
@@ -392,7 +392,7 @@ def test_wait_with_a_timeout(world, mpi):
         with pytest.raises(dist.CollectiveTimeoutError, match=r"irecv .*not complete within"):
             work.wait(timeout)
         assert not work.is_completed() and work.exception() is None
-    meet(mpi)
+    wait_for_all(mpi)
     sending = dist.isend(np.full(3, world.me + 1, ml_dtypes.bfloat16), after, tag=8)
     assert work.wait(30) is True and sending.wait() is True
     assert (got.astype(float) == before + 1).all()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import simulated
 from conftest import TIMEOUT, Team, team
-from driver import MOVES, REDUCTIONS, legal
+from driver import MOVES, REDUCTIONS, legal_operations
 from mpi4py import MPI
 from simulated import Simulated, elements
 from test_devices import DeviceCall, UnevenDeviceCall, got, uploaded
@@ -18,6 +18,8 @@ from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import by_name
 from mpicoll.errors import UnsupportedError
 from mpicoll.routes.device import nccl
+
+pytestmark = pytest.mark.any_mpi
 
 #: ncclDataType_t.
 KINDS = [
@@ -201,7 +203,7 @@ def test_moves(arrays, cuda, world, name, dtype):
 def test_reduces(arrays, cuda, world, name, dtype):
     before = cuda.asked
     row = by_name[dtype]
-    for op in (op for op in legal(row) if exact(row, op)):
+    for op in (op for op in legal_operations(row) if exact(row, op)):
         for count in (0, 1, 7, 1000):
             DeviceCall(arrays, name, world, row, count, op, count % world.size).run()
     assert cuda.asked > before, "another route was taken"

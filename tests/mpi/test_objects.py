@@ -244,6 +244,7 @@ def test_restricted_pickle_nests_and_is_lifted(world):
         dist.restricted_pickle("builtins.eval")
 
 
+@pytest.mark.slow
 def test_an_object_of_more_than_two_gibibytes(world):
     if world.size != 2:
         pytest.skip("once is enough: on two ranks")

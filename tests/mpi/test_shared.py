@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import team as group_of
-from driver import DTYPES, NAMES, Call, legal, same_on_all
+from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations
 
 import mpicoll as dist
 from mpicoll.core.signature import kind_of
@@ -63,11 +63,11 @@ def test_seams(cut, mpi, dtype):
     """Sizes around the borders of lines, slots and shares; more rounds than there are slots."""
     in_slot = 512 // dtype.itemsize
     counts = (0, 1, 3, 63, 64, 65, in_slot - 1, in_slot, in_slot + 1, 5 * in_slot + 7)
-    for op in legal(dtype):
+    for op in legal_operations(dtype):
         calls = [Call("all_reduce", cut, dtype, count, op) for count in counts]
         for call in calls:
             call.run()
-        same_on_all(mpi, calls)
+        check_same_bits(mpi, calls)
     assert cut.size == 1 or shares(cut) or dtype.name == "float8_e8m0fnu"
 
 
@@ -78,10 +78,10 @@ def test_seams_of_others(cut, name, dtype):
     """The same for what is put up by some, and taken by others."""
     in_slot = 512 // dtype.itemsize
     for turn, count in enumerate((0, 1, 63, 64, 65, in_slot - 1, in_slot + 1, 3 * in_slot + 7)):
-        ops = legal(dtype)[turn % 2 :: 2] if NAMES[name].reduces else [None]
+        ops = legal_operations(dtype)[turn % 2 :: 2] if NAMES[name].reduces else [None]
         for op in ops:
             Call(name, cut, dtype, count, op, count % cut.size).run()
-            Call("all_reduce", cut, dtype, count, legal(dtype)[0]).run()
+            Call("all_reduce", cut, dtype, count, legal_operations(dtype)[0]).run()
     assert cut.size == 1 or shares(cut) or dtype.name == "float8_e8m0fnu"
 
 
@@ -346,7 +346,7 @@ def test_one_rank_that_cannot_share_is_enough(world, mpi, failure):
             ]
             for call in calls:
                 call.run()
-            same_on_all(mpi, calls)
+            check_same_bits(mpi, calls)
         if {cannot_make: unable == 0, cannot_open: unable != 0}.get(failure, True):
             assert not shares(team)
         dist.destroy_process_group(team.group)

@@ -16,9 +16,9 @@ from driver import (
     Call,
     Exact,
     Uneven,
-    legal,
-    meet,
-    same_on_all,
+    check_same_bits,
+    legal_operations,
+    wait_for_all,
 )
 
 import mpicoll as dist
@@ -62,7 +62,7 @@ def ways(name, dtype, op, team, count):
 def sweep(name, dtype, op, teams, mpi):
     """All counts, groups, roots and ways; yields the calls."""
     for team in teams:
-        meet(mpi)
+        wait_for_all(mpi)
         if team.me is None:
             continue
         pending = []
@@ -89,7 +89,7 @@ def test_the_sweep_is_complete():
     assert {*MOVES, *REDUCTIONS, *empty} == set(NAMES)
     assert empty == ["barrier"]
     for dtype in DTYPES:
-        assert len(legal(dtype)) >= 4
+        assert len(legal_operations(dtype)) >= 4
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -101,36 +101,36 @@ def test_moves(teams, mpi, name, dtype):
 @pytest.mark.parametrize("name", REDUCTIONS)
 @by_dtype
 def test_reduces(teams, mpi, name, dtype):
-    calls = [call for op in legal(dtype) for call in sweep(name, dtype, op, teams, mpi)]
-    assert len(calls) >= 4 * len(legal(dtype))
+    calls = [call for op in legal_operations(dtype) for call in sweep(name, dtype, op, teams, mpi)]
+    assert len(calls) >= 4 * len(legal_operations(dtype))
     if name == "all_reduce":
-        same_on_all(mpi, [call for call in calls if call.count <= 1000])
-        same_on_all(mpi, [call for call in calls if call.count > 1000])
+        check_same_bits(mpi, [call for call in calls if call.count <= 1000])
+        check_same_bits(mpi, [call for call in calls if call.count > 1000])
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 @by_dtype
 def test_refuses_operations_without_a_meaning(teams, name, dtype):
-    refused = [op for op in OPERATIONS if op not in legal(dtype)]
+    refused = [op for op in OPERATIONS if op not in legal_operations(dtype)]
     for team in teams:
         if team.me is None:
             continue
         for op in refused:
-            call = Call(name, team, dtype, 7, legal(dtype)[0])
+            call = Call(name, team, dtype, 7, legal_operations(dtype)[0])
             call.op = op
             if op is ReduceOp.PREMUL_SUM:
                 call.dtype = DTYPES[0]
             for async_op in (False, True):
                 with pytest.raises(ValueError, match=rf"{NAMES[name]}: op: {op.name} .*{dtype}"):
                     call.start(async_op)
-        if ReduceOp.PREMUL_SUM in legal(dtype):
-            call = Call(name, team, dtype, 7, legal(dtype)[0])
+        if ReduceOp.PREMUL_SUM in legal_operations(dtype):
+            call = Call(name, team, dtype, 7, legal_operations(dtype)[0])
             arguments = {**call.arguments, "op": ReduceOp.PREMUL_SUM, "group": team.group}
             if NAMES[name].root:
                 arguments[f"group_{NAMES[name].root}"] = 0
             with pytest.raises(ValueError, match="factor"):
                 getattr(dist, name)(**arguments)
-        Call(name, team, dtype, 7, legal(dtype)[0]).run()
+        Call(name, team, dtype, 7, legal_operations(dtype)[0]).run()
 
 
 # ---- The same with seams everywhere --------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_seams(cut, dtype):
         for name in MOVES:
             Call(name, cut, dtype, count, None, root).run()
         for name in REDUCTIONS:
-            for op in legal(dtype):
+            for op in legal_operations(dtype):
                 Call(name, cut, dtype, count, op, root).run()
 
 
@@ -170,7 +170,7 @@ def test_seams_between_uneven_blocks(cut, dtype):
         dist.all_gather(outputs, mine, cut.group)
         for r, output in enumerate(outputs):
             oracle.same_bits(output, oracle.any_bits(dtype, counts[r], r), f"{counts} from {r}")
-        for op in legal(dtype):
+        for op in legal_operations(dtype):
             Uneven(cut, dtype, counts, op).run()
 
 
@@ -182,7 +182,7 @@ def test_real_blocks(world, mpi, monkeypatch):
         count = (2 * HOST.chunk // dtype.itemsize) * world.size + 4099
         call = Call("all_reduce", world, dtype, count, op)
         call.run()
-        same_on_all(mpi, [call])
+        check_same_bits(mpi, [call])
         Call("reduce", world, dtype, count, op, world.size - 1).run()
         Call("reduce_scatter_single", world, dtype, count // world.size, op).run()
 
@@ -200,7 +200,7 @@ def test_fewer_elements_than_ranks(world, mpi, monkeypatch):
         ]
         for call in calls:
             call.run()
-        same_on_all(mpi, calls)
+        check_same_bits(mpi, calls)
         dist.destroy_process_group(team.group)
 
 
@@ -268,12 +268,12 @@ def test_as_float32_by_mpi(world, mpi, monkeypatch, dtype):
     calls = [
         Exact("all_reduce", team, dtype, count, op)
         for count in (0, 1, 12, 13, 14, 400)
-        for op in legal(dtype)
+        for op in legal_operations(dtype)
         if op is not ReduceOp.PREMUL_SUM
     ]
     for call in calls:
         call.run()
-    same_on_all(mpi, calls)
+    check_same_bits(mpi, calls)
     assert (FLOAT32 in taken) == (dtype.kind is Kind.NARROW_FLOAT or dtype == FLOAT32)
     dist.destroy_process_group(team.group)
 
@@ -291,7 +291,7 @@ def test_same_bits_with_nan_and_zeros(world, mpi):
         dtype = by_name[name]
         for count in (1, 40, 4099):
             calls = []
-            for op in legal(dtype):
+            for op in legal_operations(dtype):
                 call = Call("all_reduce", world, dtype, count, op)
                 (_, array, _) = call.watched[0]
                 parts = array.view(array.real.dtype)
@@ -308,7 +308,7 @@ def test_same_bits_with_nan_and_zeros(world, mpi):
                 if native.reducible(op, dtype):
                     parts[nan] = np.nan
                 calls.append(call)
-            same_on_all(mpi, calls)
+            check_same_bits(mpi, calls)
 
 
 def test_barrier(teams, tmp_path_factory, mpi):
@@ -316,7 +316,7 @@ def test_barrier(teams, tmp_path_factory, mpi):
     name = mpi.bcast(str(tmp_path_factory.mktemp("barrier") / "here") if mpi.rank == 0 else None)
     if mpi.rank == 0:
         np.zeros(1 + 9 * len(teams) * mpi.size, np.uint8).tofile(name)
-    meet(mpi)
+    wait_for_all(mpi)
     here = np.memmap(name, np.uint8, "r+").reshape(-1)[1:].reshape(len(teams), 9, mpi.size)
     for team, mine in zip(teams, here, strict=True):
         if team.me is None:

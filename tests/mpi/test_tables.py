@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from conftest import TIMEOUT
 from conftest import team as group_of
-from driver import NAMES, Exact, same_on_all
+from driver import NAMES, Exact, check_same_bits
 
 import mpicoll as dist
 from mpicoll.cli import tune_measure
@@ -199,7 +199,7 @@ def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
     chance.shuffle(calls)
     for call in calls:
         call.run()
-    same_on_all(mpi, [call for call in calls if call.name == "all_reduce"])
+    check_same_bits(mpi, [call for call in calls if call.name == "all_reduce"])
     dist.destroy_process_group(team.group)
 
 

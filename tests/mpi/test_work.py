@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-from driver import NAMES, Call, legal, meet
+from driver import NAMES, Call, legal_operations, wait_for_all
 
 import mpicoll as dist
 from mpicoll.dispatch import execute
@@ -106,7 +106,7 @@ def test_groups_do_not_wait_for_each_other(teams, mpi):
     dist.all_reduce(y, group=reordered.group)  # returns while rank 0 has not joined the other
     assert (y == world.size).all()
     assert early is None or not early.is_completed()
-    meet(mpi)
+    wait_for_all(mpi)
     (early or dist.all_reduce(x, async_op=True)).wait()
     assert (x == world.size).all()
 
@@ -194,7 +194,7 @@ def late(world, mpi):
     works = [dist.all_reduce(x, async_op=True)] if world.me else []
 
     def join():
-        meet(mpi)
+        wait_for_all(mpi)
         if not works:
             works.append(dist.all_reduce(x, async_op=True))
         return works[0]
@@ -238,7 +238,7 @@ def test_answers_of_a_work(teams):
             if row.layout is Layout.EMPTY:
                 continue
             dtype = by_name["float32"]
-            call = Call(name, team, dtype, 3, legal(dtype)[0] if row.reduces else None)
+            call = Call(name, team, dtype, 3, legal_operations(dtype)[0] if row.reduces else None)
             work = call.start(async_op=True)
             assert work.wait() is True
             assert work.is_completed() and work.is_success() and work.exception() is None

@@ -8,24 +8,24 @@ import zlib
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mpicoll.dtypes import OPERATIONS, ReduceOp, by_name
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
 
-NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
-
-#: What PREMUL_SUM multiplies by.
-FACTOR = 0.5
+#: The operations of the table, in its order.
+NAMES = [operation.name for operation in OPERATIONS]
 
 
 def legal(name: str, dtype: torch.dtype) -> bool:
-    """Tell whether the operation means something for the dtype."""
-    if name in ("BAND", "BOR", "BXOR"):
-        return dtype in INTEGERS or dtype is torch.bool
-    if name in ("AVG", "PREMUL_SUM"):
-        return dtype in FLOATS or (name == "AVG" and dtype.is_complex)
-    return not dtype.is_complex or name == "SUM"
+    """Tell whether the table defines the operation for the dtype and torch lets it through."""
+    if dtype.is_complex and not distributed_c10d.supports_complex(getattr(dist.ReduceOp, name)):
+        return False
+    row = by_name[str(dtype).removeprefix("torch.")]
+    return row.kind in getattr(ReduceOp, name).kinds
 
 
 def generator(*key: object) -> torch.Generator:
@@ -50,9 +50,17 @@ def normal(rank: int, *shape: int, key: object = 0, dtype=torch.float32) -> torc
     return torch.randn(shape, generator=generator(rank, shape, key)).to(dtype)
 
 
-def reduce_op(name: str):
+def factor(dtype: torch.dtype) -> float:
+    """What PREMUL_SUM multiplies by: an integer for integers."""
+    return 3 if dtype in INTEGERS else 0.5
+
+
+def reduce_op(name: str, dtype: torch.dtype):
     op = getattr(dist.ReduceOp, name)
-    return op(FACTOR) if name == "PREMUL_SUM" else op
+    if name != "PREMUL_SUM":
+        return op
+    by = factor(dtype)
+    return op(torch.tensor(by) if dtype in INTEGERS else by)  # torch makes a float of an int
 
 
 FOLDS = {
@@ -73,7 +81,7 @@ def combined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     if name == "AVG":
         return (sum(part.to(wide) for part in parts) / len(parts)).to(dtype)
     if name == "PREMUL_SUM":
-        return sum(FACTOR * part.to(wide) for part in parts).to(dtype)
+        return sum(factor(dtype) * part.to(wide) for part in parts).to(dtype)
     if dtype is torch.bool and name in ("SUM", "PRODUCT"):
         name = {"SUM": "BOR", "PRODUCT": "BAND"}[name]
     return functools.reduce(FOLDS[name], parts)

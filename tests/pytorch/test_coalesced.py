@@ -59,7 +59,7 @@ def test_all_reduce(world, dtype, name, async_op):
     not_gloo("AVG and PREMUL_SUM, and tensors that are not contiguous")
     parts = lists(world, dtype)
     mine = laid_out(parts[world.me])
-    future = dist.all_reduce_coalesced(mine, reduce_op(name), async_op=async_op)
+    future = dist.all_reduce_coalesced(mine, reduce_op(name, dtype), async_op=async_op)
     if async_op:
         future.wait()
     for i, found in enumerate(mine):

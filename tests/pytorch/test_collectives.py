@@ -61,7 +61,7 @@ def test_all_reduce(teams, name, async_op):
     for team, dtype in each(teams, name):
         parts = inputs(team, dtype, 5, 3)
         mine = parts[team.me].clone()
-        done(dist.all_reduce(mine, reduce_op(name), team.group, async_op), async_op)
+        done(dist.all_reduce(mine, reduce_op(name, dtype), team.group, async_op), async_op)
         check(name, mine, combined(name, parts))
 
 
@@ -75,7 +75,7 @@ def test_reduce(teams, name, async_op):
             parts = inputs(team, dtype, 7)
             mine = parts[team.me].clone()
             work = dist.reduce(
-                mine, team.ranks[root], reduce_op(name), group=team.group, async_op=async_op
+                mine, team.ranks[root], reduce_op(name, dtype), group=team.group, async_op=async_op
             )
             done(work, async_op)
             if team.me == root:  # elsewhere the contents are undefined
@@ -92,12 +92,15 @@ def test_reduce_scatter(teams, name, async_op):
         wanted = combined(name, parts)[team.me]
         output = torch.zeros(4, 2, dtype=dtype)
         blocks = list(parts[team.me].clone())
-        done(dist.reduce_scatter(output, blocks, reduce_op(name), team.group, async_op), async_op)
+        done(
+            dist.reduce_scatter(output, blocks, reduce_op(name, dtype), team.group, async_op),
+            async_op,
+        )
         check(name, output, wanted)
         whole_input = parts[team.me].flatten(0, 1)
         for call in (dist.reduce_scatter_single, dist.reduce_scatter_tensor):
             output = torch.zeros(4, 2, dtype=dtype)
-            done(call(output, whole_input, reduce_op(name), team.group, async_op), async_op)
+            done(call(output, whole_input, reduce_op(name, dtype), team.group, async_op), async_op)
             check(name, output, wanted)
         equal(whole_input, parts[team.me].flatten(0, 1))
 
@@ -231,7 +234,10 @@ def test_reduce_scatter_of_uneven_parts(teams, name, async_op):
         wanted = combined(name, parts).split(sizes)[team.me]
         output = torch.zeros(sizes[team.me], 3, dtype=dtype)
         blocks = list(parts[team.me].split(sizes))
-        done(dist.reduce_scatter(output, blocks, reduce_op(name), team.group, async_op), async_op)
+        done(
+            dist.reduce_scatter(output, blocks, reduce_op(name, dtype), team.group, async_op),
+            async_op,
+        )
         check(name, output, wanted)
 
 

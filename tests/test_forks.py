@@ -1,0 +1,136 @@
+"""Forked children of a rank."""
+
+from __future__ import annotations
+
+import pytest
+from rank_scripts import Ended, job, needs_mpiexec, run
+
+pytest_plugins = ["whole_jobs"]
+
+pytestmark = needs_mpiexec
+
+__all__ = ["run"]  # for whole_jobs
+
+
+# --- forked children ----------------------------------------------------------------------------
+
+
+@job("""
+    def told(call):
+        try:
+            call()
+        except dist.ForkedError as error:
+            assert isinstance(error, RuntimeError) and "forked" in str(error)
+        else:
+            os._exit(7)
+    dist.init_process_group()
+    x, w, rank = np.ones(4), dist.group.WORLD, dist.get_rank()
+    g = dist.new_group([0, 1])
+    dist.all_reduce(x)
+    dist.all_reduce(x, async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        for group in None, w, g:
+            told(lambda: dist.all_reduce(x, group=group))
+            told(lambda: dist.all_reduce(x, group=group, async_op=True))
+            told(lambda: dist.send(x, 1 - rank, group=group))
+            told(lambda: dist.irecv(x, group=group))
+            told(lambda: dist.all_gather_object([None, None], 1, group=group))
+            told(lambda: dist.barrier(group=group))
+        told(dist.init_process_group)
+        told(dist.get_rank)
+        told(dist.new_group)
+        told(dist.destroy_process_group)
+        os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    for group in None, g:
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=group, async_op=True).wait()
+    assert x[0] == 2**6
+    say("done")
+    dist.destroy_process_group()
+""")
+def test_a_forked_child(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.lines == ["done", "done"]
+
+
+@job("""
+    import multiprocessing
+    def load(queue):
+        try:
+            dist.get_rank()
+        except dist.ForkedError:
+            queue.put("forked")
+    def broken():
+        raise ValueError("of the child alone")
+    def leaves():
+        sys.exit(6)
+    if __name__ == "__main__":
+        dist.init_process_group()
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        for target, arguments, code in (load, (queue,), 0), (broken, (), 1), (leaves, (), 6):
+            child = context.Process(target=target, args=arguments)
+            child.start()
+            dist.barrier()
+            child.join()
+            assert child.exitcode == code, (target, child.exitcode)
+        assert queue.get() == "forked"
+        x = np.ones(4)
+        dist.all_reduce(x, async_op=True).wait()
+        say("done", x[0])
+        dist.destroy_process_group()
+""")
+def test_multiprocessing_by_fork(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.lines == ["done 2.0", "done 2.0"]
+    assert ended.err.count("ValueError: of the child alone") == 2
+
+
+@job("""
+    dist.init_process_group()
+    x = np.ones(5000)
+    dist.all_reduce(x)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        sys.exit($code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == $code
+    dist.all_reduce(x)
+    say("done", x[0])
+    dist.destroy_process_group()
+""")
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_forked_child_that_ends_as_python_does(ended: Ended, code: int) -> None:
+    """What is called at its end must not end MPI, which is its parent's."""
+    assert ended.code == 0, ended
+    assert ended.lines == ["done 4.0", "done 4.0"]
+
+
+@job("""
+    import gc
+    dist.init_process_group()
+    for _ in range(70):
+        dist.all_reduce(np.ones(5000))
+    try:
+        dist.all_reduce(np.ones(5000 + dist.get_rank()))
+    except dist.MismatchError as error:
+        kept = error  # and with it, in its frames, what the ranks share
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        mine = [np.full(1 << 20, i, np.uint8) for i in range(200)]
+        kept = None
+        gc.collect()
+        assert [int(one.min()) for one in mine] == [int(one.max()) for one in mine]
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    say("done")
+    dist.destroy_process_group()
+""")
+def test_a_forked_child_keeps_its_own_memory(ended: Ended) -> None:
+    """Whatever it drops of its parent's."""
+    assert ended.code == 0, ended
+    assert ended.lines == ["done", "done"]

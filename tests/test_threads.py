@@ -1,0 +1,136 @@
+"""Threads of the library and of the program, in MPI at once or one at a time."""
+
+from __future__ import annotations
+
+import pytest
+from rank_scripts import Ended, job, needs_mpiexec, run
+
+pytest_plugins = ["whole_jobs"]
+
+pytestmark = needs_mpiexec
+
+__all__ = ["run"]  # for whole_jobs
+
+
+# --- one thread at a time -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["serialized", "multiple"])
+@job("""
+    import mpi4py
+    mpi4py.rc.thread_level = "$level"
+    dist.init_process_group(timeout=60)
+    from mpi4py import MPI
+    rank = dist.get_rank()
+    peer = 1 - rank
+    one, two = dist.new_group([0, 1]), dist.new_group([1, 0], sort_ranks=False)
+    for i in range(30):
+        x, y, z = np.full(1000, rank + 1.0), np.full(1000, rank + 1.0), np.zeros(1000)
+        first, second = (one, two) if rank == 0 else (two, one)
+        works = [
+            dist.all_reduce(x if group is one else y, group=group, async_op=True)
+            for group in (first, second)
+        ]
+        works += [dist.irecv(z, peer, tag=i), dist.isend(np.full(1000, i + 0.0), peer, tag=i)]
+        objects = [None, None]
+        dist.all_gather_object(objects, (rank, i))
+        for work in works:
+            work.wait()
+        assert (x == 3).all() and (y == 3).all() and (z == i).all()
+        assert objects == [(0, i), (1, i)]
+        dist.send(z, peer) if rank == 0 else dist.recv(z, peer)
+        dist.monitored_barrier(timeout=30)
+    say("done", MPI.Query_thread() in (MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE))
+    dist.destroy_process_group()
+""")
+def test_work_of_several_groups_at_once(level: str, ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.lines == ["done True"] * 2
+    warned = ended.err.count("the program must not call MPI itself")
+    assert warned == (level == "serialized"), ended
+
+
+@pytest.mark.parametrize("level", ["serialized", "multiple"])
+@job(
+    """
+    import mpi4py
+    mpi4py.rc.thread_level = "$level"
+    from mpi4py import MPI
+    from mpicoll.watch import rank_status, watchdog
+    watchdog._TICK = watchdog._RECEIVE_INTERVAL = 0.01
+    receive, looks = rank_status.receive, []
+    def watched(group):
+        looks.append(threading.current_thread().name)
+        receive(group)
+    rank_status.receive = watched
+    dist.init_process_group(timeout=60)
+    rank, x = dist.get_rank(), np.full(1000, 1.0)
+    for _ in range(100):  # the program's own calls, beside mpicoll's that are over when they return
+        dist.all_reduce(x)
+        dist.reduce_scatter_single(np.zeros(500), x)
+        looks.clear()
+        time.sleep(0.002)
+        if rank == 0:
+            MPI.COMM_WORLD.Send(x, 1)
+        else:
+            MPI.COMM_WORLD.Recv(x, 0)
+        x[:] = 1
+    looks.clear()
+    time.sleep(0.3)
+    say("done", bool(looks))
+    dist.destroy_process_group()
+""",
+    environment={"MPICOLL_SHARED_MEMORY": "0"},
+)
+def test_no_thread_is_in_mpi_beside_the_program(level: str, ended: Ended) -> None:
+    """Where one thread may be there at a time: no thread of an idle group."""
+    ended.in_good_order()
+    assert ended.lines == [f"done {level == 'multiple'}"] * 2
+
+
+@job("""
+    from mpi4py import MPI
+    say("level", MPI.Query_thread() == MPI.THREAD_SERIALIZED)
+    dist.init_process_group(timeout=60)
+    rank = dist.get_rank()
+    g = dist.new_group([0, 1])
+    x, y = np.ones(1 << 18), np.ones(1 << 18)
+    # Rank 0 waits for a message while its collectives are on their way: a lock that is held while
+    # it waits would keep them, and the message, from arriving.
+    works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, group=g, async_op=True)]
+    if rank == 0:
+        dist.recv(np.zeros(3), 1)
+    for work in works:
+        work.wait()
+    if rank == 1:
+        dist.send(np.ones(3), 0)
+    dist.all_reduce(x)
+    say("done", x[0], y[0])
+    dist.destroy_process_group()
+""", environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"})  # fmt: skip
+def test_a_wait_keeps_no_other_thread_from_mpi(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    done = [line for line in ended.lines if line.startswith("done")]
+    assert done == ["done 4.0 2.0"] * 2, ended
+
+
+@job("""
+    dist.init_process_group(timeout=20)
+    rank = dist.get_rank()
+    x, y = np.ones(2000, np.float32), np.zeros(1000, np.float32)
+    for _ in range(70):  # the first calls are compared, by a call that keeps no lock
+        dist.reduce_scatter_single(y, x)
+    if rank == 0:
+        work = dist.reduce_scatter_single(y, x, async_op=True)
+        time.sleep(0.2)
+        dist.send(x, 1)
+        work.wait()
+    else:
+        dist.recv(x, 0)
+        dist.reduce_scatter_single(y, x)
+    say("done", y[0])
+    dist.destroy_process_group()
+""", environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"})  # fmt: skip
+def test_no_collective_keeps_the_lock(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert [line for line in ended.lines if line.startswith("done")] == ["done 2.0"] * 2, ended

@@ -1,0 +1,191 @@
+"""A rank that does not come, or comes late."""
+
+from __future__ import annotations
+
+import pytest
+from rank_scripts import WAITING, Ended, compiled, job, needs_mpiexec, run
+
+pytest_plugins = ["whole_jobs"]
+
+pytestmark = needs_mpiexec
+
+__all__ = ["run"]  # for whole_jobs
+
+
+# --- a rank that does not come ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waiting", [WAITING[w] for w in ("all_reduce", "barrier", "objects")])
+@job("""
+    dist.init_process_group(timeout=5)
+    x = np.ones(4)
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    $waiting
+    say("not reached")
+""")
+def test_a_group_timeout_ends_a_blocking_collective(waiting: str, ended: Ended) -> None:
+    ended.badly("timeout of 5 s", waiting, "rank 0")
+    assert ended.seconds > 5
+    assert "not reached" not in ended.out
+
+
+#: A rank that does not come to init, or too late.
+LATE = """
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+        $end
+    $begin
+    say("not reached")
+"""
+#: What it does instead. Eight seconds later the others have long given up.
+LATE_ENDS = pytest.mark.parametrize(
+    "end", ["sys.exit(0)", "os._exit(0)", "time.sleep(1000)", "time.sleep(8)"]
+)
+LATE_BEGINS = pytest.mark.parametrize("begin", ["dist.init_process_group(timeout=3)"])
+MISSING = "init_process_group: the other ranks did not all come within 3 s (missing: 1)"
+
+
+@compiled
+@LATE_ENDS
+@LATE_BEGINS
+@job(LATE, ranks=3)
+def test_a_rank_that_does_not_come_to_init(end: str, begin: str, ended: Ended) -> None:
+    ended.badly(MISSING)
+    assert "not reached" not in ended.out
+
+
+@compiled
+@LATE_ENDS
+@LATE_BEGINS
+@job(LATE, ranks=3, options=("-m", "mpi4py"))
+def test_a_rank_that_does_not_come_to_init_with_mpi_begun(
+    end: str, begin: str, ended: Ended
+) -> None:
+    ended.badly(MISSING)
+    assert "not reached" not in ended.out
+
+
+@compiled
+@pytest.mark.parametrize(
+    "end",
+    [
+        "time.sleep(1.5); import no_such_module",
+        "time.sleep(1.5); os.environ['MPICOLL_DEBUG'] = 'a lot'",
+    ],
+)
+@LATE_BEGINS
+@job(LATE)
+def test_a_rank_that_fails_before_init(end: str, begin: str, ended: Ended) -> None:
+    """Its launcher may end the job at once. Open MPI's may hang when others are still starting."""
+    ended.badly("Traceback")
+    assert "not reached" not in ended.out
+
+
+TORCH_BEGINS = (
+    "import torch; from datetime import timedelta; torch.distributed.init_process_group('mpicoll', "
+    "{}timeout=timedelta(seconds=3))"
+)
+
+
+@compiled
+@pytest.mark.parametrize("end", ["time.sleep(1000)", "time.sleep(8)"])
+@pytest.mark.parametrize("begin", [TORCH_BEGINS.format(how) for how in ("", "'mpi://', ")])
+@job(LATE, ranks=3)
+def test_a_rank_that_does_not_come_to_init_of_torch(end: str, begin: str, ended: Ended) -> None:
+    pytest.importorskip("torch")
+    ended.badly(MISSING)
+    assert "not reached" not in ended.out
+
+
+@job("""
+    from datetime import timedelta
+    dist.init_process_group(timeout=timedelta(minutes=30))
+    late = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        dist.barrier(group=late)
+    time.sleep(1000)
+""")
+def test_a_timeout_of_a_new_group(ended: Ended) -> None:
+    ended.badly("timeout of 1 s", "dist.barrier(group=late)")
+
+
+@job("""
+    dist.init_process_group(timeout=100)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    start = time.monotonic()
+    dist.barrier()
+    time.sleep(0.1)
+    say("done")
+    dist.destroy_process_group()
+""")
+def test_a_late_rank_is_waited_for(ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["done", "done"]
+
+
+@job("""
+    dist.init_process_group(timeout=60)
+    rank, x = dist.get_rank(), np.ones(4)
+    def timed_out(call, *words):
+        start = time.monotonic()
+        try:
+            call()
+        except dist.CollectiveTimeoutError as error:
+            assert isinstance(error, TimeoutError) and isinstance(error, RuntimeError)
+            for word in words:
+                assert word in str(error), error
+            assert time.monotonic() - start < 10
+            say("timed out")
+        else:
+            say("not reached")
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        assert not work.is_completed()
+        timed_out(lambda: work.wait(0.3), "all_reduce on rank 0", "0.3 s")
+        timed_out(lambda: dist.barrier(timeout=0.5), "barrier on rank 0", "0.5 s")
+        receive = dist.irecv(np.zeros(2), 1, tag=7)
+        timed_out(lambda: receive.wait(0.3), "irecv on rank 0", "0.3 s")
+        timed_out(lambda: work.get_future().wait(0.3))
+        assert not work.is_completed() and work.exception() is None
+        say("never mind")
+    else:
+        time.sleep(4)
+        dist.all_reduce(x)
+        dist.barrier()
+        dist.send(np.full(2, 5.0), 0, tag=7)
+    if rank == 0:
+        work.wait()
+        receive.wait()
+    assert x[0] == 2
+    dist.all_reduce(x)
+    assert x[0] == 4
+    say("done")
+    dist.destroy_process_group()
+""")
+def test_what_timed_out_goes_on_and_can_be_waited_for(ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["done", "done", "never mind", *["timed out"] * 4]
+
+
+@pytest.mark.parametrize("wait_all", ["False", "True"])
+@job("""
+    dist.init_process_group()
+    if dist.get_rank() in (1, 3):
+        time.sleep(1000)
+    try:
+        dist.monitored_barrier(timeout=0.5, wait_all_ranks=$wait_all)
+    except dist.CollectiveTimeoutError as error:
+        say(dist.get_rank(), error)
+    if dist.get_rank() == 2:
+        time.sleep(0.5)
+        sys.exit(9)
+    time.sleep(1000)
+""", ranks=4)  # fmt: skip
+def test_monitored_barrier_names_who_never_came(wait_all: str, ended: Ended) -> None:
+    assert ended.code != 0
+    lead, follow = ended.lines
+    named = "Ranks 1, 3" if wait_all == "True" else "Rank 1"
+    named += " failed to pass monitoredBarrier: did not arrive within 0.5 s"
+    assert lead.startswith("0 ") and named in lead
+    assert follow.startswith("2 ") and "2 rank(s) did not arrive in time" in follow

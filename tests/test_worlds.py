@@ -1,0 +1,210 @@
+"""Which ranks a job is of: how it is started, parts of the world, a default group that shrinks."""
+
+from __future__ import annotations
+
+import pytest
+from rank_scripts import Ended, compiled, job, needs_mpiexec, run
+
+pytest_plugins = ["whole_jobs"]
+
+pytestmark = needs_mpiexec
+
+__all__ = ["run"]  # for whole_jobs
+
+
+# --- how jobs are started -----------------------------------------------------------------------
+
+
+@job("""
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD
+    dist.init_process_group("$backend", "$method", rank=comm.rank, world_size=comm.size)
+    assert (dist.get_rank(), dist.get_world_size()) == (comm.rank, 3)
+    assert dist.get_backend() == "$backend"
+    x = np.ones(1)
+    dist.all_reduce(x)
+    say(dist.get_node_local_rank(), x[0])
+    dist.destroy_process_group()
+""", ranks=3)  # fmt: skip
+@pytest.mark.parametrize(("backend", "method"), [("gloo", "env://"), ("nccl", "mpi://")])
+def test_a_script_written_for_torch(backend: str, method: str, ended: Ended) -> None:
+    ended.in_good_order()
+    # All on one node; Open MPI may count there in an order of its own.
+    assert ended.lines == ["0 3.0", "1 3.0", "2 3.0"]
+
+
+@job("""
+    try:
+        dist.init_process_group(rank=5, world_size=2)
+    except dist.LaunchError as error:
+        say(error)
+    try:
+        dist.init_process_group(world_size=4)
+    except dist.LaunchError as error:
+        say(error)
+    dist.init_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
+""")
+def test_an_init_that_was_refused_can_be_made_again(ended: Ended) -> None:
+    ended.in_good_order()
+    assert sum("rank=5 disagrees with MPI's own rank, " in line for line in ended.lines) == 2
+    assert sum("world_size=4 disagrees with MPI's own world" in line for line in ended.lines) == 2
+
+
+# --- a part of the world ------------------------------------------------------------------------
+
+#: What a program of mpi4py begins with: even ranks and odd ones.
+PARTS = """
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    part = world.Split(world.rank % 2)
+    """
+
+
+@compiled
+@pytest.mark.parametrize("end", ["time.sleep(1000)", "time.sleep(8)"])
+@job(
+    PARTS
+    + """
+    if world.rank == 2:
+        $end
+    if world.rank % 2:
+        time.sleep(1000)
+    dist.init_process_group(comm=part, timeout=3)
+    say("not reached")
+""",
+    ranks=4,
+)
+def test_a_member_of_a_communicator_does_not_come(end: str, ended: Ended) -> None:
+    ended.badly(
+        "mpicoll: rank 0 of 2: init_process_group: the other ranks did not all come within 3 s "
+        "(missing: 1)"
+    )
+    assert "not reached" not in ended.out
+
+
+@job(
+    PARTS
+    + """
+    if world.rank % 2:
+        if world.rank == 3:
+            part.recv(source=0)
+        else:
+            part.send("on my own", 1)
+        say("done")
+    else:
+        dist.init_process_group(comm=part, timeout=20)
+        x = np.ones(1 << 16)
+        dist.all_reduce(x)
+        say(dist.get_rank(), x[0])
+        if "$destroy":
+            dist.destroy_process_group()
+    MPI.Finalize() if "$destroy" else None
+""",
+    ranks=4,
+)
+@pytest.mark.parametrize("destroy", ["yes", ""])
+def test_the_others_just_go_on(destroy: str, ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["0 2.0", "1 2.0", "done", "done"]
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("raise KeyError('mine')", "KeyError: 'mine'"),
+        ("sys.exit('for this reason')", "for this reason"),
+        ("time.sleep(1000)", "did not come within its timeout of 5 s"),
+        ("sys.exit(0)", "rank 1 ended without making this call"),
+        ("MPI.COMM_WORLD.Abort(3)", ""),
+    ],
+)
+@job(
+    PARTS
+    + """
+    dist.init_process_group(comm=part, timeout=5)
+    dist.barrier()
+    if world.rank == 2:
+        $end
+    if world.rank % 2:
+        time.sleep(1000)  # the coupled program's other half
+    dist.all_reduce(np.ones(1))
+    say("not reached")
+""",
+    ranks=4,
+)
+def test_a_lost_rank_of_a_part_ends_the_job(end: str, words: str, ended: Ended) -> None:
+    ended.badly(words)
+    assert "not reached" not in ended.out
+
+
+# --- shrinking the default group ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["SHRINK_DEFAULT", "SHRINK_ABORT"])
+@job("""
+    import warnings
+    dist.init_process_group()
+    rank = dist.get_rank()
+    other = dist.new_group([0, 2])
+    x = np.full(3, rank + 1.0)
+    dist.all_reduce(x)
+    assert x[0] == 6
+    if rank == 1:
+        try:
+            dist.shrink_group([1])
+        except dist.MpicollError as error:
+            say("excluded:", error)
+        sys.exit()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        old = dist.group.WORLD
+        made = dist.shrink_group([1], shrink_flags=dist.$flags)
+    say("warned:", [str(one.message) for one in caught])
+    assert made is dist.group.WORLD and made is not old
+    assert (dist.get_rank(), dist.get_world_size()) == ({0: 0, 2: 1}[rank], 2)
+    assert dist.get_process_group_ranks(made) == [0, 1]
+    assert dist.get_pg_count() == 1
+    for gone in old, other:
+        try:
+            dist.all_reduce(x, group=gone)
+        except ValueError as error:
+            assert "destroyed" in str(error)
+            say("gone")
+    x[:] = rank
+    dist.all_reduce(x)
+    assert x[0] == 2
+    dist.all_reduce(x, async_op=True).wait()
+    dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
+    again = dist.new_group([1])
+    say("done", x[0])
+    dist.destroy_process_group()
+""", ranks=3)  # fmt: skip
+def test_shrinking_the_default_group(flags: str, ended: Ended) -> None:
+    ended.in_good_order()
+    lines = ended.lines
+    assert lines[:2] == ["done 4.0", "done 4.0"]
+    assert "rank 1 is excluded" in lines[2]
+    assert lines[3:7] == ["gone"] * 4
+    assert len(lines) == 9
+    assert all("ends 1 other group(s)" in line for line in lines[7:])
+
+
+# --- groups that some ranks alone make -----------------------------------------------------------
+
+
+@job("""
+    dist.init_process_group(timeout=15)
+    rank = dist.get_rank()
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        mine, made = dist.new_subgroups(1, group)
+        assert dist.get_process_group_ranks(mine) == [rank] and len(made) == 2
+    dist.barrier(dist.new_group())
+    say("done")
+    dist.destroy_process_group()
+""", ranks=3)  # fmt: skip
+def test_subgroups_of_a_group_are_the_affair_of_its_members(ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["done"] * 3

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.any_mpi
 def test_every_kind_has_its_own_number():
     dtypes = [None, by_name["float32"], by_name["int8"]]
     kinds = {
-        signature.kind_of(primitive, dtype, op, root, on_device)
+        signature.encode_kind(primitive, dtype, op, root, on_device)
         for primitive in PRIMITIVES
         for dtype in dtypes
         for op in (None, ReduceOp.SUM, ReduceOp.AVG)
@@ -34,7 +34,7 @@ def test_words(name):
     row = primitives[name]
     op = ReduceOp.SUM if row.reduces else None
     dtype = None if name == "barrier" else by_name["int8"]
-    told = signature.told(signature.kind_of(row, dtype, op, 3), signature.number_of([5]))
+    told = signature.describe(signature.encode_kind(row, dtype, op, 3), signature.encode_sizes([5]))
     assert (
         told
         == {
@@ -47,13 +47,13 @@ def test_words(name):
 
 
 def test_words_of_lists_and_tasks():
-    kind = signature.kind_of(primitives["all_reduce"], by_name["int8"], None, signature.LIST)
-    number = signature.list_of([4, 4, 9])
-    assert signature.told(kind, number).endswith("a list of int8 with 2 x 4, 1 x 9 elements")
-    assert signature.told(kind, number + 1).endswith("a list of int8")
-    kind, number = signature.task_of("gather_object")
-    assert signature.told(signature.rooted(kind, 2), number) == "gather_object with root 2"
-    assert signature.told(signature.rooted(kind, -1), number) == "gather_object"
+    kind = signature.encode_kind(primitives["all_reduce"], by_name["int8"], None, signature.LIST)
+    number = signature.encode_list([4, 4, 9])
+    assert signature.describe(kind, number).endswith("a list of int8 with 2 x 4, 1 x 9 elements")
+    assert signature.describe(kind, number + 1).endswith("a list of int8")
+    kind, number = signature.encode_task("gather_object")
+    assert signature.describe(signature.rooted(kind, 2), number) == "gather_object with root 2"
+    assert signature.describe(signature.rooted(kind, -1), number) == "gather_object"
 
 
 def test_threads_have_the_sizes_of_lists_in_common():
@@ -65,7 +65,7 @@ def test_threads_have_the_sizes_of_lists_in_common():
     def work(first):
         try:
             for i in range(30000):
-                signature.list_of([first, i])
+                signature.encode_list([first, i])
         except BaseException as error:
             wrong.append(error)
 

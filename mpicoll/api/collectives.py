@@ -16,7 +16,7 @@ from typing import Any
 
 from mpicoll.core.groups import ProcessGroup, resolve
 from mpicoll.core.work import Future, Work, parse_timeout
-from mpicoll.dispatch.execute import in_order, outside, rooted, run, run_all, run_plain
+from mpicoll.dispatch.execute import find_root, run, run_all, run_fast, run_in_order, warn_outside
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
 from mpicoll.primitives import by_name
@@ -83,8 +83,8 @@ def broadcast(
     UnsupportedError (a ValueError) for a dtype, layout or device that is refused. MismatchError,
     MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    root = rooted("broadcast", group, "src", src, group_src, default=0)
-    return run_plain(_BROADCAST, group, async_op, tensor, root=root)
+    root = find_root("broadcast", group, "src", src, group_src, default=0)
+    return run_fast(_BROADCAST, group, async_op, tensor, root=root)
 
 
 def all_reduce(
@@ -109,7 +109,7 @@ def all_reduce(
     a dtype, layout or device that is refused, and an operation that has no meaning for the dtype.
     MismatchError, MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    return run_plain(_ALL_REDUCE, group, async_op, tensor, None, op)
+    return run_fast(_ALL_REDUCE, group, async_op, tensor, None, op)
 
 
 def scan(
@@ -137,7 +137,7 @@ def scan(
     that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
     what goes wrong between the ranks.
     """
-    return run_plain(_SCAN, group, async_op, output, input, op)
+    return run_fast(_SCAN, group, async_op, output, input, op)
 
 
 def exscan(
@@ -165,7 +165,7 @@ def exscan(
     that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
     what goes wrong between the ranks.
     """
-    return run_plain(_EXSCAN, group, async_op, output, input, op)
+    return run_fast(_EXSCAN, group, async_op, output, input, op)
 
 
 def reduce(
@@ -194,8 +194,8 @@ def reduce(
     and an operation that has no meaning for the dtype. MismatchError, MPIError and
     CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    root = rooted("reduce", group, "dst", dst, group_dst)
-    return run_plain(_REDUCE, group, async_op, tensor, None, op, root)
+    root = find_root("reduce", group, "dst", dst, group_dst)
+    return run_fast(_REDUCE, group, async_op, tensor, None, op, root)
 
 
 def all_gather(
@@ -243,7 +243,7 @@ def all_gather_single(
     (a ValueError) for a dtype, layout or device that is refused. MismatchError, MPIError and
     CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    return run_plain(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor)
+    return run_fast(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor)
 
 
 def all_gather_into_tensor(
@@ -289,7 +289,7 @@ def gather(
     that is refused. MismatchError, MPIError and CollectiveTimeoutError report what goes wrong
     between the ranks.
     """
-    root = rooted("gather", group, "dst", dst, group_dst, default=0)
+    root = find_root("gather", group, "dst", dst, group_dst, default=0)
     return run(_GATHER, group, async_op, gather_list, tensor, root=root)
 
 
@@ -319,7 +319,7 @@ def scatter(
     that is refused. MismatchError, MPIError and CollectiveTimeoutError report what goes wrong
     between the ranks.
     """
-    root = rooted("scatter", group, "src", src, group_src, default=0)
+    root = find_root("scatter", group, "src", src, group_src, default=0)
     return run(_SCATTER, group, async_op, tensor, scatter_list, root=root)
 
 
@@ -374,7 +374,7 @@ def reduce_scatter_single(
     that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
     what goes wrong between the ranks.
     """
-    return run_plain(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op)
+    return run_fast(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op)
 
 
 def reduce_scatter_tensor(
@@ -421,7 +421,7 @@ def all_to_all_single(
     MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     if output_split_sizes is None and input_split_sizes is None:
-        return run_plain(_ALL_TO_ALL_SINGLE, group, async_op, output, input)
+        return run_fast(_ALL_TO_ALL_SINGLE, group, async_op, output, input)
     splits = (output_split_sizes, input_split_sizes)
     return run(_ALL_TO_ALL_SINGLE, group, async_op, output, input, splits=splits)
 
@@ -502,10 +502,10 @@ def monitored_barrier(
     given = parse_timeout(timeout, None, "monitored_barrier")
     member = resolve(group)
     if member is None:
-        outside("monitored_barrier")
+        warn_outside("monitored_barrier")
         return
     limit = given if given is not None else member.timeout
-    in_order(
+    run_in_order(
         member,
         "monitored_barrier",
         lambda: wait_for_ranks(member, float("inf") if limit is None else limit, wait_all_ranks),
@@ -586,7 +586,7 @@ def all_gather_coalesced(
     name = "all_gather_coalesced"
     member = resolve(group)
     if member is None:
-        outside(name)
+        warn_outside(name)
         return None
     outputs = coalesced_outputs(name, output_tensor_lists, input_tensor_list, member)
     return _future(run_all(name, _ALL_GATHER, member, async_op, outputs, input_tensor_list))

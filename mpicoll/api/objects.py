@@ -67,11 +67,11 @@ def all_gather_object(
     name = "all_gather_object"
     member = resolve(group)
     if member is None:
-        execute.outside(name)
+        execute.warn_outside(name)
         return
     found = _check_list(name, "object_list", object_list, member.size())
     own = encode(obj)
-    wholes = execute.in_order(member, name, lambda: _all_gather(member, own), root=-1)
+    wholes = execute.run_in_order(member, name, lambda: _all_gather(member, own), root=-1)
     found[: len(wholes)] = [decode(whole) for whole in wholes]
 
 
@@ -103,10 +103,10 @@ def gather_object(
     restricted_pickle does not allow.
     """
     name = "gather_object"
-    root = execute.rooted(name, group, "dst", dst, group_dst, default=0)
+    root = execute.find_root(name, group, "dst", dst, group_dst, default=0)
     member = resolve(group)
     if member is None:
-        execute.outside(name)
+        execute.warn_outside(name)
         return
     if (member.rank() == root) != (object_gather_list is not None):
         raise ArgumentError(
@@ -123,7 +123,7 @@ def gather_object(
 
         return gather_bytes(member.inner, own, root)
 
-    wholes = execute.in_order(member, name, move, root=root)
+    wholes = execute.run_in_order(member, name, move, root=root)
     if found is not None:
         found[: len(wholes)] = [decode(whole) for whole in wholes]
 
@@ -150,10 +150,10 @@ def broadcast_object_list(
     RefusedPickleError for what restricted_pickle does not allow.
     """
     name = "broadcast_object_list"
-    root = execute.rooted(name, group, "src", src, group_src, default=0)
+    root = execute.find_root(name, group, "src", src, group_src, default=0)
     member = resolve(group)
     if member is None:
-        execute.outside(name)
+        execute.warn_outside(name)
         return
     _check_list(name, "object_list", object_list)
     _check_device(name, device)
@@ -164,7 +164,7 @@ def broadcast_object_list(
 
         return broadcast_bytes(member.inner, own, root)
 
-    whole = execute.in_order(member, name, move, root=root)
+    whole = execute.run_in_order(member, name, move, root=root)
     if member.rank() != root:
         _replace_entries(name, object_list, decode(whole), root)
 
@@ -198,10 +198,10 @@ def scatter_object_list(
     that cannot be pickled, and RefusedPickleError for what restricted_pickle does not allow.
     """
     name = "scatter_object_list"
-    root = execute.rooted(name, group, "src", src, group_src, default=0)
+    root = execute.find_root(name, group, "src", src, group_src, default=0)
     member = resolve(group)
     if member is None:
-        execute.outside(name)
+        execute.warn_outside(name)
         return
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ArgumentError(
@@ -228,7 +228,7 @@ def scatter_object_list(
 
         return scatter_bytes(member.inner, wholes, root)
 
-    whole = execute.in_order(member, name, move, root=root)
+    whole = execute.run_in_order(member, name, move, root=root)
     scatter_object_output_list[0] = decode(whole)
 
 
@@ -255,10 +255,10 @@ def send_object_list(
     cannot be pickled.
     """
     name = "send_object_list"
-    peer = execute.rooted(name, group, "dst", dst, group_dst)
+    peer = execute.find_root(name, group, "dst", dst, group_dst)
     member = resolve(group)
     if member is None:
-        execute.outside(name)
+        execute.warn_outside(name)
         return
     _check_list(name, "object_list", object_list)
     _check_device(name, device)
@@ -294,13 +294,13 @@ def recv_object_list(
     name = "recv_object_list"
     member = resolve(group)
     if member is None:
-        execute.outside(name)
+        execute.warn_outside(name)
         return -1
     _check_list(name, "object_list", object_list)
     _check_device(name, device)
     peer = None
     if src is not None or group_src is not None:
-        peer = execute.rooted(name, group, "src", src, group_src)
+        peer = execute.find_root(name, group, "src", src, group_src)
     whole, source = exchange_bytes(member, name, None, peer)
     assert whole is not None
     _replace_entries(name, object_list, decode(whole), source)

@@ -353,7 +353,7 @@ def _source(name: str, group: ProcessGroup | None, src: int | None, group_src: i
         from mpi4py import MPI
 
         return MPI.ANY_SOURCE
-    return execute.rooted(name, group, "src", src, group_src)
+    return execute.find_root(name, group, "src", src, group_src)
 
 
 def exchange_bytes(
@@ -402,10 +402,10 @@ def send(
     errors of MPI, DistBackendError where the receiver has ended, and CollectiveTimeoutError where
     nobody receives within the group's timeout.
     """
-    peer = execute.rooted("send", group, "dst", dst, group_dst)
+    peer = execute.find_root("send", group, "dst", dst, group_dst)
     member = resolve(group)
     if member is None:
-        execute.outside("send")
+        execute.warn_outside("send")
         return
     if peer == member.rank():
         raise ArgumentError(f"send: dst: rank {peer} is this rank; isend may send to itself")
@@ -436,7 +436,7 @@ def recv(
     """
     member = resolve(group)
     if member is None:
-        execute.outside("recv")
+        execute.warn_outside("recv")
         return -1
     peer = _source("recv", member, src, group_src)
     work = _message(member, "recv", tensor, peer, _check_tag(member, "recv", tag), True)
@@ -465,10 +465,10 @@ def isend(
     ValueError) for a tag out of range or a receiver that is not in the group; the Work's ``wait()``
     raises what send raises later.
     """
-    peer = execute.rooted("isend", group, "dst", dst, group_dst)
+    peer = execute.find_root("isend", group, "dst", dst, group_dst)
     member = resolve(group)
     if member is None:
-        execute.outside("isend")
+        execute.warn_outside("isend")
         return None
     return post(member, "isend", tensor, peer, tag, False)
 
@@ -496,7 +496,7 @@ def irecv(
     """
     member = resolve(group)
     if member is None:
-        execute.outside("irecv")
+        execute.warn_outside("irecv")
         return None
     peer = _source("irecv", member, src, group_src)
     return post(member, "irecv", tensor, peer, tag, True)
@@ -536,7 +536,7 @@ class P2POp:
         self.tensor = tensor
         self.group = default_group() if group is None else group
         self.tag = tag
-        self.group_peer = execute.rooted("P2POp", self.group, "peer", peer, group_peer)
+        self.group_peer = execute.find_root("P2POp", self.group, "peer", peer, group_peer)
         member = resolve(self.group)
         if member is not None:
             _check_tag(member, "P2POp", tag)

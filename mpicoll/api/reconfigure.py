@@ -60,9 +60,9 @@ class Reconfigurable:
     def __init__(self, base: ProcessGroup) -> None:
         self.base = base
         self.group: ProcessGroup | None = None
-        self._comm: MPI.Intracomm = execute.in_order(base, _WHERE, base.inner.Dup)
+        self._comm: MPI.Intracomm = execute.run_in_order(base, _WHERE, base.inner.Dup)
         groups.return_errors(self._comm)
-        self._job: str = execute.in_order(
+        self._job: str = execute.run_in_order(
             base, _WHERE, lambda: base.inner.bcast(secrets.token_hex(8), 0)
         )
         self._used: set[int] = set()
@@ -108,7 +108,7 @@ class Reconfigurable:
         try:
             self._meet(uuid, members, limit)
             # As a call of the base, so that the watchdog sees to its timeout.
-            made: ProcessGroup = execute.in_order(
+            made: ProcessGroup = execute.run_in_order(
                 self.base, _WHERE, lambda: self._make(uuid, members), everybody=False
             )
             self._retire(made)

@@ -99,7 +99,7 @@ def new_group(
             return None
         world.formed += 1
         return GroupMember.NON_GROUP_MEMBER
-    return execute.in_order(  # type: ignore[no-any-return]
+    return execute.run_in_order(  # type: ignore[no-any-return]
         world,
         where,
         lambda: groups.create(
@@ -168,7 +168,7 @@ def new_subgroups(
     ranks = groups.get_process_group_ranks(group)
     if group_size is None:
         world = default_group()
-        sizes = set(execute.in_order(world, where, lambda: world.inner.allgather(node_size())))
+        sizes = set(execute.run_in_order(world, where, lambda: world.inner.allgather(node_size())))
         if len(sizes) != 1:
             raise ArgumentError(
                 f"{where}: the nodes run different numbers of ranks, {sorted(sizes)}; give "
@@ -284,7 +284,7 @@ def split_group(
         parent.formed += 1
         return None
     name = f"{parent.group_name}:split:{parent.splits}:{mine[0]}"
-    return execute.in_order(  # type: ignore[no-any-return]
+    return execute.run_in_order(  # type: ignore[no-any-return]
         parent,
         where,
         lambda: groups.create(
@@ -376,7 +376,7 @@ def shrink_group(
     made: ProcessGroup = (
         make()
         if shrink_flags == SHRINK_ABORT
-        else execute.in_order(old, where, make, everybody=False)
+        else execute.run_in_order(old, where, make, everybody=False)
     )
     for one in [*others, old] if is_default else [old]:
         if shrink_flags == SHRINK_ABORT:

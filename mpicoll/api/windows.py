@@ -64,7 +64,7 @@ class Window:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._comm: MPI.Intracomm = execute.in_order(group, "new_window", group.inner.Dup)
+        self._comm: MPI.Intracomm = execute.run_in_order(group, "new_window", group.inner.Dup)
         self._guard = threading.Lock()  # held while MPI is let move, and while _comm is freed
         self._watched = False  # MPI is let move
         self._memory: _Memory | None = None
@@ -99,7 +99,7 @@ class Window:
                 f"{where}: tensor: expected a contiguous array, got one of shape "
                 f"{list(view.shape)} with gaps; register a contiguous copy"
             )
-        self._memory = execute.in_order(
+        self._memory = execute.run_in_order(
             self.group, where, lambda: _Memory(self._comm, view, owning)
         )
         _registered.add(self)
@@ -115,7 +115,7 @@ class Window:
         """
         where = "tensor_deregister"
         self._registered(where)
-        execute.in_order(self.group, where, self._release)
+        execute.run_in_order(self.group, where, self._release)
 
     def _release(self) -> None:
         memory, self._memory = self._memory, None
@@ -446,4 +446,4 @@ def free_all(group: ProcessGroup) -> None:
             group.windows.pop(0).free()
 
     if group.windows:
-        execute.in_order(group, "destroy_process_group", free)
+        execute.run_in_order(group, "destroy_process_group", free)

@@ -19,7 +19,7 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Splits", "Views", "operation", "reads", "row_of", "views", "writes"]
+__all__ = ["Splits", "Views", "build_views", "check_operation", "find_operation", "reads", "writes"]
 
 
 #: The views of a call's input and output, and its extent.
@@ -29,7 +29,7 @@ Views = tuple[View | None, View | None, Extent]
 Splits = tuple[Sequence[int] | None, Sequence[int] | None]
 
 
-def views(
+def build_views(
     primitive: Primitive,
     group: ProcessGroup,
     output: Any,
@@ -63,14 +63,14 @@ def reads(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
 _LARGEST = int(sys.float_info.max)
 
 
-def operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
+def check_operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
     """The reduce operation meant by ``op``, see ``row_of``, which fits a dtype.
 
     Raises UnsupportedError for one that has no meaning for the dtype or whose factor does not fit
     it, ArgumentError for a PREMUL_SUM without a factor.
     """
     where = f"{primitive.name}: op"
-    found = row_of(op, where)
+    found = find_operation(op, where)
     if dtype.kind not in found.kinds:
         legal = ", ".join(sorted(kind.value for kind in found.kinds))
         raise UnsupportedError(
@@ -89,7 +89,7 @@ def operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
     return found
 
 
-def row_of(op: Any, where: str) -> ReduceOp:
+def find_operation(op: Any, where: str) -> ReduceOp:
     """The ReduceOp that is meant: mpicoll's, torch.distributed's, or an operation of mpi4py.
 
     where: operation and argument, for the message.

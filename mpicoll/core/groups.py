@@ -145,7 +145,7 @@ class ProcessGroup:
         if self._given is not None:
             return self._given
         if self._lent is None:
-            self._lent = state.in_order(
+            self._lent = state.run_in_order(
                 self, "ProcessGroup.comm", lambda: communicators.create_private(self.inner), root=-1
             )
         return plain(self._lent)
@@ -251,9 +251,9 @@ class _State:
         self.made = 0  # groups made since init_process_group, members or not
         self.forked = False
         self.finalized = False
-        #: Runs a task in the order of a group's collectives: execute.in_order, which stands above
-        #: this module and enters itself here.
-        self.in_order: Callable[..., Any]
+        #: Runs a task in the order of a group's collectives: execute.run_in_order, a module above
+        #: this one, which enters itself here.
+        self.run_in_order: Callable[..., Any]
 
 
 state = _State()

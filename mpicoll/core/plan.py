@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll.core.signature import kind_of, number_of
+from mpicoll.core.signature import encode_kind, encode_sizes
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpicoll.arrays.views import View
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Blocks", "CallKind", "Extent", "Implementation", "Plan", "Run", "Task", "sizes_of"]
+__all__ = ["Blocks", "CallKind", "Extent", "Implementation", "Plan", "Run", "Task", "agreed_sizes"]
 
 
 class Blocks(NamedTuple):
@@ -74,7 +74,7 @@ class Plan:
         self.on_device = on_device
         self.route = route
         self.run = run
-        self.kind = kind_of(self.primitive, self.dtype, self.op, 0, on_device)
+        self.kind = encode_kind(self.primitive, self.dtype, self.op, 0, on_device)
         self.even = self.primitive.even
 
 
@@ -87,7 +87,7 @@ class Task(NamedTuple):
     even: bool = False
 
 
-def sizes_of(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:
+def agreed_sizes(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:
     """What all ranks must have alike of a call's extent: a count, or the counts of all blocks.
 
     0 where no size is known to more than two ranks.
@@ -99,6 +99,6 @@ def sizes_of(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:
     return tuple(extent.sends if primitive.many_in else extent.receives)
 
 
-def signed(sizes: int | tuple[int, ...]) -> int:
+def encode_agreed_sizes(sizes: int | tuple[int, ...]) -> int:
     """The number that stands for these sizes in a signature."""
-    return sizes if isinstance(sizes, int) else number_of(sizes)
+    return sizes if isinstance(sizes, int) else encode_sizes(sizes)

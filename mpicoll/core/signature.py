@@ -18,17 +18,17 @@ from mpicoll.primitives import PRIMITIVES, Primitive
 
 __all__ = [
     "LIST",
-    "compared",
-    "is_compared",
+    "decode_primitive",
+    "describe",
+    "encode_comparison",
+    "encode_kind",
+    "encode_list",
+    "encode_sizes",
+    "encode_task",
+    "is_comparison",
     "is_list",
-    "kind_of",
-    "list_of",
-    "number_of",
-    "parts_of",
-    "primitive_of",
-    "rooted_kind",
-    "task_of",
-    "told",
+    "parts_per_element",
+    "with_root",
 ]
 
 #: The root of a list of calls.
@@ -39,7 +39,7 @@ _NONE = 0xFF
 _DTYPE, _PRIMITIVE, _ROOT, _DEVICE, _COMPARED, _LEVEL = 8, 16, 24, 56, 57, 58
 
 
-def kind_of(
+def encode_kind(
     primitive: Primitive,
     dtype: DType | None,
     op: ReduceOp | None,
@@ -56,12 +56,12 @@ def kind_of(
     )
 
 
-def number_of(counts: Sequence[int]) -> int:
+def encode_sizes(counts: Sequence[int]) -> int:
     """The number of a call's sizes: nothing is 0, one count itself, and more of them a hash."""
-    return counts[0] if len(counts) == 1 else list_of(counts) if counts else 0
+    return counts[0] if len(counts) == 1 else encode_list(counts) if counts else 0
 
 
-def list_of(counts: Sequence[Any]) -> int:
+def encode_list(counts: Sequence[Any]) -> int:
     """The number of the sizes of a list of calls, each a count or a tuple of counts: a hash.
 
     The same on every rank: the hash of ints and of tuples of them does not depend on the process.
@@ -83,24 +83,24 @@ _lock = threading.Lock()
 _names: dict[int, str] = {}
 
 
-def task_of(name: str) -> tuple[int, int]:
+def encode_task(name: str) -> tuple[int, int]:
     """Kind, without the root, and number of a call that is no primitive, such as of objects."""
     number = zlib.crc32(name.encode())
     _names[number] = name
     return _NONE << _PRIMITIVE | _NONE << _DTYPE | _NONE, number
 
 
-def rooted_kind(kind: int, root: int) -> int:
+def with_root(kind: int, root: int) -> int:
     """The kind with its root, of one without."""
     return kind | (root & 0xFFFFFFFF) << _ROOT
 
 
-def compared(kind: int, root: int, level: int) -> int:
+def encode_comparison(kind: int, root: int, level: int) -> int:
     """What stands for the comparison before a call, at a debug level, where calls are expected."""
-    return rooted_kind(kind, root) | 1 << _COMPARED | level << _LEVEL
+    return with_root(kind, root) | 1 << _COMPARED | level << _LEVEL
 
 
-def is_compared(kind: int) -> bool:
+def is_comparison(kind: int) -> bool:
     """It stands for a comparison."""
     return bool(kind >> _COMPARED & 1)
 
@@ -110,30 +110,30 @@ def is_list(kind: int) -> bool:
     return kind >> _ROOT & 0xFFFFFFFF == LIST
 
 
-def primitive_of(kind: int) -> Primitive:
+def decode_primitive(kind: int) -> Primitive:
     """Return the primitive of such a call, which is no task."""
     return PRIMITIVES[kind >> _PRIMITIVE & 0xFF]
 
 
-def parts_of(kind: int) -> int:
+def parts_per_element(kind: int) -> int:
     """The numbers that make up an element of such a call, where they are combined one by one."""
     dtype = kind >> _DTYPE & 0xFF
     is_complex = dtype != _NONE and DTYPES[dtype].kind is Kind.COMPLEX
     return 2 if is_complex and kind & 0xFF != _NONE else 1
 
 
-def told(kind: int, number: int) -> str:
+def describe(kind: int, number: int) -> str:
     """The call in words; of a list of calls with its sizes if this process has seen them lately."""
     root = kind >> _ROOT & 0xFFFFFFFF
     if kind >> _PRIMITIVE & 0xFF == _NONE:
         name = _names.get(number, "a call that is no collective of arrays")
         return name if root == LIST else f"{name} with root {root}"
-    primitive = primitive_of(kind)
+    primitive = decode_primitive(kind)
     words = [str(primitive)]
     if kind >> _DTYPE & 0xFF != _NONE:
         dtype = DTYPES[kind >> _DTYPE & 0xFF]
         # In a comparison the number is another one; where blocks differ by rank there is none.
-        known = primitive.even and not is_compared(kind)
+        known = primitive.even and not is_comparison(kind)
         sizes = _sizes.get(number) if known else None
         if is_list(kind):
             words[0] += f" of a list of {dtype}"

@@ -11,8 +11,8 @@ from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
-from mpicoll.core.plan import CallKind, Plan, Task, signed, sizes_of
-from mpicoll.core.signature import LIST, list_of, rooted_kind, task_of
+from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, encode_agreed_sizes
+from mpicoll.core.signature import LIST, encode_list, encode_task, with_root
 from mpicoll.core.work import Work
 from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing, packing
@@ -27,7 +27,7 @@ from mpicoll.output import warn
 from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency
 
-__all__ = ["in_order", "outside", "rooted", "run", "run_all", "run_plain", "submit"]
+__all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", "warn_outside"]
 
 
 def run(
@@ -52,16 +52,16 @@ def run(
     if member.__class__ is not ProcessGroup:
         member = resolve(group)
         if member is None:
-            outside(primitive.name)
+            warn_outside(primitive.name)
             return None
-    send, recv, extent = checks.views(primitive, member, output, input, root, splits)
+    send, recv, extent = checks.build_views(primitive, member, output, input, root, splits)
     first = send if recv is None else recv
     if first is None:
         plan = _plan(primitive, member, op, None, False)
     else:
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
     carry, orders = _placed(plan, send, recv)
-    sizes = signed(sizes_of(primitive, extent))
+    sizes = encode_agreed_sizes(agreed_sizes(primitive, extent))
     waits = not async_op and not member.busy()
     return _dispatch(
         plan, async_op, waits, output, sizes, root, carry, send, recv, extent, orders, at_once
@@ -128,10 +128,10 @@ def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
     ):
         return False  # the last is a callback, whose calls are carried out at once anyhow
     shared = group.resources.find("shared")
-    return bool(shared and shared.should_run_inline(rooted_kind(plan.kind, root), sizes))
+    return bool(shared and shared.should_run_inline(with_root(plan.kind, root), sizes))
 
 
-def run_plain(
+def run_fast(
     primitive: Primitive,
     group: Any,
     async_op: bool,
@@ -209,7 +209,7 @@ def run_all(
     """
     member = resolve(group)
     if member is None:
-        outside(name)
+        warn_outside(name)
         return None
     outputs = list(outputs)  # a caller may change his
     waits = not async_op and not member.busy()
@@ -219,7 +219,7 @@ def run_all(
     ready = [(carry, *call) for (carry, _), call in zip(placed, found.calls, strict=True)]
     orders = [order for _, some in placed for order in some]
     return _dispatch(
-        plan, async_op, waits, outputs, list_of(found.counts), LIST, _carry_out_all, None, None,
+        plan, async_op, waits, outputs, encode_list(found.counts), LIST, _carry_out_all, None, None,
         (member, ready), orders, name=name,
     )  # fmt: skip
 
@@ -294,7 +294,7 @@ def _plan(
     try:
         known: Plan | None = group.plans.get(key)
     except TypeError:  # an operation without a hash, as mpi4py's are
-        row = checks.row_of(op, f"{primitive.name}: op")
+        row = checks.find_operation(op, f"{primitive.name}: op")
         return _plan(primitive, group, row, dtype, on_device)
     if known is not None:
         return known
@@ -304,7 +304,7 @@ def _plan(
     meant = None
     if primitive.reduces:
         assert dtype is not None
-        meant = checks.operation(primitive, op, dtype)
+        meant = checks.check_operation(primitive, op, dtype)
     kind = CallKind(primitive, group, meant, dtype)
     route = routes.choose(kind, on_device)
     plan = Plan(kind, on_device, route, packing.on_views(kind, route, on_device))
@@ -355,7 +355,7 @@ def submit(
     return work
 
 
-def in_order(
+def run_in_order(
     group: ProcessGroup,
     name: str,
     task: Callable[[], Any],
@@ -386,7 +386,7 @@ def in_order(
             group.formed += 1
         whole = partial(_perform_unrecorded, group, name, carry)
     else:
-        kind, sizes = task_of(name)
+        kind, sizes = encode_task(name)
         whole = partial(perform, Task(group, name, kind), sizes, root, carry, None, None, None)
     if group.busy():
         submit(group, whole, name, ()).wait()
@@ -408,16 +408,16 @@ def _perform_unrecorded(group: ProcessGroup, name: str, carry: Callable[[], None
         raise _explained(error, name, group) from error
 
 
-state.in_order = in_order
+state.run_in_order = run_in_order
 
 
-def outside(name: str) -> None:
+def warn_outside(name: str) -> None:
     """Warns, as torch does, that a rank outside the group made the call."""
     rank = default_group().rank()
     warn(f"{name}: global rank {rank} is not in the group it was called with; nothing is done")
 
 
-def rooted(
+def find_root(
     name: str,
     group: Any,
     argument: str,

@@ -24,7 +24,7 @@ from mpicoll.arrays.adapters import check_same_device, fast_views
 from mpicoll.arrays.views import CARRIERS, Alias, DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.checks import Views
-from mpicoll.core.plan import sizes_of
+from mpicoll.core.plan import agreed_sizes
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.kernels.library import kernels
@@ -130,12 +130,12 @@ class _Entries:
             if seen[place] is None:
                 input = None if inputs is None else inputs[place]
                 try:
-                    found = checks.views(primitive, group, output, input, 0, None)
+                    found = checks.build_views(primitive, group, output, input, 0, None)
                 except MpicollError as error:
                     raise type(error)(f"{name}: [{place}]: {error}") from error
                 _, recv, extent = self._views[place] = found
                 assert recv is not None
-                seen[place] = recv.dtype, recv, sizes_of(primitive, extent)
+                seen[place] = recv.dtype, recv, agreed_sizes(primitive, extent)
         dtypes, self._outputs, self.counts = zip(*seen, strict=True)
         self.dtype = dtypes[0]
         for place, dtype in enumerate(dtypes):

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.core.plan import Blocks, CallKind, Extent
-from mpicoll.core.signature import number_of
+from mpicoll.core.signature import encode_sizes
 from mpicoll.errors import MismatchError
 
 __all__ = ["CARRIED", "Get", "Put", "Transfer", "transfer_of"]
@@ -86,7 +86,7 @@ def _gather(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> 
     if isinstance(extent, int):
         counts, total = [extent] * n, n * extent
     else:
-        counts, total = list(extent.receives), number_of(extent.receives)
+        counts, total = list(extent.receives), encode_sizes(extent.receives)
     gets = [] if recv is None else [Get(rank, 0, *put) for rank, put in _cut(kind, recv, counts)]
     return Transfer(1, max(counts), total, [Put(send, counts[me])], gets)
 
@@ -102,7 +102,7 @@ def _reduce_scatter(kind: CallKind, send: Any, recv: Any, extent: Extent, root: 
     if isinstance(extent, int):
         counts, total = [extent] * n, extent
     else:
-        counts, total = list(extent.sends), number_of(extent.sends)
+        counts, total = list(extent.sends), encode_sizes(extent.sends)
     puts = [put for _, put in _cut(kind, send, counts)]
     gets = [Get(rank, me, recv, counts[me]) for rank in range(n)]
     return Transfer(n, max(counts), total, puts, gets)

@@ -19,7 +19,7 @@ from mpicoll.api import collectives, point_to_point
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Work, parse_timeout
 from mpicoll.dispatch import execute
-from mpicoll.dispatch.execute import run_plain
+from mpicoll.dispatch.execute import run_fast
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError
 from mpicoll.primitives import PRIMITIVES, Primitive, by_name
@@ -56,7 +56,7 @@ _ALL_TO_ALL = by_name["all_to_all"]
 _ALL_TO_ALL_SINGLE = by_name["all_to_all_single"]
 _BARRIER = by_name["barrier"]
 
-#: The primitives that ``run_plain`` serves.
+#: The primitives that ``run_fast`` serves.
 _PLAIN_PRIMITIVES = {row for row in PRIMITIVES if row.output and not row.listed}
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 _ALL_REDUCE_OPTIONS = c10d.AllreduceOptions
@@ -165,7 +165,7 @@ class Collectives:
         splits: Splits | None,
     ) -> Work | None:
         if splits is None and primitive in _PLAIN_PRIMITIVES:
-            return run_plain(primitive, self.core, asynchronous, output, input, op, root)
+            return run_fast(primitive, self.core, asynchronous, output, input, op, root)
         return execute.run(primitive, self.core, asynchronous, output, input, op, root, splits)
 
     def _call_all(
@@ -280,7 +280,7 @@ class Collectives:
         ):
             tensor, row = tensors[0], OPERATION_BY_HASH[hash(opts.reduceOp)]
             if row is not _PREMUL_SUM and not tensor.is_sparse:
-                run_plain(_ALL_REDUCE, self.core, False, tensor, None, row)
+                run_fast(_ALL_REDUCE, self.core, False, tensor, None, row)
                 return _complete(tensor)
         opts = fill_options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
         tensor, row = unwrap_tensor("allreduce", tensors), convert_op(opts.reduceOp)

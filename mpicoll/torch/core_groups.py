@@ -54,7 +54,7 @@ def create_subgroup(ranks: Sequence[int], limit: float | None, name: str) -> Pro
     name: the same on all of them.
     """
     default = groups.default_group()
-    return execute.in_order(  # type: ignore[no-any-return]
+    return execute.run_in_order(  # type: ignore[no-any-return]
         default,
         "new_group",
         lambda: groups.create(

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mpicoll.core.signature import compared, rooted_kind, told
+from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
 from mpicoll.watch.debug_level import DebugLevel, get_debug_level
 
@@ -31,7 +31,7 @@ __all__ = [
     "drop_last_call",
 ]  # fmt: skip
 
-#: Each of a group's first calls is compared, then the record once in a stride of calls.
+#: Each of a group's first calls is encode_comparison, then the record once in a stride of calls.
 FIRST, STRIDE = 64, 64
 
 
@@ -73,7 +73,7 @@ def check(group: ProcessGroup) -> None:
 
 def drop_last_call(group: ProcessGroup) -> None:
     """Take the last call off the record, after all ranks have raised an error for it because their
-    calls differed. The calls before it are still to be compared.
+    calls differed. The calls before it are still to be encode_comparison.
     """
     *calls, (number, *_) = group.recent
     if calls:  # else a comparison has found the difference, and begun a new record
@@ -85,7 +85,7 @@ def _compare(group: ProcessGroup, calls: tuple[RecordEntry, ...], level: int) ->
     mine = digest(calls)
     if shared := group.resources.find("shared"):  # it takes a third of the time of MPI
         _, kind, _, root = calls[-1]
-        if shared.compare(compared(kind, root, level), mine):
+        if shared.compare(encode_comparison(kind, root, level), mine):
             return True, level
     MPI = sys.modules["mpi4py.MPI"]  # an import statement takes as long as the rest
     # One reduction: if all digests are equal, the greatest is also the least.
@@ -128,7 +128,7 @@ def describe_call(call: RecordEntry) -> str:
     number, kind, sizes, root = call
     if number == 0:
         return "no call"
-    return "a call that differed" if kind < 0 else told(rooted_kind(kind, root), sizes)
+    return "a call that differed" if kind < 0 else describe(with_root(kind, root), sizes)
 
 
 #: Stands for the calls before the first.

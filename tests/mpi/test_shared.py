@@ -16,7 +16,7 @@ from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations
 
 import mpicoll as dist
-from mpicoll.core.signature import kind_of
+from mpicoll.core.signature import encode_kind
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
@@ -175,7 +175,7 @@ def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
     monkeypatch.setattr(shared, "PATIENCE", 20.0)
     team = group_of(f"{per_rank} processors a rank", range(world.size))
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
-    kind = kind_of(NAMES["all_reduce"], by_name["float32"], ReduceOp.SUM, 0)
+    kind = encode_kind(NAMES["all_reduce"], by_name["float32"], ReduceOp.SUM, 0)
     asks = team.group.resources.find("shared").should_run_inline
     assert asks(kind, 5000) == (per_rank < 2)
     array = np.ones(5000, np.float32)

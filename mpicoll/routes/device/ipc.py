@@ -32,7 +32,7 @@ import numpy as np
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
-from mpicoll.core.signature import kind_of, primitive_of, told
+from mpicoll.core.signature import decode_primitive, describe, encode_kind
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory
 from mpicoll.cuda.streams import DeviceContext
@@ -134,9 +134,9 @@ class Peers:
         if (everybody == mine).all():
             return ""
         return (
-            f"{primitive_of(kind)} on rank {self.me} of group {self.group.group_name}: "
+            f"{decode_primitive(kind)} on rank {self.me} of group {self.group.group_name}: "
             f"the ranks' calls do not belong together: "
-            f"{describe_by_rank(told(*row[:2]) for row in everybody.tolist())}"
+            f"{describe_by_rank(describe(*row[:2]) for row in everybody.tolist())}"
         )
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
@@ -230,7 +230,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
     by, n, me, size = find_loop(op, dtype), peers.n, peers.me, dtype.itemsize
     assert by is not None
     divisor = n if op is ReduceOp.AVG else 1
-    signature = kind_of(primitive, dtype, op, 0)
+    signature = encode_kind(primitive, dtype, op, 0)
 
     def all_reduce(send: Any, view: DeviceView, extent: Extent, root: int) -> None:
         step = peers.room // size
@@ -307,7 +307,7 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
             for one, source, out in zip(transfer.gets, sources, outs, strict=True):
                 peers.copy(out, source, length(one.elements, k) * size)
 
-        signature = kind_of(primitive, dtype, op, root)
+        signature = encode_kind(primitive, dtype, op, root)
         peers.go(signature, transfer.total, _rounds(transfer.most, step), [give, take])
 
     return carry_out

@@ -41,7 +41,7 @@ from mpicoll.arrays.views import memory_at
 from mpicoll.communicators import subset
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Implementation
-from mpicoll.core.signature import kind_of, told
+from mpicoll.core.signature import describe, encode_kind
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import MismatchError
@@ -133,7 +133,7 @@ class Levels:
         try:
             yield call
         except _ApartError:
-            words = self.group.inner.allgather(told(call.signature, count))
+            words = self.group.inner.allgather(describe(call.signature, count))
             raise MismatchError(
                 f"{kind.primitive} on rank {self.group.rank()} of group {self.group.group_name}: "
                 f"the ranks' calls do not belong together: {describe_by_rank(words)}"
@@ -242,7 +242,7 @@ class _Call:
     """
 
     def __init__(self, levels: Levels, kind: CallKind, root: int, count: int) -> None:
-        self.signature = kind_of(kind.primitive, kind.dtype, kind.op, root)
+        self.signature = encode_kind(kind.primitive, kind.dtype, kind.op, root)
         words = f"{self.signature} {count}".encode()
         self.number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
         self._kind = kind

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpicoll import settings
 from mpicoll.core.plan import CallKind, Extent, Implementation
-from mpicoll.core.signature import is_compared, is_list, kind_of, parts_of, told
+from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.library import kernels
@@ -173,7 +173,7 @@ class Shared:
         parts = 1 if by is None else by.elements
         return _Kind(
             shared=self._pointer,
-            what=kind_of(primitive, dtype, op, 0),
+            what=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
             parts=parts,
@@ -196,13 +196,13 @@ class Shared:
         """An asynchronous call is best carried out at once: all ranks are there, with the same, and
         no processor is free for a thread that would do it.
 
-        kind: as ``kind_of`` has it; count: of elements, or whatever else the ranks have alike.
+        kind: as ``encode_kind`` has it; count: of elements, or whatever else the ranks have alike.
         """
         if not self._crowded_beside:
             return False
         self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
         number = (self._group.sequence + 1) & 0xFFFFFFFF
-        count *= 1 if is_list(kind) else parts_of(kind)
+        count *= 1 if is_list(kind) else parts_per_element(kind)
         patience = round(1e9 * PATIENCE)
         return bool(self._kernels.shared_ask(self._pointer, number, kind, count, patience))
 
@@ -215,7 +215,7 @@ class Shared:
         self._look_as_often_as_is_good()
         if self._kernels.shared_agree(self._pointer, self._group.sequence, kind, number):
             return True
-        if not self._hold.left and all(is_compared(each) for each, _ in self._calls()):
+        if not self._hold.left and all(is_comparison(each) for each, _ in self._calls()):
             return False
         raise self._failure()
 
@@ -239,7 +239,7 @@ class Shared:
     def _failure(self) -> DistBackendError:
         if self._hold.left:
             return self._group.failure()
-        texts = [told(kind, count // parts_of(kind)) for kind, count in self._calls()]
+        texts = [describe(kind, count // parts_per_element(kind)) for kind, count in self._calls()]
         name = texts[self._hold.me].partition(" ")[0]
         return MismatchError(
             f"{name} on rank {self._hold.me} of group {self._group.group_name}: the ranks' calls "

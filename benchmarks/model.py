@@ -252,7 +252,7 @@ def by_levels(kind: str, place: Place, m: float, factor: int = 1) -> float:
 
     agreement = rail(16, q)
     if kind == "all_reduce":
-        pieces = ceil(factor * m / min(q * hierarchical.PIECE, hierarchical.TOGETHER))
+        pieces = ceil(factor * m / min(q * hierarchical.CHUNK, hierarchical.TOGETHER))
         piece = factor * m / pieces
         share = min(piece, max(piece / q, hierarchical.SHARE))
         down = node(q, share, 2 * q, piece - share, (q - 1) * share)
@@ -260,7 +260,7 @@ def by_levels(kind: str, place: Place, m: float, factor: int = 1) -> float:
         along = rail(share, ceil(piece / share))
         return pieces * (widening(piece + share) + down + along + up) + agreement
     block = factor * m / place.ranks
-    pieces = ceil(block / min(hierarchical.PIECE, hierarchical.TOGETHER // max(nodes, q)))
+    pieces = ceil(block / min(hierarchical.CHUNK, hierarchical.TOGETHER // max(nodes, q)))
     block /= pieces
     rest = (q - 1) * block
     down = nodes * node(q, block, 2 * q, rest, rest)
@@ -281,11 +281,13 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
     piece = m / pieces
     ways: dict[str, Callable[[], float]] = {
         "mpi": lambda: best(plain, place, m, m),
-        "pieces": lambda: pieces * (best(plain, place, piece, piece) + moved(piece, COPIED, m, q)),
+        "mpi_chunked": lambda: (
+            pieces * (best(plain, place, piece, piece) + moved(piece, COPIED, m, q))
+        ),
         "exchange": lambda: by_exchange(plain, place, m, byte, itemsize),
         "widened": lambda: best(plain, place, 2 * m, 2 * m) + moved(4 * m, COPIED, 2 * m, q),
         "shared": lambda: by_sharing(plain, place, m, byte),
-        "levels": lambda: by_levels(plain, place, m, factor),
+        "hierarchical": lambda: by_levels(plain, place, m, factor),
     }
     return {route: OWN + ways[route]() for route in eligible_routes(kind, place.name)}
 

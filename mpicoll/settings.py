@@ -98,7 +98,7 @@ KERNELS = _one_of(
     "numpy: reduces with NumPy instead of the C library, and shares no memory",
 )  # fmt: skip
 DEVICE_ROUTE = _one_of(
-    "MPICOLL_DEVICE_ROUTE", ("peer", "direct", "native", "staged", "nccl"),
+    "MPICOLL_DEVICE_ROUTE", ("ipc", "direct", "mpi", "staged", "nccl"),
     "the route of device memory, the same on all ranks; see gpu.md",
 )  # fmt: skip
 CUDA_AWARE = _one_of(

@@ -536,10 +536,10 @@ def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
 def test_routes_of_devices(ended: Ended) -> None:
     """Each in a group that takes it; what a rank lacks for the others is said."""
     found = routes_of(ended)
-    routes = ["peer", "direct", "native", "staged"]
+    routes = ["ipc", "direct", "mpi", "staged"]
     assert all(list(compared) == ["copy", *routes] for compared in found.values())
     assert all(found["all_reduce"].values()) and all(found["gather"].values())
-    assert found["all_to_all"]["peer"] and not found["all_to_all"]["native"]
+    assert found["all_to_all"]["ipc"] and not found["all_to_all"]["mpi"]
     assert not any(found["barrier"].values())
     assert "# not measured: nccl: MPICOLL_DEVICE_ROUTE=nccl: each of ranks 0, 1 lacks" in ended.out
 
@@ -569,11 +569,11 @@ eligibility.eligible_routes = tell_routes
 )
 
 
-@job("bench all_reduce -b 64 -e 64 --device cuda --routes staged,peer -n 1", site=TELL_DEVICE,
+@job("bench all_reduce -b 64 -e 64 --device cuda --routes staged,ipc -n 1", site=TELL_DEVICE,
      environment={"MPICOLL_CUDA_AWARE": "none"})  # fmt: skip
 def test_the_group_of_a_route_takes_it(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
-    assert "# taken: peer staged\n" in ended.out
+    assert "# taken: ipc staged\n" in ended.out
 
 
 @needs_mpiexec
@@ -587,11 +587,11 @@ def test_routes_of_the_host(ended: Ended) -> None:
         assert all(result["compare"][name]["wrong"] == 0 for name in names)
         found[result["primitive"], result["type"]] = names
     shared = {"shared"} & set(ended.out.split())
-    assert found["all_reduce", "float32"] == {"mpi", "pieces", "exchange"} | shared
+    assert found["all_reduce", "float32"] == {"mpi", "mpi_chunked", "exchange"} | shared
     assert found["all_reduce", "bfloat16"] == {"exchange", "widened"} | shared
     assert found["broadcast", "float32"] == {"mpi"} | shared
     assert found["all_to_all_single", "float32"] == {"exchange"}
-    assert "# not measured: levels: it needs several nodes" in ended.out
+    assert "# not measured: hierarchical: it needs several nodes" in ended.out
 
 
 #: On rank 1 the exchange adds one to the last element.
@@ -674,7 +674,7 @@ def test_good_words() -> None:
         ("reduce --short --latency", "--short is without percentiles"),
         ("reduce --device cuda --compare mpi4py", "--compare is for --device cpu"),
         ("reduce --routes mpi,peer", "--routes peer: expected all, or some of mpi"),
-        ("reduce --device cuda --routes shared", "--routes shared: expected all, or some of peer"),
+        ("reduce --device cuda --routes shared", "--routes shared: expected all, or some of ipc"),
     ],
 )
 def test_words_that_contradict(words: str, said: str) -> None:
@@ -689,7 +689,7 @@ def test_words_that_contradict(words: str, said: str) -> None:
         ("-r 3", "--root 3: there are 3 ranks"),
         ("-b 1T -e 1T", "--maxbytes 1099511627776: all_to_all_single needs"),
         ("--json /nowhere/x.json", "/nowhere/x.json: there is no folder /nowhere"),
-        ("--routes mpi,levels", "--routes levels: it needs several nodes"),
+        ("--routes mpi,hierarchical", "--routes hierarchical: it needs several nodes"),
     ],
 )
 @job("bench all_to_all_single $words", ranks=3)

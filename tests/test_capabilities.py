@@ -48,14 +48,14 @@ KINDS = list(itertools.product(CudaSupport, (0, 2), "ab"))
 def test_routes_are_what_all_ranks_can_take(n):
     for kinds in itertools.product(KINDS, repeat=n):
         levels, gpus, nodes = zip(*kinds, strict=True)
-        expected = ["peer"] if len(set(nodes)) == 1 and 0 not in gpus else []
+        expected = ["ipc"] if len(set(nodes)) == 1 and 0 not in gpus else []
         worst = [level.name for level in levels]
         if "NONE" not in worst:
             expected.append("direct")
-            expected += ["native"] if "TRANSFER" not in worst else []
+            expected += ["mpi"] if "TRANSFER" not in worst else []
         found = eligible_routes([rank(*kind) for kind in kinds])
         assert found == (*expected, "staged"), kinds
-        for name in ("peer", "direct", "native", "staged"):
+        for name in ("ipc", "direct", "mpi", "staged"):
             if name in found:
                 assert eligible_routes([rank(*kind) for kind in kinds], name) == (name,)
             else:
@@ -68,8 +68,8 @@ def test_a_forced_route_says_what_is_missing_and_where():
     told = "direct: each of ranks 1, 3 lacks an MPI that sends and receives device memory (as the t"
     for forced, words in {
         "direct": [told],
-        "native": ["reduces device memory", "ranks 1, 2, 3"],
-        "peer": ["rank 2 lacks a GPU (none here)", "rank 2 is on another node than rank 0"],
+        "mpi": ["reduces device memory", "ranks 1, 2, 3"],
+        "ipc": ["rank 2 lacks a GPU (none here)", "rank 2 is on another node than rank 0"],
         "nccl": ["NCCL"],
     }.items():
         with pytest.raises(UnsupportedError) as caught:
@@ -82,14 +82,12 @@ def test_a_forced_route_says_what_is_missing_and_where():
 
 def test_the_forced_route_is_that_of_all_ranks():
     assert forced_route([rank(), rank()]) is None
-    assert forced_route([rank(forced="peer")] * 3) == "peer"
-    with pytest.raises(MismatchError, match="rank 0: 'peer', rank 1: ''"):
-        forced_route([rank(forced="peer"), rank()])
+    assert forced_route([rank(forced="ipc")] * 3) == "ipc"
+    with pytest.raises(MismatchError, match="rank 0: 'ipc', rank 1: ''"):
+        forced_route([rank(forced="ipc"), rank()])
 
 
-@pytest.mark.parametrize(
-    "own", [rank(), rank(CudaSupport.FULL, 3, "b", problem="p", forced="peer")]
-)
+@pytest.mark.parametrize("own", [rank(), rank(CudaSupport.FULL, 3, "b", problem="p", forced="ipc")])
 def test_words(own):
     assert Capabilities.from_words(json.loads(json.dumps(own.words()))) == own
 

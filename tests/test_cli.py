@@ -232,7 +232,7 @@ def test_hello_on_ranks_with_gpus(ended: Ended) -> None:
     for rank, line in enumerate(lines):
         gpu = rank % 2
         assert line.startswith(f"rank {rank} of 3 on {socket.gethostname()}, local rank {rank} of")
-        assert line.endswith(f"GPU {gpu} (0000:{gpu:02x}:00.0), device route peer"), ended
+        assert line.endswith(f"GPU {gpu} (0000:{gpu:02x}:00.0), device route ipc"), ended
 
 
 #: What srun sets, on the first and on another rank, where MPI sees nobody else.
@@ -282,7 +282,7 @@ def test_doctor_on_ranks(ended: Ended) -> None:
     assert routes["all_to_all"] == "messages over MPI"
     if "compiled" in found["ranks"][0]["C library"]:
         assert routes["all_reduce (bfloat16)"] == "shared memory"
-        route = "(MPI|MPI in pieces|shared memory)"
+        route = "(MPI|MPI in chunks|shared memory)"
         for name in ("broadcast", "gather", "all_reduce (float32)"):
             steps = rf"{route}(; from \d+ (B|KiB|MiB) on {route})*"
             assert re.fullmatch(steps, routes[name]), routes
@@ -318,21 +318,21 @@ def test_doctor_finds_support_that_is_claimed_and_crashes(ended: Ended) -> None:
 
 @needs_mpiexec
 @job("doctor --json", ranks=2, environment={**CLAIMED, "FAKE_GPU": "nothing",
-     "MPICOLL_DEVICE_ROUTE": "native"})  # fmt: skip
+     "MPICOLL_DEVICE_ROUTE": "mpi"})  # fmt: skip
 def test_doctor_with_all_that_can_be_had(ended: Ended) -> None:
     found = json.loads(ended.out)
     assert ended.code == 0 and found["ok"], ended
     assert {each["capabilities"]["cuda"] for each in found["ranks"]} == {"full"}
-    expected = {row.name: "native" for row in PRIMITIVES if row.output}
+    expected = {row.name: "mpi" for row in PRIMITIVES if row.output}
     assert found["routes"]["device"] == expected
 
 
-@job("doctor --json", environment={"MPICOLL_DEVICE_ROUTE": "native"})
+@job("doctor --json", environment={"MPICOLL_DEVICE_ROUTE": "mpi"})
 def test_doctor_with_a_route_that_cannot_be_had(ended: Ended) -> None:
     found = json.loads(ended.out)
     assert ended.code == 1 and not found["ok"], ended
     (advice,) = [each["text"] for each in found["advice"] if each["wrong"]]
-    assert advice.startswith("MPICOLL_DEVICE_ROUTE=native: rank 0 lacks an MPI that")
+    assert advice.startswith("MPICOLL_DEVICE_ROUTE=mpi: rank 0 lacks an MPI that")
 
 
 MISSPELT = {"MPICOLL_CUDA_AWARE": "perhaps", "MPICOLL_SHARED_MEM": "0", "MPICOLL_DEBUG": "INFO",

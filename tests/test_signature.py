@@ -52,8 +52,8 @@ def test_words_of_lists_and_tasks():
     assert signature.describe(kind, number).endswith("a list of int8 with 2 x 4, 1 x 9 elements")
     assert signature.describe(kind, number + 1).endswith("a list of int8")
     kind, number = signature.encode_task("gather_object")
-    assert signature.describe(signature.rooted(kind, 2), number) == "gather_object with root 2"
-    assert signature.describe(signature.rooted(kind, -1), number) == "gather_object"
+    assert signature.describe(signature.with_root(kind, 2), number) == "gather_object with root 2"
+    assert signature.describe(signature.with_root(kind, -1), number) == "gather_object"
 
 
 def test_threads_have_the_sizes_of_lists_in_common():

@@ -63,10 +63,10 @@ def test_kinds_are_of_primitives():
     [
         ("broadcast", "node", "mpi shared"),
         ("broadcast", "apart", "mpi"),
-        ("all_reduce", "node", "mpi pieces exchange shared"),
-        ("all_reduce", "nodes", "mpi pieces exchange levels"),
+        ("all_reduce", "node", "mpi mpi_chunked exchange shared"),
+        ("all_reduce", "nodes", "mpi mpi_chunked exchange hierarchical"),
         ("all_reduce of others", "apart", "exchange widened"),
-        ("reduce", "apart", "mpi pieces exchange"),
+        ("reduce", "apart", "mpi mpi_chunked exchange"),
         ("reduce_scatter", "apart", "mpi exchange"),
         ("reduce_scatter of others", "node", "exchange shared"),
         ("gather", "nodes", "mpi"),
@@ -110,14 +110,14 @@ def test_a_file_leaves_sizes_to_the_defaults(monkeypatch):
     """By the route "default": to those of the version that reads it."""
     text = stepping([[0, "default"], [512, "mpi"], [4096, "default"], [1 << 20, "mpi"],
                      [1 << 23, "default"]])  # fmt: skip
-    later = ((0, "shared"), (64, "exchange"), (8192, "shared"), (1 << 22, "pieces"))
+    later = ((0, "shared"), (64, "exchange"), (8192, "shared"), (1 << 22, "mpi_chunked"))
     apart = ((0, "exchange"), (8, "mpi"))
     row = {"node": later, "nodes": apart, "apart": apart}
     monkeypatch.setattr(tuning, "_DEFAULTS", {False: {2: {"all_reduce": row}}})
     table = tuning.build_table(False, "/a/file.json", text)
     assert table.row("all_reduce", 5) == row | {
         "node": ((0, "shared"), (64, "exchange"), (512, "mpi"), (4096, "exchange"),
-                 (8192, "shared"), (1 << 20, "mpi"), (1 << 23, "pieces"))
+                 (8192, "shared"), (1 << 20, "mpi"), (1 << 23, "mpi_chunked"))
     }  # fmt: skip
     other = table.holding({2: {"all_reduce": {"apart": ((0, "default"),)}}})
     assert other.row("all_reduce", 2) == row
@@ -162,8 +162,8 @@ def test_a_file_without_defaults_is_followed_everywhere():
         ('{"ranks": {"2": {"gather": {"node": [[0, "mpi"], [Infinity, "shared"]]}}}}', "got [inf"),
         (stepping([[0, ["mpi"]]]), "expected [BYTES, ROUTE], got [0, ['mpi']]"),
         (stepping([[0, "mpl"]]),
-         "expected one of mpi, pieces, exchange, shared, default, got 'mpl'"),
-        (stepping([[0, "levels"]]), "got 'levels'"),
+         "expected one of mpi, mpi_chunked, exchange, shared, default, got 'mpl'"),
+        (stepping([[0, "hierarchical"]]), "got 'hierarchical'"),
         ('{"ranks": {"2": {"broadcast": {"apart": [[0, "exchange"]]}}}}', "got 'exchange'"),
         ('{"ranks": {"2": {"all_reduce of others": {"apart": [[0, "mpi"]]}}}}',
          "all_reduce of others: apart: expected one of exchange, widened, default, got 'mpi'"),

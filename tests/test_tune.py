@@ -213,7 +213,9 @@ def test_routes_that_cannot_be_had_do_not_count():
     """Where a table names one, the step before it goes on."""
     before = ((0, "mpi"), (64, "shared"), (256, "exchange"))
     assert choose_steps(figures(mpi=FLAT, exchange=FLAT), before) == ((0, "mpi"), (256, "exchange"))
-    assert choose_steps(figures(pieces=FLAT, levels=[9.0] * 11), before) == ((0, "levels"),)
+    assert choose_steps(figures(mpi_chunked=FLAT, hierarchical=[9.0] * 11), before) == (
+        (0, "hierarchical"),
+    )
 
 
 def test_what_changed():
@@ -520,7 +522,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     assert ended.after is not None and ended.after.code == 0, ended
     found = json.loads(ended.after.out)
     assert {each["routes"] for each in found["ranks"]} == {f"{path} (measured on 2 ranks)"}
-    words = {"mpi": "MPI", "shared": "shared memory", "pieces": "MPI in pieces",
+    words = {"mpi": "MPI", "shared": "shared memory", "mpi_chunked": "MPI in chunks",
              "exchange": "exchange over MPI, combined here",
              "widened": "MPI in float32"}  # fmt: skip
     table = tuning.build_table("Open MPI" in said["mpi"], str(path), path.read_text())

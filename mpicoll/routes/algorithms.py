@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALGORITHMS",
-    "On",
+    "Scope",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -55,8 +55,8 @@ __all__ = [
 DIRECT = 8
 #: Bytes of all ranks' blocks up to which they are gathered in few steps instead of short ones.
 GATHERED = 512 * 1024
-#: Bytes of the pieces of a broadcast along a chain, at least and at most; and how many times fewer
-#: than the pieces the ranks shall be, for the chain takes n - 2 pieces longer than the message.
+#: Bytes of the chunks of a broadcast along a chain, at least and at most; and how many times fewer
+#: than the chunks the ranks shall be, for the chain takes n - 2 chunks longer than the message.
 LEAST, MOST, LINKS = 128 * 1024, 4 * 1024 * 1024, 8
 
 
@@ -117,7 +117,7 @@ def _spans(counts: Sequence[int]) -> list[Span]:
     return list(zip(accumulate(counts, initial=0), counts, strict=False))
 
 
-class On(NamedTuple):
+class Scope(NamedTuple):
     """What the algorithms of one kind of call work on: the group, its memory, the operation.
 
     op: None where nothing is combined.
@@ -139,19 +139,19 @@ class On(NamedTuple):
 # --- moves --------------------------------------------------------------------------------------
 
 
-def broadcast(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None:
+def broadcast(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
     """The root's elements, on every rank.
 
     Short messages go down a binomial tree: log2 n latencies, and as many times the bytes (Thakur,
     Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19(1), 2005, section 4.3).
-    Long ones go in pieces along a chain of the ranks, each of which receives a piece while it sends
-    the one before: n - 2 pieces longer than the message takes alone (Patarasuk, Faraj, Yuan,
+    Long ones go in chunks along a chain of the ranks, each of which receives a chunk while it sends
+    the one before: n - 2 chunks longer than the message takes alone (Patarasuk, Faraj, Yuan,
     Techniques for pipelined broadcast on Ethernet switched clusters, J. Parallel and Distributed
     Computing 68(6), 2008), where a tree takes log2 n times as long, and a scatter followed by an
     all-gather twice.
     """
-    group, n = on.group, on.n
-    place = (on.me - root) % n
+    group, n = scope.group, scope.n
+    place = (scope.me - root) % n
     if n > 2 and recv.nbytes > n * LEAST:
         _chain(group, recv, root, place)
         return
@@ -173,20 +173,20 @@ def broadcast(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None
 def _chain(group: ProcessGroup, recv: View, root: int, place: int) -> None:
     n, me = group.size(), group.rank()
     size = min(MOST, max(LEAST, recv.nbytes // (LINKS * (n - 2)))) // recv.dtype.itemsize
-    pieces = [recv.part(s, min(size, recv.count - s)) for s in range(0, recv.count, size)]
-    coming = [_Messages(group) for _ in pieces]
+    chunks = [recv.part(s, min(size, recv.count - s)) for s in range(0, recv.count, size)]
+    coming = [_Messages(group) for _ in chunks]
     if place > 0:
-        for messages, piece in zip(coming, pieces, strict=True):
-            messages.receive(piece, (me - 1) % n)
+        for messages, chunk in zip(coming, chunks, strict=True):
+            messages.receive(chunk, (me - 1) % n)
     sent = _Messages(group)
-    for messages, piece in zip(coming, pieces, strict=True):
+    for messages, chunk in zip(coming, chunks, strict=True):
         messages.finish()
         if place < n - 1:
-            sent.send(piece, (me + 1) % n)
+            sent.send(chunk, (me + 1) % n)
     sent.finish()
 
 
-def all_gather(on: On, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
+def all_gather(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
     """The blocks of all ranks on every rank; no send: this rank's is in its place.
 
     Few bytes: the exchange of Bruck and others, in which the blocks that a rank has double with
@@ -196,7 +196,7 @@ def all_gather(on: On, send: View | None, recv: View, blocks: Blocks, root: int)
     Thakur and others (as above, section 4.1), n - 1 latencies, only neighbours talk. Either way a
     rank receives each foreign byte once.
     """
-    group, space, n, me = on.group, on.space, on.n, on.me
+    group, space, n, me = scope.group, scope.space, scope.n, scope.me
     spans = _spans(blocks.receives)
     own = recv.part(*spans[me])
     if send is not None:
@@ -243,44 +243,44 @@ def _ring(group: ProcessGroup, own: View, recv: View, spans: Sequence[Span]) -> 
         out = into
 
 
-def gather(on: On, send: View, recv: View | None, blocks: Blocks, root: int) -> None:
+def gather(scope: Scope, send: View, recv: View | None, blocks: Blocks, root: int) -> None:
     """The blocks of all ranks, on the root, each sent there directly (MPI-4.1 section 6.5).
 
     The root's link carries each byte once, whatever the way; a tree would spare it latencies, and
     copy on the way.
     """
-    messages = _Messages(on.group)
+    messages = _Messages(scope.group)
     if recv is None:
         messages.send(send, root)
     else:
-        for r in on.others():
+        for r in scope.others():
             messages.receive(recv.part(r * send.count, send.count), r)
-        on.space.copy(send, recv.part(root * send.count, send.count))
+        scope.space.copy(send, recv.part(root * send.count, send.count))
     messages.finish()
 
 
-def scatter(on: On, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
+def scatter(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
     """One block of the root's to each rank, sent there directly (MPI-4.1 section 6.6)."""
-    messages = _Messages(on.group)
+    messages = _Messages(scope.group)
     if send is None:
         messages.receive(recv, root)
     else:
-        for r in on.others():
+        for r in scope.others():
             messages.send(send.part(r * recv.count, recv.count), r)
-        on.space.copy(send.part(root * recv.count, recv.count), recv)
+        scope.space.copy(send.part(root * recv.count, recv.count), recv)
     messages.finish()
 
 
-def all_to_all(on: On, send: View, recv: View, blocks: Blocks, root: int) -> None:
+def all_to_all(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
     """One block from each rank to each other, in n - 1 steps of pairs; see ``wire.exchange``.
 
     No rank knows the others' sizes; each message is known to its sender and its receiver. Both
     sides may be lists of arrays.
     """
-    me = on.me
+    me = scope.me
     out, into = _arrays(send, blocks.sends), _arrays(recv, blocks.receives)
-    on.space.copy(out[me], into[me])
-    exchange(on.group.inner, _to_others(out, me), _to_others(into, me))
+    scope.space.copy(out[me], into[me])
+    exchange(scope.group.inner, _to_others(out, me), _to_others(into, me))
 
 
 def _arrays(view: View, counts: Sequence[int]) -> Sequence[View]:
@@ -296,7 +296,7 @@ def _to_others(views: Sequence[View], me: int) -> list[Message | None]:
 # --- reductions ---------------------------------------------------------------------------------
 
 
-def all_reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None:
+def all_reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
     """The elements of all ranks combined, on every rank, in place.
 
     Few bytes: everybody gets everything and combines it, in one latency among few ranks, by the
@@ -307,89 +307,89 @@ def all_reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> Non
     Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
     Distributed Computing 69(2), 2009).
     """
-    n, me, count, space = on.n, on.me, recv.count, on.space
+    n, me, count, space = scope.n, scope.me, recv.count, scope.space
     whole = recv.nbytes * n
     if whole > space.small and (count >= n or whole > space.stack):
-        pieces = [_Piece(cut, recv.part(*cut[me])) for cut in _cuts(on, recv)]
+        chunks = [_Chunk(cut, recv.part(*cut[me])) for cut in _cuts(scope, recv)]
 
-        def then(piece: _Piece) -> None:
-            begin = piece.cut[0][0]
-            counts = [size for _, size in piece.cut]
-            all_gather(on, None, recv.part(begin, sum(counts)), Blocks((), counts), 0)
+        def then(chunk: _Chunk) -> None:
+            begin = chunk.cut[0][0]
+            counts = [size for _, size in chunk.cut]
+            all_gather(scope, None, recv.part(begin, sum(counts)), Blocks((), counts), 0)
 
-        _Reduction(on, recv, pieces).carry_out(then)
+        _Reduction(scope, recv, chunks).carry_out(then)
     elif n <= DIRECT and not space.mpi:
-        _Reduction(on, recv, [_Piece([(0, count)] * n, recv)]).carry_out()
+        _Reduction(scope, recv, [_Chunk([(0, count)] * n, recv)]).carry_out()
     elif count:
-        terms = _Terms(on, recv.dtype)
-        everything = _terms_of_all(on, terms, recv)
+        terms = _Terms(scope, recv.dtype)
+        everything = _terms_of_all(scope, terms, recv)
         terms.combine(everything, everything[me], recv, n)
 
 
-def _terms_of_all(on: On, terms: _Terms, source: View) -> list[View]:
+def _terms_of_all(scope: Scope, terms: _Terms, source: View) -> list[View]:
     """The terms of all ranks, on every rank."""
-    stack = on.space.empty(terms.dtype, on.n * source.count)
-    parts = [stack.part(r * source.count, source.count) for r in range(on.n)]
-    terms.take(source, parts[on.me])
-    on.space.synchronize()
-    if on.space.mpi:
+    stack = scope.space.empty(terms.dtype, scope.n * source.count)
+    parts = [stack.part(r * source.count, source.count) for r in range(scope.n)]
+    terms.take(source, parts[scope.me])
+    scope.space.synchronize()
+    if scope.space.mpi:
         # mpi4py wants a block's count.
-        on.group.inner.Allgather(MPI.IN_PLACE, message(stack.buffer, source.count, stack.dtype))
+        scope.group.inner.Allgather(MPI.IN_PLACE, message(stack.buffer, source.count, stack.dtype))
     else:
-        all_gather(on, None, stack, Blocks((), [source.count] * on.n), 0)
+        all_gather(scope, None, stack, Blocks((), [source.count] * scope.n), 0)
     return parts
 
 
-def reduce(on: On, send: None, recv: View, blocks: Blocks, root: int) -> None:
+def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
     """The elements of all ranks combined, in place on the root; the others' stay as they are.
 
     Few bytes: the root gets everything and combines it: one latency. Many: as in all_reduce, but
     that the results go to the root alone; it receives 2 (n - 1) / n times the bytes, and sends and
     combines no more than the others.
     """
-    group, space, n, me, count = on.group, on.space, on.n, on.me, recv.count
+    group, space, n, me, count = scope.group, scope.space, scope.n, scope.me, recv.count
     if recv.nbytes * n <= space.small:
         cut = [(0, count if r == root else 0) for r in range(n)]
-        _Reduction(on, recv, [_Piece(cut, recv.part(*cut[me]))]).carry_out()
+        _Reduction(scope, recv, [_Chunk(cut, recv.part(*cut[me]))]).carry_out()
         return
-    cuts = _cuts(on, recv)
+    cuts = _cuts(scope, recv)
     if me == root:
-        pieces = [_Piece(cut, recv.part(*cut[me])) for cut in cuts]
+        chunks = [_Chunk(cut, recv.part(*cut[me])) for cut in cuts]
     else:
-        # The result of one piece is on its way while the next one is combined.
+        # The result of one chunk is on its way while the next one is combined.
         rooms = [space.empty(recv.dtype, cut[me][1]) for cut in cuts[:2]]
-        pieces = [_Piece(cut, rooms[i % 2].part(0, cut[me][1])) for i, cut in enumerate(cuts)]
+        chunks = [_Chunk(cut, rooms[i % 2].part(0, cut[me][1])) for i, cut in enumerate(cuts)]
 
-    def then(piece: _Piece) -> None:
+    def then(chunk: _Chunk) -> None:
         messages = _Messages(group)
         if me == root:
-            for r in on.others():
-                messages.receive(recv.part(*piece.cut[r]), r)
+            for r in scope.others():
+                messages.receive(recv.part(*chunk.cut[r]), r)
         else:
-            messages.send(piece.out, root)
+            messages.send(chunk.out, root)
         messages.finish()
 
-    _Reduction(on, recv, pieces).carry_out(then)
+    _Reduction(scope, recv, chunks).carry_out(then)
 
 
-def reduce_scatter(on: On, send: View, recv: View, blocks: Blocks, root: int) -> None:
+def reduce_scatter(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
     """One block of the elements of all ranks combined on each rank: a pairwise exchange.
 
     The originals travel: (n - 1) / n times the bytes, as few as there can be, and one latency for a
-    piece (Thakur and others, as above, section 4.4, for long messages).
+    chunk (Thakur and others, as above, section 4.4, for long messages).
     """
-    counts, me, step = blocks.sends, on.me, _step(on, recv.dtype)
-    pieces = []
+    counts, me, step = blocks.sends, scope.me, _step(scope, recv.dtype)
+    chunks = []
     for done in range(0, max(counts), step):
         cut = [
             (start + min(done, count), min(step, max(0, count - done)))
             for start, count in _spans(counts)
         ]
-        pieces.append(_Piece(cut, recv.part(min(done, recv.count), cut[me][1])))
-    _Reduction(on, send, pieces).carry_out()
+        chunks.append(_Chunk(cut, recv.part(min(done, recv.count), cut[me][1])))
+    _Reduction(scope, send, chunks).carry_out()
 
 
-def prefix(on: On, send: View, recv: View, blocks: Blocks, root: int) -> None:
+def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
     """The elements of some ranks combined, of others on each rank: of those up to it, or before it.
 
     Few bytes: everybody gets everything and combines what is for it. Many: as in all_reduce, each
@@ -398,15 +398,15 @@ def prefix(on: On, send: View, recv: View, blocks: Blocks, root: int) -> None:
     (Hillis, Steele, Data parallel algorithms, Comm. ACM 29(12), 1986, add partial sums in log2 n
     steps; those round narrow floats at each step, and combine in another order.)
     """
-    n, me, space = on.n, on.me, on.space
-    terms = _Terms(on, send.dtype)
+    n, me, space = scope.n, scope.me, scope.space
+    terms = _Terms(scope, send.dtype)
     if send.nbytes * n <= space.small:
-        everything = _terms_of_all(on, terms, send)
-        mine = [everything[r] for r in on.combined[me]]
+        everything = _terms_of_all(scope, terms, send)
+        mine = [everything[r] for r in scope.combined[me]]
         if mine:
             terms.combine(mine, everything[me], recv, len(mine))
         return
-    for cut in _cuts(on, send):
+    for cut in _cuts(scope, send):
         size = cut[me][1]
         stack, results = space.empty(terms.dtype, n * size), space.empty(send.dtype, n * size)
         products = {span: send.part(*span) for span in cut}
@@ -417,24 +417,24 @@ def prefix(on: On, send: View, recv: View, blocks: Blocks, root: int) -> None:
             space.synchronize()
         sources = [stack.part(r * size, size) for r in range(n)]
         sources[me] = products[cut[me]]
-        messages = _Messages(on.group)
-        for r in on.others():
+        messages = _Messages(scope.group)
+        for r in scope.others():
             messages.receive(sources[r], r)
-        for r in on.others():
+        for r in scope.others():
             messages.send(products[cut[r]], r)
         messages.finish()
         own, out = stack.part(me * size, size), [results.part(r * size, size) for r in range(n)]
         out[me] = recv.part(*cut[me])
-        for r, ranks in enumerate(on.combined):
+        for r, ranks in enumerate(scope.combined):
             if ranks:
                 terms.combine([sources[s] for s in ranks], own, out[r], len(ranks))
         space.synchronize()
-        messages = _Messages(on.group)
-        for r in on.others():
-            if on.combined[me]:
+        messages = _Messages(scope.group)
+        for r in scope.others():
+            if scope.combined[me]:
                 messages.receive(recv.part(*cut[r]), r)
-        for r in on.others():
-            if on.combined[r]:
+        for r in scope.others():
+            if scope.combined[r]:
                 messages.send(out[r], r)
         messages.finish()
 
@@ -443,22 +443,22 @@ def prefix(on: On, send: View, recv: View, blocks: Blocks, root: int) -> None:
 Cut = Sequence[Span]
 
 
-class _Piece(NamedTuple):
+class _Chunk(NamedTuple):
     """Elements that are combined at once; the result of this rank's goes to ``out``."""
 
     cut: Cut
     out: View
 
 
-def _step(on: On, dtype: DType) -> int:
-    """Elements that one rank combines of a piece."""
-    travels = _travelling(on.op, dtype)
-    return max(1, min(on.space.chunk, on.space.stack // on.n) // travels.itemsize)
+def _step(scope: Scope, dtype: DType) -> int:
+    """Elements that one rank combines of a chunk."""
+    travels = _travelling(scope.op, dtype)
+    return max(1, min(scope.space.chunk, scope.space.stack // scope.n) // travels.itemsize)
 
 
-def _cuts(on: On, view: View) -> list[Cut]:
-    """The elements in pieces, each shared out to all ranks."""
-    n, step = on.n, on.n * _step(on, view.dtype)
+def _cuts(scope: Scope, view: View) -> list[Cut]:
+    """The elements in chunks, each shared out to all ranks."""
+    n, step = scope.n, scope.n * _step(scope, view.dtype)
     found: list[Cut] = []
     for begin in range(0, view.count, step):
         size = min(step, view.count - begin)
@@ -482,10 +482,10 @@ class _Terms:
     dtype:  of the terms.
     """
 
-    def __init__(self, on: On, dtype: DType) -> None:
-        op = on.op
+    def __init__(self, scope: Scope, dtype: DType) -> None:
+        op = scope.op
         assert op is not None
-        self._space = on.space
+        self._space = scope.space
         self.factor = op.factor
         self.dtype = _travelling(op, dtype)
         self._op = op if op.factor is None else ReduceOp.SUM
@@ -507,53 +507,53 @@ class _Terms:
 
 
 class _Reduction:
-    """One call: each rank gets its part of every piece of all ranks, and combines it.
+    """One call: each rank gets its part of every chunk of all ranks, and combines it.
 
-    While a piece is combined the next one travels, and the result of the one before.
+    While a chunk is combined the next one travels, and the result of the one before.
     """
 
-    def __init__(self, on: On, source: View, pieces: Sequence[_Piece]) -> None:
-        n, space = on.n, on.space
-        self._on, self._space, self._source, self._pieces = on, space, source, pieces
-        self._terms = _Terms(on, source.dtype)
-        dtype, both = self._terms.dtype, range(min(2, len(pieces)))
-        most = max((piece.out.count for piece in pieces), default=0)
+    def __init__(self, scope: Scope, source: View, chunks: Sequence[_Chunk]) -> None:
+        n, space = scope.n, scope.space
+        self._scope, self._space, self._source, self._chunks = scope, space, source, chunks
+        self._terms = _Terms(scope, source.dtype)
+        dtype, both = self._terms.dtype, range(min(2, len(chunks)))
+        most = max((chunk.out.count for chunk in chunks), default=0)
         self._stacks = [space.empty(dtype, (n - 1) * most) for _ in both]
         if self._terms.factor is not None:
-            products = max((sum(c for _, c in set(piece.cut)) for piece in pieces), default=0)
+            products = max((sum(c for _, c in set(chunk.cut)) for chunk in chunks), default=0)
             self._products = [space.empty(dtype, products) for _ in both]
 
-    def carry_out(self, then: Callable[[_Piece], None] | None = None) -> None:
-        """``then`` is called for each piece, in order, once its result may be sent."""
-        pieces, space = self._pieces, self._space
-        if not pieces:
+    def carry_out(self, then: Callable[[_Chunk], None] | None = None) -> None:
+        """``then`` is called for each chunk, in order, once its result may be sent."""
+        chunks, space = self._chunks, self._space
+        if not chunks:
             return
         parts = self._prepared(0)
         if self._terms.factor is not None:
             space.synchronize()
         begun = self._begin(0, parts)
-        for i, piece in enumerate(pieces):
+        for i, chunk in enumerate(chunks):
             messages, sources = begun
-            own = parts[self._on.me]
+            own = parts[self._scope.me]
             messages.finish()
-            more = i + 1 < len(pieces)
+            more = i + 1 < len(chunks)
             if more:
                 parts = self._prepared(i + 1)
             if more or (i and then is not None):
-                # The piece before is combined: its stack is free, and its result may be sent.
+                # The chunk before is combined: its stack is free, and its result may be sent.
                 space.synchronize()
             if more:
                 begun = self._begin(i + 1, parts)
-            self._terms.combine(sources, own, piece.out, self._on.n)
+            self._terms.combine(sources, own, chunk.out, self._scope.n)
             if i and then is not None:
-                then(pieces[i - 1])
+                then(chunks[i - 1])
         if then is not None:
             space.synchronize()
-            then(pieces[-1])
+            then(chunks[-1])
 
     def _prepared(self, i: int) -> list[View]:
         """This rank's terms for each rank."""
-        cut = self._pieces[i].cut
+        cut = self._chunks[i].cut
         found = {span: self._source.part(*span) for span in cut}
         if self._terms.factor is not None:
             room, start = self._products[i % 2], 0
@@ -564,14 +564,14 @@ class _Reduction:
         return [found[span] for span in cut]
 
     def _begin(self, i: int, parts: Sequence[View]) -> tuple[_Messages, list[View]]:
-        """Messages with the terms of a piece; where this rank's of all ranks will be."""
-        me = self._on.me
-        messages, size = _Messages(self._on.group), parts[me].count
+        """Messages with the terms of a chunk; where this rank's of all ranks will be."""
+        me = self._scope.me
+        messages, size = _Messages(self._scope.group), parts[me].count
         sources = list(parts)
-        for place, r in enumerate(self._on.others()):
+        for place, r in enumerate(self._scope.others()):
             sources[r] = self._stacks[i % 2].part(place * size, size)
             messages.receive(sources[r], r)
-        for r in self._on.others():
+        for r in self._scope.others():
             messages.send(parts[r], r)
         return messages, sources
 
@@ -601,7 +601,7 @@ def build(kind: CallKind, space: Space) -> Implementation:
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
-    on = On(group, space, op, n, me, [primitive.combined(rank, n) for rank in range(n)])
+    scope = Scope(group, space, op, n, me, [primitive.combined(rank, n) for rank in range(n)])
     sent, received = (n if many else 1 for many in (primitive.many_in, primitive.many_out))
 
     def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
@@ -614,7 +614,7 @@ def build(kind: CallKind, space: Space) -> Implementation:
             )
         out = None if send is None else space.view(send, dtype, blocks.sends)
         into = None if recv is None else space.view(recv, dtype, blocks.receives)
-        algorithm(on, out, into, blocks, root)
+        algorithm(scope, out, into, blocks, root)
 
     return carry_out
 

@@ -84,9 +84,9 @@ _MPICH: Rows = {
         ((0, "mpi"), (8 * _KIB, "shared"), (32 * _KIB, "mpi"), (16 * _MIB, "shared")), _MPI, _MPI
     ),
     "all_reduce": _row(
-        _SHARED, ((0, "mpi"), (1 * _MIB, "levels")), ((0, "mpi"), (8 * _MIB, "pieces"))
+        _SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), ((0, "mpi"), (8 * _MIB, "mpi_chunked"))
     ),
-    "all_reduce of others": _row(_SHARED, ((0, "exchange"), (512, "levels")), _EXCHANGE),
+    "all_reduce of others": _row(_SHARED, ((0, "exchange"), (512, "hierarchical")), _EXCHANGE),
     "reduce": _row(_SHARED, _MPI, _MPI),
     "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
     "all_gather": _row(((0, "shared"), (512 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI),
@@ -95,7 +95,7 @@ _MPICH: Rows = {
         ((0, "mpi"), (16 * _KIB, "shared"), (64 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI
     ),
     "reduce_scatter": _row(
-        _SHARED, ((0, "mpi"), (4 * _MIB, "levels")), ((0, "mpi"), (4 * _MIB, "exchange"))
+        _SHARED, ((0, "mpi"), (4 * _MIB, "hierarchical")), ((0, "mpi"), (4 * _MIB, "exchange"))
     ),
     "reduce_scatter of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
 }
@@ -106,7 +106,7 @@ _OPEN_MPI: Rows = {
         for kind, steps in {
             "broadcast": ((0, "mpi"), (512, "shared"), (16 * _KIB, "mpi"), (16 * _MIB, "shared")),
             "all_reduce": (
-                (0, "mpi"), (512, "shared"), (2 * _MIB, "pieces"), (32 * _MIB, "shared"),
+                (0, "mpi"), (512, "shared"), (2 * _MIB, "mpi_chunked"), (32 * _MIB, "shared"),
             ),
             "reduce": ((0, "mpi"), (512, "shared")),
             "all_gather": (
@@ -137,7 +137,7 @@ def _for_many(rows: Rows) -> Rows:
             after = steps[len(before) :]
             steps = *_MPI, *([] if before[-1] == "mpi" else [(least, before[-1])]), *after
         many[kind] = {**row, "node": steps}
-    nodes, apart = ((0, "widened"), (512 * _KIB, "levels")), ((0, "widened"),)
+    nodes, apart = ((0, "widened"), (512 * _KIB, "hierarchical")), ((0, "widened"),)
     many["all_reduce of others"] |= {"nodes": nodes, "apart": apart}
     return many
 

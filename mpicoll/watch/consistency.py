@@ -73,7 +73,7 @@ def check(group: ProcessGroup) -> None:
 
 def drop_last_call(group: ProcessGroup) -> None:
     """Take the last call off the record, after all ranks have raised an error for it because their
-    calls differed. The calls before it are still to be encode_comparison.
+    calls differed. The calls before it are still to be compared.
     """
     *calls, (number, *_) = group.recent
     if calls:  # else a comparison has found the difference, and begun a new record

@@ -40,7 +40,7 @@ sys.path.insert(0, str(HERE.parent))
 from run import ENVIRONMENT, MPI, PLAIN, Launch, read_report  # noqa: E402
 
 LIBRARIES = ["interface", "cupy", "torch"]
-ROUTES = ["staged", "peer", "direct", "native", "nccl", "auto"]
+ROUTES = ["staged", "ipc", "direct", "mpi", "nccl", "auto"]
 RANKS = [1, 2, 4]
 #: Seconds that the ranks have to say what they can do; trying an MPI takes one minute at most.
 ANSWER = 120

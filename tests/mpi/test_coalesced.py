@@ -399,7 +399,7 @@ def test_ranks_whose_lists_differ(world, async_op):
 # ---- Devices -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["staged", "peer", "auto"])
+@pytest.fixture(scope="module", params=["staged", "ipc", "auto"])
 def arrays(request):
     """Arrays of simulated devices, by some of the routes that are chosen for them."""
     with pytest.MonkeyPatch.context() as patch:

@@ -50,7 +50,7 @@ def total(arrays, me, n, count=10, group=None):
 @pytest.mark.parametrize("count", [10, 200_000])
 def test_an_error_of_one_rank_in_its_kernel(on, count):
     """The others have ended the call, or have not begun the next: slots stay in step."""
-    arrays, me, n = on("peer")
+    arrays, me, n = on("ipc")
     total(arrays, me, n)
     combine, broken = arrays.cuda.combine, []
 
@@ -76,7 +76,7 @@ def test_calls_that_differ(on, monkeypatch):
     """Found after the first calls, too, which are compared in another way; then all goes on."""
     monkeypatch.setattr(peer, "SLOT", 4096)
     monkeypatch.setattr(peer, "WHOLE", 64)
-    arrays, me, n = on("peer")
+    arrays, me, n = on("ipc")
     for _ in range(66):
         total(arrays, me, n)
     if n > 1:
@@ -94,7 +94,7 @@ def test_a_device_that_is_ahead_of_another(on, monkeypatch, eager):
     """Nothing is written over before the others have read it."""
     monkeypatch.setattr(peer, "SLOT", 512)
     monkeypatch.setattr(peer, "WHOLE", 0)
-    arrays, me, n = on("peer")
+    arrays, me, n = on("ipc")
     arrays.cuda.eager = me % 2 == eager
     for count in (10, 200, 1500, 3, 1500, 700):
         numbers = np.arange(count, dtype=np.float32)
@@ -106,7 +106,7 @@ def test_a_device_that_is_ahead_of_another(on, monkeypatch, eager):
         assert (got(output) == numbers + np.arange(n)[:, None]).all()
 
 
-@pytest.mark.parametrize("road", ["direct", "native", None])
+@pytest.mark.parametrize("road", ["direct", "mpi", None])
 @pytest.mark.parametrize("reduces", [True, False])
 def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
     """MPI says that it takes device memory; that is not believed where a route depends on it."""
@@ -121,22 +121,22 @@ def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
 
     monkeypatch.setattr(probe, "run_probe", attempt)
     arrays, me, n = on(road, cuda="")
-    if road == "native" and not reduces:
+    if road == "mpi" and not reduces:
         with pytest.raises(UnsupportedError, match="SIGSEGV"):
             total(arrays, me, n)
     else:
         total(arrays, me, n)
-        assert dist.group.WORLD.resources.find("devices").names[0] == (road or "peer")
+        assert dist.group.WORLD.resources.find("devices").names[0] == (road or "ipc")
     assert len(tries) == (road is not None and me == 0)
 
 
 def test_what_is_refused_leaves_nothing_behind(on):
     """A program that goes on after errors does not lose memory with each."""
-    arrays, _, _ = on("native")
+    arrays, _, _ = on("mpi")
     before = len(streams._left_behind)
     for _ in range(5):
         array = uploaded(arrays, np.zeros(9, np.float16))
-        with pytest.raises(UnsupportedError, match="native does not serve"):
+        with pytest.raises(UnsupportedError, match="mpi does not serve"):
             dist.all_reduce(array)
     assert len(streams._left_behind) == before
 
@@ -152,7 +152,7 @@ def test_elements_at_odd_addresses(on):
     total(arrays, me, n)
 
 
-@pytest.mark.parametrize("road", ["peer", "staged", "direct"])
+@pytest.mark.parametrize("road", ["ipc", "staged", "direct"])
 def test_the_stream_of_a_thread(on, road):
     """Stream 2 is another one in each thread, and the group's thread is not the caller's."""
     arrays, me, n = on(road)
@@ -186,7 +186,7 @@ def test_the_stream_of_a_thread(on, road):
 def test_an_error_between_pieces(on, monkeypatch):
     """What is on its way then comes before what the caller does next."""
     arrays, me, n = on("staged")
-    monkeypatch.setattr(staged, "PIECE", 400 * (n + 1))
+    monkeypatch.setattr(staged, "CHUNK", 400 * (n + 1))
     choose, calls = select.choose, []
 
     def breaking(kind):

@@ -29,7 +29,7 @@ from mpicoll.routes.host import mpi as native
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
 #: "auto": the one that mpicoll chooses.
-ROUTES = os.environ.get("TEST_MPICOLL_ROUTES", "staged,peer,direct,native,auto").split(",")
+ROUTES = os.environ.get("TEST_MPICOLL_ROUTES", "staged,ipc,direct,mpi,auto").split(",")
 
 #: One of each kind, and of each size that is treated in a way of its own.
 SOME = [row for row in DTYPES if row.name in (
@@ -67,7 +67,7 @@ def road(request, arrays):
             patch.delenv("MPICOLL_DEVICE_ROUTE", raising=False)
         else:
             patch.setenv("MPICOLL_DEVICE_ROUTE", request.param)
-        if request.param == "native":
+        if request.param == "mpi":
             patch.setattr(native, "_divide", by_numpy)
         patch.setattr(capabilities, "_known", None)
         yield request.param
@@ -214,7 +214,7 @@ def test_pieces(road, arrays, world, monkeypatch, dtype):
     """One, two and more pieces, with a rest."""
     if not arrays.serves(dtype):
         pytest.skip(f"the library has no arrays of {dtype}")
-    monkeypatch.setattr(staged, "PIECE", 8 * dtype.itemsize * (world.size + 1))
+    monkeypatch.setattr(staged, "CHUNK", 8 * dtype.itemsize * (world.size + 1))
     monkeypatch.setattr(ipc, "SLOT", 64 * world.size)
     monkeypatch.setattr(ipc, "_LINE", 16)
     monkeypatch.setattr(ipc, "WHOLE", 32)

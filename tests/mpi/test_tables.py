@@ -31,7 +31,7 @@ from mpicoll.routes.host.mpi import reducible
     ("text", "words"),
     [
         ("{", "no table of routes"),
-        ('{"ranks": {"2": {"gather": {"node": [[0, "pieces"]]}}}}', "got 'pieces'"),
+        ('{"ranks": {"2": {"gather": {"node": [[0, "mpi_chunked"]]}}}}', "got 'mpi_chunked'"),
         (None, "cannot be read"),
     ],
 )
@@ -114,7 +114,7 @@ def expected(row, place, unable, nbytes):
     return [route for least, route in had if least <= nbytes or (least, route) == had[0]][-1]
 
 
-@pytest.mark.parametrize("unable", [(), ("shared", "levels")], ids=["all", "some"])
+@pytest.mark.parametrize("unable", [(), ("shared", "hierarchical")], ids=["all", "some"])
 @pytest.mark.parametrize("place", tuning.PLACES)
 def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
     """At every size around its steps, in whatever order calls come."""

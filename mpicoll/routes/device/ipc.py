@@ -314,7 +314,7 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
 
 
 ROUTE = Route(
-    "peer",
+    "ipc",
     "device memory that the ranks of a node map",
     MemoryKind.DEVICE,
     ("all_reduce", *CARRIED),

@@ -35,7 +35,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
 
 
 ROUTE = Route(
-    "native",
+    "mpi",
     "MPI",
     MemoryKind.DEVICE,
     (*MOVES, "all_reduce", "reduce"),

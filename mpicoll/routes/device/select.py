@@ -37,9 +37,7 @@ class Agreed:
         self.space = DeviceSpace(context)
         found = capabilities.exchange(group.inner)
         forced = eligibility.forced_route(found)
-        peers = forced == "peer" or (
-            forced is None and "peer" in eligibility.eligible_routes(found)
-        )
+        peers = forced == "ipc" or (forced is None and "ipc" in eligibility.eligible_routes(found))
         if not peers and forced not in ("staged", "nccl"):
             found = capabilities.exchange(group.inner, probes=True)
         self.names = eligibility.eligible_routes(found, forced)
@@ -58,13 +56,13 @@ class Agreed:
             self.nccl = nccl.meet(group, context)
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
-        self.ipc = ipc.meet(group, context) if "peer" in self.names else None
-        if forced is None and "peer" in self.names and self.ipc is None:
+        self.ipc = ipc.meet(group, context) if "ipc" in self.names else None
+        if forced is None and "ipc" in self.names and self.ipc is None:
             # What MPI says that it can do counts now, and has to be tried.
             found = capabilities.exchange(group.inner, probes=True)
-            others = (name for name in eligibility.eligible_routes(found) if name != "peer")
+            others = (name for name in eligibility.eligible_routes(found) if name != "ipc")
             self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
-        for name, found_to_be in (("peer", self.ipc), ("nccl", self.nccl)):
+        for name, found_to_be in (("ipc", self.ipc), ("nccl", self.nccl)):
             if forced == name and found_to_be is None:
                 raise UnsupportedError(f"MPICOLL_DEVICE_ROUTE={name}: {_MISSING[name]}")
 
@@ -80,7 +78,7 @@ class Agreed:
 
 
 _MISSING = {
-    "peer": "a rank cannot map another's device memory (CUDA IPC)",
+    "ipc": "a rank cannot map another's device memory (CUDA IPC)",
     "nccl": "a rank has no NCCL, or two ranks share a GPU",
 }
 

@@ -1,6 +1,6 @@
 """Through pinned memory of the host: device memory over any MPI.
 
-A call is cut into pieces, the same on every rank. While MPI carries one piece, the next one is
+A call is cut into chunks, the same on every rank. While MPI carries one chunk, the next one is
 copied to the host and the one before back to the device, by streams of their own.
 """
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTE", "HostStaging"]
 
-#: Bytes of a piece, of both sides and all ranks' blocks together; there are two at a time.
-PIECE = 8 * 1024 * 1024
+#: Bytes of a chunk, of both sides and all ranks' blocks together; there are two at a time.
+CHUNK = 8 * 1024 * 1024
 _LINE = 64
 
 
@@ -36,29 +36,29 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
     received = n if primitive.layout is Layout.GATHERED else 1
 
     def staged(send: Any, recv: Any, extent: Extent, root: int) -> None:
-        # No rank knows the sizes of others' blocks: such calls are one piece.
+        # No rank knows the sizes of others' blocks: such calls are one chunk.
         whole = not isinstance(extent, int)
         out = None if send is None else _Side(send, 1 if whole else sent)
         into = None if recv is None else _Side(recv, 1 if whole else received)
         sides = [one for one in (out, into) if one is not None]
         context, count = sides[0].context, max(one.count for one in sides)
-        # A root has blocks of all ranks in its pieces, the others have not: all cut alike.
-        step = max(1, count if whole else PIECE // (n + 1) // sides[0].itemsize)
-        pieces = [(at, min(step, count - at)) for at in range(0, max(count, 1), step)]
-        half = sum(one.room(pieces[0]) for one in sides)
-        pinned = context.pinned(half * min(2, len(pieces))).on_host()
+        # A root has blocks of all ranks in its chunks, the others have not: all cut alike.
+        step = max(1, count if whole else CHUNK // (n + 1) // sides[0].itemsize)
+        chunks = [(at, min(step, count - at)) for at in range(0, max(count, 1), step)]
+        half = sum(one.room(chunks[0]) for one in sides)
+        pinned = context.pinned(half * min(2, len(chunks))).on_host()
         coming_in = [
             one for one in sides if one is out or (out is None and reads(primitive, group, root))
         ]
         going_back = into is not None and writes(primitive, group, root)
 
         def places(k: int) -> list[View]:
-            """Where the sides' pieces are on the host."""
+            """Where the sides' chunks are on the host."""
             found, at = [], k % 2 * half
             for one in sides:
-                memory = pinned[at : at + one.nbytes(pieces[k])].view(one.dtype.numpy)
+                memory = pinned[at : at + one.nbytes(chunks[k])].view(one.dtype.numpy)
                 found.append(from_numpy(memory, one.dtype))
-                at += one.room(pieces[0])
+                at += one.room(chunks[0])
             return found
 
         def fetch(k: int) -> Event:
@@ -67,26 +67,26 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
             )  # the place is that of the last but one
             for one, place in zip(sides, places(k), strict=True):
                 if one in coming_in:
-                    one.copy(pieces[k], place, context.to_host, inward=False)
+                    one.copy(chunks[k], place, context.to_host, inward=False)
             return context.runtime.record(context.index, context.to_host)
 
         context.after(context.to_host, context.work)
         coming = fetch(0)
         try:
-            for k, piece in enumerate(pieces):
+            for k, chunk in enumerate(chunks):
                 here = coming
-                if k + 1 < len(pieces):
+                if k + 1 < len(chunks):
                     coming = fetch(k + 1)
                 context.runtime.synchronize(here)
                 found = places(k)
                 host(
                     None if out is None else found[0].buffer,
                     None if into is None else found[-1].buffer,
-                    extent if whole else piece[1],
+                    extent if whole else chunk[1],
                     root,
                 )
                 if into is not None and going_back:
-                    into.copy(piece, found[-1], context.to_device, inward=True)
+                    into.copy(chunk, found[-1], context.to_device, inward=True)
         finally:  # after an error, too, what is on its way comes before what follows
             context.after(context.work, context.to_host)
             context.after(context.work, context.to_device)
@@ -106,23 +106,23 @@ class _Side:
         self.blocks = blocks
         self.count = view.count // blocks
 
-    def nbytes(self, piece: tuple[int, int]) -> int:
-        """Bytes of a piece: of a part of every block."""
-        return self.blocks * self._of_block(piece)
+    def nbytes(self, chunk: tuple[int, int]) -> int:
+        """Bytes of a chunk: of a part of every block."""
+        return self.blocks * self._of_block(chunk)
 
-    def _of_block(self, piece: tuple[int, int]) -> int:
-        return min(piece[1], self.count) * self.itemsize
+    def _of_block(self, chunk: tuple[int, int]) -> int:
+        return min(chunk[1], self.count) * self.itemsize
 
-    def room(self, piece: tuple[int, int]) -> int:
+    def room(self, chunk: tuple[int, int]) -> int:
         """Bytes to keep for it: whole lines."""
-        return -(-self.nbytes(piece) // _LINE) * _LINE
+        return -(-self.nbytes(chunk) // _LINE) * _LINE
 
-    def copy(self, piece: tuple[int, int], place: View, stream: int, inward: bool) -> None:
-        """Enqueues the copies between the piece and its place on the host."""
-        nbytes = self._of_block(piece)
+    def copy(self, chunk: tuple[int, int], place: View, stream: int, inward: bool) -> None:
+        """Enqueues the copies between the chunk and its place on the host."""
+        nbytes = self._of_block(chunk)
         host = place.array.ctypes.data
         for block in range(self.blocks):
-            on_device = self.view.address + (block * self.count + piece[0]) * self.itemsize
+            on_device = self.view.address + (block * self.count + chunk[0]) * self.itemsize
             on_host = host + block * nbytes
             into, source = (on_device, on_host) if inward else (on_host, on_device)
             self.context.runtime.copy(self.context.index, into, source, nbytes, stream)

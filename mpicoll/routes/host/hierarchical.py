@@ -3,7 +3,7 @@ and MPI between the nodes.
 
 The first ranks of every node, as many as the smallest node has, each carry a share of a message to
 the other nodes: those at the same place of all nodes form a *rail*, which has a communicator. Every
-piece of a message
+chunk of a message
 
 1. goes through the memory of each node, where each rail's rank gets its share, combined there;
 2. goes along the rails, all at once;
@@ -55,10 +55,10 @@ from mpicoll.watch.consistency import describe_by_rank
 if TYPE_CHECKING:
     from mpicoll.routes.host.shared import Shared
 
-__all__ = ["ROUTE", "Levels", "get_or_create", "node_of"]
+__all__ = ["ROUTE", "Hierarchy", "get_or_create", "node_of"]
 
 #: Bytes that a rail carries at a time: what MPI reads is still in the cache.
-PIECE = 1024 * 1024
+CHUNK = 1024 * 1024
 #: Bytes that a node carries at a time: what is scratch where narrow floats are widened.
 TOGETHER = 8 * 1024 * 1024
 #: Bytes of a share of a message, at least: the rails may be more than a short one is worth.
@@ -77,7 +77,7 @@ class Place(NamedTuple):
     place: int
 
 
-class Levels:
+class Hierarchy:
     """A group on several nodes, and what joins its ranks.
 
     group:  the group.
@@ -140,20 +140,20 @@ class Levels:
             ) from None
 
 
-def get_or_create(group: ProcessGroup) -> Levels | None:
-    """Return the levels of a group, or None on all its ranks. All ranks call.
+def get_or_create(group: ProcessGroup) -> Hierarchy | None:
+    """Return the hierarchy of a group, or None on all its ranks. All ranks call.
 
     None where the ranks are on one node, or each on one of its own, and where the ranks of any node
     cannot share memory.
     """
-    found: Levels | Literal[False] | None = group.resources.find("levels")
+    found: Hierarchy | Literal[False] | None = group.resources.find("hierarchical")
     if found is None:
         found = _create(group) or False
-        group.resources.keep("levels", found, abandon=lambda: None)
+        group.resources.keep("hierarchical", found, abandon=lambda: None)
     return found or None
 
 
-def _create(group: ProcessGroup) -> Levels | None:
+def _create(group: ProcessGroup) -> Hierarchy | None:
     nodes = _nodes(group.inner)
     largest = max(map(len, nodes))
     if len(nodes) == 1 or not 1 < largest <= shared.MOST:
@@ -164,7 +164,7 @@ def _create(group: ProcessGroup) -> Levels | None:
     node.inner.Free()  # those who share memory need no messages
     able = np.array([memory is not None or len(ranks) == 1], np.uint8)
     group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
-    return Levels(group, nodes, node, memory) if able[0] else None
+    return Hierarchy(group, nodes, node, memory) if able[0] else None
 
 
 def _nodes(comm: MPI.Intracomm) -> list[list[int]]:
@@ -241,13 +241,13 @@ class _Call:
     number: a number that is different where signature or count are.
     """
 
-    def __init__(self, levels: Levels, kind: CallKind, root: int, count: int) -> None:
+    def __init__(self, hierarchy: Hierarchy, kind: CallKind, root: int, count: int) -> None:
         self.signature = encode_kind(kind.primitive, kind.dtype, kind.op, root)
         words = f"{self.signature} {count}".encode()
         self.number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
         self._kind = kind
-        self._levels = levels
-        self._memory = levels.memory()
+        self._hierarchy = hierarchy
+        self._memory = hierarchy.memory()
         self._agreed = False
 
     def transfer(
@@ -283,7 +283,7 @@ class _Call:
         """
         if self._agreed or self._compare(self.number):
             return
-        if self._memory is not None and self._levels.rails != len(self._levels.here):
+        if self._memory is not None and self._hierarchy.rails != len(self._hierarchy.here):
             with suppress(MismatchError):
                 other = self.transfer()._replace(total=0)
                 self._memory.exchange(self._kind._replace(dtype=_FLOAT32, op=None), other, 0)
@@ -292,10 +292,10 @@ class _Call:
     def _compare(self, number: int) -> bool:
         """All nodes have this number. 0 is none: the ranks of this node differ."""
         self._agreed = True
-        if self._levels.rail is None:
+        if self._hierarchy.rail is None:
             return True
         least = np.array([number, -number], np.int64)
-        self._levels.rail.inner.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
+        self._hierarchy.rail.inner.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
         return bool(least[0] == -least[1])
 
 
@@ -305,11 +305,11 @@ class _Call:
 def _build(kind: CallKind) -> Implementation | None:
     """Return what carries such calls out. All ranks call.
 
-    None where the group has no levels, and for primitives that cannot be had where nodes have
+    None where the group has none, and for primitives that cannot be had where nodes have
     different numbers of ranks.
     """
-    levels = get_or_create(kind.group)
-    return None if levels is None else _BUILDERS[kind.primitive.name](levels, kind)
+    hierarchy = get_or_create(kind.group)
+    return None if hierarchy is None else _BUILDERS[kind.primitive.name](hierarchy, kind)
 
 
 class _Arithmetic:
@@ -319,8 +319,8 @@ class _Arithmetic:
     op:   what combines it.
     """
 
-    def __init__(self, levels: Levels, dtype: DType, op: ReduceOp) -> None:
-        self._n = levels.group.size()
+    def __init__(self, hierarchy: Hierarchy, dtype: DType, op: ReduceOp) -> None:
+        self._n = hierarchy.group.size()
         self._dtype = dtype
         self._averages = op is ReduceOp.AVG
         exact = op in (ReduceOp.MIN, ReduceOp.MAX)
@@ -349,38 +349,38 @@ def _array(at: int, dtype: DType, count: int) -> Any:
     return np.frombuffer(memory_at(at, count * dtype.itemsize), dtype.numpy, count)
 
 
-def _reduction(levels: Levels, kind: CallKind) -> Implementation:
+def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     """all_reduce: combine shares on the node, all_reduce them along the rails, gather them on the
     node. reduce: the same for the root; only its array is written.
     """
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
-    by, everywhere = _Arithmetic(levels, dtype, op), not primitive.root
-    wide, n, mine = by.wide, len(levels.here), levels.me.place
+    by, everywhere = _Arithmetic(hierarchy, dtype, op), not primitive.root
+    wide, n, mine = by.wide, len(hierarchy.here), hierarchy.me.place
     along = None
-    if levels.rail is not None:
+    if hierarchy.rail is not None:
         build = mpi.build if mpi.reducible(by.op, wide) else exchange.build
-        along = build(CallKind(primitive, levels.rail, by.op, wide))
-    step = max(1, min(levels.rails * PIECE, TOGETHER) // wide.itemsize)
+        along = build(CallKind(primitive, hierarchy.rail, by.op, wide))
+    step = max(1, min(hierarchy.rails * CHUNK, TOGETHER) // wide.itemsize)
 
     def places(at: int, size: int, begin: int, own: int) -> tuple[int, int, int]:
-        """Where a piece of the array is wide, where this rank's share is combined, and the result
+        """Where a chunk of the array is wide, where this rank's share is combined, and the result
         of that: in the array, or in scratch.
         """
         whole = size * wide.itemsize if by.widens else 0
-        scratch = levels.scratch(whole + (0 if everywhere else own * wide.itemsize))
+        scratch = hierarchy.scratch(whole + (0 if everywhere else own * wide.itemsize))
         source = scratch if by.widens else at
         result = at + begin * dtype.itemsize if everywhere else scratch + whole
         return source, source + begin * wide.itemsize if by.widens else result, result
 
     def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
-        home, place = levels.places[root]
-        gathers = everywhere or levels.me.node == home
-        with levels.call(kind, root, count) as call:
+        home, place = hierarchy.places[root]
+        gathers = everywhere or hierarchy.me.node == home
+        with hierarchy.call(kind, root, count) as call:
             for start in range(0, max(count, 1), step):
                 at = MPI.Get_address(recv) + start * dtype.itemsize
                 size = min(step, count - start)
-                shares = levels.shares(size, wide.itemsize)
+                shares = hierarchy.shares(size, wide.itemsize)
                 begin, own = (0, 0) if along is None else shares[mine]
                 source, into, result = places(at, size, begin, own)
                 if by.widens:
@@ -388,7 +388,7 @@ def _reduction(levels: Levels, kind: CallKind) -> Implementation:
                 puts = [Put(source + s * wide.itemsize, some) for s, some in shares]
                 gets = [Get(r, mine, into, own) for r in range(n)] if along else []
                 most = shares[0][1]
-                call.exchange(call.transfer(levels.rails, most, puts, gets), wide, by.op)
+                call.exchange(call.transfer(hierarchy.rails, most, puts, gets), wide, by.op)
                 call.agree()
                 if along is not None and own:
                     along(None, memory_at(into, own * wide.itemsize), own, home)
@@ -399,34 +399,34 @@ def _reduction(levels: Levels, kind: CallKind) -> Implementation:
                 gets = [
                     Get(r, 0, at + s * dtype.itemsize, some)
                     for r, (s, some) in enumerate(shares)
-                    if (r != mine if everywhere else levels.me == (home, place))
+                    if (r != mine if everywhere else hierarchy.me == (home, place))
                 ]
                 call.exchange(call.transfer(1, most, puts, gets), dtype)
 
     return carry_out
 
 
-def _broadcast(levels: Levels, kind: CallKind) -> Implementation:
+def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     """Scatter shares on the root's node, broadcast them along the rails, gather them on all."""
     dtype = kind.dtype
     assert dtype is not None
-    rail, mine, width = levels.rail, levels.me.place, dtype.itemsize
-    step = max(1, min(levels.rails * PIECE, TOGETHER) // width)
+    rail, mine, width = hierarchy.rail, hierarchy.me.place, dtype.itemsize
+    step = max(1, min(hierarchy.rails * CHUNK, TOGETHER) // width)
 
     def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
-        home, place = levels.places[root]
-        rooted = levels.group.rank() == root
-        with levels.call(kind, root, count) as call:
+        home, place = hierarchy.places[root]
+        rooted = hierarchy.group.rank() == root
+        with hierarchy.call(kind, root, count) as call:
             for start in range(0, max(count, 1), step):
                 at, size = MPI.Get_address(recv) + start * width, min(step, count - start)
-                shares = levels.shares(size, width)
+                shares = hierarchy.shares(size, width)
                 spans = [Put(at + s * width, some) for s, some in shares]
                 own = spans[mine] if rail is not None else None
                 most = shares[0][1]
                 transfer = call.transfer()
-                if levels.me.node == home:
+                if hierarchy.me.node == home:
                     gets = [Get(place, mine, *own)] if own is not None and not rooted else []
-                    transfer = call.transfer(levels.rails, most, spans if rooted else (), gets)
+                    transfer = call.transfer(hierarchy.rails, most, spans if rooted else (), gets)
                 call.exchange(transfer, dtype)
                 call.agree()
                 if rail is not None and own is not None and own.elements:
@@ -439,25 +439,25 @@ def _broadcast(levels: Levels, kind: CallKind) -> Implementation:
     return carry_out
 
 
-def _reduce_scatter(levels: Levels, kind: CallKind) -> Implementation | None:
+def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
     """Each rank combines, on its node, the blocks of its rail, which then has a reduce_scatter."""
-    rail, nodes, mine = levels.rail, levels.nodes, levels.me.place
+    rail, nodes, mine = hierarchy.rail, hierarchy.nodes, hierarchy.me.place
     primitive, _, op, dtype = kind
-    if not levels.even:
+    if not hierarchy.even:
         return None
     assert rail is not None and op is not None and dtype is not None
-    by = _Arithmetic(levels, dtype, op)
-    wide, n, itemsize = by.wide, len(levels.here), dtype.itemsize
+    by = _Arithmetic(hierarchy, dtype, op)
+    wide, n, itemsize = by.wide, len(hierarchy.here), dtype.itemsize
     along = exchange.build(CallKind(primitive, rail, by.op, wide))
-    step = _of_a_block(levels, wide)
+    step = _of_a_block(hierarchy, wide)
 
     def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
-        with levels.call(kind, 0, count) as call:
+        with hierarchy.call(kind, 0, count) as call:
             for start in range(0, max(count, 1), step):
                 size = min(step, count - start)
                 width = size * wide.itemsize
                 # A block for each node; the own result and a block of each rank here, if widened.
-                rows = levels.scratch((len(nodes) + (1 + n if by.widens else 0)) * width)
+                rows = hierarchy.scratch((len(nodes) + (1 + n if by.widens else 0)) * width)
                 result = out = MPI.Get_address(recv) + start * itemsize
                 if by.widens:
                     out = rows + len(nodes) * width
@@ -480,24 +480,24 @@ def _reduce_scatter(levels: Levels, kind: CallKind) -> Implementation | None:
     return carry_out
 
 
-def _all_gather(levels: Levels, kind: CallKind) -> Implementation | None:
+def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
     """Each rank gets the blocks of its rail; then all get, on their node, each other's."""
     dtype = kind.dtype
     assert dtype is not None
-    rail, nodes, mine = levels.rail, levels.nodes, levels.me.place
-    if not levels.even:
+    rail, nodes, mine = hierarchy.rail, hierarchy.nodes, hierarchy.me.place
+    if not hierarchy.even:
         return None
     assert rail is not None
     element, width = datatype(dtype), dtype.itemsize
-    step = _of_a_block(levels, dtype)
-    fits = INT_MAX // levels.group.size()
+    step = _of_a_block(hierarchy, dtype)
+    fits = INT_MAX // hierarchy.group.size()
     rest = mpi.build(kind)
 
     def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
         if count > fits:  # displacements are C ints in most MPIs
             rest(send, recv, count, root)
             return
-        with levels.call(kind, 0, count) as call:
+        with hierarchy.call(kind, 0, count) as call:
             for start in range(0, max(count, 1), step):
                 size = min(step, count - start)
                 call.exchange(call.transfer(), dtype)
@@ -514,13 +514,13 @@ def _all_gather(levels: Levels, kind: CallKind) -> Implementation | None:
     return carry_out
 
 
-def _of_a_block(levels: Levels, dtype: DType) -> int:
+def _of_a_block(hierarchy: Hierarchy, dtype: DType) -> int:
     """Elements of each block that are carried at a time."""
-    blocks = max(len(levels.nodes), len(levels.here))
-    return max(1, min(PIECE, TOGETHER // blocks) // dtype.itemsize)
+    blocks = max(len(hierarchy.nodes), len(hierarchy.here))
+    return max(1, min(CHUNK, TOGETHER // blocks) // dtype.itemsize)
 
 
-_BUILDERS: dict[str, Callable[[Levels, CallKind], Implementation | None]] = {
+_BUILDERS: dict[str, Callable[[Hierarchy, CallKind], Implementation | None]] = {
     "all_reduce": _reduction,
     "reduce": _reduction,
     "broadcast": _broadcast,
@@ -531,7 +531,7 @@ _BUILDERS: dict[str, Callable[[Levels, CallKind], Implementation | None]] = {
 }
 
 ROUTE = Route(
-    "levels",
+    "hierarchical",
     "node by node, then between them",
     MemoryKind.HOST,
     tuple(_BUILDERS),

@@ -258,8 +258,8 @@ ROUTE = Route(
     uneven=("all_gather",),
 )
 CHUNKED = Route(
-    "pieces",
-    "MPI in pieces",
+    "mpi_chunked",
+    "MPI in chunks",
     MemoryKind.HOST,
     ("all_reduce", "reduce"),
     lambda kind: build(kind, CHUNK),

@@ -1,4 +1,4 @@
-"""Groups on several nodes, which are made up here: a node is what `levels.node_of` says."""
+"""Groups on several nodes, which are made up here: a node is what `hierarchical.node_of` says."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from mpicoll.kernels import library
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.routes import tuning
-from mpicoll.routes.host import hierarchical as levels
-from mpicoll.routes.host import select, shared
+from mpicoll.routes.host import hierarchical, select, shared
 
 #: Two nodes, one of two ranks, have three.
 LEAST = 3
@@ -40,27 +39,27 @@ PLACES = {
     "three nodes": lambda n: [(rank * 2) % 3 if n > LEAST else rank // 2 for rank in range(n)],
 }
 
-ROUTED = [name for name in NAMES if name in levels._BUILDERS]
+ROUTED = [name for name in NAMES if name in hierarchical._BUILDERS]
 
 
 @pytest.fixture(scope="module")
 def patch(world):
-    """Everything goes through levels where there are such."""
+    """Everything goes through hierarchical where there are such."""
     if world.size < LEAST:
         pytest.skip(f"takes {LEAST} ranks")
-    rows = {kind: {"nodes": ((0, "levels"),)} for kind in tuning.KINDS}
+    rows = {kind: {"nodes": ((0, "hierarchical"),)} for kind in tuning.KINDS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
         yield patch
 
 
-node_of = levels.node_of
+node_of = hierarchical.node_of
 
 
 def put(patch, name):
     """Ranks are where PLACES says from now on."""
     nodes = PLACES[name](dist.get_world_size())
-    patch.setattr(levels, "node_of", lambda: f"node {nodes[dist.get_rank()]}")
+    patch.setattr(hierarchical, "node_of", lambda: f"node {nodes[dist.get_rank()]}")
 
 
 @pytest.fixture(scope="module", params=list(PLACES))
@@ -74,9 +73,9 @@ def cut(kept, patch, monkeypatch):
     """Such a group whose messages go in pieces of few bytes."""
     put(patch, kept.name)
     monkeypatch.setattr(shared, "SLOT", 512)
-    monkeypatch.setattr(levels, "PIECE", 1024)
-    monkeypatch.setattr(levels, "TOGETHER", 1536)
-    monkeypatch.setattr(levels, "SHARE", 64)
+    monkeypatch.setattr(hierarchical, "CHUNK", 1024)
+    monkeypatch.setattr(hierarchical, "TOGETHER", 1536)
+    monkeypatch.setattr(hierarchical, "SHARE", 64)
     return kept
 
 
@@ -90,7 +89,7 @@ def placed(patch, world, request):
 
 
 def served(dtype):
-    """The operations of a dtype that have levels."""
+    """The operations of a dtype that have hierarchical."""
     return [
         op
         for op in legal_operations(dtype)
@@ -142,7 +141,7 @@ def test_every_root(cut):
 def test_large(placed, name):
     """Pieces of the sizes that users meet."""
     dtype, n, me, group = by_name[name].numpy, placed.size, placed.me, placed.group
-    block = 5 * levels.PIECE // dtype.itemsize // n + 123
+    block = 5 * hierarchical.CHUNK // dtype.itemsize // n + 123
     given = [(np.arange(n * block) % 11 + rank).astype(dtype) for rank in range(n)]
     total = np.sum(given, axis=0, dtype=np.float32).astype(dtype)
     for root in (0, n - 1):
@@ -230,7 +229,7 @@ def test_ranks_that_disagree(placed):
     for _ in range(130):  # the first calls, and one in a stride, are compared in another way
         dist.barrier(team.group)
     f32, SUM = np.float32, ReduceOp.SUM
-    nodes = levels.get_or_create(team.group).nodes
+    nodes = hierarchical.get_or_create(team.group).nodes
     for odd in ({0}, {team.size - 1}, set(nodes[-1]), set(nodes[0])):
         mine = team.me in odd
         for count, dtype, op, words in (
@@ -258,7 +257,7 @@ def test_ranks_that_disagree(placed):
             if mine:
                 dist.broadcast(np.ones(900, f32), group=team.group, group_src=0)
             dist.all_reduce(np.ones(900, f32), group=team.group)
-        if not levels.get_or_create(team.group).even:
+        if not hierarchical.get_or_create(team.group).even:
             continue
         count = 900 + mine
         with pytest.raises(MismatchError, match="reduce_scatter_single of 901 elements of int32"):
@@ -298,7 +297,7 @@ def test_one_rank_that_cannot_share_is_enough(patch, world, mpi):
 @needs
 def test_what_groups_leave_behind(patch, world, monkeypatch):
     """Nothing: neither communicators nor memory, group after group."""
-    made, part = [], levels._part
+    made, part = [], hierarchical._part
 
     def noted(*arguments):
         made.append(part(*arguments))
@@ -307,7 +306,7 @@ def test_what_groups_leave_behind(patch, world, monkeypatch):
     def mapped():
         return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
 
-    monkeypatch.setattr(levels, "_part", noted)
+    monkeypatch.setattr(hierarchical, "_part", noted)
     gc.collect()  # what errors in other tests hold
     before, array = mapped(), np.ones(500, np.float32)
     put(patch, "one after another")
@@ -316,7 +315,7 @@ def test_what_groups_leave_behind(patch, world, monkeypatch):
         array[:] = 1
         dist.all_reduce(array, group=group)
         assert (array == world.size).all()
-        assert group.resources.find("levels")
+        assert group.resources.find("hierarchical")
         dist.destroy_process_group(group)
         del group
         assert all(one.inner == MPI.COMM_NULL for one in made), number
@@ -333,19 +332,19 @@ def test_an_mpi_that_lets_one_thread_in(patch, world):
     for name in ROUTED:
         op = ReduceOp.MAX if NAMES[name].reduces else None
         Exact(name, team, by_name["float32"], 3000, op, 1).run()
-    rail = levels.get_or_create(team.group).rail
+    rail = hierarchical.get_or_create(team.group).rail
     assert rail is None or type(rail.inner) is type(team.group.inner)
     dist.destroy_process_group(team.group)
 
 
 def test_without_nodes(world, monkeypatch):
     """Here all ranks are on one node, and say so."""
-    monkeypatch.setattr(levels, "node_of", node_of)
+    monkeypatch.setattr(hierarchical, "node_of", node_of)
     world = group_of("on one node", range(world.size))
-    said = MPI.COMM_WORLD.allgather(levels.node_of())
+    said = MPI.COMM_WORLD.allgather(hierarchical.node_of())
     assert len(set(said)) == 1 and said[0]
-    assert levels.get_or_create(world.group) is None
+    assert hierarchical.get_or_create(world.group) is None
 
     for name in ROUTED:
         op = ReduceOp.SUM if NAMES[name].reduces else None
-        assert levels._build(CallKind(NAMES[name], world.group, op, by_name["int8"])) is None
+        assert hierarchical._build(CallKind(NAMES[name], world.group, op, by_name["int8"])) is None

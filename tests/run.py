@@ -69,8 +69,6 @@ ENVIRONMENT = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # before 5.0
     "OMPI_MCA_hwloc_base_binding_policy": "none",
-    # MPICH: a rank that waits sleeps for a moment, where there are more ranks than cores.
-    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
     # Intel MPI.
     "I_MPI_PIN": "0",
     # What a user has tuned is not what is tested.

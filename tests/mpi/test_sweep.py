@@ -136,7 +136,7 @@ def test_refuses_operations_without_a_meaning(teams, name, dtype):
 # ---- The same with seams everywhere --------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cut(world):
     """A group whose routes cut messages that others take as a whole."""
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +146,9 @@ def cut(world):
         patch.setattr(native, "CHUNK", 50)  # elements
         for module in (native, wire):
             patch.setattr(module, "INT_MAX", 60)  # more elements travel as one of a derived type
-        yield group_of("cut", range(world.size))
+        team = group_of("cut", range(world.size))
+        yield team
+        dist.destroy_process_group(team.group)
 
 
 @by_dtype

@@ -23,7 +23,7 @@ from report import DOCS, fill_page, table
 
 from mpicoll.output import format_bytes
 from mpicoll.routes import space
-from mpicoll.routes.host import hierarchical, mpi, shared
+from mpicoll.routes.host import hierarchical, hierarchy, mpi, shared
 from mpicoll.routes.tuning import Steps, Table, eligible_routes, route_at
 
 # --- rates ----------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def by_levels(kind: str, place: Place, m: float, factor: int = 1) -> float:
     if kind == "all_reduce":
         pieces = ceil(factor * m / min(q * hierarchical.CHUNK, hierarchical.TOGETHER))
         piece = factor * m / pieces
-        share = min(piece, max(piece / q, hierarchical.SHARE))
+        share = min(piece, max(piece / q, hierarchy.SHARE))
         down = node(q, share, 2 * q, piece - share, (q - 1) * share)
         up = node(1, share / factor, q, piece / factor)
         along = rail(share, ceil(piece / share))

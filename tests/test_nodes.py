@@ -50,7 +50,7 @@ import json, sys
 import numpy as np
 import ml_dtypes
 import mpicoll as dist
-from mpicoll.routes.host import hierarchical, select
+from mpicoll.routes.host import hierarchy, select
 
 dist.init_process_group(timeout=30)
 rank, n = dist.get_rank(), dist.get_world_size()
@@ -69,7 +69,7 @@ for count in (3, 10**4, 3 * 10**6):
         dist.broadcast(mine, 3)
         assert (mine == whole[3 * count :]).all()
 group = dist.group.WORLD
-nodes = hierarchical.get_or_create(group)
+nodes = hierarchy.get_or_create(group)
 with open(f"{sys.argv[1]}/{rank}", "w") as file:
     json.dump([select.place(group), nodes and nodes.nodes, bool(nodes._memory)], file)
 dist.destroy_process_group()

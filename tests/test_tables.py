@@ -12,7 +12,7 @@ from mpicoll import machine
 from mpicoll.errors import ArgumentError
 from mpicoll.output import format_bytes
 from mpicoll.primitives import by_name
-from mpicoll.routes import tuning
+from mpicoll.routes import tuning, tuning_files
 from mpicoll.routes.tuning import KINDS, PLACES, Table
 
 pytestmark = pytest.mark.any_mpi
@@ -44,8 +44,8 @@ def test_the_defaults_are_tables(openmpi):
     table = Table(openmpi)
     rows = {kind: table.row(kind, 4) for kind in KINDS}
     assert all(set(row) == set(PLACES) for row in rows.values())
-    text = tuning.join("", MPI, 4, rows, {})
-    assert tuning.parse(text) == {4: rows}
+    text = tuning_files.join("", MPI, 4, rows, {})
+    assert tuning_files.parse(text) == {4: rows}
     assert table.describe() == "the defaults"
 
 
@@ -114,7 +114,7 @@ def test_a_file_leaves_sizes_to_the_defaults(monkeypatch):
     apart = ((0, "exchange"), (8, "mpi"))
     row = {"node": later, "nodes": apart, "apart": apart}
     monkeypatch.setattr(tuning, "_DEFAULTS", {False: {2: {"all_reduce": row}}})
-    table = tuning.build_table(False, "/a/file.json", text)
+    table = tuning_files.build_table(False, "/a/file.json", text)
     assert table.row("all_reduce", 5) == row | {
         "node": ((0, "shared"), (64, "exchange"), (512, "mpi"), (4096, "exchange"),
                  (8192, "shared"), (1 << 20, "mpi"), (1 << 23, "mpi_chunked"))
@@ -125,7 +125,7 @@ def test_a_file_leaves_sizes_to_the_defaults(monkeypatch):
 
 def test_a_file_without_defaults_is_followed_everywhere():
     """One made by hand, or before there was "default"."""
-    table = tuning.build_table(False, "/a/file.json", stepping([[0, "shared"], [99, "mpi"]]))
+    table = tuning_files.build_table(False, "/a/file.json", stepping([[0, "shared"], [99, "mpi"]]))
     assert table.row("all_reduce", 2)["node"] == ((0, "shared"), (99, "mpi"))
 
 
@@ -171,7 +171,7 @@ def test_a_file_without_defaults_is_followed_everywhere():
 )  # fmt: skip
 def test_what_is_no_table_is_refused(text, words):
     with pytest.raises(ArgumentError) as caught:
-        tuning.build_table(False, "/a/file.json", text)
+        tuning_files.build_table(False, "/a/file.json", text)
     message = str(caught.value)
     assert message.startswith("init_process_group: /a/file.json is no table of routes: ")
     assert words in message
@@ -183,41 +183,41 @@ def test_what_is_no_table_is_refused(text, words):
 
 
 def test_no_file():
-    found = tuning.read(MPI)
+    found = tuning_files.read(MPI)
     assert found == ("", "", "")
-    assert tuning.build_table(True, *found).path == ""
+    assert tuning_files.build_table(True, *found).path == ""
 
 
 def test_the_default_path(monkeypatch, tmp_path):
     """Of each MPI, and of each kind of machine."""
-    path = tuning.default_path(MPI)
+    path = tuning_files.default_path(MPI)
     assert path.parent == tmp_path / "config" / "mpicoll"
     assert path.name.startswith("an-mpi-1.2-on-") and path.suffix == ".json"
     assert path.name == path.name.lower() and " " not in path.name
-    assert path != tuning.default_path("An MPI 1.3")
+    assert path != tuning_files.default_path("An MPI 1.3")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(GOOD))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "describe", lambda: "64 x Some (R) CPU @ 2/3 GHz")
-        assert tuning.default_path(MPI).name == "an-mpi-1.2-on-64-x-some-r-cpu-2-3-ghz.json"
-        assert tuning.read(MPI) == ("", "", ""), "measured on another machine"
-    table = tuning.build_table(False, *tuning.read(MPI))
+        assert tuning_files.default_path(MPI).name == "an-mpi-1.2-on-64-x-some-r-cpu-2-3-ghz.json"
+        assert tuning_files.read(MPI) == ("", "", ""), "measured on another machine"
+    table = tuning_files.build_table(False, *tuning_files.read(MPI))
     assert table.path == str(path) and table.describe() == f"{path} (measured on 2 ranks)"
     assert table.row("all_reduce", 2)["node"] == ((0, "mpi"), (4096, "shared"))
     monkeypatch.setenv("MPICOLL_TABLE", "0")
-    assert tuning.read(MPI) == ("", "", "")
+    assert tuning_files.read(MPI) == ("", "", "")
 
 
 def test_the_home_directory(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tuning.default_path(MPI).parent == tmp_path / ".config" / "mpicoll"
+    assert tuning_files.default_path(MPI).parent == tmp_path / ".config" / "mpicoll"
 
     def nobody(self):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", nobody)
-    assert tuning.read(MPI) == ("", "", ""), "one rank alone reads: nothing may be raised"
+    assert tuning_files.read(MPI) == ("", "", ""), "one rank alone reads: nothing may be raised"
 
 
 def test_a_file_that_is_named(monkeypatch, tmp_path):
@@ -225,21 +225,23 @@ def test_a_file_that_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("MPICOLL_TABLE", str(named))
     for problem in ("No such file", "Is a directory"):
         with pytest.raises(ArgumentError, match=f"init_process_group: .*{problem}.*{named.name}"):
-            tuning.build_table(False, *tuning.read(MPI))
+            tuning_files.build_table(False, *tuning_files.read(MPI))
         if not named.exists():
             named.mkdir()
     named.rmdir()
     named.write_bytes(b"\xff\xfe\x00 no text")
     with pytest.raises(ArgumentError, match="is no table of routes"):
-        tuning.build_table(False, *tuning.read(MPI))
+        tuning_files.build_table(False, *tuning_files.read(MPI))
     named.write_text(json.dumps({**GOOD, "mpi": "Another", "machine": "1 x other"}))
-    assert tuning.build_table(False, *tuning.read(MPI)).path == str(named), "the user knows best"
+    assert tuning_files.build_table(False, *tuning_files.read(MPI)).path == str(named), (
+        "the user knows best"
+    )
 
 
 def test_a_default_file_that_cannot_be_read_is_none(monkeypatch):
-    path = tuning.default_path(MPI)
+    path = tuning_files.default_path(MPI)
     path.mkdir(parents=True)
-    assert tuning.read(MPI) == ("", "", "")
+    assert tuning_files.read(MPI) == ("", "", "")
 
 
 def test_the_machine(monkeypatch, tmp_path):
@@ -261,13 +263,13 @@ def test_the_machine(monkeypatch, tmp_path):
 def test_what_is_joined_keeps_the_rest(monkeypatch):
     """Other numbers of ranks, kinds and places, and what people wrote."""
     monkeypatch.setattr(machine, "describe", lambda: "this")
-    text = tuning.join("", MPI, 16, marked(16), {"date": "then"})
+    text = tuning_files.join("", MPI, 16, marked(16), {"date": "then"})
     text = json.dumps({**json.loads(text), "remark": "slow on Mondays"})
-    text = tuning.join(text, MPI, 2, marked(2), {"date": "now"})
+    text = tuning_files.join(text, MPI, 2, marked(2), {"date": "now"})
     apart = {"broadcast": {"apart": ((0, "mpi"),)}, "gather": {"node": ((0, "shared"),)}}
-    text = tuning.join(text, MPI, 16, apart, {"date": "later"})
-    text = tuning.join(text, MPI, 2, marked(7), {"date": "again"})
-    assert tuning.parse(text) == {
+    text = tuning_files.join(text, MPI, 16, apart, {"date": "later"})
+    text = tuning_files.join(text, MPI, 2, marked(7), {"date": "again"})
+    assert tuning_files.parse(text) == {
         2: marked(7),
         16: {"broadcast": {**marked(16)["broadcast"], **apart["broadcast"]},
              "gather": apart["gather"]},
@@ -277,17 +279,17 @@ def test_what_is_joined_keeps_the_rest(monkeypatch):
     assert said["remark"] == "slow on Mondays" and (said["mpi"], said["machine"]) == (MPI, "this")
     assert said["measured"] == {"16": {"date": "later"}, "2": {"date": "again"}}
     assert '   "gather": {"node": [[0, "shared"]]}\n' in text, "people read it, too"
-    assert tuning.join('{"ranks": {}, "measured": 3}', MPI, 2, marked(2), {})
+    assert tuning_files.join('{"ranks": {}, "measured": 3}', MPI, 2, marked(2), {})
 
 
 def test_what_was_measured_elsewhere_is_told(monkeypatch):
     monkeypatch.setattr(machine, "describe", lambda: "this")
-    text = tuning.join("", MPI, 2, {}, {})
-    assert tuning.origin_mismatch(text, MPI) == ""
-    assert tuning.origin_mismatch(text, "An MPI 2") == "An MPI 1.2 on this"
+    text = tuning_files.join("", MPI, 2, {}, {})
+    assert tuning_files.origin_mismatch(text, MPI) == ""
+    assert tuning_files.origin_mismatch(text, "An MPI 2") == "An MPI 1.2 on this"
     monkeypatch.setattr(machine, "describe", lambda: "another")
-    assert tuning.origin_mismatch(text, MPI) == "An MPI 1.2 on this"
-    assert tuning.origin_mismatch(json.dumps(GOOD), MPI) == "", "made by hand"
+    assert tuning_files.origin_mismatch(text, MPI) == "An MPI 1.2 on this"
+    assert tuning_files.origin_mismatch(json.dumps(GOOD), MPI) == "", "made by hand"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from mpicoll.cli.tune_steps import (
     splice,
 )
 from mpicoll.output import format_bytes
-from mpicoll.routes import tuning
+from mpicoll.routes import tuning, tuning_files
 
 pytest_plugins = ["whole_jobs"]
 
@@ -264,7 +264,7 @@ class Written:
 
     def table(self):
         """As jobs have it."""
-        return tuning.build_table(False, str(self.path), self.path.read_text())
+        return tuning_files.build_table(False, str(self.path), self.path.read_text())
 
 
 @pytest.fixture
@@ -366,7 +366,7 @@ def test_a_dry_run(written, capsys, found, code):
         "shared    mpi       2.00 x" in told.out and f"written to {written.path}\n" not in told.out
     )
     text = told.out[told.out.index("{") : told.out.rindex("}") + 1]
-    assert tuning.parse(text)[2]["all_reduce"] == {"node": ((0, "mpi"), (8193, "default"))}
+    assert tuning_files.parse(text)[2]["all_reduce"] == {"node": ((0, "mpi"), (8193, "default"))}
     assert bool(told.err) == bool(code)
     assert written.end(CALM, 8192) == 0
     capsys.readouterr()
@@ -397,7 +397,7 @@ def test_a_second_run_over_fewer_sizes_keeps_the_rest(written):
     assert written.end(CALM, 8192) == 0
     fewer = figures(0.02, SIZES[:3], mpi=[9.0] * 3, shared=[5.0] * 3)
     assert written.end({"all_reduce": fewer}, SIZES[2]) == 0
-    (steps,) = tuning.parse(written.path.read_text())[2]["all_reduce"].values()
+    (steps,) = tuning_files.parse(written.path.read_text())[2]["all_reduce"].values()
     assert steps == ((0, "shared"), (SIZES[2] + 1, "mpi"), (8193, "default"))
 
 
@@ -506,7 +506,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     assert said["machine"] == machine.describe() == report["machine"]
     assert said["mpi"] == report["mpi"] and said["measured"]["2"]["mpicoll"] in ended.out
     kinds = ["all_reduce", "all_reduce of others", "gather"]
-    rows = tuning.parse(path.read_text())
+    rows = tuning_files.parse(path.read_text())
     assert list(rows) == [2] and list(rows[2]) == kinds
     assert report["steps"] == said["ranks"]["2"]
     for kind in kinds:
@@ -525,7 +525,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     words = {"mpi": "MPI", "shared": "shared memory", "mpi_chunked": "MPI in chunks",
              "exchange": "exchange over MPI, combined here",
              "widened": "MPI in float32"}  # fmt: skip
-    table = tuning.build_table("Open MPI" in said["mpi"], str(path), path.read_text())
+    table = tuning_files.build_table("Open MPI" in said["mpi"], str(path), path.read_text())
     for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),
                           strict=True):  # fmt: skip
         (_, first), *others = table.row(kind, 2)[report["place"]]
@@ -552,7 +552,7 @@ OLD = {
 def test_it_adds_to_what_is_there(ended: Ended) -> None:
     """To the file that is named, of which what was not measured now stays."""
     assert (ended.code, ended.err) == (0, ""), ended
-    rows = tuning.parse(ended.table.read_text())
+    rows = tuning_files.parse(ended.table.read_text())
     assert rows[16] == {"scatter": {"node": ((0, "shared"),)}}
     assert rows[2]["scatter"] == rows[16]["scatter"]
     assert rows[2]["gather"]["apart"] == ((0, "mpi"), (9, "mpi"))
@@ -592,7 +592,7 @@ def test_one_rank_says_how_far_it_is(ended: Ended) -> None:
 def test_a_dry_run_leaves_nothing(ended: Ended) -> None:
     assert ended.code in (0, 3) and "Traceback" not in ended.err, ended
     text = ended.out[ended.out.index("{") : ended.out.rindex("}") + 1]
-    assert list(tuning.parse(text)) == [2]
+    assert list(tuning_files.parse(text)) == [2]
     assert not list(ended.folder.iterdir()), ended
 
 
@@ -625,7 +625,7 @@ def test_the_own_table_is_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     target = tune._target(None, "", MPI)
     target.path.parent.mkdir()
-    target.path.write_text(tuning.join("", MPI, 2, {}, {}))
+    target.path.write_text(tuning_files.join("", MPI, 2, {}, {}))
     assert tune._remove(target, MPI) == f"# removed {target.path}"
     assert not target.path.exists()
     assert tune._remove(target, MPI) == f"# there is no table at {target.path}"

@@ -286,7 +286,7 @@ def _discover_node(comm: MPI.Intracomm) -> None:
     global _node
     from mpi4py import MPI
 
-    from mpicoll.routes import tuning
+    from mpicoll.routes import tuning, tuning_files
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     _node = (node.Get_rank(), node.Get_size())
@@ -297,10 +297,10 @@ def _discover_node(comm: MPI.Intracomm) -> None:
             port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
     vendor, version = MPI.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
-    port, table = comm.bcast((port, tuning.read(name)), 0)
+    port, table = comm.bcast((port, tuning_files.read(name)), 0)
     if communicators.spans_world(plain(comm)):  # the variables speak of the whole job
         launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
-    tuning.job.table = tuning.build_table(vendor == "Open MPI", *table)
+    tuning.job.table = tuning_files.build_table(vendor == "Open MPI", *table)
 
 
 def _index(what: str, value: SupportsIndex) -> int | None:

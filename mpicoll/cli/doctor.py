@@ -107,13 +107,14 @@ def _examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool
     from mpicoll.errors import MpicollError
     from mpicoll.primitives import PRIMITIVES, Layout
     from mpicoll.routes.device.eligibility import eligible_routes, forced_route
+    from mpicoll.routes.registry import DEVICE
 
     group, n, me = default_group(), dist.get_world_size(), dist.get_rank()
     seen = Seen([])
-    route = ""
+    names: tuple[str, ...] = ()
     try:
         seen.all_ranks = exchange(group.inner, probes=True, again=again)
-        route = eligible_routes(seen.all_ranks, forced_route(seen.all_ranks))[0]
+        names = eligible_routes(seen.all_ranks, forced_route(seen.all_ranks))
     except MpicollError as error:  # the same on all ranks
         seen.bad_route = str(error)
     if seen.all_ranks:
@@ -126,8 +127,12 @@ def _examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool
     seen.host = _host_routes(group)
     if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
         seen.shared = bool(group.resources.find("shared"))
-    if any(own.gpus for own in seen.all_ranks) and route:
-        seen.device = {row.name: route for row in PRIMITIVES if row.layout is not Layout.EMPTY}
+    if any(own.gpus for own in seen.all_ranks) and names:
+        seen.device = {
+            row.name: next((n for n in names if row.name in DEVICE[n].primitives), "refused")
+            for row in PRIMITIVES
+            if row.layout is not Layout.EMPTY
+        }
     facts = _here() | before | _mpi(seen, me)
     told = group.inner.bcast(_torch() if me == 0 else "", 0)  # importing torch takes long
     if told.startswith(facts["torch"]):

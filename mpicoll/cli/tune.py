@@ -24,7 +24,7 @@ from mpicoll.cli.tune_steps import choose_steps, find_changes, find_noise, splic
 from mpicoll.core.groups import default_group
 from mpicoll.errors import ArgumentError
 from mpicoll.output import format_bytes
-from mpicoll.routes import tuning
+from mpicoll.routes import tuning, tuning_files
 from mpicoll.routes.tuning import DEFAULT, Rows, Steps
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _target(output: Path | None, named: str, mpi: str) -> _Target:
     if named not in ("", "0"):
         return _Target(Path(named), True, False)
     try:
-        return _Target(tuning.default_path(mpi), named != "0", True)
+        return _Target(tuning_files.default_path(mpi), named != "0", True)
     except RuntimeError as error:
         raise ArgumentError(f"{error}; name a file with --output") from error
 
@@ -264,12 +264,12 @@ def _read(path: Path, mpi: str) -> str:
     if not text:
         return ""
     try:
-        tuning.parse(text)
+        tuning_files.parse(text)
     except ValueError as error:
         raise ArgumentError(
             f"{path} is no table of routes: {error}; remove it, or name another file with --output"
         ) from error
-    other = tuning.origin_mismatch(text, mpi)
+    other = tuning_files.origin_mismatch(text, mpi)
     if other:
         raise ArgumentError(
             f"{path} holds what was measured with {other}, and this is {mpi} on "
@@ -364,7 +364,7 @@ def _finish(
             "repetitions": outcome.samples,
             "noise": f"{noise:.1%}",
         }
-        table = tuning.join(text, setting.mpi, setting.ranks, rows, about)
+        table = tuning_files.join(text, setting.mpi, setting.ranks, rows, about)
         lines = [*_changes(setting, outcome, text, table), *_missing(outcome, kinds, options.sizes)]
         print("\n".join(lines), flush=True)
         print(f"# times vary by {noise:.1%}; {_NOISIEST:.0%} is the most for a table", flush=True)
@@ -394,7 +394,7 @@ def _finish(
 
 def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
     """Return the steps for what was measured; around them those of the table, or the defaults."""
-    known = tuning.parse(text).get(setting.ranks, {}) if text else {}
+    known = tuning_files.parse(text).get(setting.ranks, {}) if text else {}
     rows: Rows = {}
     for kind, figures in outcome.figures.items():
         before = known.get(kind, {}).get(setting.place, ((0, DEFAULT),))
@@ -406,7 +406,8 @@ def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
 def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> list[str]:
     """Return what changes against the table that is there, or the defaults."""
     was, now = (
-        tuning.job.table.holding(tuning.parse(text) if text else {}) for text in (before, after)
+        tuning.job.table.holding(tuning_files.parse(text) if text else {})
+        for text in (before, after)
     )
     lines = []
     for kind, figures in outcome.figures.items():

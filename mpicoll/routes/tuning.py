@@ -16,20 +16,12 @@ Every rank has the same table: rank 0's, which init_process_group hands out.
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import textwrap
 from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from mpicoll import machine, settings
 from mpicoll.dtypes import DTYPES, OPERATIONS
-from mpicoll.errors import ArgumentError
 from mpicoll.primitives import Primitive, by_name
 from mpicoll.routes import registry
 from mpicoll.routes.route import Route
@@ -38,21 +30,14 @@ __all__ = [
     "DEFAULT",
     "KINDS",
     "PLACES",
-    "Found",
     "Rows",
     "Steps",
     "Table",
-    "build_table",
-    "default_path",
     "eligible_routes",
     "job",
-    "join",
     "merge_steps",
     "name_kind",
-    "origin_mismatch",
-    "parse",
     "parse_kind",
-    "read",
     "route_at",
 ]
 
@@ -274,156 +259,3 @@ def route_at(steps: Steps, size: int) -> str:
 def merge_steps(steps: Iterable[tuple[int, str]]) -> Steps:
     """The steps without those to the route that is taken already."""
     return tuple(next(same) for _, same in groupby(steps, key=itemgetter(1)))
-
-
-# --- the file -----------------------------------------------------------------------------------
-
-
-def default_path(mpi: str) -> Path:
-    """Where ``tune`` writes what it finds on this machine with an MPI library, and init looks.
-
-    mpi: name and version. Machines with other processors have another file: a home directory may
-    be shared by nodes of several kinds. Raises RuntimeError for a user without a home directory.
-    """
-    base = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
-    name = re.sub(r"[^\w.]+", "-", f"{mpi} on {machine.describe()}").strip("-").lower()
-    return Path(base) / "mpicoll" / f"{name}.json"
-
-
-class Found(NamedTuple):
-    """A file and its text.
-
-    path:    "" where there is none.
-    problem: why a file that was asked for by name cannot be read; "" where it can.
-    """
-
-    path: str = ""
-    text: str = ""
-    problem: str = ""
-
-
-def read(mpi: str) -> Found:
-    """The file whose table is meant; raises nothing, for one rank alone calls.
-
-    MPICOLL_TABLE names it, or is "0": none; else it is ``default_path(mpi)``, if that is there.
-    """
-    named = settings.TABLE.value()
-    if named == "0":
-        return Found()
-    try:
-        path = Path(named) if named else default_path(mpi)
-        return Found(str(path), path.read_text(errors="replace"))
-    except (OSError, RuntimeError) as error:
-        return Found(named, problem=str(error)) if named else Found()
-
-
-def build_table(openmpi: bool, path: str, text: str, problem: str = "") -> Table:
-    """The table of an MPI library and a file as ``read`` found it.
-
-    Raises ArgumentError where the file is no such table; every rank has the same.
-    """
-    if problem:
-        raise ArgumentError(
-            f"init_process_group: the file that MPICOLL_TABLE names cannot be read: {problem}; "
-            "name a file that rank 0 can read, or unset MPICOLL_TABLE"
-        )
-    if not path:
-        return Table(openmpi)
-    try:
-        return Table(openmpi, parse(text), path)
-    except ValueError as error:
-        raise ArgumentError(
-            f"init_process_group: {path} is no table of routes: {error}; remove it and write a new "
-            "one with python -m mpicoll tune, or set MPICOLL_TABLE=0"
-        ) from error
-
-
-def parse(text: str) -> dict[int, Rows]:
-    """What a file says was measured, by number of ranks. What it must be:
-
-    {"ranks": {"2": {KIND: {PLACE: [[BYTES, ROUTE], ...]}}}}
-
-    and more beside. A route may be "default", too. Raises ValueError, with the reason, for a text
-    that is not.
-    """
-    try:
-        measured = {
-            _ranks(ranks): {
-                kind: {place: tuple(map(_step, steps)) for place, steps in row.items()}
-                for kind, row in rows.items()
-            }
-            for ranks, rows in json.loads(text)["ranks"].items()
-        }
-    except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        form = '{"ranks": {RANKS: {KIND: {PLACE: [[BYTES, ROUTE], ...]}}}}'
-        raise ValueError(f"expected {form}, got something else ({error})") from error
-    for rows in measured.values():
-        for kind, row in rows.items():
-            for place, steps in row.items():
-                _check(kind, place, steps)
-    return measured
-
-
-def _ranks(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{0,8}", text, re.ASCII):
-        raise ValueError(f"expected a number of ranks, got {text!r}")
-    return int(text)
-
-
-def _step(pair: Iterable[Any]) -> tuple[int, str]:
-    least, route = pair
-    if type(least) is not int or type(route) is not str:
-        raise ValueError(f"expected [BYTES, ROUTE], got {[least, route]}")
-    return least, route
-
-
-def _check(kind: str, place: str, steps: Steps) -> None:
-    """Raises ValueError where something is unknown, cannot be, or is out of order."""
-    if kind not in KINDS:
-        raise ValueError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
-    if place not in PLACES:
-        raise ValueError(f"{kind}: expected one of {', '.join(PLACES)}, got {place!r}")
-    sizes = [least for least, _ in steps]
-    if sizes[:1] != [0] or sizes != sorted(set(sizes)):
-        raise ValueError(f"{kind}: {place}: expected bytes that rise from 0 on, got {sizes}")
-    names = *eligible_routes(kind, place), DEFAULT
-    for _, route in steps:
-        if route not in names:
-            expected = ", ".join(names)
-            raise ValueError(f"{kind}: {place}: expected one of {expected}, got {route!r}")
-
-
-def origin_mismatch(text: str, mpi: str) -> str:
-    """What a file says that it was measured with, where that is not this machine with this MPI."""
-    said: Mapping[str, Any] = json.loads(text)
-    told = [str(said.get(name, own)) for name, own in _origin(mpi).items()]
-    return "" if told == list(_origin(mpi).values()) else " on ".join(told)
-
-
-def _origin(mpi: str) -> dict[str, str]:
-    return {"mpi": mpi, "machine": machine.describe()}
-
-
-def join(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) -> str:
-    """The text of a file with what was measured on this machine with so many ranks.
-
-    text:  of the file so far, which keeps what was measured otherwise; "" where there is none.
-    about: how it was measured, for people.
-    """
-    said: dict[str, Any] = json.loads(text or "{}")
-    every = said.get("ranks", {})
-    own = every.setdefault(str(ranks), {})
-    for kind, places in rows.items():
-        own.setdefault(kind, {}).update(places)
-    notes = said.get("measured")
-    notes = {**(notes if isinstance(notes, dict) else {}), str(ranks): dict(about)}
-    ordered = {"ranks": dict(sorted(every.items(), key=lambda item: int(item[0])))}
-    return _lines({**_origin(mpi), **said, **_origin(mpi), "measured": notes, **ordered}, 3) + "\n"
-
-
-def _lines(value: Any, depth: int) -> str:
-    """JSON, in which a line ends after each entry down to a depth."""
-    if depth == 0 or not isinstance(value, dict) or not value:
-        return json.dumps(value)
-    entries = [f"{json.dumps(name)}: {_lines(one, depth - 1)}" for name, one in value.items()]
-    return "{\n" + textwrap.indent(",\n".join(entries), " ") + "\n}"

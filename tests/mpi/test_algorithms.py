@@ -26,7 +26,7 @@ from driver import (
 import mpicoll as dist
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes import algorithms, wire
+from mpicoll.routes import algorithms, messages, moves, reductions, wire
 from mpicoll.routes.host import select
 from mpicoll.routes.space import HOST, Host
 
@@ -115,7 +115,7 @@ def late(places):
 @pytest.fixture
 def seams(monkeypatch):
     for name, value in SEAMS.items():
-        monkeypatch.setattr(algorithms, name, value)
+        monkeypatch.setattr(moves, name, value)
     for name, value in SPACE.items():
         monkeypatch.setattr(Host, name, value)
     monkeypatch.setattr(wire, "INT_MAX", 20)  # more elements travel as one of a derived type
@@ -169,7 +169,7 @@ def test_reduces(places, mpi, seams, monkeypatch, name, dtype):
     wait_for_all(mpi)
     calls = []
     for i, op in enumerate(legal_operations(dtype)):
-        monkeypatch.setattr(algorithms, "DIRECT", 8 if i % 2 else 1)
+        monkeypatch.setattr(reductions, "DIRECT", 8 if i % 2 else 1)
         calls += swept(places, name, dtype, op)
     assert calls
     if name == "all_reduce":
@@ -188,7 +188,7 @@ def test_all_primitives_are_served():
 
 @pytest.mark.parametrize("gathered", [0, 10**6], ids=["ring", "doubling"])
 def test_uneven_blocks(places, mpi, monkeypatch, gathered):
-    monkeypatch.setattr(algorithms, "GATHERED", gathered)
+    monkeypatch.setattr(moves, "GATHERED", gathered)
     dtype = by_name["int32"]
     for sizes in ([5, 70, 3, 40, 1], [61, 0, 1, 130, 0], [0, 200, 0, 0, 0], [0, 0, 0, 0, 7]):
         wait_for_all(mpi)
@@ -274,9 +274,9 @@ def test_reductions_of_several_pieces(late, mpi, monkeypatch, name):
 def test_where_algorithms_change(late):
     """The sizes at which they really do."""
     for name, border in (
-        ("broadcast", late.size * algorithms.LEAST),
-        ("broadcast", 5 * late.size * algorithms.LEAST),
-        ("all_gather_single", algorithms.GATHERED // late.size),
+        ("broadcast", late.size * moves.LEAST),
+        ("broadcast", 5 * late.size * moves.LEAST),
+        ("all_gather_single", moves.GATHERED // late.size),
         ("all_reduce", HOST.small // late.size),
         ("reduce", HOST.small // late.size),
     ):
@@ -307,12 +307,12 @@ def test_same_bits_with_nan(late, mpi):
 
 def test_no_memory_is_held(late):
     """Once messages are through."""
-    held = len(algorithms._under_way)
+    held = len(messages.in_flight)
     for name in ("broadcast", "all_gather", "gather", "scatter"):
         Call(name, late, by_name["int8"], 7).run(by_group_rank=True)
     for count in (7, HOST.small + 7):
         Call("reduce", late, by_name["int8"], count, ReduceOp.SUM).run(by_group_rank=True)
-    assert len(algorithms._under_way) == held
+    assert len(messages.in_flight) == held
 
 
 def test_messages_outlast_the_cache_of_their_datatypes(monkeypatch):

@@ -1,4 +1,4 @@
-"""Groups on several nodes, which are made up here: a node is what `hierarchical.node_of` says."""
+"""Groups on several nodes, which are made up here: a node is what `hierarchy.node_of` says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpicoll.kernels import library
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.routes import tuning
-from mpicoll.routes.host import hierarchical, select, shared
+from mpicoll.routes.host import hierarchical, hierarchy, select, shared
 
 #: Two nodes, one of two ranks, have three.
 LEAST = 3
@@ -53,13 +53,13 @@ def patch(world):
         yield patch
 
 
-node_of = hierarchical.node_of
+node_of = hierarchy.node_of
 
 
 def put(patch, name):
     """Ranks are where PLACES says from now on."""
     nodes = PLACES[name](dist.get_world_size())
-    patch.setattr(hierarchical, "node_of", lambda: f"node {nodes[dist.get_rank()]}")
+    patch.setattr(hierarchy, "node_of", lambda: f"node {nodes[dist.get_rank()]}")
 
 
 @pytest.fixture(scope="module", params=list(PLACES))
@@ -75,7 +75,7 @@ def cut(kept, patch, monkeypatch):
     monkeypatch.setattr(shared, "SLOT", 512)
     monkeypatch.setattr(hierarchical, "CHUNK", 1024)
     monkeypatch.setattr(hierarchical, "TOGETHER", 1536)
-    monkeypatch.setattr(hierarchical, "SHARE", 64)
+    monkeypatch.setattr(hierarchy, "SHARE", 64)
     return kept
 
 
@@ -229,7 +229,7 @@ def test_ranks_that_disagree(placed):
     for _ in range(130):  # the first calls, and one in a stride, are compared in another way
         dist.barrier(team.group)
     f32, SUM = np.float32, ReduceOp.SUM
-    nodes = hierarchical.get_or_create(team.group).nodes
+    nodes = hierarchy.get_or_create(team.group).nodes
     for odd in ({0}, {team.size - 1}, set(nodes[-1]), set(nodes[0])):
         mine = team.me in odd
         for count, dtype, op, words in (
@@ -257,7 +257,7 @@ def test_ranks_that_disagree(placed):
             if mine:
                 dist.broadcast(np.ones(900, f32), group=team.group, group_src=0)
             dist.all_reduce(np.ones(900, f32), group=team.group)
-        if not hierarchical.get_or_create(team.group).even:
+        if not hierarchy.get_or_create(team.group).even:
             continue
         count = 900 + mine
         with pytest.raises(MismatchError, match="reduce_scatter_single of 901 elements of int32"):
@@ -297,7 +297,7 @@ def test_one_rank_that_cannot_share_is_enough(patch, world, mpi):
 @needs
 def test_what_groups_leave_behind(patch, world, monkeypatch):
     """Nothing: neither communicators nor memory, group after group."""
-    made, part = [], hierarchical._part
+    made, part = [], hierarchy._part
 
     def noted(*arguments):
         made.append(part(*arguments))
@@ -306,7 +306,7 @@ def test_what_groups_leave_behind(patch, world, monkeypatch):
     def mapped():
         return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
 
-    monkeypatch.setattr(hierarchical, "_part", noted)
+    monkeypatch.setattr(hierarchy, "_part", noted)
     gc.collect()  # what errors in other tests hold
     before, array = mapped(), np.ones(500, np.float32)
     put(patch, "one after another")
@@ -332,18 +332,18 @@ def test_an_mpi_that_lets_one_thread_in(patch, world):
     for name in ROUTED:
         op = ReduceOp.MAX if NAMES[name].reduces else None
         Exact(name, team, by_name["float32"], 3000, op, 1).run()
-    rail = hierarchical.get_or_create(team.group).rail
+    rail = hierarchy.get_or_create(team.group).rail
     assert rail is None or type(rail.inner) is type(team.group.inner)
     dist.destroy_process_group(team.group)
 
 
 def test_without_nodes(world, monkeypatch):
     """Here all ranks are on one node, and say so."""
-    monkeypatch.setattr(hierarchical, "node_of", node_of)
+    monkeypatch.setattr(hierarchy, "node_of", node_of)
     world = group_of("on one node", range(world.size))
-    said = MPI.COMM_WORLD.allgather(hierarchical.node_of())
+    said = MPI.COMM_WORLD.allgather(hierarchy.node_of())
     assert len(set(said)) == 1 and said[0]
-    assert hierarchical.get_or_create(world.group) is None
+    assert hierarchy.get_or_create(world.group) is None
 
     for name in ROUTED:
         op = ReduceOp.SUM if NAMES[name].reduces else None

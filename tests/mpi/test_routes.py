@@ -18,7 +18,7 @@ from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import DTYPES, OPERATIONS, ReduceOp, by_name
 from mpicoll.errors import UnsupportedError
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes import registry, tuning
+from mpicoll.routes import registry, tuning, tuning_files
 from mpicoll.routes.host import select
 
 #: All that MPI combines, some that it does not, and some that the C library does not.
@@ -67,7 +67,9 @@ def test_host_memory(world, monkeypatch, name, row):
             monkeypatch.setattr(tuning.job, "table", tuning.Table(False, steps))
         else:
             with pytest.raises(ValueError, match="expected one of"):
-                tuning.parse(f'{{"ranks": {{"1": {{"{table}": {{"{here}": [[0, "{name}"]]}}}}}}}}')
+                tuning_files.parse(
+                    f'{{"ranks": {{"1": {{"{table}": {{"{here}": [[0, "{name}"]]}}}}}}}}'
+                )
         for count in (0, 5, 3000):
             asked.clear()
             checked = Call if op is ReduceOp.PREMUL_SUM else Exact

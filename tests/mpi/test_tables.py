@@ -20,7 +20,7 @@ from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import ArgumentError
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.routes import registry, tuning
+from mpicoll.routes import registry, tuning, tuning_files
 from mpicoll.routes.host import select
 from mpicoll.routes.host.mpi import reducible
 
@@ -183,7 +183,7 @@ def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
         }
         for kind in tuning.KINDS
     }
-    assert tuning.parse(tuning.join("", "An MPI", 3, rows, {})) == {3: rows}
+    assert tuning_files.parse(tuning_files.join("", "An MPI", 3, rows, {})) == {3: rows}
     monkeypatch.setattr(tuning.job, "table", tuning.Table(bool(seed % 2), {3: rows}))
     team = group_of(f"table {seed}", range(world.size))
     calls = []

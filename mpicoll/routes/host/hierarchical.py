@@ -26,280 +26,31 @@ elements of every rank travel, here those of a node.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import memory_at
-from mpicoll.communicators import subset
-from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Implementation
-from mpicoll.core.signature import describe, encode_kind
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
-from mpicoll.errors import MismatchError
 from mpicoll.kernels.reduction import combine, find_loop, narrow, scale
-from mpicoll.routes.host import exchange, mpi, shared
+from mpicoll.routes.host import exchange, mpi
+from mpicoll.routes.host.hierarchy import Hierarchy, get_or_create
 from mpicoll.routes.route import MemoryKind, Route
-from mpicoll.routes.transfers import Get, Put, Transfer
-from mpicoll.routes.wire import INT_MAX, datatype, scratch
-from mpicoll.watch.consistency import describe_by_rank
+from mpicoll.routes.transfers import Get, Put
+from mpicoll.routes.wire import INT_MAX, datatype
 
-if TYPE_CHECKING:
-    from mpicoll.routes.host.shared import Shared
-
-__all__ = ["ROUTE", "Hierarchy", "get_or_create", "node_of"]
+__all__ = ["ROUTE"]
 
 #: Bytes that a rail carries at a time: what MPI reads is still in the cache.
 CHUNK = 1024 * 1024
 #: Bytes that a node carries at a time: what is scratch where narrow floats are widened.
 TOGETHER = 8 * 1024 * 1024
-#: Bytes of a share of a message, at least: the rails may be more than a short one is worth.
-SHARE = 4 * 1024
 
 _FLOAT32 = dtypes["float32"]
-
-
-# --- who is where -------------------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """Where a rank is: the number of its node, and its place among the node's ranks."""
-
-    node: int
-    place: int
-
-
-class Hierarchy:
-    """A group on several nodes, and what joins its ranks.
-
-    group:  the group.
-    nodes:  the ranks of each node, in their order; the nodes in the order of their first ranks.
-    places: where each rank is.
-    me:     where this one is.
-    rails:  number of rails.
-    even:   every node has as many ranks: each of them is on a rail.
-    rail:   the ranks at this rank's place of all nodes, in the order of the nodes; None where this
-            rank is on no rail.
-    """
-
-    def __init__(
-        self, group: ProcessGroup, nodes: Sequence[Sequence[int]], node: ProcessGroup, memory: Any
-    ) -> None:
-        self.group = group
-        self.nodes = nodes
-        self.places = _places(nodes)
-        self.me = self.places[group.rank()]
-        self.rails = min(map(len, nodes))
-        self.even = self.rails == max(map(len, nodes))
-        self.rail: ProcessGroup | None = None
-        if self.me.place < self.rails:
-            self.rail = _part(group, [ranks[self.me.place] for ranks in nodes])
-            group.inner.Set_attr(_freed_with(), self.rail.inner)
-        self._node = node
-        self._memory: Shared | None = memory
-
-    @property
-    def here(self) -> Sequence[int]:
-        """The ranks of this node."""
-        return self.nodes[self.me.node]
-
-    def memory(self) -> Shared | None:
-        """What the node's ranks share, for the group's current call; None for a rank alone."""
-        self._node.sequence, self._node.worker = self.group.sequence, self.group.worker
-        return self._memory
-
-    def scratch(self, nbytes: int) -> int:
-        """The address of so much of the group's scratch memory."""
-        return scratch(self.group, nbytes).ctypes.data
-
-    def shares(self, count: int, itemsize: int) -> list[tuple[int, int]]:
-        """What each rail carries of ``count`` elements: the first, and how many."""
-        share = max(-(-count // self.rails), SHARE // itemsize)
-        starts = [min(count, rail * share) for rail in range(self.rails)]
-        return [(start, min(share, count - start)) for start in starts]
-
-    @contextmanager
-    def call(self, kind: CallKind, root: int, count: int) -> Iterator[_Call]:
-        """One call of the group; raises MismatchError, on all ranks, where theirs differ."""
-        call = _Call(self, kind, root, count)
-        try:
-            yield call
-        except _ApartError:
-            words = self.group.inner.allgather(describe(call.signature, count))
-            raise MismatchError(
-                f"{kind.primitive} on rank {self.group.rank()} of group {self.group.group_name}: "
-                f"the ranks' calls do not belong together: {describe_by_rank(words)}"
-            ) from None
-
-
-def get_or_create(group: ProcessGroup) -> Hierarchy | None:
-    """Return the hierarchy of a group, or None on all its ranks. All ranks call.
-
-    None where the ranks are on one node, or each on one of its own, and where the ranks of any node
-    cannot share memory.
-    """
-    found: Hierarchy | Literal[False] | None = group.resources.find("hierarchical")
-    if found is None:
-        found = _create(group) or False
-        group.resources.keep("hierarchical", found, abandon=lambda: None)
-    return found or None
-
-
-def _create(group: ProcessGroup) -> Hierarchy | None:
-    nodes = _nodes(group.inner)
-    largest = max(map(len, nodes))
-    if len(nodes) == 1 or not 1 < largest <= shared.MOST:
-        return None
-    ranks = nodes[_places(nodes)[group.rank()].node]
-    node = _part(group, ranks)
-    memory = shared.create(node) if len(ranks) > 1 else None
-    node.inner.Free()  # those who share memory need no messages
-    able = np.array([memory is not None or len(ranks) == 1], np.uint8)
-    group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
-    return Hierarchy(group, nodes, node, memory) if able[0] else None
-
-
-def _nodes(comm: MPI.Intracomm) -> list[list[int]]:
-    """The ranks of each node, in their order; the nodes in the order of their first ranks."""
-    mine = hashlib.blake2b(node_of().encode(), digest_size=16).digest()
-    everybody = np.empty((comm.Get_size(), len(mine)), np.uint8)
-    comm.Allgather(np.frombuffer(mine, np.uint8), everybody)
-    found: dict[bytes, list[int]] = {}
-    for rank, name in enumerate(everybody):
-        found.setdefault(name.tobytes(), []).append(rank)
-    return list(found.values())
-
-
-def node_of() -> str:
-    """What processes have alike that may be able to share memory, and no others have.
-
-    That is: they run under one kernel, and see each other in /proc, as `segment` needs it. Whether
-    they can is tried. MPI_COMM_TYPE_SHARED does not tell: processes in different containers may
-    well be on one node.
-    """
-    try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return f"{kernel} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""  # they cannot
-
-
-def _places(nodes: Sequence[Sequence[int]]) -> list[Place]:
-    """Where each rank is."""
-    found = [Place(0, 0)] * sum(map(len, nodes))
-    for node, ranks in enumerate(nodes):
-        for place, rank in enumerate(ranks):
-            found[rank] = Place(node, place)
-    return found
-
-
-def _part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
-    """Some ranks of a group, for routes alone: on no register, with no messages of users.
-
-    Only they call (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
-    """
-    with subset(group.inner, ranks) as chosen:
-        comm = group.inner.Create_group(chosen, 0)
-    members = [group.ranks[rank] for rank in ranks]
-    return ProcessGroup(
-        comm, comm, members, group.backend, group.timeout, group.group_name, group.group_desc
-    )
-
-
-@cache
-def _freed_with() -> int:
-    """The key under which a communicator has another that is freed with it.
-
-    This is what MPI has attributes for (MPI-4.1 section 7.7): nobody else needs to know of it.
-    """
-
-    def free(comm: MPI.Comm, key: int, other: MPI.Comm) -> None:
-        other.Free()
-
-    return MPI.Comm.Create_keyval(delete_fn=free)
-
-
-# --- one call -----------------------------------------------------------------------------------
-
-
-class _ApartError(Exception):
-    """The ranks' calls differ, and all of them know."""
-
-
-class _Call:
-    """What is alike in all calls.
-
-    signature: of the call, as its ranks must have it alike.
-    number: a number that is different where signature or count are.
-    """
-
-    def __init__(self, hierarchy: Hierarchy, kind: CallKind, root: int, count: int) -> None:
-        self.signature = encode_kind(kind.primitive, kind.dtype, kind.op, root)
-        words = f"{self.signature} {count}".encode()
-        self.number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
-        self._kind = kind
-        self._hierarchy = hierarchy
-        self._memory = hierarchy.memory()
-        self._agreed = False
-
-    def transfer(
-        self,
-        places: int = 1,
-        most: int = 0,
-        puts: Sequence[Put] = (),
-        gets: Sequence[Get] = (),
-    ) -> Transfer:
-        """A rank's part of an exchange on its node; places and most are its node's."""
-        return Transfer(places, most, self.number, puts, gets)
-
-    def exchange(self, transfer: Transfer, dtype: DType, op: ReduceOp | None = None) -> None:
-        """Carry this rank's part of an exchange on its node out: all its ranks call.
-
-        op: the blocks got are combined into the place of the first; None: they are copied.
-        """
-        if self._memory is None:  # alone: what there is to get was put here
-            for _, place, to, count in transfer.gets:
-                ctypes.memmove(to, transfer.puts[place].address, count * dtype.itemsize)
-            return
-        try:
-            self._memory.exchange(self._kind._replace(dtype=dtype, op=op), transfer, 0)
-        except MismatchError:
-            if not self._agreed:
-                self._compare(0)
-            raise _ApartError from None
-
-    def agree(self) -> None:
-        """Between a call's first exchange and its first message to another node.
-
-        Ranks that are on no rail learn from the next exchange that the nodes do not agree.
-        """
-        if self._agreed or self._compare(self.number):
-            return
-        if self._memory is not None and self._hierarchy.rails != len(self._hierarchy.here):
-            with suppress(MismatchError):
-                other = self.transfer()._replace(total=0)
-                self._memory.exchange(self._kind._replace(dtype=_FLOAT32, op=None), other, 0)
-        raise _ApartError
-
-    def _compare(self, number: int) -> bool:
-        """All nodes have this number. 0 is none: the ranks of this node differ."""
-        self._agreed = True
-        if self._hierarchy.rail is None:
-            return True
-        least = np.array([number, -number], np.int64)
-        self._hierarchy.rail.inner.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
-        return bool(least[0] == -least[1])
-
-
-# --- what carries calls out ---------------------------------------------------------------------
 
 
 def _build(kind: CallKind) -> Implementation | None:

@@ -15,7 +15,7 @@ from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import hierarchical, mpi, shared
+from mpicoll.routes.host import hierarchy, mpi, shared
 from mpicoll.routes.space import HOST
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
@@ -171,7 +171,7 @@ _NEVER = 1 << 62
 
 def place(group: ProcessGroup) -> str:
     """Where the ranks of the group are, as far as it matters. All ranks call."""
-    if hierarchical.get_or_create(group):
+    if hierarchy.get_or_create(group):
         return "nodes"
     return "node" if shared.get_or_create(group) else "apart"
 

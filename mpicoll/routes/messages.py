@@ -1,0 +1,96 @@
+"""Messages between the ranks of a group, and what the algorithms over them work on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpi4py import MPI
+
+from mpicoll.arrays.views import View
+from mpicoll.dtypes import ReduceOp
+from mpicoll.errors import MismatchError
+from mpicoll.routes.space import Space
+from mpicoll.routes.wire import Message, message
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["Messages", "Scope", "Span", "in_flight", "spans_of", "whole_message"]
+
+#: Messages that are not through: their memory is held, for ever where an error came between.
+in_flight: set[Messages] = set()
+
+
+class Messages:
+    """Messages on their way; an empty view is none."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._sends: list[tuple[View, MPI.Request]] = []
+        self._receives: list[tuple[View, MPI.Request, Message, int]] = []
+        in_flight.add(self)
+
+    def receive(self, into: View, source: int) -> None:
+        """Begin to receive."""
+        if into.count:
+            what = whole_message(into)
+            request = self._group.inner.Irecv(what, source, 0)
+            self._receives.append((into, request, what, source))
+
+    def send(self, out: View, target: int) -> None:
+        """Begin to send."""
+        if out.count:
+            self._sends.append((out, self._group.inner.Isend(whole_message(out), target, 0)))
+
+    def finish(self) -> None:
+        """Wait for all; raise MismatchError where a rank has sent less than was expected."""
+        status, short = MPI.Status(), None
+        for _, request, what, source in self._receives:
+            request.Wait(status)
+            got = status.Get_count(what[-1])
+            if got != what[1] and short is None:
+                short = source, what[1], got
+        for _, request in self._sends:
+            request.Wait()
+        in_flight.discard(self)
+        if short is not None:
+            raise MismatchError(
+                f"rank {self._group.rank()} of group {self._group.group_name} expected {short[1]} "
+                f"elements from rank {short[0]}, which sent {short[2]}: the ranks' calls do not "
+                "belong together"
+            )
+
+
+def whole_message(view: View) -> Message:
+    """Return a contiguous view as one message."""
+    return message(view.buffer, view.count, view.dtype)
+
+
+#: First element and number of elements.
+Span = tuple[int, int]
+
+
+def spans_of(counts: Sequence[int]) -> list[Span]:
+    """Return where blocks lie that follow each other."""
+    return list(zip(accumulate(counts, initial=0), counts, strict=False))
+
+
+class Scope(NamedTuple):
+    """What the algorithms of one kind of call work on: the group, its memory, the operation.
+
+    op: None where nothing is combined.
+    combined: the ranks whose elements make the result of each rank.
+    """
+
+    group: ProcessGroup
+    space: Space
+    op: ReduceOp | None
+    n: int
+    me: int
+    combined: Sequence[range]
+
+    def others(self) -> Iterator[int]:
+        """All other ranks, from the next one on, so that no rank is everybody's first."""
+        return ((self.me + step) % self.n for step in range(1, self.n))

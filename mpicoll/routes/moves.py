@@ -1,0 +1,176 @@
+"""Collectives over messages that move data: broadcast, gather, scatter, all-gather, all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mpicoll.arrays.views import View, ViewList
+from mpicoll.core.plan import Blocks
+from mpicoll.routes.messages import Messages, Scope, Span, spans_of, whole_message
+from mpicoll.routes.wire import Message, exchange
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
+
+#: Bytes of all ranks' blocks up to which they are gathered in few steps instead of short ones.
+GATHERED = 512 * 1024
+#: Bytes of the chunks of a broadcast along a chain, at least and at most; and how many times fewer
+#: than the chunks the ranks shall be, for the chain takes n - 2 chunks longer than the message.
+LEAST, MOST, LINKS = 128 * 1024, 4 * 1024 * 1024, 8
+
+
+def broadcast(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
+    """The root's elements, on every rank.
+
+    Short messages go down a binomial tree: log2 n latencies, and as many times the bytes (Thakur,
+    Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19(1), 2005, section 4.3).
+    Long ones go in chunks along a chain of the ranks, each of which receives a chunk while it sends
+    the one before: n - 2 chunks longer than the message takes alone (Patarasuk, Faraj, Yuan,
+    Techniques for pipelined broadcast on Ethernet switched clusters, J. Parallel and Distributed
+    Computing 68(6), 2008), where a tree takes log2 n times as long, and a scatter followed by an
+    all-gather twice.
+    """
+    group, n = scope.group, scope.n
+    place = (scope.me - root) % n
+    if n > 2 and recv.nbytes > n * LEAST:
+        _chain(group, recv, root, place)
+        return
+    bit = 1
+    while bit < n and not place & bit:
+        bit *= 2
+    if place:
+        above = Messages(group)
+        above.receive(recv, (place - bit + root) % n)
+        above.finish()
+    below = Messages(group)
+    while bit > 1:
+        bit //= 2
+        if place + bit < n:
+            below.send(recv, (place + bit + root) % n)
+    below.finish()
+
+
+def _chain(group: ProcessGroup, recv: View, root: int, place: int) -> None:
+    n, me = group.size(), group.rank()
+    size = min(MOST, max(LEAST, recv.nbytes // (LINKS * (n - 2)))) // recv.dtype.itemsize
+    chunks = [recv.part(s, min(size, recv.count - s)) for s in range(0, recv.count, size)]
+    coming = [Messages(group) for _ in chunks]
+    if place > 0:
+        for messages, chunk in zip(coming, chunks, strict=True):
+            messages.receive(chunk, (me - 1) % n)
+    sent = Messages(group)
+    for messages, chunk in zip(coming, chunks, strict=True):
+        messages.finish()
+        if place < n - 1:
+            sent.send(chunk, (me + 1) % n)
+    sent.finish()
+
+
+def all_gather(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
+    """The blocks of all ranks on every rank; no send: this rank's is in its place.
+
+    Few bytes: the exchange of Bruck and others, in which the blocks that a rank has double with
+    each step, whatever n is: log2 n latencies (Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE Trans.
+    Parallel and Distributed Systems 8(11), 1997). Blocks go where they belong at once instead of
+    being rotated in the end; a run of blocks that wraps around is two messages. Many: the ring of
+    Thakur and others (as above, section 4.1), n - 1 latencies, only neighbours talk. Either way a
+    rank receives each foreign byte once.
+    """
+    group, space, n, me = scope.group, scope.space, scope.n, scope.me
+    spans = spans_of(blocks.receives)
+    own = recv.part(*spans[me])
+    if send is not None:
+        space.copy(send, own)
+        own = send  # can be sent at once
+    if recv.nbytes > GATHERED:
+        _ring(group, own, recv, spans)
+        return
+    here = 1
+    while here < n:
+        more = min(here, n - here)
+        source, target = (me + here) % n, (me - here) % n
+        step = Messages(group)
+        for run in _runs(spans, source, more):
+            step.receive(recv.part(*run), source)
+        if here == 1:
+            step.send(own, target)
+        else:
+            for run in _runs(spans, me, more):
+                step.send(recv.part(*run), target)
+        step.finish()
+        if here == 1 and n > 2 and send is not None:
+            space.synchronize()  # this rank's copy goes on from its place
+        here *= 2
+
+
+def _runs(spans: Sequence[Span], first: int, many: int) -> Iterator[Span]:
+    """Where ``many`` ranks' blocks are, from rank ``first`` on, around the end."""
+    n = len(spans)
+    for some in (spans[first : first + many], spans[: max(0, first + many - n)]):
+        if some:
+            yield some[0][0], sum(count for _, count in some)
+
+
+def _ring(group: ProcessGroup, own: View, recv: View, spans: Sequence[Span]) -> None:
+    n, me = group.size(), group.rank()
+    out = own
+    for step in range(1, n):
+        into = recv.part(*spans[(me - step) % n])
+        both = Messages(group)
+        both.receive(into, (me - 1) % n)
+        both.send(out, (me + 1) % n)
+        both.finish()
+        out = into
+
+
+def gather(scope: Scope, send: View, recv: View | None, blocks: Blocks, root: int) -> None:
+    """The blocks of all ranks, on the root, each sent there directly (MPI-4.1 section 6.5).
+
+    The root's link carries each byte once, whatever the way; a tree would spare it latencies, and
+    copy on the way.
+    """
+    messages = Messages(scope.group)
+    if recv is None:
+        messages.send(send, root)
+    else:
+        for r in scope.others():
+            messages.receive(recv.part(r * send.count, send.count), r)
+        scope.space.copy(send, recv.part(root * send.count, send.count))
+    messages.finish()
+
+
+def scatter(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
+    """One block of the root's to each rank, sent there directly (MPI-4.1 section 6.6)."""
+    messages = Messages(scope.group)
+    if send is None:
+        messages.receive(recv, root)
+    else:
+        for r in scope.others():
+            messages.send(send.part(r * recv.count, recv.count), r)
+        scope.space.copy(send.part(root * recv.count, recv.count), recv)
+    messages.finish()
+
+
+def all_to_all(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
+    """One block from each rank to each other, in n - 1 steps of pairs; see ``wire.exchange``.
+
+    No rank knows the others' sizes; each message is known to its sender and its receiver. Both
+    sides may be lists of arrays.
+    """
+    me = scope.me
+    out, into = _arrays(send, blocks.sends), _arrays(recv, blocks.receives)
+    scope.space.copy(out[me], into[me])
+    exchange(scope.group.inner, _to_others(out, me), _to_others(into, me))
+
+
+def _arrays(view: View, counts: Sequence[int]) -> Sequence[View]:
+    if isinstance(view, ViewList):
+        return view.parts
+    return [view.part(*span) for span in spans_of(counts)]
+
+
+def _to_others(views: Sequence[View], me: int) -> list[Message | None]:
+    return [whole_message(v) if v.count and r != me else None for r, v in enumerate(views)]

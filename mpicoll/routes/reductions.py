@@ -1,0 +1,301 @@
+"""Collectives over messages that combine: each element in one place, once, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from mpicoll.arrays.views import View
+from mpicoll.core.plan import Blocks
+from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
+from mpicoll.routes.messages import Messages, Scope, Span, spans_of
+from mpicoll.routes.moves import all_gather
+from mpicoll.routes.wire import message
+
+__all__ = ["all_reduce", "prefix", "reduce", "reduce_scatter"]
+
+#: Ranks up to which everybody sends what is small to everybody, without a copy first.
+DIRECT = 8
+
+
+def all_reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
+    """The elements of all ranks combined, on every rank, in place.
+
+    Few bytes: everybody gets everything and combines it, in one latency among few ranks, by the
+    all-gather in log2 n of them among many. Many bytes: each rank gets one n-th of everybody,
+    combines it and hands the result to all: Rabenseifner's decomposition (Thakur and others, as
+    above, section 4.5) with a reduce-scatter by pairwise exchange and an all-gather by the ring.
+    A rank sends and receives 2 (n - 1) / n times the bytes, as few as there can be (Patarasuk,
+    Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
+    Distributed Computing 69(2), 2009).
+    """
+    n, me, count, space = scope.n, scope.me, recv.count, scope.space
+    whole = recv.nbytes * n
+    if whole > space.small and (count >= n or whole > space.stack):
+        chunks = [_Chunk(cut, recv.part(*cut[me])) for cut in _cuts(scope, recv)]
+
+        def then(chunk: _Chunk) -> None:
+            begin = chunk.cut[0][0]
+            counts = [size for _, size in chunk.cut]
+            all_gather(scope, None, recv.part(begin, sum(counts)), Blocks((), counts), 0)
+
+        _Reduction(scope, recv, chunks).carry_out(then)
+    elif n <= DIRECT and not space.mpi:
+        _Reduction(scope, recv, [_Chunk([(0, count)] * n, recv)]).carry_out()
+    elif count:
+        terms = _Terms(scope, recv.dtype)
+        everything = _terms_of_all(scope, terms, recv)
+        terms.combine(everything, everything[me], recv, n)
+
+
+def _terms_of_all(scope: Scope, terms: _Terms, source: View) -> list[View]:
+    """The terms of all ranks, on every rank."""
+    stack = scope.space.empty(terms.dtype, scope.n * source.count)
+    parts = [stack.part(r * source.count, source.count) for r in range(scope.n)]
+    terms.take(source, parts[scope.me])
+    scope.space.synchronize()
+    if scope.space.mpi:
+        # mpi4py wants a block's count.
+        scope.group.inner.Allgather(MPI.IN_PLACE, message(stack.buffer, source.count, stack.dtype))
+    else:
+        all_gather(scope, None, stack, Blocks((), [source.count] * scope.n), 0)
+    return parts
+
+
+def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
+    """The elements of all ranks combined, in place on the root; the others' stay as they are.
+
+    Few bytes: the root gets everything and combines it: one latency. Many: as in all_reduce, but
+    that the results go to the root alone; it receives 2 (n - 1) / n times the bytes, and sends and
+    combines no more than the others.
+    """
+    group, space, n, me, count = scope.group, scope.space, scope.n, scope.me, recv.count
+    if recv.nbytes * n <= space.small:
+        cut = [(0, count if r == root else 0) for r in range(n)]
+        _Reduction(scope, recv, [_Chunk(cut, recv.part(*cut[me]))]).carry_out()
+        return
+    cuts = _cuts(scope, recv)
+    if me == root:
+        chunks = [_Chunk(cut, recv.part(*cut[me])) for cut in cuts]
+    else:
+        # The result of one chunk is on its way while the next one is combined.
+        rooms = [space.empty(recv.dtype, cut[me][1]) for cut in cuts[:2]]
+        chunks = [_Chunk(cut, rooms[i % 2].part(0, cut[me][1])) for i, cut in enumerate(cuts)]
+
+    def then(chunk: _Chunk) -> None:
+        messages = Messages(group)
+        if me == root:
+            for r in scope.others():
+                messages.receive(recv.part(*chunk.cut[r]), r)
+        else:
+            messages.send(chunk.out, root)
+        messages.finish()
+
+    _Reduction(scope, recv, chunks).carry_out(then)
+
+
+def reduce_scatter(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
+    """One block of the elements of all ranks combined on each rank: a pairwise exchange.
+
+    The originals travel: (n - 1) / n times the bytes, as few as there can be, and one latency for a
+    chunk (Thakur and others, as above, section 4.4, for long messages).
+    """
+    counts, me, step = blocks.sends, scope.me, _step(scope, recv.dtype)
+    chunks = []
+    for done in range(0, max(counts), step):
+        cut = [
+            (start + min(done, count), min(step, max(0, count - done)))
+            for start, count in spans_of(counts)
+        ]
+        chunks.append(_Chunk(cut, recv.part(min(done, recv.count), cut[me][1])))
+    _Reduction(scope, send, chunks).carry_out()
+
+
+def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
+    """The elements of some ranks combined, of others on each rank: of those up to it, or before it.
+
+    Few bytes: everybody gets everything and combines what is for it. Many: as in all_reduce, each
+    rank gets one n-th of everybody, but combines it once for each rank and sends each its result:
+    as many bytes, and n / 2 times the arithmetic, for the sake of the same bits whatever the count.
+    (Hillis, Steele, Data parallel algorithms, Comm. ACM 29(12), 1986, add partial sums in log2 n
+    steps; those round narrow floats at each step, and combine in another order.)
+    """
+    n, me, space = scope.n, scope.me, scope.space
+    terms = _Terms(scope, send.dtype)
+    if send.nbytes * n <= space.small:
+        everything = _terms_of_all(scope, terms, send)
+        mine = [everything[r] for r in scope.combined[me]]
+        if mine:
+            terms.combine(mine, everything[me], recv, len(mine))
+        return
+    for cut in _cuts(scope, send):
+        size = cut[me][1]
+        stack, results = space.empty(terms.dtype, n * size), space.empty(send.dtype, n * size)
+        products = {span: send.part(*span) for span in cut}
+        if terms.factor is not None:
+            for span, source in products.items():
+                products[span] = space.empty(terms.dtype, source.count)
+                terms.take(source, products[span])
+            space.synchronize()
+        sources = [stack.part(r * size, size) for r in range(n)]
+        sources[me] = products[cut[me]]
+        messages = Messages(scope.group)
+        for r in scope.others():
+            messages.receive(sources[r], r)
+        for r in scope.others():
+            messages.send(products[cut[r]], r)
+        messages.finish()
+        own, out = stack.part(me * size, size), [results.part(r * size, size) for r in range(n)]
+        out[me] = recv.part(*cut[me])
+        for r, ranks in enumerate(scope.combined):
+            if ranks:
+                terms.combine([sources[s] for s in ranks], own, out[r], len(ranks))
+        space.synchronize()
+        messages = Messages(scope.group)
+        for r in scope.others():
+            if scope.combined[me]:
+                messages.receive(recv.part(*cut[r]), r)
+        for r in scope.others():
+            if scope.combined[r]:
+                messages.send(out[r], r)
+        messages.finish()
+
+
+#: Of some elements, those that each rank combines.
+Cut = Sequence[Span]
+
+
+class _Chunk(NamedTuple):
+    """Elements that are combined at once; the result of this rank's goes to ``out``."""
+
+    cut: Cut
+    out: View
+
+
+def _step(scope: Scope, dtype: DType) -> int:
+    """Elements that one rank combines of a chunk."""
+    travels = _travelling(scope.op, dtype)
+    return max(1, min(scope.space.chunk, scope.space.stack // scope.n) // travels.itemsize)
+
+
+def _cuts(scope: Scope, view: View) -> list[Cut]:
+    """The elements in chunks, each shared out to all ranks."""
+    n, step = scope.n, scope.n * _step(scope, view.dtype)
+    found: list[Cut] = []
+    for begin in range(0, view.count, step):
+        size = min(step, view.count - begin)
+        share = -(-size // n)
+        edges = [begin + min(size, r * share) for r in range(n + 1)]
+        found.append([(start, end - start) for start, end in pairwise(edges)])
+    return found
+
+
+def _travelling(op: ReduceOp | None, dtype: DType) -> DType:
+    """The dtype of what is sent to be combined; products of narrow floats are not rounded yet."""
+    assert op is not None
+    widened = op.factor is not None and dtype.kind is Kind.NARROW_FLOAT
+    return by_name["float32"] if widened else dtype
+
+
+class _Terms:
+    """What is combined: the elements, or for PREMUL_SUM their products.
+
+    factor: of the products; None where there are none.
+    dtype:  of the terms.
+    """
+
+    def __init__(self, scope: Scope, dtype: DType) -> None:
+        op = scope.op
+        assert op is not None
+        self._space = scope.space
+        self.factor = op.factor
+        self.dtype = _travelling(op, dtype)
+        self._op = op if op.factor is None else ReduceOp.SUM
+        self._averages = op is ReduceOp.AVG
+
+    def take(self, source: View, into: View) -> None:
+        """The terms of this rank's elements."""
+        if self.factor is None:
+            self._space.copy(source, into)
+        else:
+            self._space.scale(source, self.factor, into)
+
+    def combine(self, terms: Sequence[View], own: View, out: View, n: int) -> None:
+        """Combines the terms of n ranks; where they are widened, ``own`` is overwritten."""
+        target = out if out.dtype is self.dtype else own
+        self._space.combine(self._op, terms, target, n if self._averages else 1)
+        if target is not out:
+            self._space.narrow(target, out)
+
+
+class _Reduction:
+    """One call: each rank gets its part of every chunk of all ranks, and combines it.
+
+    While a chunk is combined the next one travels, and the result of the one before.
+    """
+
+    def __init__(self, scope: Scope, source: View, chunks: Sequence[_Chunk]) -> None:
+        n, space = scope.n, scope.space
+        self._scope, self._space, self._source, self._chunks = scope, space, source, chunks
+        self._terms = _Terms(scope, source.dtype)
+        dtype, both = self._terms.dtype, range(min(2, len(chunks)))
+        most = max((chunk.out.count for chunk in chunks), default=0)
+        self._stacks = [space.empty(dtype, (n - 1) * most) for _ in both]
+        if self._terms.factor is not None:
+            products = max((sum(c for _, c in set(chunk.cut)) for chunk in chunks), default=0)
+            self._products = [space.empty(dtype, products) for _ in both]
+
+    def carry_out(self, then: Callable[[_Chunk], None] | None = None) -> None:
+        """``then`` is called for each chunk, in order, once its result may be sent."""
+        chunks, space = self._chunks, self._space
+        if not chunks:
+            return
+        parts = self._prepared(0)
+        if self._terms.factor is not None:
+            space.synchronize()
+        begun = self._begin(0, parts)
+        for i, chunk in enumerate(chunks):
+            messages, sources = begun
+            own = parts[self._scope.me]
+            messages.finish()
+            more = i + 1 < len(chunks)
+            if more:
+                parts = self._prepared(i + 1)
+            if more or (i and then is not None):
+                # The chunk before is combined: its stack is free, and its result may be sent.
+                space.synchronize()
+            if more:
+                begun = self._begin(i + 1, parts)
+            self._terms.combine(sources, own, chunk.out, self._scope.n)
+            if i and then is not None:
+                then(chunks[i - 1])
+        if then is not None:
+            space.synchronize()
+            then(chunks[-1])
+
+    def _prepared(self, i: int) -> list[View]:
+        """This rank's terms for each rank."""
+        cut = self._chunks[i].cut
+        found = {span: self._source.part(*span) for span in cut}
+        if self._terms.factor is not None:
+            room, start = self._products[i % 2], 0
+            for span, elements in found.items():
+                found[span] = product = room.part(start, elements.count)
+                self._terms.take(elements, product)
+                start += elements.count
+        return [found[span] for span in cut]
+
+    def _begin(self, i: int, parts: Sequence[View]) -> tuple[Messages, list[View]]:
+        """Messages with the terms of a chunk; where this rank's of all ranks will be."""
+        me = self._scope.me
+        messages, size = Messages(self._scope.group), parts[me].count
+        sources = list(parts)
+        for place, r in enumerate(self._scope.others()):
+            sources[r] = self._stacks[i % 2].part(place * size, size)
+            messages.receive(sources[r], r)
+        for r in self._scope.others():
+            messages.send(parts[r], r)
+        return messages, sources

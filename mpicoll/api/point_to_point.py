@@ -173,9 +173,9 @@ class MessageWork(Work):
                 "bytes: sender and receiver must give arrays of one size",
                 MPI.ERR_TRUNCATE,
             )
-        from mpicoll.routes import explained
+        from mpicoll.routes.wire import translate_error
 
-        return explained(error, self.description, self._group)
+        return translate_error(error, self.description, self._group)
 
     def _wait_finished(self, limit: float | None) -> bool:
         moment = deadline(limit)

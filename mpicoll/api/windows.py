@@ -259,9 +259,9 @@ class Window:
             except MpicollError:
                 raise
             except Exception as error:
-                from mpicoll.routes import explained
+                from mpicoll.routes.wire import translate_error
 
-                raise explained(error, name, self.group) from error
+                raise translate_error(error, name, self.group) from error
 
         if not async_op and limit is None:
             run()

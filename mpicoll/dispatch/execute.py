@@ -298,7 +298,7 @@ def _plan(
         return _plan(primitive, group, row, dtype, on_device)
     if known is not None:
         return known
-    from mpicoll import routes  # loads MPI, which importing this module must not
+    from mpicoll.routes import select  # loads MPI, which importing this module must not
 
     group.check_open()
     meant = None
@@ -306,7 +306,7 @@ def _plan(
         assert dtype is not None
         meant = checks.check_operation(primitive, op, dtype)
     kind = CallKind(primitive, group, meant, dtype)
-    route = routes.choose(kind, on_device)
+    route = select.choose(kind, on_device)
     plan = Plan(kind, on_device, route, packing.on_views(kind, route, on_device))
     if meant is None or meant.factor is None:  # every PREMUL_SUM(factor) is a new object
         group.plans[key] = plan
@@ -314,9 +314,9 @@ def _plan(
 
 
 def _explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
-    from mpicoll import routes
+    from mpicoll.routes.wire import translate_error
 
-    return routes.explained(error, name, group)
+    return translate_error(error, name, group)
 
 
 def submit(

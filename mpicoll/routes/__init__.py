@@ -1,15 +1,1 @@
-"""How the bytes move: the choice of a route, the same on every rank."""
-
-from __future__ import annotations
-
-from mpicoll.core.plan import CallKind, Implementation
-from mpicoll.routes.device import select as device
-from mpicoll.routes.host import select as host
-from mpicoll.routes.wire import explained
-
-__all__ = ["choose", "explained"]
-
-
-def choose(kind: CallKind, on_device: bool) -> Implementation:
-    """Return what carries out calls of a kind on host or device memory."""
-    return device.choose(kind) if on_device else host.choose(kind)
+"""How the bytes move. Importing this package loads no MPI; most of its modules do."""

@@ -20,11 +20,13 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from mpicoll.dtypes import DTYPES, OPERATIONS
 from mpicoll.primitives import Primitive, by_name
-from mpicoll.routes import registry
-from mpicoll.routes.route import Route
+
+if TYPE_CHECKING:
+    from mpicoll.routes.route import Route
 
 __all__ = [
     "DEFAULT",
@@ -157,6 +159,8 @@ def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
     """Return the routes that a table may name for a kind of call at a place, in the order of the
     registry: those that serve some such calls.
     """
+    from mpicoll.routes import registry  # loads MPI, which importing this module must not
+
     primitive, others = parse_kind(kind)
     return tuple(
         route.name
@@ -168,6 +172,8 @@ def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
 
 
 def _combines_some(route: Route, others: bool) -> bool:
+    from mpicoll.routes import registry
+
     by_mpi = registry.HOST["mpi"].combines
     return any(
         route.combines(op, dtype) and by_mpi(op, dtype) is not others
@@ -182,6 +188,8 @@ def _of_routes(kind: str) -> dict[str, Steps]:
     """The row of a kind that the tables do not have: at each place the route that is only had
     there, else the first that may be named.
     """
+    from mpicoll.routes import registry
+
     return {
         place: ((0, next((r for r in names if registry.HOST[r].place), names[0])),)
         for place in PLACES

@@ -24,12 +24,12 @@ __all__ = [
     "broadcast_bytes",
     "datatype",
     "exchange",
-    "explained",
     "gather_bytes",
     "message",
     "operation",
     "scatter_bytes",
     "scratch",
+    "translate_error",
 ]  # fmt: skip
 
 #: The largest count that every MPI takes (MPI-3 counts are C ints).
@@ -186,7 +186,7 @@ def scatter_bytes(comm: MPI.Intracomm, wholes: Sequence[Bytes] | None, root: int
     return whole
 
 
-def explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
+def translate_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
     """An exception of MPI as MPIError with operation and rank; any other as it is."""
     if not isinstance(error, MPI.Exception):
         return error

@@ -20,7 +20,7 @@ def build(kind: CallKind) -> Implementation:
 
 ROUTE = Route(
     "exchange",
-    "exchange over MPI, combined here",
+    "messages over MPI",
     MemoryKind.HOST,
     (*REDUCTIONS, *PREFIXES, *EXCHANGES),
     build,

@@ -57,7 +57,7 @@ OTHERS = [0, 2, 4]
 BRIEF_TORCH_RANKS = [2]
 QUICK = [0, 2]
 #: Launches on no more than one rank that run at the same time.
-AT_A_TIME = 3
+AT_A_TIME = 2
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

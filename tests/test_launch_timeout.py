@@ -14,14 +14,14 @@ from launch_jobs import compiled
 
 from mpicoll.launch.host_identity import node
 
+pytestmark = pytest.mark.waits
+
 
 def limited(during: str, limit: float = 0.5, **environment: str) -> Any:
     """A process that is inside the limit while it does something."""
     script = f"""
 import ctypes, time
 from mpicoll.launch.init_timeout import enforce_timeout
-
-pytestmark = pytest.mark.waits
 print("begins")
 with enforce_timeout({limit}, None):
     {during}

@@ -545,3 +545,17 @@ def test_a_broken_library_is_not_used(monkeypatch, tmp_path):
     assert "does not load" in library._load()[1]
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda _: None)
     assert "not built" in library._load()[1]
+
+
+def test_a_dtype_or_operation_without_a_loop_is_numpys(monkeypatch):
+    """One that is new has none, whatever C library there is; and MPI does not combine it."""
+    from dataclasses import replace
+
+    from mpicoll.routes.host.mpi import reducible
+
+    made_up = replace(by_name["float64"], name="made_up")
+    assert reduction.find_loop(ReduceOp.SUM, made_up) is None
+    new = ReduceOp("NEW", ReduceOp.SUM.kinds, np.arctan2, None, "SUM", None, 99)
+    for dtype in DTYPES:
+        if dtype.kind in new.kinds:
+            assert reduction.find_loop(new, dtype) is None and not reducible(new, dtype)

@@ -187,8 +187,8 @@ def init_process_group(
     device_id: a GPU of this process, such as 1 or "cuda:1"; checked, otherwise unused.
     _ranks: None.
     comm: a communicator of mpi4py: its ranks, numbered as it numbers them, are all ranks, and no
-        others call; None for all that MPI has started. mpicoll has duplicates of its own, and
-        never frees this one.
+        others call; None for all that MPI has started. mpicoll makes its own of the same ranks,
+        and never frees this one.
 
     Returns a context manager, which may be ignored: ``with init_process_group() as group:``
     destroys all groups when the block ends; after an exception without waiting for other ranks.

@@ -288,7 +288,7 @@ def _plan(
     on_device: bool,
 ) -> Plan:
     """The plan for calls of this kind, made when the first one comes."""
-    key: tuple[Any, ...] = (primitive, dtype, op)  # as run_plain has it
+    key: tuple[Any, ...] = (primitive, dtype, op)  # as run_fast has it
     if on_device:
         key = (*key, "device")
     try:

@@ -252,21 +252,26 @@ def find_loop(op: ReduceOp, dtype: DType) -> Loop | None:
 
     The result is the same on every rank, with or without the library.
     """
-    if dtype.name == "float8_e8m0fnu":
-        # It is a scale rather than a number, and how ml_dtypes rounds to it has changed from
-        # version to version.
-        return None
-    if dtype.kind is Kind.BOOL:
-        assert op.logical is not None
-        return Loop("bool", _OPERATIONS[op.logical], 1)
     if dtype.kind is Kind.COMPLEX:
-        part = "float32" if dtype.itemsize == 8 else "float64"
-        return Loop(part, _OPERATIONS[np.add], 2) if op.ufunc is np.add else None
-    return Loop(dtype.name, _OPERATIONS[op.ufunc], 1)
+        part = {8: "float32", 16: "float64"}.get(dtype.itemsize)
+        return Loop(part, _OPERATIONS[np.add], 2) if part and op.ufunc is np.add else None
+    operation = _OPERATIONS.get(op.logical if dtype.kind is Kind.BOOL else op.ufunc)
+    return (
+        None if operation is None or dtype.name not in FORMATS else Loop(dtype.name, operation, 1)
+    )
+
+
+#: The formats of ``src/formats.h``. Not float8_e8m0fnu: it is a scale rather than a number, and how
+#: ml_dtypes rounds to it has changed from version to version.
+FORMATS = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32",
+    "float64", "float16", "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+)  # fmt: skip
 
 
 #: The C library's numbers of operations; on bool the bitwise are logical.
-_OPERATIONS: dict[np.ufunc, int] = {
+_OPERATIONS: dict[np.ufunc | None, int] = {
     np.add: 0,
     np.multiply: 1,
     np.minimum: 2,

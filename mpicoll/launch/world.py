@@ -89,7 +89,7 @@ def _is_thread_multiple(mpi: ModuleType, comm: MPI.Intracomm | None) -> bool:
 
     Where one has not, none may use it: a blocking call on one rank would be a non-blocking call on
     another, and the two do not match. The world is asked once: later one of its ranks may be lost,
-    and no Guard watches yet.
+    and no watchdog runs yet.
     """
     global _world_is_thread_multiple
     if comm is None and _world_is_thread_multiple is not None:

@@ -16,6 +16,11 @@ from mpicoll.routes.wire import INT_MAX, datatype, message, operation, scratch
 
 __all__ = ["CHUNK", "CHUNKED", "ROUTE", "build", "reducible"]
 
+_COMBINED = (
+    ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND,
+    ReduceOp.BOR, ReduceOp.BXOR,
+)  # fmt: skip
+
 #: Elements of one MPI reduction at most: a C int counts them, and bytes of 16 times as many.
 MOST = 2**28
 #: Bytes of a chunk where a large reduction is cut: what one step leaves in the processor's caches
@@ -31,7 +36,7 @@ def reducible(op: ReduceOp, dtype: DType) -> bool:
     the minimum and maximum of floats: MPI leaves open what becomes of NaN, and libraries compare in
     an order that differs from rank to rank, so that ranks end with different results.
     """
-    if op.op is ReduceOp.PREMUL_SUM or dtype.kind is Kind.NARROW_FLOAT:
+    if op not in _COMBINED or dtype.kind is Kind.NARROW_FLOAT:
         return False
     if dtype.kind is Kind.INTEGER and dtype.itemsize < 4 and op is ReduceOp.SUM:
         return False

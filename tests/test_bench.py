@@ -74,8 +74,12 @@ def run(task: test_cli.Job, parameters: Mapping[str, Any], folder: Path) -> Ende
 # --- the table ----------------------------------------------------------------------------------
 
 #: nccl-tests, doc/PERFORMANCE.md.
-FACTORS = {"broadcast": lambda n: 1, "reduce": lambda n: 1, "all_reduce": lambda n: 2 * (n - 1) / n}
+FACTORS = {
+    **dict.fromkeys(("broadcast", "reduce", "scan", "exscan"), lambda n: 1),
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+}
 IN_PLACE = ("broadcast", "all_reduce", "reduce")
+ALIKE = ("scan", "exscan")
 EXCHANGED = ("all_to_all", "all_to_all_single")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -106,10 +110,10 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
         if name == "barrier":
             assert (result["size"], result["count"], result["type"]) == (0, 0, "none")
             continue
-        blocks = 1 if name in IN_PLACE else n
+        blocks = 1 if name in (*IN_PLACE, *ALIKE) else n
         assert result["size"] == result["count"] * blocks * itemsize
         assert (own[0] is None) == (name in IN_PLACE)
-        assert (own[1] is None) == (name in EXCHANGED)
+        assert (own[1] is None) == (name in (*EXCHANGED, *ALIKE))
     for row in PRIMITIVES:
         lines = [result for result in report["results"] if result["primitive"] == row.name]
         every = [one["busbw"] for line in lines for one in (line["out_of_place"], line["in_place"])
@@ -118,7 +122,7 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
             assert report["average_busbw"][row.name] == pytest.approx(sum(every) / len(every))
             assert f"# Avg bus bandwidth    : {sum(every) / len(every):.4g}\n" in ended.out
             rounded = [line["size"] for line in lines]
-            blocks = 1 if row.name in IN_PLACE else n
+            blocks = 1 if row.name in (*IN_PLACE, *ALIKE) else n
             assert rounded == [max(1, size // (blocks * itemsize)) * blocks * itemsize
                                for size in sizes]  # fmt: skip
     assert ended.out.count("Out of bounds values : 0 OK") == len(PRIMITIVES)
@@ -236,7 +240,7 @@ bench_calls.own_call = own_call
 #: Of lists mpi4py makes arrays of its own.
 ONE_ARRAY = "broadcast all_reduce reduce all_gather_single reduce_scatter_single all_to_all_single"
 #: Gloo's reduce writes on every rank.
-NO_REDUCE = " ".join(row.name for row in PRIMITIVES if row.name != "reduce")
+NO_REDUCE = " ".join(row.name for row in PRIMITIVES if row.name not in ("reduce", *ALIKE))
 
 
 @needs_mpiexec
@@ -340,7 +344,7 @@ def test_a_call_that_does_nothing_is_wrong(name: str, me: int) -> None:
         buffers = bench_calls.Buffers(case, place)
         found = bench_measure.count_wrong(lambda: None, case, buffers, variant, place)
         kept = name in ("broadcast", "scatter") and me == 0 and variant == "in_place"
-        kept = kept or (name == "reduce" and me == 1)
+        kept = kept or (name, me) in (("reduce", 1), ("exscan", 0))
         if kept or (name == "gather" and me == 1):
             assert found == 0  # it has what it is to have, or nothing
             continue
@@ -470,7 +474,7 @@ sys.path.insert(0, {str(Path(__file__).parent / "mpi")!r})
 import numpy
 import simulated
 from mpicoll.cuda import runtime
-device._runtime = simulated.Simulated(1)
+runtime._runtime = simulated.Simulated(1)
 
 class Array:
     def __init__(self, host, memory):
@@ -493,7 +497,7 @@ class Array:
         self.host.fill(value)
 
 def empty(count, dtype):
-    memory = device._runtime.allocate(0, count * numpy.dtype(dtype).itemsize)
+    memory = runtime._runtime.allocate(0, count * numpy.dtype(dtype).itemsize)
     return Array(simulated.elements(memory.address, numpy.dtype(dtype), count), memory)
 
 def asarray(array):
@@ -507,8 +511,8 @@ class cuda:
         memGetInfo = staticmethod(lambda: (1 << 30, 1 << 30))
     class Stream:
         def synchronize(self):
-            for stream in list(device._runtime.streams.values()):
-                device._runtime._run(stream, stream.end)
+            for stream in list(runtime._runtime.streams.values()):
+                runtime._runtime._run(stream, stream.end)
     get_current_stream = Stream
 
 __version__ = "0"

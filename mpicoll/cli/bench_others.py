@@ -131,7 +131,9 @@ class TorchApi:
         self.api.destroy_process_group()
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return None where torch has no such dtype."""
+        """Return None where torch has no such call or dtype."""
+        if not hasattr(self.api, case.row.name):
+            return None
         if case.dtype is not None and not hasattr(self.torch, case.dtype.name):
             return None
         sides = buffers.of(case, variants(case.row)[0])

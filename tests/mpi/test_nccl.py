@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import simulated
 from conftest import TIMEOUT, Team, team
-from driver import MOVES, REDUCTIONS, legal_operations
+from driver import MOVES, NAMES, REDUCTIONS, legal_operations
 from mpi4py import MPI
 from simulated import Simulated, elements
 from test_devices import DeviceCall, UnevenDeviceCall, got, uploaded
@@ -17,6 +17,7 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import by_name
 from mpicoll.errors import UnsupportedError
+from mpicoll.routes import registry
 from mpicoll.routes.device import nccl
 
 pytestmark = pytest.mark.any_mpi
@@ -198,7 +199,9 @@ def test_moves(arrays, cuda, world, name, dtype):
     assert cuda.asked > before, "another route was taken"
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize(
+    "name", [name for name in REDUCTIONS if NAMES[name].name in registry.DEVICE["nccl"].primitives]
+)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
 def test_reduces(arrays, cuda, world, name, dtype):
     before = cuda.asked
@@ -225,6 +228,10 @@ def test_what_nccl_does_not_compute_takes_another_route(arrays, cuda, world):
         before = cuda.asked
         row, operation = by_name[dtype], getattr(dist.ReduceOp, op)
         DeviceCall(arrays, "all_reduce", world, row, 100, operation).run()
+        assert cuda.asked == before
+    for name in ("scan", "exscan"):
+        before = cuda.asked
+        DeviceCall(arrays, name, world, by_name["int32"], 100, dist.ReduceOp.SUM).run()
         assert cuda.asked == before
 
 

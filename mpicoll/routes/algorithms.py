@@ -55,7 +55,9 @@ def build(kind: CallKind, space: Space) -> Implementation:
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
-    scope = Scope(group, space, op, n, me, [primitive.combined(rank, n) for rank in range(n)])
+    scope = Scope(
+        group, space, op, n, me, [primitive.combined(rank, n) for rank in range(n)], primitive.code
+    )
     sent, received = (n if many else 1 for many in (primitive.many_in, primitive.many_out))
 
     def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
@@ -68,7 +70,9 @@ def build(kind: CallKind, space: Space) -> Implementation:
             )
         out = None if send is None else space.view(send, dtype, blocks.sends)
         into = None if recv is None else space.view(recv, dtype, blocks.receives)
+        mark = space.mark()
         algorithm(scope, out, into, blocks, root)
+        space.release(mark)
 
     return carry_out
 
@@ -98,7 +102,7 @@ def premultiplied(
             sends, mine = [extent] * n, extent
         else:
             sends, mine = list(extent.sends), extent.receives[me]
-        into = space.view(recv, dtype, [mine])
+        into, mark = space.view(recv, dtype, [mine]), space.mark()
         if send is None:
             out = scaled(into)
             add(None, space.buffer(out), extent, root)
@@ -106,11 +110,11 @@ def premultiplied(
             out = into if wide is dtype else space.empty(wide, mine)
             product = scaled(space.view(send, dtype, sends))
             add(space.buffer(product), space.buffer(out), extent, root)
-        if out is into or not writes(primitive, group, root):
-            return
-        if wide is dtype:
-            space.copy(out, into)
-        else:
-            space.narrow(out, into)
+        if out is not into and writes(primitive, group, root):
+            if wide is dtype:
+                space.copy(out, into)
+            else:
+                space.narrow(out, into)
+        space.release(mark)
 
     return carry_out

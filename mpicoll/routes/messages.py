@@ -26,8 +26,8 @@ in_flight: set[Messages] = set()
 class Messages:
     """Messages on their way; an empty view is none."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, scope: Scope) -> None:
+        self._group, self._tag = scope.group, scope.tag
         self._sends: list[tuple[View, MPI.Request]] = []
         self._receives: list[tuple[View, MPI.Request, Message, int]] = []
         in_flight.add(self)
@@ -36,13 +36,15 @@ class Messages:
         """Begin to receive."""
         if into.count:
             what = whole_message(into)
-            request = self._group.inner.Irecv(what, source, 0)
+            request = self._group.inner.Irecv(what, source, self._tag)
             self._receives.append((into, request, what, source))
 
     def send(self, out: View, target: int) -> None:
         """Begin to send."""
         if out.count:
-            self._sends.append((out, self._group.inner.Isend(whole_message(out), target, 0)))
+            self._sends.append(
+                (out, self._group.inner.Isend(whole_message(out), target, self._tag))
+            )
 
     def finish(self) -> None:
         """Wait for all; raise MismatchError where a rank has sent less than was expected."""
@@ -82,6 +84,7 @@ class Scope(NamedTuple):
 
     op: None where nothing is combined.
     combined: the ranks whose elements make the result of each rank.
+    tag:   of the messages, so that calls of different primitives do not take each other's.
     """
 
     group: ProcessGroup
@@ -90,6 +93,7 @@ class Scope(NamedTuple):
     n: int
     me: int
     combined: Sequence[range]
+    tag: int
 
     def others(self) -> Iterator[int]:
         """All other ranks, from the next one on, so that no rank is everybody's first."""

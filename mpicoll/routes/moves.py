@@ -11,7 +11,7 @@ from mpicoll.routes.messages import Messages, Scope, Span, spans_of, whole_messa
 from mpicoll.routes.wire import Message, exchange
 
 if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
+    pass
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
@@ -33,19 +33,19 @@ def broadcast(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -
     Computing 68(6), 2008), where a tree takes log2 n times as long, and a scatter followed by an
     all-gather twice.
     """
-    group, n = scope.group, scope.n
+    n = scope.n
     place = (scope.me - root) % n
     if n > 2 and recv.nbytes > n * LEAST:
-        _chain(group, recv, root, place)
+        _chain(scope, recv, root, place)
         return
     bit = 1
     while bit < n and not place & bit:
         bit *= 2
     if place:
-        above = Messages(group)
+        above = Messages(scope)
         above.receive(recv, (place - bit + root) % n)
         above.finish()
-    below = Messages(group)
+    below = Messages(scope)
     while bit > 1:
         bit //= 2
         if place + bit < n:
@@ -53,15 +53,15 @@ def broadcast(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -
     below.finish()
 
 
-def _chain(group: ProcessGroup, recv: View, root: int, place: int) -> None:
-    n, me = group.size(), group.rank()
+def _chain(scope: Scope, recv: View, root: int, place: int) -> None:
+    n, me = scope.n, scope.me
     size = min(MOST, max(LEAST, recv.nbytes // (LINKS * (n - 2)))) // recv.dtype.itemsize
     chunks = [recv.part(s, min(size, recv.count - s)) for s in range(0, recv.count, size)]
-    coming = [Messages(group) for _ in chunks]
+    coming = [Messages(scope) for _ in chunks]
     if place > 0:
         for messages, chunk in zip(coming, chunks, strict=True):
             messages.receive(chunk, (me - 1) % n)
-    sent = Messages(group)
+    sent = Messages(scope)
     for messages, chunk in zip(coming, chunks, strict=True):
         messages.finish()
         if place < n - 1:
@@ -79,20 +79,20 @@ def all_gather(scope: Scope, send: View | None, recv: View, blocks: Blocks, root
     Thakur and others (as above, section 4.1), n - 1 latencies, only neighbours talk. Either way a
     rank receives each foreign byte once.
     """
-    group, space, n, me = scope.group, scope.space, scope.n, scope.me
+    space, n, me = scope.space, scope.n, scope.me
     spans = spans_of(blocks.receives)
     own = recv.part(*spans[me])
     if send is not None:
         space.copy(send, own)
         own = send  # can be sent at once
     if recv.nbytes > GATHERED:
-        _ring(group, own, recv, spans)
+        _ring(scope, own, recv, spans)
         return
     here = 1
     while here < n:
         more = min(here, n - here)
         source, target = (me + here) % n, (me - here) % n
-        step = Messages(group)
+        step = Messages(scope)
         for run in _runs(spans, source, more):
             step.receive(recv.part(*run), source)
         if here == 1:
@@ -114,12 +114,12 @@ def _runs(spans: Sequence[Span], first: int, many: int) -> Iterator[Span]:
             yield some[0][0], sum(count for _, count in some)
 
 
-def _ring(group: ProcessGroup, own: View, recv: View, spans: Sequence[Span]) -> None:
-    n, me = group.size(), group.rank()
+def _ring(scope: Scope, own: View, recv: View, spans: Sequence[Span]) -> None:
+    n, me = scope.n, scope.me
     out = own
     for step in range(1, n):
         into = recv.part(*spans[(me - step) % n])
-        both = Messages(group)
+        both = Messages(scope)
         both.receive(into, (me - 1) % n)
         both.send(out, (me + 1) % n)
         both.finish()
@@ -132,7 +132,7 @@ def gather(scope: Scope, send: View, recv: View | None, blocks: Blocks, root: in
     The root's link carries each byte once, whatever the way; a tree would spare it latencies, and
     copy on the way.
     """
-    messages = Messages(scope.group)
+    messages = Messages(scope)
     if recv is None:
         messages.send(send, root)
     else:
@@ -144,7 +144,7 @@ def gather(scope: Scope, send: View, recv: View | None, blocks: Blocks, root: in
 
 def scatter(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
     """One block of the root's to each rank, sent there directly (MPI-4.1 section 6.6)."""
-    messages = Messages(scope.group)
+    messages = Messages(scope)
     if send is None:
         messages.receive(recv, root)
     else:
@@ -163,7 +163,7 @@ def all_to_all(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) 
     me = scope.me
     out, into = _arrays(send, blocks.sends), _arrays(recv, blocks.receives)
     scope.space.copy(out[me], into[me])
-    exchange(scope.group.inner, _to_others(out, me), _to_others(into, me))
+    exchange(scope.group.inner, _to_others(out, me), _to_others(into, me), scope.tag)
 
 
 def _arrays(view: View, counts: Sequence[int]) -> Sequence[View]:

@@ -72,7 +72,7 @@ def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> N
     that the results go to the root alone; it receives 2 (n - 1) / n times the bytes, and sends and
     combines no more than the others.
     """
-    group, space, n, me, count = scope.group, scope.space, scope.n, scope.me, recv.count
+    space, n, me, count = scope.space, scope.n, scope.me, recv.count
     if recv.nbytes * n <= space.small:
         cut = [(0, count if r == root else 0) for r in range(n)]
         _Reduction(scope, recv, [_Chunk(cut, recv.part(*cut[me]))]).carry_out()
@@ -86,7 +86,7 @@ def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> N
         chunks = [_Chunk(cut, rooms[i % 2].part(0, cut[me][1])) for i, cut in enumerate(cuts)]
 
     def then(chunk: _Chunk) -> None:
-        messages = Messages(group)
+        messages = Messages(scope)
         if me == root:
             for r in scope.others():
                 messages.receive(recv.part(*chunk.cut[r]), r)
@@ -131,18 +131,21 @@ def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> N
         if mine:
             terms.combine(mine, everything[me], recv, len(mine))
         return
-    for cut in _cuts(scope, send):
-        size = cut[me][1]
-        stack, results = space.empty(terms.dtype, n * size), space.empty(send.dtype, n * size)
+    cuts = _cuts(scope, send)
+    most = max(size for _, size in cuts[0])  # no chunk is larger than the first
+    stack, results = space.empty(terms.dtype, n * most), space.empty(send.dtype, n * most)
+    room = space.empty(terms.dtype, n * most) if terms.factor is not None else None
+    for cut in cuts:
+        begin, size = cut[0][0], cut[me][1]
         products = {span: send.part(*span) for span in cut}
-        if terms.factor is not None:
+        if room is not None:
             for span, source in products.items():
-                products[span] = space.empty(terms.dtype, source.count)
+                products[span] = room.part(span[0] - begin, source.count)
                 terms.take(source, products[span])
             space.synchronize()
         sources = [stack.part(r * size, size) for r in range(n)]
         sources[me] = products[cut[me]]
-        messages = Messages(scope.group)
+        messages = Messages(scope)
         for r in scope.others():
             messages.receive(sources[r], r)
         for r in scope.others():
@@ -154,7 +157,7 @@ def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> N
             if ranks:
                 terms.combine([sources[s] for s in ranks], own, out[r], len(ranks))
         space.synchronize()
-        messages = Messages(scope.group)
+        messages = Messages(scope)
         for r in scope.others():
             if scope.combined[me]:
                 messages.receive(recv.part(*cut[r]), r)
@@ -291,7 +294,7 @@ class _Reduction:
     def _begin(self, i: int, parts: Sequence[View]) -> tuple[Messages, list[View]]:
         """Messages with the terms of a chunk; where this rank's of all ranks will be."""
         me = self._scope.me
-        messages, size = Messages(self._scope.group), parts[me].count
+        messages, size = Messages(self._scope), parts[me].count
         sources = list(parts)
         for place, r in enumerate(self._scope.others()):
             sources[r] = self._stacks[i % 2].part(place * size, size)

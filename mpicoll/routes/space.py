@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpicoll.arrays.views import View, ViewList, empty, from_numpy
+from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels import reduction
 
-__all__ = ["HOST", "Host", "Space"]
+__all__ = ["HOST", "Host", "PooledHost", "Space"]
 
 #: On the host, see Space. (Where memory of a device is meant, routes/device has them.)
 SMALL, CHUNK, STACK = 8 * 1024, 1024 * 1024, 32 * 1024 * 1024
@@ -44,6 +45,14 @@ class Space(Protocol):
 
     def empty(self, dtype: DType, count: int) -> View:
         """``count`` elements of whatever values, to be used until the call ends."""
+
+    def mark(self) -> int:
+        """Return what ``release`` gets to take back all that ``empty`` has given since then."""
+        return 0
+
+    def release(self, mark: int) -> None:
+        """Let the memory be used again. What is left out, after an error, stays taken."""
+        return
 
     def copy(self, source: View, into: View) -> None:
         """Copies; the elements of one of the views may lie apart, in C order."""
@@ -108,3 +117,34 @@ class Host(Space):
 
 
 HOST = Host()
+
+
+class PooledHost(Host):
+    """The same for one group, whose scratch is kept: fresh memory takes longer to get than to fill.
+
+    Calls take the same blocks in the same order, so each keeps to its place.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Bytes] = []
+        self._taken = 0
+
+    def empty(self, dtype: DType, count: int) -> View:
+        """Memory that is kept, unless it is much."""
+        nbytes, place = count * dtype.itemsize, self._taken
+        if nbytes > self.stack:
+            return empty(dtype, count)
+        self._taken += 1
+        if place == len(self._blocks):
+            self._blocks.append(np.empty(nbytes, np.uint8))
+        elif self._blocks[place].nbytes < nbytes:
+            self._blocks[place] = np.empty(nbytes, np.uint8)
+        return from_numpy(self._blocks[place][:nbytes].view(dtype.numpy), dtype)
+
+    def mark(self) -> int:
+        """Return the number of blocks that are taken."""
+        return self._taken
+
+    def release(self, mark: int) -> None:
+        """Let the blocks since then be taken again."""
+        self._taken = mark

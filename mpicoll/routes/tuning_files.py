@@ -120,7 +120,11 @@ def _step(pair: Iterable[Any]) -> tuple[int, str]:
     least, route = pair
     if type(least) is not int or type(route) is not str:
         raise ValueError(f"expected [BYTES, ROUTE], got {[least, route]}")
-    return least, route
+    return least, _BEFORE.get(route, route)
+
+
+#: Names of routes that files of earlier versions have.
+_BEFORE = {"pieces": "mpi_chunked", "levels": "hierarchical"}
 
 
 def _check(kind: str, place: str, steps: Steps) -> None:

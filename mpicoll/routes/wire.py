@@ -96,7 +96,10 @@ def _many(dtype: DType, count: int) -> MPI.Datatype:
 
 
 def exchange(
-    comm: MPI.Intracomm, sends: Sequence[Message | None], receives: Sequence[Message | None]
+    comm: MPI.Intracomm,
+    sends: Sequence[Message | None],
+    receives: Sequence[Message | None],
+    tag: int = 0,
 ) -> None:
     """Every rank sends ``sends[r]`` to each other rank r and gets ``receives[r]``; None is nothing.
 
@@ -113,12 +116,12 @@ def exchange(
         out, into = sends[target], receives[source]
         if into is None:
             if out is not None:
-                comm.Send(out, target, 0)
+                comm.Send(out, target, tag)
             continue
         if out is None:
-            comm.Recv(into, source, 0, status)
+            comm.Recv(into, source, tag, status)
         else:
-            comm.Sendrecv(out, target, 0, into, source, 0, status)
+            comm.Sendrecv(out, target, tag, into, source, tag, status)
         if short is None and status.Get_count(into[-1]) != into[1]:
             short = source, status.Get_count(into[-1]), into[1]
     if short is not None:  # now that everybody else has what this rank owes

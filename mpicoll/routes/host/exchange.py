@@ -1,22 +1,188 @@
 """Exchange and combine: every dtype and operation, rounded once, over any MPI.
 
-The algorithms are those of routes/algorithms.py; here is what of them serves host memory.
+The algorithms are those of routes/algorithms.py. Reductions of one chunk, whose time is mostly
+Python's, are written out here for NumPy arrays: the same steps, to the same bits.
 """
 
 from __future__ import annotations
 
-from mpicoll.core.plan import CallKind, Implementation
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpicoll.arrays.views import Array
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.dtypes import ReduceOp
+from mpicoll.kernels.reduction import combine
 from mpicoll.routes import algorithms
 from mpicoll.routes.route import EXCHANGES, PREFIXES, REDUCTIONS, MemoryKind, Route
-from mpicoll.routes.space import HOST
+from mpicoll.routes.space import PooledHost
+from mpicoll.routes.wire import datatype, exchange, message, scratch
 
-__all__ = ["ROUTE", "build"]
+__all__ = ["ROUTE", "build", "get_space"]
 
 
 def build(kind: CallKind) -> Implementation:
     """Return what carries calls of a kind out."""
-    return algorithms.build(kind, HOST)
+    space = get_space(kind.group)
+    general = algorithms.build(kind, space)
+    short = _SHORT.get(kind.primitive.name)
+    if short is None or kind.dtype is None:
+        return general
+    one_chunk = short(_Short(kind, space.small))
+    n = kind.group.size()
+    limit = max(1, min(space.chunk, space.stack // n) // kind.dtype.itemsize)
+    if not kind.primitive.many_in:
+        limit *= n
 
+    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        if isinstance(extent, int) and extent <= limit:
+            one_chunk(send, recv, extent, root)
+        else:
+            general(send, recv, extent, root)
+
+    return carry_out
+
+
+def get_space(group: ProcessGroup) -> PooledHost:
+    """Return the host's memory for algorithms in a group."""
+    found: PooledHost | None = group.resources.find("exchange")
+    if found is None:
+        found = group.resources.keep("exchange", PooledHost())
+    return found
+
+
+Span = tuple[int, int]
+
+
+class _Short:
+    """What the reductions of one chunk share. ``small``: see Space."""
+
+    def __init__(self, kind: CallKind, small: int) -> None:
+        assert kind.dtype is not None and kind.op is not None
+        self.group, self.dtype, self.op = kind.group, kind.dtype, kind.op
+        self.comm, self.n, self.me = kind.group.inner, kind.group.size(), kind.group.rank()
+        self.divisor = self.n if kind.op is ReduceOp.AVG else 1
+        self.small, self.tag = small, kind.primitive.code
+        self.stack_most = PooledHost.stack
+
+    def array(self, buffer: Any, count: int) -> Array:
+        """The elements of a buffer."""
+        return np.frombuffer(buffer, self.dtype.numpy, count)
+
+    def everything(self, buffer: Any, count: int) -> list[Array]:
+        """The elements of all ranks, on every rank."""
+        element, n = datatype(self.dtype), self.n
+        memory = scratch(self.group, n * count * self.dtype.itemsize)
+        self.comm.Allgather([buffer, count, element], [memory, count, element])
+        stack = memory.view(self.dtype.numpy)
+        return [stack[r * count : (r + 1) * count] for r in range(n)]
+
+    def cut(self, count: int) -> list[Span]:
+        """Where each rank's share begins, and how many elements it has."""
+        share = -(-count // self.n)
+        edges = [min(count, r * share) for r in range(self.n + 1)]
+        return [(edges[r], edges[r + 1] - edges[r]) for r in range(self.n)]
+
+    def combine_own(self, buffer: Any, whole: Array, cut: Sequence[Span], out: Array) -> None:
+        """Send each rank its share of a buffer, and combine this rank's of all into ``out``."""
+        me, dtype = self.me, self.dtype
+        start, mine = cut[me]
+        memory = scratch(self.group, self.n * mine * dtype.itemsize)
+        exchange(
+            self.comm,
+            [message(buffer, c, dtype, s) if c and r != me else None for r, (s, c) in _each(cut)],
+            [
+                message(memory, mine, dtype, r * mine) if mine and r != me else None
+                for r in range(self.n)
+            ],
+            self.tag,
+        )
+        if mine:
+            stack = memory.view(dtype.numpy)
+            sources = [stack[r * mine : (r + 1) * mine] for r in range(self.n)]
+            sources[me] = whole[start : start + mine]
+            combine(self.op, dtype, sources, out, self.divisor)
+
+
+def _each(cut: Sequence[Span]) -> enumerate[Span]:
+    return enumerate(cut)
+
+
+def _all_reduce(short: _Short) -> Implementation:
+    n, me, dtype = short.n, short.me, short.dtype
+
+    def all_reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+        if not count:
+            return
+        whole, nbytes = short.array(recv, count), n * count * dtype.itemsize
+        if nbytes <= short.small or (count < n and nbytes <= short.stack_most):
+            combine(short.op, dtype, short.everything(recv, count), whole, short.divisor)
+            return
+        cut = short.cut(count)
+        start, mine = cut[me]
+        short.combine_own(recv, whole, cut, whole[start : start + mine])
+        own = message(recv, mine, dtype, start) if mine else None
+        exchange(
+            short.comm,
+            [own if r != me else None for r in range(n)],
+            [message(recv, c, dtype, s) if c and r != me else None for r, (s, c) in _each(cut)],
+            short.tag,
+        )
+
+    return all_reduce
+
+
+def _reduce(short: _Short) -> Implementation:
+    n, me, dtype = short.n, short.me, short.dtype
+
+    def reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+        if not count:
+            return
+        whole = short.array(recv, count)
+        if n * count * dtype.itemsize <= short.small:
+            cut = [(0, count if r == root else 0) for r in range(n)]
+            short.combine_own(recv, whole, cut, whole[: cut[me][1]])
+            return
+        cut = short.cut(count)
+        start, mine = cut[me]
+        if me == root:
+            short.combine_own(recv, whole, cut, whole[start : start + mine])
+            coming = [
+                message(recv, c, dtype, s) if c and r != me else None for r, (s, c) in _each(cut)
+            ]
+            exchange(short.comm, [None] * n, coming, short.tag)
+        else:
+            out = np.empty(mine, dtype.numpy)
+            short.combine_own(recv, whole, cut, out)
+            own = message(out.view(np.uint8), mine, dtype) if mine else None
+            going = [own if r == root else None for r in range(n)]
+            exchange(short.comm, going, [None] * n, short.tag)
+
+    return reduce
+
+
+def _reduce_scatter(short: _Short) -> Implementation:
+    n = short.n
+
+    def reduce_scatter(send: Any, recv: Any, count: Any, root: int) -> None:
+        if count:
+            cut = [(r * count, count) for r in range(n)]
+            whole = short.array(send, n * count)
+            short.combine_own(send, whole, cut, short.array(recv, count))
+
+    return reduce_scatter
+
+
+#: By the name of the primitive.
+_SHORT: dict[str, Callable[[_Short], Implementation]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+}
 
 ROUTE = Route(
     "exchange",

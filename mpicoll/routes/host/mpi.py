@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
-from mpicoll.routes.wire import INT_MAX, datatype, message, operation, scratch
+from mpicoll.routes.wire import INT_MAX, datatype, message, operation
 
 __all__ = ["CHUNK", "CHUNKED", "ROUTE", "build", "reducible"]
 
@@ -203,10 +203,11 @@ def _prefix(kind: CallKind, chunk: int) -> Implementation:
 
     def prefix(send: Any, recv: Any, count: Any, root: int) -> None:
         if not before:  # MPI leaves open what it writes there, if anything
-            recv = scratch(kind.group, count * dtype.itemsize)
+            recv = np.empty(min(MOST, count) * dtype.itemsize, np.uint8)
         for start in range(0, max(count, 1), MOST):
             size = min(MOST, count - start)
-            call([send, size, start, element], [recv, size, start, element], combined)
+            into = [recv, size, start if before else 0, element]
+            call([send, size, start, element], into, combined)
         if op is ReduceOp.AVG and before:
             _divide(recv, count, dtype, len(before))
 

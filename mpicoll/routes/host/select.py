@@ -15,8 +15,7 @@ from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import hierarchy, mpi, shared
-from mpicoll.routes.space import HOST
+from mpicoll.routes.host import exchange, hierarchy, mpi, shared
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:
@@ -32,7 +31,8 @@ def choose(kind: CallKind) -> Implementation:
         # What is widened goes by the routes of what it is widened from: MPI's own sums of float32
         # are not in rank order.
         row = _row(kind._replace(op=ReduceOp.SUM))
-        return premultiplied(kind, HOST, lambda wide: _implementation(wide, row))
+        space = exchange.get_space(kind.group)
+        return premultiplied(kind, space, lambda wide: _implementation(wide, row))
     if primitive.layout is Layout.EMPTY:
         return mpi.build(kind)
     assert dtype is not None

@@ -1,9 +1,9 @@
-"""``python -m mpicoll bench``: what collectives take, with the flags and columns of nccl-tests.
+"""``python -m mpicoll bench``: time the collectives, with the flags and columns of nccl-tests.
 
 This is the command line. A line of the table is a ``Case``: ``bench_calls`` builds its arrays and
-calls from the row of ``mpicoll.primitives``, ``bench_others`` the calls beside them, ``timing`` and
-``bench_measure`` measure them, ``bench_check`` knows the right results, ``bench_table`` prints and
-``bench_plot`` draws.
+calls from the row of ``mpicoll.primitives``, ``bench_others`` the calls to compare with, ``timing``
+and ``bench_measure`` measure them, ``bench_check`` knows the right results, ``bench_table`` prints
+and ``bench_plot`` draws.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["add_arguments", "run"]
 
 # --- the command line ---------------------------------------------------------------------------
 
-#: Names that nccl-tests has for dtypes, and their rows.
+#: nccl-tests' names of dtypes, and their rows.
 _DTYPES = {
     "half": "float16",
     "float": "float32",
@@ -39,7 +39,7 @@ _DTYPES = {
     "fp8_e5m2": "float8_e5m2",
 }
 
-#: Flags of nccl-tests that have no meaning here, and why.
+#: Flags of nccl-tests without a meaning here, and why.
 _NOT_TAKEN = {
     ("-t", "--nthreads"): "a rank is a process: start more of them",
     ("-g", "--ngpus"): "a rank has one GPU: start one for each",
@@ -62,7 +62,7 @@ _NOT_TAKEN = {
 
 
 class _NotTaken(argparse.Action):
-    """Refuses a flag, and says why."""
+    """The refusal of a flag, with the reason."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: Any = None
@@ -72,7 +72,7 @@ class _NotTaken(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nccl-tests' flags that have a meaning here, and more."""
+    """Add the flags of nccl-tests that have a meaning here, and others."""
     add = parser.add_argument
     add("primitives", nargs="+", type=_primitives, metavar="PRIMITIVE",
         help=f"all, or some of {', '.join(by_name)}")  # fmt: skip
@@ -213,8 +213,8 @@ def _contradiction(options: argparse.Namespace) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Return the exit code: 1 where an element is wrong, or the ranks are no world; 2 where what is
-    asked for cannot be had. Rank 0 prints.
+    """Return the exit code: 1 if an element is wrong or the ranks form no world, 2 if a request
+    cannot be met. Rank 0 prints.
     """
     wrong = _contradiction(options)
     if wrong:
@@ -240,7 +240,7 @@ def _with_ranks(options: argparse.Namespace) -> int:
     from mpicoll.watch.consistency import FIRST
 
     comm = MPI.COMM_WORLD.Dup()
-    comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of them
+    comm.Set_errhandler(MPI.ERRORS_RETURN)  # so that mpi4py raises exceptions
     first = comm.Get_rank() == 0
     wrong = next(filter(None, comm.allgather(_obstacle(options, comm))), "")
     if wrong:
@@ -288,7 +288,7 @@ def _routes(options: argparse.Namespace) -> tuple[list[str], list[str], str]:
 
 
 def _obstacle(options: argparse.Namespace, comm: MPI.Intracomm) -> str:
-    """Return why this rank cannot do what is asked for; "" if it can."""
+    """Return why this rank cannot meet the options; "" if it can."""
     from mpicoll.cli.bench_calls import PLACES
     from mpicoll.cli.bench_others import missing
     from mpicoll.cli.bench_plot import obstacle
@@ -326,7 +326,7 @@ def _unwritable(path: Path) -> str:
 
 
 def _too_much(options: argparse.Namespace, comm: MPI.Intracomm, place: Place, routes: int) -> str:
-    """Return which arrays need more memory than there is, the same on all ranks; "" for none."""
+    """Return which arrays do not fit into memory, the same on all ranks; "" for none."""
     from mpicoll.cli.bench_calls import needed_bytes
 
     most, name = max(
@@ -349,7 +349,7 @@ def _too_much(options: argparse.Namespace, comm: MPI.Intracomm, place: Place, ro
 def _cases(
     options: argparse.Namespace, comm: MPI.Intracomm, sizes: Iterable[int]
 ) -> Iterator[Case]:
-    """Yield the lines of the table; sizes that come to the same number of elements are one."""
+    """Yield the lines of the table; sizes with the same number of elements are one line."""
     from mpicoll.cli.bench_calls import Case, block_count
 
     n, me, root = comm.Get_size(), comm.Get_rank(), options.root

@@ -42,10 +42,10 @@ __all__ = [
 class Case:
     """One line of the table, on this rank.
 
-    count: elements of one block, the whole array where there is only one.
-    op:    None where nothing is combined.
-    dtype: None where there is no array.
-    n, me, root: number of ranks, this one, and the root.
+    count: elements of one block, the whole array if there is only one.
+    op:    None if nothing is combined.
+    dtype: None if there is no array.
+    n, me, root: the number of ranks, this rank, and the root.
     """
 
     row: Primitive
@@ -67,12 +67,12 @@ class Case:
 
     @property
     def at_root(self) -> bool:
-        """Whether this rank has the array that only the root has, if there is one."""
+        """Return whether this rank has the array that only the root has, if there is one."""
         return not self.row.root or self.me == self.root
 
 
 class _Kinds(NamedTuple):
-    """Of the input and of the output: "one" block, a block for "all" ranks, or "" for none."""
+    """The kinds of input and output: "one" block, a block for "all" ranks, "" for none."""
 
     input: str
     output: str
@@ -94,19 +94,19 @@ def _blocks(row: Primitive, n: int) -> int:
 
 
 def block_count(row: Primitive, dtype: DType, n: int, size: int) -> int:
-    """Return the elements of a block where the larger array has ``size`` bytes, rounded down, and
-    one at least.
+    """Return the count of a block if the larger array has ``size`` bytes: rounded down, at least
+    one.
     """
     return max(1, size // (_blocks(row, n) * dtype.itemsize))
 
 
 def op_name(op: ReduceOp) -> str:
-    """Return its name on the command line and in the table."""
+    """Return the operation's name on the command line and in the table."""
     return {"PRODUCT": "prod"}.get(op.name, op.name.lower())
 
 
 def variants(row: Primitive) -> tuple[str, ...]:
-    """Return how a primitive is called; others are compared with the first."""
+    """Return the variants of a primitive's call; comparisons are with the first."""
     if row.layout is Layout.IN_PLACE:
         return ("in_place",)
     if row.layout in (Layout.GATHERED, Layout.SCATTERED):
@@ -118,7 +118,7 @@ def variants(row: Primitive) -> tuple[str, ...]:
 
 
 class Place(Protocol):
-    """Where arrays are.
+    """The memory that arrays are in.
 
     name:   for the header.
     memory: names the memory; the same for all ranks that allocate from it.
@@ -130,16 +130,16 @@ class Place(Protocol):
     device: str
 
     def empty(self, count: int, dtype: DType) -> Any:
-        """Allocate an array of shape (count,); raises UnsupportedError for unknown dtypes."""
+        """Allocate an array of shape (count,). Raises UnsupportedError for unknown dtypes."""
 
     def put(self, array: Any) -> Any:
-        """Bring a NumPy array of unsigned integers there."""
+        """Return a NumPy array of unsigned integers in this memory."""
 
     def get(self, array: Any) -> Any:
-        """Bring an array of unsigned integers from there to NumPy."""
+        """Return an array of unsigned integers as a NumPy array."""
 
     def settle(self) -> None:
-        """Return when what was called is done."""
+        """Wait until all calls are done."""
 
     def available(self) -> int:
         """Return the free bytes."""
@@ -167,7 +167,7 @@ class Host:
         return array
 
     def settle(self) -> None:
-        """Return: nothing is pending."""
+        """Return at once: nothing is pending."""
 
     def available(self) -> int:
         """Return MemAvailable of /proc/meminfo."""
@@ -205,11 +205,11 @@ class Gpu:
             raise UnsupportedError(f"CuPy has no arrays of {dtype}: {error}") from error
 
     def put(self, array: Any) -> Any:
-        """Copy."""
+        """Copy to the GPU."""
         return self._cupy.asarray(array)
 
     def get(self, array: Any) -> Any:
-        """Copy."""
+        """Copy to the host."""
         return self._cupy.asnumpy(array)
 
     def settle(self) -> None:
@@ -217,7 +217,7 @@ class Gpu:
         self._cupy.cuda.get_current_stream().synchronize()
 
     def available(self) -> int:
-        """Return what the driver says."""
+        """Return the driver's figure."""
         return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
 
@@ -231,8 +231,8 @@ PLACES: dict[str, Callable[[], Place]] = {"cpu": Host, "cuda": Gpu}
 class Side(NamedTuple):
     """The input or the output of a call.
 
-    given:  what is passed: an array, or a list of one array for each rank.
-    blocks: of it, one for each rank or a single one.
+    given:  the argument: an array, or a list of one array for each rank.
+    blocks: its blocks, one for each rank or a single one.
     """
 
     given: Any
@@ -240,9 +240,9 @@ class Side(NamedTuple):
 
 
 class Buffers:
-    """The arrays of a case on this rank, filled with zeros, each in memory of its own.
+    """The arrays of a case on this rank, filled with zeros, each in separate memory.
 
-    input, output: None where this rank, or the primitive, has none.
+    input, output: None if this rank, or the primitive, has none.
     """
 
     def __init__(self, case: Case, place: Place) -> None:
@@ -250,7 +250,7 @@ class Buffers:
         self.input, self.output = (_side(kind, case, place) for kind in kinds)
 
     def of(self, case: Case, variant: str) -> tuple[Side | None, Side | None]:
-        """Return input and output; in place one of them is this rank's block of the other."""
+        """Return input and output; in place, one of them is this rank's block of the other."""
         kinds = _KINDS[case.row.layout]
         if variant == "in_place" and self.input and self.output and "one" in kinds:
             block = (self.input if kinds.input == "all" else self.output).blocks[case.me]
@@ -272,18 +272,18 @@ def _side(kind: str, case: Case, place: Place) -> Side | None:
 
 
 def allocate_zeros(count: int, dtype: DType, place: Place) -> Any:
-    """Allocate and write: memory that was never written is one page of zeros."""
+    """Allocate and write: memory never written is one page of zeros."""
     array = place.empty(count, dtype)
     array.view(np.uint8).fill(0)
     return array
 
 
-#: Bytes at most that routes, MPI and the check use besides; as much as the larger array, if less.
+#: The most bytes that routes, MPI and the check use besides; the larger array's, if fewer.
 _SCRATCH = 64 << 20
 
 
 def needed_bytes(case: Case, others: Sequence[str], routes: int = 0) -> int:
-    """Return the most bytes that a case uses on this rank, by so many routes beside the chosen."""
+    """Return the most bytes of a case on this rank; ``routes``: number beside the chosen one."""
     block = case.size // _blocks(case.row, case.n)
     sides = [
         (case.n if kind == "all" else 1) * block
@@ -301,7 +301,7 @@ def needed_bytes(case: Case, others: Sequence[str], routes: int = 0) -> int:
 def own_call(
     case: Case, buffers: Buffers, variant: str, waits: bool = False, group: Any = None
 ) -> Call:
-    """Return mpicoll's call. ``waits``: with async_op, and waited for at once."""
+    """Return mpicoll's call. ``waits``: with async_op, and an immediate wait."""
     input, output = buffers.of(case, variant)
     sides = input and input.given, output and output.given
     call = named_call(mpicoll, case, *sides, waits, group)
@@ -313,7 +313,7 @@ def own_call(
 def named_call(
     api: Any, case: Case, input: Any, output: Any, waits: bool = False, group: Any = None
 ) -> partial[Any]:
-    """Return the call of a module that has torch.distributed's names."""
+    """Return the call of a module with torch.distributed's names."""
     row = case.row
     named: dict[str, Any] = {row.output: output, row.input: input, row.root: case.root}
     if case.op is not None:
@@ -325,5 +325,5 @@ def named_call(
         named["async_op"] = True
     names = (row.name, *row.aliases)
     function = getattr(api, next((name for name in names if hasattr(api, name)), row.name))
-    bound = inspect.signature(function).bind(**named)  # by position, as they are mostly called
+    bound = inspect.signature(function).bind(**named)  # by position, as most programs call
     return partial(function, *bound.args, **bound.kwargs)

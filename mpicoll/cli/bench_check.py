@@ -1,21 +1,21 @@
-"""Check the results of a call: inputs that any rank can compute for any other, and what follows
-from them, in NumPy alone.
+"""Check the results of a call: any rank can compute any other's input, and the right results, with
+NumPy alone.
 
-An array is a pattern of ``PERIOD`` elements, repeated. As that is a prime, an element that came
-from a place some pieces away is another one, unless their distance is a multiple of it; and what
-has to be computed is one period, however large the message.
+An array is a pattern of ``PERIOD`` elements, repeated. The period is prime, so an element from a
+place some pieces away is another one, unless their distance is a multiple of it. Only one period
+has to be computed, however large the message.
 
-- What is only moved: random bits, and every bit has to arrive.
+- Moves: random bits, and every bit has to arrive.
 - Integers: random bits, combined modulo 2**64. Bools are counted. Both are exact.
 - MIN and MAX: exact.
 - Sums and products of floating point: magnitudes from 1/2 to 2 with random signs (complex numbers:
-  directions), combined as long doubles. n numbers added in whatever order, each rounding off by
+  directions), combined as long doubles. n numbers added in any order, each addition rounding by
   half an eps, err by at most (n - 1) eps / 2 times the sum of their magnitudes, to first order
-  (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2); of products the
-  same holds with the product of the magnitudes, and for complex ones with sqrt(5) times as much
+  (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2). The same holds for
+  products with the product of the magnitudes, and for complex ones with sqrt(5) times as much
   (Brent, Percival, Zimmermann, Math. Comp. 76, 2007). AVG adds one division. So **2 n eps** times
-  that magnitude, eps that of the dtype in which the reduction is computed, is never too strict; and
-  a result is right between the two ends, each rounded to the dtype as the result is.
+  that magnitude, eps that of the dtype in which the reduction is computed, is never too strict. A
+  result is right between the two ends, each rounded to the dtype as the result is.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Array = npt.NDArray[Any]
 
 #: Elements after which inputs repeat.
 PERIOD = 8191
-#: Where a rank has a block for each rank.
+#: The layouts with a block for each rank.
 _FOR_EACH = (Layout.SCATTERED, Layout.EXCHANGED)
-#: Periods that are compared at a time.
+#: Periods compared at a time.
 _AT_A_TIME = 64
 
 
 class Expected(NamedTuple):
-    """The results that are right, of one period: from ``low`` to ``high``, and where those are too
-    large for the dtype, what it has for infinity; without ``high``, the bits of ``low``.
+    """The right results of one period: from ``low`` to ``high``, or the dtype's infinity where
+    those are too large for it; without ``high``, the bits of ``low``.
     """
 
     low: Array
@@ -56,7 +56,7 @@ class Expected(NamedTuple):
 
 
 def _pattern(op: ReduceOp | None, dtype: DType, source: int, block: int, count: int) -> Array:
-    """Return what rank ``source`` has for the block: at most one period."""
+    """Return the contents of rank ``source``'s block: at most one period."""
     length = min(count, PERIOD)
     rng = np.random.default_rng([dtype.code, source, block])
     if dtype.kind is Kind.BOOL:
@@ -77,7 +77,7 @@ def _pattern(op: ReduceOp | None, dtype: DType, source: int, block: int, count: 
 
 
 def contents(case: Case) -> Iterator[Array]:
-    """Yield what this rank has in each of the blocks that it reads."""
+    """Yield the contents of each block that this rank reads."""
     assert case.dtype is not None
     if case.row.layout is Layout.IN_PLACE and case.row.root == "src" and not case.at_root:
         return
@@ -86,7 +86,7 @@ def contents(case: Case) -> Iterator[Array]:
 
 
 def expected(case: Case) -> Iterator[Expected]:
-    """Yield what this rank must have in each block of its output after the call."""
+    """Yield the right contents of each block of this rank's output after the call."""
     row, op, dtype = case.row, case.op, case.dtype
     assert dtype is not None
     block = case.me if row.layout in _FOR_EACH else 0
@@ -101,7 +101,7 @@ def expected(case: Case) -> Iterator[Expected]:
         return
     if row.layout in (Layout.GATHERED, Layout.EXCHANGED):
         sources = list(range(case.n)) if case.at_root else []
-    else:  # on the other ranks a reduction leaves everything as it was
+    else:  # on the other ranks a reduction changes nothing
         sources = [case.root if op is None else case.me]
     for source in sources:
         yield Expected(_pattern(op, dtype, source, block, case.count))
@@ -170,7 +170,7 @@ def _words(array: Any, dtype: DType) -> Any:
 
 
 def fill(array: Any, pattern: Array, dtype: DType, put: Callable[[Array], Any]) -> None:
-    """Write the pattern again and again; ``put`` brings it to where the array is."""
+    """Fill the array with the pattern; ``put`` copies it to the array's memory."""
     words, period = _words(array, dtype), put(_words(pattern, dtype))
     if not len(period):
         return
@@ -180,7 +180,7 @@ def fill(array: Any, pattern: Array, dtype: DType, put: Callable[[Array], Any]) 
 
 
 def wrong(array: Any, right: Expected, dtype: DType, get: Callable[[Any], Array]) -> int:
-    """Return the number of wrong elements; ``get`` brings a part of the array to the host."""
+    """Return the number of wrong elements; ``get`` copies a part of the array to the host."""
     step = _AT_A_TIME * PERIOD
     found = 0
     for start in range(0, len(array), step):
@@ -215,7 +215,7 @@ def _different(got: Array, right: Expected, dtype: DType) -> int:
 
 
 def _numbers(array: Array, dtype: DType) -> Array:
-    """Return what can be compared: complex numbers as two parts, narrow floats as float32."""
+    """Return comparable numbers: complex ones as two parts, narrow floats as float32."""
     array = np.ascontiguousarray(array)
     if dtype.kind is Kind.COMPLEX:
         return array.view(array.real.dtype)

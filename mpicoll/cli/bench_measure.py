@@ -28,16 +28,16 @@ from mpicoll.primitives import Layout
 
 __all__ = ["Bench", "count_wrong"]
 
-#: A repetition, where -n is not given; and with --latency all calls of a line.
+#: The effort of a repetition without -n; and of all calls of a line with --latency.
 _REPETITION, _LATENCY = Effort(sample=0.01), Effort(seconds=0.2, fewest=20, most=2000)
 
 
 class Bench:
-    """Measures and prints line by line; every rank has one.
+    """The benchmark on one rank: measures and prints line by line.
 
-    comm:   of all ranks, for this alone.
-    place:  where the arrays are.
-    others: what makes the same calls beside, by name.
+    comm:   a communicator of all ranks, for this alone.
+    place:  the memory of the arrays.
+    others: the comparisons, by name.
     notes:  lines for the header.
     """
 
@@ -58,7 +58,7 @@ class Bench:
         self._first = comm.Get_rank() == 0
 
     def run(self, cases: Iterable[Case]) -> Result:
-        """Print a table of each primitive; return what --json writes, on all ranks."""
+        """Print a table for each primitive; return the output of --json, on all ranks."""
         facts = self._facts()
         self._print(self._header(facts))
         longest = max(len(dtype.name) for dtype in self._options.datatype)
@@ -135,7 +135,7 @@ class Bench:
         return self._timer.sample(calls, samples, loops, self._options.average)
 
     def _plan(self, once: Mapping[str, float]) -> tuple[int, dict[str, int]]:
-        """Return the number of repetitions, and the calls in each; ``once``: seconds of a call."""
+        """Return the numbers of repetitions and of calls in each; ``once``: seconds of a call."""
         given = self._options.iters
         if self._options.latency:
             return given or _LATENCY.samples(sum(once.values())), dict.fromkeys(once, 1)
@@ -143,12 +143,12 @@ class Bench:
         return self._options.repetitions, calls
 
     def _warm_up(self, call: Call) -> float:
-        """Return the least seconds of a call; one is made where it has to be known."""
+        """Warm up, and return the least seconds of a call; makes one if they have to be known."""
         warm = self._options.warmup_iters or (0 if self._options.iters else 1)
         return min((self._timer.time(call) for _ in range(warm)), default=0.0)
 
     def _figures(self, case: Case, times: Times) -> Result:
-        """Return what the table and --json have of one call."""
+        """Return the figures of one call for the table and --json."""
         every = [1e6 * seconds for seconds in times.seconds]
         if self._options.latency:
             percentiles = np.percentile(every, list(PERCENTILES.values())).tolist()
@@ -163,7 +163,7 @@ class Bench:
     # --- what is above the table ----------------------------------------------------------------
 
     def _facts(self) -> Result:
-        """Return where and with what this runs: rank 0's, on all ranks."""
+        """Return the machine and versions of this run: rank 0's, on all ranks."""
         nodes = self._comm.allgather(platform.node())
         name, version = MPI.get_vendor()
         facts = {
@@ -216,7 +216,7 @@ class Bench:
 
 
 def count_wrong(call: Call, case: Case, buffers: Buffers, variant: str, place: Place) -> int:
-    """Fill the arrays, make the call, and count the elements that are wrong on this rank."""
+    """Fill the arrays, make the call, and count the wrong elements on this rank."""
     assert case.dtype is not None
     input, output = buffers.of(case, variant)
     read = output if case.row.layout is Layout.IN_PLACE else input

@@ -1,4 +1,4 @@
-"""The same calls by others on the same memory: mpi4py, gloo, a copy, single routes of mpicoll."""
+"""The same calls on the same memory, by mpi4py, gloo, a copy, or single routes of mpicoll."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ __all__ = [
 
 
 class Other(Protocol):
-    """Makes the calls that mpicoll's are compared with."""
+    """A library or route that mpicoll's calls are compared with."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the same call as mpicoll's first variant; None where there is none."""
+        """Return the counterpart of mpicoll's first variant; None if there is none."""
 
     def close(self) -> None:
-        """End what was begun."""
+        """Free its resources."""
 
 
 def works_on_all(call: Call | None, comm: MPI.Intracomm) -> bool:
-    """Make the call; return whether all ranks could. Libraries refuse in many ways."""
+    """Make the call; return whether it worked on all ranks. Libraries refuse in many ways."""
     works = call is not None
     try:
         if call is not None:
@@ -76,7 +76,7 @@ def works_on_all(call: Call | None, comm: MPI.Intracomm) -> bool:
 class Mpi4py:
     """mpi4py with ready ``[buffer, count of a block, datatype]``.
 
-    MPI has no lists of arrays: what mpicoll does on a list it does on one array for all ranks.
+    MPI has no lists of arrays: one array for all ranks takes the place of mpicoll's lists.
     """
 
     def __init__(self, comm: MPI.Intracomm, place: Place) -> None:
@@ -86,10 +86,10 @@ class Mpi4py:
         self._comm = comm
 
     def close(self) -> None:
-        """Return: there is nothing to end."""
+        """Return at once: there is nothing to free."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return None where MPI does not compute: averages and narrow floats."""
+        """Return the call; None for what MPI does not compute: averages and narrow floats."""
         row, op, dtype = case.row, case.op, case.dtype
         arguments: list[Any] = [self._ready(case, side) for side in (buffers.input, buffers.output)]
         if row.layout is Layout.EMPTY:
@@ -131,7 +131,7 @@ class TorchApi:
         self.api.destroy_process_group()
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return None where torch has no such call or dtype."""
+        """Return the call; None if torch has no such call or dtype."""
         if not hasattr(self.api, case.row.name):
             return None
         if case.dtype is not None and not hasattr(self.torch, case.dtype.name):
@@ -167,16 +167,16 @@ class Gloo(TorchApi):
 
 
 class Copy:
-    """A copy of the larger array by every rank at once: what memory allows."""
+    """A copy of the larger array by every rank at once: the limit set by memory."""
 
     def __init__(self, comm: MPI.Intracomm, place: Place) -> None:
         self._place = place
 
     def close(self) -> None:
-        """Return: there is nothing to end."""
+        """Return at once: there is nothing to free."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return None where there is no array."""
+        """Return the copy; None if there is no array."""
         if case.dtype is None:
             return None
         count = case.size // case.dtype.itemsize
@@ -197,7 +197,7 @@ OTHERS: dict[str, Callable[[MPI.Intracomm, Place], Other]] = {
 
 
 def missing(name: str) -> str:
-    """Return why a comparison cannot be made; "" where it can."""
+    """Return why a comparison cannot be made; "" if it can."""
     if name == "gloo" and importlib.util.find_spec("torch") is None:
         return "--compare gloo needs torch, which is not installed: pip install torch"
     return ""
@@ -212,7 +212,7 @@ def route_names(device: str) -> tuple[str, ...]:
 
 
 def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
-    """Return why each of these routes cannot be taken by these ranks, "" where it can.
+    """Return why these ranks cannot take each of these routes, "" if they can.
 
     All ranks call.
     """
@@ -236,7 +236,7 @@ def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
 
 
 class Route:
-    """mpicoll's calls in a group of its own that takes one route for everything it serves."""
+    """mpicoll's calls in a separate group, by one route for everything that it serves."""
 
     def __init__(self, name: str, device: str, waits: bool) -> None:
         self._name, self._device, self._waits = name, device, waits
@@ -249,7 +249,7 @@ class Route:
         mpicoll.destroy_process_group(self._group)
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return None where the route does not serve such calls. All ranks call."""
+        """Return the call; None if the route does not serve it. All ranks call."""
         if case.dtype is None or (self._device == "cpu" and not self._serves(case)):
             return None
         variant = variants(case.row)[0]
@@ -265,7 +265,7 @@ class Route:
 
     @contextlib.contextmanager
     def _forced(self) -> Iterator[None]:
-        """Have the plans that are built in here take the route."""
+        """Make plans built in this context take the route."""
         if self._device == "cpu":
             before = tuning.job.table
             tuning.job.table = before.holding({self._group.size(): _only(self._name)})
@@ -276,7 +276,7 @@ class Route:
             return
         before_value = os.environ.get(eligibility.FORCED)
         os.environ[eligibility.FORCED] = self._name
-        capabilities._known = None  # it holds the variable of before
+        capabilities._known = None  # it holds the variable's former value
         try:
             yield
         finally:
@@ -287,7 +287,7 @@ class Route:
 
 
 def _only(route: str) -> tuning.Rows:
-    """Return the rows of a table with nothing but this route, where it is eligible."""
+    """Return the rows of a table with this route alone, where it is eligible."""
     return {
         kind: {
             place: ((0, route),)

@@ -245,15 +245,15 @@ def _host_routes(group: ProcessGroup) -> Routes:
     from mpicoll.core.plan import CallKind
     from mpicoll.dtypes import ReduceOp, by_name
     from mpicoll.primitives import PRIMITIVES
-    from mpicoll.routes.host.select import told
+    from mpicoll.routes.host.select import describe
 
     found = {}
     for primitive in PRIMITIVES:
         if not primitive.reduces:
-            found[primitive.name] = told(CallKind(primitive, group, None, by_name["float32"]))
+            found[primitive.name] = describe(CallKind(primitive, group, None, by_name["float32"]))
             continue
         for name in ("float32", "bfloat16"):
-            route = told(CallKind(primitive, group, ReduceOp.SUM, by_name[name]))
+            route = describe(CallKind(primitive, group, ReduceOp.SUM, by_name[name]))
             found[f"{primitive.name} ({name})"] = route
     return found
 

@@ -1,8 +1,8 @@
 """Time calls that ranks make together: the harness of ``bench``, ``tune`` and ``benchmarks/``.
 
 A sample is the time of some calls of one case after a barrier. Samples of all cases take turns, in
-an order that changes, so that a disturbance hits all of them alike. Every sample counts with the
-time of the slowest rank, unless asked otherwise. Figures are medians with quartiles.
+a changing order, so that a disturbance hits all of them alike. The time of a sample is the slowest
+rank's, unless another is requested. Figures are medians with quartiles.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RANK_0, MEAN, FASTEST, SLOWEST = range(4)
 
 
 class Figure(NamedTuple):
-    """Seconds of a call over samples: the median, between the quartiles."""
+    """The time of a call in seconds, over samples: the median, between the quartiles."""
 
     low: float
     median: float
@@ -38,7 +38,7 @@ class Figure(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles."""
+        """Return half the distance between the quartiles."""
         return (self.high - self.low) / 2
 
 
@@ -50,17 +50,17 @@ class Times:
 
     @property
     def figure(self) -> Figure:
-        """Median and quartiles, which are interpolated between samples."""
+        """Return median and quartiles, interpolated between samples."""
         return Figure(*statistics.quantiles(self.seconds, n=4, method="inclusive"))
 
     @property
     def median(self) -> float:
-        """The median."""
+        """Return the median."""
         return statistics.median(self.seconds)
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles."""
+        """Return half the distance between the quartiles."""
         return self.figure.spread
 
     def minus(self, other: Times) -> Times:
@@ -79,10 +79,10 @@ class Times:
 
 
 class Effort(NamedTuple):
-    """How long to measure.
+    """The time to spend on measuring.
 
-    seconds: all samples of what is compared, about; the range of their number comes first.
-    sample:  seconds that one sample takes, about; ``CALLS`` comes first.
+    seconds: for all samples, about; the limits of their number come first.
+    sample:  seconds for one sample, about; ``CALLS`` comes first.
     fewest, most: samples of each case.
     """
 
@@ -92,23 +92,23 @@ class Effort(NamedTuple):
     most: int = 60
 
     def calls(self, once: float) -> int:
-        """Return the number of calls in a sample where one takes so many seconds."""
+        """Return the number of calls in a sample if one takes ``once`` seconds."""
         return clamp(self.sample / once, *CALLS) if once > 0 else CALLS[1]
 
     def samples(self, turn: float) -> int:
-        """Return the number of samples where one of every case takes so many seconds."""
+        """Return the number of samples if one of every case takes ``turn`` seconds."""
         return clamp(self.seconds / turn, self.fewest, self.most)
 
 
 def clamp(wanted: float, least: int, most: int) -> int:
-    """Return the whole number next to ``wanted`` within the limits."""
+    """Return the whole number nearest to ``wanted`` within the limits."""
     return round(min(max(wanted, least), most))
 
 
 class Timer:
-    """Takes samples; every rank of the communicator has one and makes the same calls of it.
+    """A taker of samples; every rank of the communicator has one and makes the same calls on it.
 
-    settle: returns when what was called is done, for calls that return before.
+    settle: waits for calls that return before they are done.
     """
 
     def __init__(self, comm: MPI.Intracomm, settle: Call | None = None) -> None:
@@ -116,9 +116,9 @@ class Timer:
         self._settle = settle
 
     def time(self, call: Call, calls: int = 1) -> float:
-        """Return the seconds of a call on this rank, from one sample of so many.
+        """Return the seconds of a call on this rank, from one sample of ``calls`` calls.
 
-        Before several calls one more is made: what others left in the caches is not their fault.
+        One call more precedes several: it refills the caches that other cases have used.
         """
         settle = self._settle
         if calls > 1:
@@ -136,14 +136,14 @@ class Timer:
     def turn(
         self, cases: Sequence[Call], calls: Sequence[int], chance: random.Random
     ) -> list[float]:
-        """Return a sample of each case on this rank; ``chance`` makes their order."""
+        """Return a sample of each case on this rank; ``chance`` orders them."""
         took = [0.0] * len(cases)
         for i in chance.sample(range(len(cases)), len(cases)):
             took[i] = self.time(cases[i], calls[i])
         return took
 
     def combine(self, seconds: Sequence[float], whose: int = SLOWEST) -> list[float]:
-        """Return each number as all ranks have it: the greatest, or what ``whose`` says."""
+        """Return each number combined over all ranks: the greatest, or as ``whose`` says."""
         from mpi4py import MPI
 
         numbers = np.array(seconds)
@@ -164,9 +164,9 @@ class Timer:
         calls: Mapping[str, int],
         whose: int = SLOWEST,
     ) -> dict[str, Times]:
-        """Return so many samples of every case.
+        """Return ``samples`` samples of every case.
 
-        calls: how many of each case make a sample.
+        calls: the number of calls of each case in a sample.
         """
         loops = [calls[name] for name in cases]
         turns = [
@@ -178,7 +178,7 @@ class Timer:
         return {name: Times([row[i] for row in rows]) for i, name in enumerate(cases)}
 
     def once(self, cases: Mapping[str, Call], tries: int = 3, first: int = 2) -> dict[str, float]:
-        """Return the median seconds of some single calls, after some that are not timed.
+        """Return the median seconds of ``tries`` single calls, after ``first`` that are not timed.
 
         The first calls make plans, and are compared between the ranks.
         """
@@ -189,7 +189,7 @@ class Timer:
         return {name: times.median for name, times in found.items()}
 
     def measure(self, cases: Mapping[str, Call], effort: Effort) -> dict[str, Times]:
-        """Return samples of cases that are compared, as many as the effort allows."""
+        """Return samples of the cases, as many as the effort allows."""
         once = self.once(cases)
         calls = {name: effort.calls(took) for name, took in once.items()}
         turn = sum(took * (calls[name] + 1) for name, took in once.items())

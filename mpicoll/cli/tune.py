@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-#: Bytes of a rank that routes and MPI may take beside the arrays.
+#: Bytes of a rank that routes and MPI may use beside the arrays.
 _SCRATCH = 64 << 20
 
-#: The median spread of times, as a part of them, above which the machine is too busy for a table.
+#: The median relative spread of times above which the machine is too busy for a table.
 _NOISIEST = 0.1
-#: The exit code where the measurements are too few or too noisy for a table.
+#: The exit code for measurements that are too few or too noisy for a table.
 _UNRELIABLE = 3
 
 #: Where the ranks are, in words.
@@ -52,7 +52,7 @@ _PLACES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what to measure, for how long, and where to write it."""
+    """Add the options: what to measure, for how long, and where to write it."""
     add = parser.add_argument
     add("-o", "--output", type=Path, metavar="FILE",
         help="the table (default: what MPICOLL_TABLE names, else where jobs look)")  # fmt: skip
@@ -93,13 +93,13 @@ def _seconds(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Return the exit code: 1 where the ranks are no world, or the table cannot be written in the
-    end; 2 where there is nothing to tune, or what is asked for cannot be had; 3 where times vary
-    too much, or nothing could be measured in time. Rank 0 prints.
+    """Return the exit code: 1 if the ranks form no world, or the table cannot be written in the
+    end; 2 if there is nothing to tune, or a request cannot be met; 3 if times vary too much, or
+    nothing could be measured in time. Rank 0 prints.
     """
     begin = time.perf_counter()
     named = settings.TABLE.value()
-    os.environ[settings.TABLE.name] = "0"  # the table that is there must not be in the way
+    os.environ[settings.TABLE.name] = "0"  # an existing table must not interfere
     wrong = cli.start_group()
     if wrong:
         return cli.refuse("tune", wrong, cli.is_first_rank(), 1)
@@ -111,12 +111,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Setting(NamedTuple):
-    """What is tuned.
+    """The job that is tuned.
 
     mpi:   the MPI library, name and version.
-    ranks: how many.
+    ranks: their number.
     nodes: the names of their nodes.
-    place: where they are, as tables have it.
+    place: where they are, as tables name it.
     """
 
     mpi: str
@@ -196,8 +196,8 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
 class _Target(NamedTuple):
     """The file of the table.
 
-    found: jobs that are started like this one find it.
-    own:   it is that of this MPI and machine, and was not named.
+    found: whether jobs started like this one find it.
+    own:   whether it is the default of this MPI and machine.
     """
 
     path: Path
@@ -206,7 +206,7 @@ class _Target(NamedTuple):
 
 
 def _target(output: Path | None, named: str, mpi: str) -> _Target:
-    """Return where the table goes; raises ArgumentError where there is no place for it."""
+    """Return the table's file. Raises ArgumentError if there is no place for it."""
     if output is not None:
         return _Target(output, False, False)
     if named not in ("", "0"):
@@ -218,7 +218,7 @@ def _target(output: Path | None, named: str, mpi: str) -> _Target:
 
 
 def _remove(target: _Target, mpi: str) -> str:
-    """Remove the table and say so; raises ArgumentError where the file is none."""
+    """Remove the table and say so. Raises ArgumentError if the file is no table."""
     path = target.path
     try:
         if not path.exists():
@@ -233,7 +233,7 @@ def _remove(target: _Target, mpi: str) -> str:
 
 
 def _check_files(target: _Target, mpi: str, options: argparse.Namespace) -> None:
-    """Raise ArgumentError where a file cannot be written, or must not be added to."""
+    """Raise ArgumentError if a file cannot be written, or must not be extended."""
     path, figures = target.path, options.json
     _read(path, mpi)
     if figures is not None and figures.resolve() == path.resolve():
@@ -254,8 +254,8 @@ def _make_folder(folder: Path) -> None:
 
 
 def _read(path: Path, mpi: str) -> str:
-    """Return the text of the table, "" where there is none; raises ArgumentError for one that
-    cannot be added to.
+    """Return the text of the table, "" if there is none. Raises ArgumentError for one that cannot
+    be extended.
     """
     try:
         text = path.read_text(errors="replace") if path.exists() else ""
@@ -279,7 +279,7 @@ def _read(path: Path, mpi: str) -> str:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise ArgumentError where a file could not be written."""
+    """Raise ArgumentError if a file could not be written."""
     folder = path.absolute().parent
     try:
         if not folder.is_dir():
@@ -294,13 +294,13 @@ def _check_writable(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """Return a new name in the folder where the file is, links resolved."""
+    """Return a new name in the file's folder, links resolved."""
     path = path.resolve()
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def _too_much(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
-    """Return why the arrays will not fit, the same on all ranks; "" where they will."""
+    """Return why the arrays will not fit, the same on all ranks; "" if they will."""
     from mpicoll.cli.bench_calls import Host
     from mpicoll.cli.tune_measure import array_bytes
 
@@ -323,7 +323,7 @@ def _too_much(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
 def _header(
     setting: _Setting, kinds: Sequence[Kind], sizes: Sequence[int], effort: Effort
 ) -> list[str]:
-    """Return what is printed first."""
+    """Return the header of the output."""
     routes = sum(len(kind.candidates) for kind in kinds)
     lines = [
         f"{setting.ranks} ranks on {setting.where}: {machine.describe()}",
@@ -393,7 +393,7 @@ def _finish(
 
 
 def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
-    """Return the steps for what was measured; around them those of the table, or the defaults."""
+    """Return the steps of what was measured, within those of the table or the defaults."""
     known = tuning_files.parse(text).get(setting.ranks, {}) if text else {}
     rows: Rows = {}
     for kind, figures in outcome.figures.items():
@@ -404,7 +404,7 @@ def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
 
 
 def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> list[str]:
-    """Return what changes against the table that is there, or the defaults."""
+    """Return the changes from the existing table, or from the defaults."""
     was, now = (
         tuning.job.table.holding(tuning_files.parse(text) if text else {})
         for text in (before, after)
@@ -423,7 +423,7 @@ def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> li
 
 
 def _missing(outcome: Outcome, kinds: Sequence[str], sizes: Sequence[int]) -> list[str]:
-    """Return what there was no time for."""
+    """Return what there was no time to measure."""
     ends: dict[int, list[str]] = {}
     for kind in kinds:
         ends.setdefault(outcome.last.get(kind, 0), []).append(kind)
@@ -436,7 +436,7 @@ def _missing(outcome: Outcome, kinds: Sequence[str], sizes: Sequence[int]) -> li
 
 
 def _report(setting: _Setting, outcome: Outcome, noise: float, rows: Rows) -> dict[str, Any]:
-    """Return what --json writes."""
+    """Return the output of --json."""
     return {
         **setting._asdict(),
         "machine": machine.describe(),
@@ -455,7 +455,7 @@ def _report(setting: _Setting, outcome: Outcome, noise: float, rows: Rows) -> di
 
 
 def _write(path: Path, text: str) -> None:
-    """Write all of it or nothing: other jobs may be reading."""
+    """Write the whole file or nothing: other jobs may be reading."""
     temporary = _temporary(path)
     try:
         temporary.write_text(text)

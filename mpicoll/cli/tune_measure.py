@@ -23,20 +23,20 @@ from mpicoll.routes.tuning import parse_kind
 
 __all__ = ["FULL", "QUICK", "Kind", "Outcome", "array_bytes", "find_kinds", "measure"]
 
-#: Single calls that are timed to know how long one takes; the first ones take longer.
+#: Single calls timed to estimate how long one takes; the first ones take longer.
 TRIES = 3
 #: Bytes up to which the first size stands for all smaller ones.
 SMALLEST = 8
-#: Samples of each case that time is kept for while sizes are tried.
+#: Samples of each case to reserve time for while sizes are tried.
 PLANNED = 5
 
-#: All together takes ``seconds`` at the most; what would take longer is left out.
+#: Everything together takes at most ``seconds``; what would take longer is left out.
 FULL = Effort(60.0, 2e-3, 3, 25)
 QUICK = FULL._replace(seconds=8.0, sample=0.5e-3)
 
 
 class Kind(NamedTuple):
-    """A kind of call, by its name in tables, and the routes that can carry it out in a group."""
+    """A kind of call, by its name in tables, and the routes that serve it in a group."""
 
     name: str
     primitive: Primitive
@@ -45,18 +45,18 @@ class Kind(NamedTuple):
 
     @property
     def blocks(self) -> bool:
-        """Whether the larger array holds a block for each rank."""
+        """Return whether the larger array holds a block for each rank."""
         return self.primitive.many_in or self.primitive.many_out
 
     def elements(self, size: int, n: int) -> int:
-        """Return the elements of a block, where the larger array of n ranks has so many bytes."""
+        """Return the count of a block if the larger array of n ranks has ``size`` bytes."""
         return block_count(self.primitive, self.dtype, n, size)
 
 
 def find_kinds(names: Sequence[str], group: ProcessGroup) -> list[Kind]:
-    """Return the kinds of those names that have a choice of routes. All ranks call.
+    """Return the named kinds of call that have a choice of routes. All ranks call.
 
-    Reductions are sums of float32, or of bfloat16 where MPI does not combine.
+    Reductions are sums of float32, or of bfloat16 for those that MPI does not combine.
     """
     found = []
     for name in names:
@@ -78,7 +78,7 @@ def array_bytes(kinds: Sequence[Kind], n: int, largest: int) -> int:
 
 
 class Outcome(NamedTuple):
-    """What was measured, with the fewest samples of the effort at least.
+    """The measurements with at least the effort's fewest samples.
 
     figures: by kind, bytes (0 for the smallest call there is) and route.
     last:    by kind, the bytes of the largest size.
@@ -102,8 +102,8 @@ def measure(
     same outcome.
 
     sizes:    bytes of the larger array, rising.
-    spent:    returns the seconds of ``effort`` that are over; rank 0's count.
-    progress: is called with a text that says how far it is.
+    spent:    returns the seconds of ``effort`` that have passed; rank 0's count.
+    progress: called with a text about the progress.
     """
     run = _Run(group, kinds, sizes, effort, spent, progress)
     run.try_all()
@@ -120,7 +120,7 @@ class _Case:
     count:       elements of a block.
     calls:       one by each route.
     once:        seconds of a call by each route, the slowest rank's.
-    turn:        seconds of a sample of all routes, as rank 0 has them.
+    turn:        seconds of a sample of all routes, as rank 0 measured them.
     samples:     seconds of a call by each route, the slowest rank's.
     """
 
@@ -135,7 +135,7 @@ class _Case:
 
 
 def _cases(kind: Kind, sizes: Sequence[int], n: int) -> list[_Case]:
-    """Return one for each size, except those with as many elements as smaller ones."""
+    """Return a case for each size, except for those with as many elements as smaller ones."""
     found = []
     for count, same in groupby(sizes, lambda size: kind.elements(size, n)):
         first, *others = same
@@ -146,7 +146,7 @@ def _cases(kind: Kind, sizes: Sequence[int], n: int) -> list[_Case]:
 
 
 class _Run:
-    """Every rank has one. Decisions follow from times that all ranks know, or from rank 0's.
+    """The measuring on one rank. Decisions follow from times that all ranks know, or rank 0's.
 
     cases: what is measured, those of one size together.
     """
@@ -201,8 +201,8 @@ class _Run:
             smaller[name], tried[name] = case, self._spent() - begin
 
     def _tried(self, case: _Case) -> bool:
-        """Call each route, and find how long a call takes, the least of some except the very
-        first; return False where time is up.
+        """Call each route, and find the time of a call, the least of some except the very first;
+        return False if time is up.
         """
         case.calls = self._calls(case)
         took = [0.0] * len(case.calls)
@@ -254,8 +254,8 @@ class _Run:
     def sample_all(self) -> None:
         """Take samples of every case, in turn, until there are enough or time is up.
 
-        Each of the samples that there have to be has its share of the time that is left. They go
-        from small to large, and what does not fit into one is left out for good.
+        Each required sample has an equal share of the time left. It goes from small sizes to large
+        ones, and cases that do not fit into it are left out for good.
         """
         fewest, most = self._effort.fewest, self._effort.most
         for number in range(most):
@@ -272,7 +272,7 @@ class _Run:
     def _sample(
         self, number: int, order: Sequence[_Case], chance: random.Random, end: float
     ) -> int:
-        """Take a sample of each case; return how many were taken before ``end`` seconds."""
+        """Take a sample of each case; return the number taken before ``end`` seconds."""
         took: list[list[float]] = []
         for case in order:
             left = max(0.0, self._effort.seconds - self._spent())
@@ -304,5 +304,5 @@ class _Run:
         return Outcome(figures, last, min((len(case.samples) for case in self.cases), default=0))
 
     def _late(self, ahead: float, end: float) -> bool:
-        """Return whether so many seconds more end after ``end``, by rank 0's clock."""
+        """Return whether ``ahead`` more seconds end after ``end``, by rank 0's clock."""
         return bool(self.comm.bcast(self._spent() + ahead > end, 0))

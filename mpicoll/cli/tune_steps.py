@@ -24,33 +24,33 @@ __all__ = [
     "splice",
 ]
 
-#: A route is slower than the fastest where it takes more than so many times its time, and the
-#: middle halves of their times do not overlap. None is chosen that takes more than so many times
-#: the time of the default's.
+#: A route is slower than the fastest if it takes more than this many times as long, and the middle
+#: halves of their times do not overlap. None is chosen that takes more than this many times as long
+#: as the default's.
 CLEAR = 1.05
-#: A step that is new has to make the sizes that it is for so many times faster, multiplied.
+#: A new step has to make its sizes this many times faster, multiplied.
 WORTH = 1.10
-#: No size counts for more than so many steps: one that stands alone is never worth those there and
+#: No size counts for more than this many steps: a single one is never worth a step there and one
 #: back.
 MOST = 1.9
-#: The cost of another route than the default's, where nothing else tells them apart.
+#: The cost of another route than the default's, where nothing else distinguishes them.
 _OTHER = 1e-9
 
 
-#: By bytes, 0 for the least that there can be, and by route; the same routes for all sizes.
+#: By bytes, 0 for the smallest call there is, and by route; the same routes for all sizes.
 Figures = Mapping[int, Mapping[str, Figure]]
 
 
 def choose_steps(figures: Figures, default: Steps) -> Steps:
-    """Return the steps that the figures speak for, from the first of their sizes on.
+    """Return the steps that the figures call for, from the first of their sizes on.
 
-    default: those that stay where nothing speaks against them.
+    default: the steps that stay if nothing speaks against them.
 
-    A route costs, at each size, the logarithm of how many times slower it is than the fastest,
-    ``MOST`` steps at the most, and nothing where it is not clearly slower. Each step from route to
-    route that the default does not have costs the logarithm of ``WORTH``. The way through all sizes
-    that costs least is taken, by dynamic programming over its last route (R. Bellman, Dynamic
-    Programming, 1957), of those that nowhere take a route that is slower than the default's.
+    At each size a route costs the logarithm of how many times slower it is than the fastest, at
+    most ``MOST`` steps, and nothing if it is not clearly slower. Each step from route to route that
+    the default does not have costs the logarithm of ``WORTH``. The cheapest way through all sizes
+    is taken, by dynamic programming over its last route (R. Bellman, Dynamic Programming, 1957), of
+    those that nowhere take a route that is slower than the default's.
     """
     sizes = sorted(figures)
     below = _in_force(default, max(sizes[0] - 1, 0), figures[sizes[0]])
@@ -70,7 +70,7 @@ def choose_steps(figures: Figures, default: Steps) -> Steps:
 
 
 def splice(before: Steps, steps: Steps, last: int) -> Steps:
-    """Put the steps into those before, from the first of their sizes up to ``last``."""
+    """Put the steps into ``before``, from the first of their sizes up to ``last``."""
     return merge_steps(
         [
             *(step for step in before if step[0] < steps[0][0]),
@@ -82,7 +82,7 @@ def splice(before: Steps, steps: Steps, last: int) -> Steps:
 
 
 def _no_slower(at_size: Mapping[str, Figure], usual: str | None) -> list[str]:
-    """Return the routes hardly slower than the default's; all where there is none."""
+    """Return the routes hardly slower than the default's; all if there is none."""
     if usual is None:
         return list(at_size)
     most = CLEAR * at_size[usual].median
@@ -90,12 +90,12 @@ def _no_slower(at_size: Mapping[str, Figure], usual: str | None) -> list[str]:
 
 
 def _step(step: tuple[str | None, str], usual: tuple[str | None, str | None]) -> float:
-    """Return the cost of going from one route to another, where the default has ``usual``."""
+    """Return the cost of going from one route to another, if the default has ``usual``."""
     return 0.0 if step[0] in (None, step[1]) or step == usual else math.log(WORTH)
 
 
 def _slower(at_size: Mapping[str, Figure], route: str) -> float:
-    """Return what a route costs at a size."""
+    """Return the cost of a route at a size."""
     own, best = at_size[route], min(at_size.values(), key=attrgetter("median"))
     clearly = own.median > CLEAR * best.median and own.low > best.high
     return min(math.log(own.median / best.median), MOST * math.log(WORTH)) if clearly else 0.0
@@ -125,7 +125,7 @@ class Change(NamedTuple):
 
 
 def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
-    """Return where steps differ, among the sizes that were measured."""
+    """Return where steps differ, among the measured sizes."""
     sizes = sorted(figures)
     routes = [
         (_in_force(before, size, figures[size]), _in_force(after, size, figures[size]))
@@ -143,7 +143,7 @@ def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
 
 
 def find_noise(figures: Iterable[Figures]) -> float:
-    """Return the median of the spreads of all times, as a part of each; 0 for none."""
+    """Return the median of the relative spreads of all times; 0 for none."""
     spreads = [
         one.spread / one.median
         for by_size in figures

@@ -1,4 +1,4 @@
-"""From the arguments of a collective call to its views, checked before anything is sent.
+"""The arguments of a collective call as views, checked before anything is sent.
 
 There is one function for each layout of the table of primitives.
 """
@@ -39,7 +39,7 @@ def build_views(
 ) -> Views:
     """Return the views of the caller's arrays, checked against each other, and the call's extent.
 
-    Raises ArgumentTypeError (TypeError) for what is no array or no list, ArgumentError
+    Raises ArgumentTypeError (TypeError) for anything but an array or a list, ArgumentError
     (ValueError) for sizes that do not fit and UnsupportedError (ValueError) for what is refused;
     see mpicoll.errors.
     """
@@ -47,7 +47,7 @@ def build_views(
 
 
 def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
-    """Return whether this rank's output is written to; of a primitive in place it may be read."""
+    """Return whether this rank's output is written; a primitive in place may only read it."""
     me = group.rank()
     if primitive.root and primitive.layout is Layout.IN_PLACE:
         return (root == me) is (primitive.root == "dst")
@@ -55,7 +55,7 @@ def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
 
 
 def reads(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
-    """This rank's array of a primitive in place is read."""
+    """Return whether this rank's array of a primitive in place is read."""
     return primitive.root != "src" or root == group.rank()
 
 
@@ -64,10 +64,10 @@ _LARGEST = int(sys.float_info.max)
 
 
 def check_operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
-    """The reduce operation meant by ``op``, see ``row_of``, which fits a dtype.
+    """Return the reduce operation meant by ``op``, see ``row_of``, if it fits a dtype.
 
-    Raises UnsupportedError for one that has no meaning for the dtype or whose factor does not fit
-    it, ArgumentError for a PREMUL_SUM without a factor.
+    Raises UnsupportedError if it has no meaning for the dtype or its factor does not fit it,
+    ArgumentError for a PREMUL_SUM without a factor.
     """
     where = f"{primitive.name}: op"
     found = find_operation(op, where)
@@ -90,11 +90,11 @@ def check_operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
 
 
 def find_operation(op: Any, where: str) -> ReduceOp:
-    """The ReduceOp that is meant: mpicoll's, torch.distributed's, or an operation of mpi4py.
+    """Return the ReduceOp for ``op``: mpicoll's, torch.distributed's, or an operation of mpi4py.
 
     where: operation and argument, for the message.
 
-    Raises ArgumentTypeError for anything else, UnsupportedError for an operation of MPI that has no
+    Raises ArgumentTypeError for anything else, UnsupportedError for an operation of MPI without a
     counterpart.
     """
     found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op, where)
@@ -104,8 +104,8 @@ def find_operation(op: Any, where: str) -> ReduceOp:
 
 
 def _of_mpi(op: Any, where: str) -> ReduceOp | None:
-    """The row that MPI's operation combines elements for: of the table, the first of its name."""
-    mpi = sys.modules.get("mpi4py.MPI")  # who has an operation has loaded it
+    """Return the table's first row for an operation of MPI; None for anything else."""
+    mpi = sys.modules.get("mpi4py.MPI")  # an operation of it is there only if it is loaded
     if mpi is None or not isinstance(op, mpi.Op):
         return None
     for row in OPERATIONS:
@@ -122,7 +122,7 @@ def _of_mpi(op: Any, where: str) -> ReduceOp | None:
 
 
 def _of_torch(op: Any) -> ReduceOp | None:
-    """The row of a ReduceOp or RedOpType of torch.distributed."""
+    """Return the row of a ReduceOp or RedOpType of torch.distributed."""
     if type(op).__module__.partition(".")[0] != "torch":
         return None
     name = getattr(getattr(op, "op", op), "name", "")
@@ -208,7 +208,7 @@ def _gathered(
 def _own_fits(
     primitive: Primitive, group: ProcessGroup, listed: ViewList, where: str, own: View, name: str
 ) -> Sequence[int]:
-    """The counts of a list's blocks, of which this rank's is that of ``own``; () if all alike."""
+    """Return the counts of a list's blocks, this rank's that of ``own``; () if all are alike."""
     counts, me = listed.counts, group.rank()
     if counts[me] != own.count:
         raise ArgumentError(
@@ -302,7 +302,7 @@ def _agreeing(primitive: Primitive, group: ProcessGroup, blocks: Blocks) -> Bloc
 
 
 def _blocks(view: View, splits: Sequence[int] | None, n: int, where: str, name: str) -> list[int]:
-    """Elements for each rank, from split sizes that count rows of dimension 0."""
+    """Return the elements for each rank, from split sizes that count rows of dimension 0."""
     shape = view.shape
     rows = shape[0] if shape else 1
     if splits is None or len(splits) == 0:

@@ -1,4 +1,4 @@
-"""Process groups: who is in them, their communicators, and the register of all that are alive."""
+"""Process groups: their ranks, their communicators, and the register of all live groups."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ProcessGroup:
     """A group of ranks that call collectives together. Made by init_process_group and new_group.
 
     inner:    the communicator of the collectives and of the exchanges inside them.
-    messages: the communicator of the user's own messages, so that their tags meet nobody.
+    messages: the communicator of the user's own messages, so that no tags collide.
     ranks:    the global ranks, in the order of the ranks in the group.
     timeout:  seconds after which an operation has failed; None never.
-    in_flight: the user's messages that are not through.
+    in_flight: the user's messages that are not complete.
     pending:  the asynchronous collectives that are not done.
     statuses: where other ranks are among the group's calls; see watch/rank_status.py.
     object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
@@ -62,8 +62,8 @@ class ProcessGroup:
     formed:   number of the others: groups made of this one.
     keeps_time: the collective inside MPI watches its own timeout.
     recent:   the calls since the ranks' calls were last compared; see watch/consistency.py.
-    next_check: the number of the call before which they are next.
-    broken:   why the group cannot be used any more; None where it can.
+    next_check: the number of the call before which they are compared next.
+    broken:   why the group can no longer be used; None if it can.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
     """
 
@@ -134,12 +134,12 @@ class ProcessGroup:
 
     @property
     def comm(self) -> MPI.Intracomm:
-        """The group as a communicator of mpi4py, for the program's own calls.
+        """Return the group as a communicator of mpi4py, for the program's own calls.
 
-        Of a group that was made of a communicator that one, of the default group of all ranks
-        MPI.COMM_WORLD. Of any other group one that is made when it is first asked for: then every
-        member asks, in the same order among the group's collectives; it is freed with the group.
-        Nothing of mpicoll's goes over it.
+        For a group made of a communicator it is that one, for the default group of all ranks
+        MPI.COMM_WORLD. For any other group it is made on first use: then every member asks, in the
+        same order among the group's collectives; it is freed with the group. mpicoll sends nothing
+        over it.
         """
         self.check_open()
         if self._given is not None:
@@ -151,25 +151,25 @@ class ProcessGroup:
         return plain(self._lent)
 
     def free(self) -> None:
-        """Frees the group's communicators, and none that the program has handed in."""
+        """Free the group's communicators, but none that the program has handed in."""
         from mpi4py import MPI
 
         for one in (self._lent, self.messages, self.inner):
-            # The program may have freed what it was lent.
+            # The program may have freed the communicator that it lent.
             if one is not None and plain(one) != MPI.COMM_NULL:
                 one.Free()
 
     @property
     def begun(self) -> int:
-        """Number of collectives begun."""
+        """Return the number of collectives begun."""
         return self.sequence + self.formed
 
     def busy(self) -> bool:
-        """Asynchronous collectives are pending, and a caller has to queue behind them."""
+        """Return whether asynchronous collectives are pending; a caller has to queue behind."""
         return self.worker is not None and self.worker.is_busy
 
     def give(self, task: Callable[[], None]) -> Worker:
-        """Hands a task to the group's thread, which it returns; see Worker."""
+        """Hand a task to the group's thread, and return that thread; see Worker."""
         with self._giving:
             if self.worker is None:
                 launch.warn_if_serialized(self.ranks[self._rank])
@@ -178,11 +178,11 @@ class ProcessGroup:
             return self.worker
 
     def finish(self, limit: float | None) -> bool:
-        """Ends the group's thread after what is pending; False if that takes longer."""
+        """End the group's thread after what is pending; return False if that takes longer."""
         return self.worker is None or self.worker.stop(limit)
 
     def check_open(self) -> None:
-        """Raises ArgumentError for a group that was destroyed, ForkedError in a forked child and
+        """Raise ArgumentError for a group that was destroyed, ForkedError in a forked child and
         NotInitializedError once MPI was finalised.
         """
         if self.closed is not None:
@@ -197,7 +197,7 @@ class ProcessGroup:
         return copy(self.broken)
 
     def close(self, error: type[Exception] = ArgumentError) -> None:
-        """Makes every later call on the group raise ``error``."""
+        """Make every later call on the group raise ``error``."""
         self.closed = error
         self.plans = {}
 
@@ -209,14 +209,14 @@ class ProcessGroup:
 
 
 def return_errors(comm: MPI.Intracomm) -> None:
-    """Makes errors of MPI exceptions, whatever the program chose for its own communicators."""
+    """Turn errors of MPI into exceptions, whatever the program chose for its own communicators."""
     from mpi4py import MPI
 
     comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
 def greatest_tag() -> int:
-    """The greatest tag that MPI takes (MPI_TAG_UB), which it says of MPI_COMM_WORLD."""
+    """Return the greatest tag that MPI takes (MPI_TAG_UB), an attribute of MPI_COMM_WORLD."""
     from mpi4py import MPI
 
     found = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
@@ -234,7 +234,7 @@ _FINALIZED = (
     "the program has finalised MPI, and with it all process groups have ended; call MPI.Finalize "
     "after the last use of mpicoll, or leave it to mpicoll, which does so when the process ends"
 )
-#: Why nothing can be called any more, by the error that says so.
+#: Why no call is possible any more, by the error that says so.
 _WITHOUT_MPI: dict[type[Exception], str] = {
     ForkedError: _FORKED,
     NotInitializedError: _FINALIZED,
@@ -242,7 +242,7 @@ _WITHOUT_MPI: dict[type[Exception], str] = {
 
 
 class _State:
-    """What is alive in this process."""
+    """The live groups of this process."""
 
     def __init__(self) -> None:
         self.default: ProcessGroup | None = None
@@ -251,8 +251,8 @@ class _State:
         self.made = 0  # groups made since init_process_group, members or not
         self.forked = False
         self.finalized = False
-        #: Runs a task in the order of a group's collectives: execute.run_in_order, a module above
-        #: this one, which enters itself here.
+        #: Runs a task in the order of a group's collectives: execute.run_in_order, of a room above,
+        #: which registers itself here.
         self.run_in_order: Callable[..., Any]
 
 
@@ -271,7 +271,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def default_group() -> ProcessGroup:
-    """The group of all ranks; raises NotInitializedError where there is none."""
+    """Return the group of all ranks. Raises NotInitializedError if there is none."""
     if state.default is None:
         if state.forked:
             raise ForkedError(_FORKED)
@@ -286,26 +286,26 @@ def default_group() -> ProcessGroup:
 class _WorldMeta(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
-        """The default process group, None before init_process_group."""
+        """Return the default process group, None before init_process_group."""
         return state.default
 
 
 class group(metaclass=_WorldMeta):
-    """``group.WORLD`` is the default process group."""
+    """The home of ``group.WORLD``, the default process group."""
 
 
 class GroupMember(metaclass=_WorldMeta):
-    """``GroupMember.WORLD`` is the default process group; ``GroupMember.NON_GROUP_MEMBER`` what
-    new_group returns on a rank that is not in the group.
+    """The home of ``GroupMember.WORLD``, the default process group, and of
+    ``GroupMember.NON_GROUP_MEMBER``, which new_group returns on a rank outside the group.
     """
 
     NON_GROUP_MEMBER = -100
 
 
 def resolve(candidate: Any) -> ProcessGroup | None:
-    """The group meant by a ``group`` argument; None on a rank outside of it.
+    """Return the group meant by a ``group`` argument; None on a rank outside of it.
 
-    Raises NotInitializedError without a default group and ArgumentTypeError for what is no group.
+    Raises NotInitializedError without a default group, ArgumentTypeError for anything but a group.
     """
     if candidate is None:
         return default_group()
@@ -319,7 +319,7 @@ def resolve(candidate: Any) -> ProcessGroup | None:
 
 
 def register(made: ProcessGroup) -> ProcessGroup:
-    """Puts a new group on the register."""
+    """Put a new group on the register."""
     state.groups.append(made)
     return made
 
@@ -336,15 +336,15 @@ def create(
     given: MPI.Intracomm | None = None,
     inner: MPI.Intracomm | None = None,
 ) -> ProcessGroup:
-    """Makes and registers the group of ``members``, ranks of ``parent``, in that order.
+    """Make and register the group of ``members``, ranks of ``parent``, in that order.
 
     ranks: the global ranks of the members. given: the program's communicator of the same. inner:
-    the group's own, where it is there already. Only members call (MPI_Comm_create_group, MPI-4.1
-    section 7.4.2), each with the same arguments.
+           the group's own, if it exists already. Only members call (MPI_Comm_create_group, MPI-4.1
+           section 7.4.2), each with the same arguments.
     """
     if inner is None:
         with communicators.subset(parent.inner, members) as chosen:
-            # The tag keeps groups apart that two threads make at once out of the same parent.
+            # The tag separates groups that two threads make at once out of the same parent.
             inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
     messages = inner.Dup()
     made = ProcessGroup(inner, messages, ranks, backend, timeout, name, description, given)
@@ -359,42 +359,42 @@ def _registered(candidate: Any, where: str) -> ProcessGroup:
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """Tell this process's rank in a group.
+    """Return this process's rank in a group.
 
     group: the process group, None for the default group.
 
     Returns the rank, 0 to the size less one, and -1 on a rank outside the group.
 
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentTypeError (a
-    TypeError) for what is no group.
+    TypeError) for anything but a group.
     """
     found = default_group() and resolve(group)
     return -1 if found is None else found.rank()
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Tell the number of ranks in a group.
+    """Return the number of ranks in a group.
 
     group: the process group, None for the default group.
 
     Returns the number, and -1 on a rank outside the group.
 
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentTypeError (a
-    TypeError) for what is no group.
+    TypeError) for anything but a group.
     """
     found = default_group() and resolve(group)
     return -1 if found is None else found.size()
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Tell the rank in a group of a global rank.
+    """Return the rank in a group of a global rank.
 
     group: a process group that this rank is in.
     global_rank: the rank in the default group.
 
     Returns the rank in the group.
 
-    Raises ArgumentError (a ValueError) where the group is not alive or the rank not in it.
+    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it.
     """
     found = _registered(group, "get_group_rank")
     rank = found.group_rank(global_rank)
@@ -407,14 +407,14 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Tell the global rank of a rank in a group.
+    """Return the global rank of a rank in a group.
 
     group: a process group that this rank is in.
     group_rank: the rank in the group.
 
     Returns the rank in the default group.
 
-    Raises ArgumentError (a ValueError) where the group is not alive or the rank not in it.
+    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it.
     """
     found = _registered(group, "get_global_rank")
     if not 0 <= group_rank < found.size():

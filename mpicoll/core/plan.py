@@ -1,4 +1,4 @@
-"""What all calls of one kind in one group share, and the shape of what carries them out."""
+"""Plans, which all calls of one kind in one group share, and the types of implementations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Blocks", "CallKind", "Extent", "Implementation", "Plan", "Run", "Tas
 
 
 class Blocks(NamedTuple):
-    """Elements for and from each rank, where they may differ from rank to rank."""
+    """Counts for and from each rank, where they may differ from rank to rank."""
 
     sends: Sequence[int]
     receives: Sequence[int]
@@ -26,10 +26,10 @@ class Blocks(NamedTuple):
 #: How much a call moves: the count of a block where all blocks are alike, else those of each rank.
 Extent = int | Blocks
 
-#: Carries a call out: the send and the receive buffer, the extent, the root's rank in the group.
+#: An implementation: of the send and the receive buffer, the extent, the root's rank in the group.
 #: Buffers are contiguous: on the host what mpi4py takes as a buffer, or a list of such; on a device
-#: a DeviceView. Send is None where the call is in place, and where this rank sends nothing; recv is
-#: None where it receives nothing.
+#: a DeviceView. Send is None if the call is in place or this rank sends nothing; recv is None if it
+#: receives nothing.
 Implementation = Callable[[Any, Any, Extent, int], None]
 
 #: The same for views of arrays, however these lie in memory.
@@ -37,7 +37,7 @@ Run = Callable[["View | None", "View | None", Extent, int], None]
 
 
 class CallKind(NamedTuple):
-    """What an implementation is made for. op and dtype are None where the primitive has none."""
+    """A kind of call, with an implementation. op and dtype are None if the primitive has none."""
 
     primitive: Primitive
     group: ProcessGroup
@@ -46,20 +46,20 @@ class CallKind(NamedTuple):
 
     @property
     def combined(self) -> range:
-        """The ranks whose elements are combined on this rank, where it gets a result."""
+        """Return the ranks whose elements are combined on this rank, if it gets a result."""
         return self.primitive.combined(self.group.rank(), self.group.size())
 
 
 class Plan:
-    """What all calls of one kind in one group share.
+    """The plan of all calls of one kind in one group.
 
     primitive: the row of the table, of that name.
     group:     the group that calls.
-    op:        the reduce operation; None where nothing is combined.
-    dtype:     the dtype of the elements; None where there are none.
-    on_device: they are on a CUDA device, on every rank on one of its own.
-    route:     carries a call out on contiguous buffers.
-    run:       the same on views: the route and whatever packs, cuts and unpacks around it.
+    op:        the reduce operation; None if nothing is combined.
+    dtype:     the dtype of the elements; None if there are none.
+    on_device: they are on a CUDA device, each rank's own.
+    route:     the implementation, on contiguous buffers.
+    run:       the same on views: the route, with packing, cutting and unpacking around it.
     kind:      the signature of such calls, without the root; see mpicoll.core.signature.
     even:      the count of a block is the same on all ranks, and part of the signature.
     """
@@ -79,7 +79,7 @@ class Plan:
 
 
 class Task(NamedTuple):
-    """What is carried out among a group's collectives and is no primitive, as a Plan has it."""
+    """A task among a group's collectives that is no primitive, in the form of a Plan."""
 
     group: ProcessGroup
     name: str
@@ -88,9 +88,9 @@ class Task(NamedTuple):
 
 
 def agreed_sizes(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:
-    """What all ranks must have alike of a call's extent: a count, or the counts of all blocks.
+    """Return what all ranks must have alike of an extent: a count, or the counts of all blocks.
 
-    0 where no size is known to more than two ranks.
+    0 if no size is known to more than two ranks.
     """
     if not primitive.even:
         return 0
@@ -100,5 +100,5 @@ def agreed_sizes(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:
 
 
 def encode_agreed_sizes(sizes: int | tuple[int, ...]) -> int:
-    """The number that stands for these sizes in a signature."""
+    """Return the number that stands for these sizes in a signature."""
     return sizes if isinstance(sizes, int) else encode_sizes(sizes)

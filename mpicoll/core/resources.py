@@ -17,14 +17,14 @@ class _Kept(NamedTuple):
 class Resources:
     """Memory, streams and communicators that routes and others keep for one group, by key.
 
-    Whoever needs something creates it on first use, and says how it ends.
+    Each is created on first use, by code that also says how it ends.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, _Kept] = {}
 
     def find(self, key: Hashable) -> Any:
-        """Return what is kept under a key; None where there is nothing yet."""
+        """Return what is kept under a key; None if there is nothing yet."""
         kept = self._kept.get(key)
         return None if kept is None else kept.value
 
@@ -37,8 +37,8 @@ class Resources:
     ) -> Any:
         """Keep a value under a key, in place of what was there, and return it.
 
-        close:   ends it with the group, where all ranks end it: gets the seconds to wait for them.
-        abandon: leaves it behind, where calls may be stuck in it. What has none stays as it is.
+        close:   ends it with the group, on all ranks; takes the seconds to wait for them.
+        abandon: leaves it behind, where calls may be stuck in it. Without one it stays as it is.
         """
         self._kept[key] = _Kept(value, close, abandon)
         return value

@@ -1,7 +1,7 @@
 """A call's signature: what all ranks must have alike of it, as numbers and in words.
 
 ``kind`` packs primitive, dtype, operation and root; ``number`` stands for the sizes. Every
-comparison of the ranks' calls, whatever carries it, compares these, and every message that lists
+comparison of the ranks' calls, by whatever means, compares these, and every message that lists
 calls is made from them.
 """
 
@@ -33,9 +33,9 @@ __all__ = [
 
 #: The root of a list of calls.
 LIST = 0xFFFFFFFF
-#: No dtype, no operation, and no primitive but a task with a name, among their codes.
+#: The code of no dtype, of no operation, and of a task with a name instead of a primitive.
 _NONE = 0xFF
-#: Where the parts of a kind are. (An int's hash is its remainder by 2**61 - 1: all are below.)
+#: Where a kind's parts begin. (An int's hash is its remainder by 2**61 - 1: all are below.)
 _DTYPE, _PRIMITIVE, _ROOT, _DEVICE, _COMPARED, _LEVEL = 8, 16, 24, 56, 57, 58
 
 
@@ -46,7 +46,7 @@ def encode_kind(
     root: int,
     on_device: bool = False,
 ) -> int:
-    """The kind of a call; root -1 or LIST: of a list of calls."""
+    """Return the kind of a call; root -1 for none, LIST for a list of calls."""
     return (
         on_device << _DEVICE
         | (root & 0xFFFFFFFF) << _ROOT
@@ -57,17 +57,17 @@ def encode_kind(
 
 
 def encode_sizes(counts: Sequence[int]) -> int:
-    """The number of a call's sizes: nothing is 0, one count itself, and more of them a hash."""
+    """Return the number of a call's sizes: 0 for none, one count itself, a hash of several."""
     return counts[0] if len(counts) == 1 else encode_list(counts) if counts else 0
 
 
 def encode_list(counts: Sequence[Any]) -> int:
-    """The number of the sizes of a list of calls, each a count or a tuple of counts: a hash.
+    """Return the number of the sizes of a list of calls, each a count or a tuple of counts: a hash.
 
     The same on every rank: the hash of ints and of tuples of them does not depend on the process.
     """
     number = hash(tuple(counts)) & _HASHED | _HASH
-    with _lock:  # threads have groups of their own, and these in common
+    with _lock:  # threads have separate groups, but share these
         while len(_sizes) >= _KEPT:
             _sizes.pop(next(iter(_sizes)), None)
         _sizes[number] = counts
@@ -76,7 +76,7 @@ def encode_list(counts: Sequence[Any]) -> int:
 
 #: Marks a number that is a hash: no count is as great.
 _HASH, _HASHED = 1 << 59, (1 << 59) - 1
-#: The latest sizes that numbers stand for, and names of tasks, to put them in words.
+#: The latest sizes that numbers stand for, and names of tasks, for messages.
 _sizes: dict[int, Sequence[Any]] = {}
 _KEPT = 256
 _lock = threading.Lock()
@@ -84,46 +84,46 @@ _names: dict[int, str] = {}
 
 
 def encode_task(name: str) -> tuple[int, int]:
-    """Kind, without the root, and number of a call that is no primitive, such as of objects."""
+    """Return kind, without root, and number of a call that is no primitive, as of objects."""
     number = zlib.crc32(name.encode())
     _names[number] = name
     return _NONE << _PRIMITIVE | _NONE << _DTYPE | _NONE, number
 
 
 def with_root(kind: int, root: int) -> int:
-    """The kind with its root, of one without."""
+    """Return a kind with its root, from one without."""
     return kind | (root & 0xFFFFFFFF) << _ROOT
 
 
 def encode_comparison(kind: int, root: int, level: int) -> int:
-    """What stands for the comparison before a call, at a debug level, where calls are expected."""
+    """Return the kind, where calls are expected, of the comparison before one at a debug level."""
     return with_root(kind, root) | 1 << _COMPARED | level << _LEVEL
 
 
 def is_comparison(kind: int) -> bool:
-    """It stands for a comparison."""
+    """Return whether it stands for a comparison."""
     return bool(kind >> _COMPARED & 1)
 
 
 def is_list(kind: int) -> bool:
-    """It is that of a list of calls."""
+    """Return whether it is that of a list of calls."""
     return kind >> _ROOT & 0xFFFFFFFF == LIST
 
 
 def decode_primitive(kind: int) -> Primitive:
-    """Return the primitive of such a call, which is no task."""
+    """Return the primitive of a kind of call, which is no task."""
     return PRIMITIVES[kind >> _PRIMITIVE & 0xFF]
 
 
 def parts_per_element(kind: int) -> int:
-    """The numbers that make up an element of such a call, where they are combined one by one."""
+    """Return how many numbers make up an element of such a call, if they are combined singly."""
     dtype = kind >> _DTYPE & 0xFF
     is_complex = dtype != _NONE and DTYPES[dtype].kind is Kind.COMPLEX
     return 2 if is_complex and kind & 0xFF != _NONE else 1
 
 
 def describe(kind: int, number: int) -> str:
-    """The call in words; of a list of calls with its sizes if this process has seen them lately."""
+    """Return the call in words; a list's with its sizes if this process has seen them lately."""
     root = kind >> _ROOT & 0xFFFFFFFF
     if kind >> _PRIMITIVE & 0xFF == _NONE:
         name = _names.get(number, "a call that is no collective of arrays")
@@ -132,7 +132,7 @@ def describe(kind: int, number: int) -> str:
     words = [str(primitive)]
     if kind >> _DTYPE & 0xFF != _NONE:
         dtype = DTYPES[kind >> _DTYPE & 0xFF]
-        # In a comparison the number is another one; where blocks differ by rank there is none.
+        # In a comparison it is another number; where blocks differ by rank there is none.
         known = primitive.even and not is_comparison(kind)
         sizes = _sizes.get(number) if known else None
         if is_list(kind):

@@ -1,10 +1,10 @@
 """What decides how bytes go over the wire is the same on all ranks, or the job does not begin.
 
 Ranks that run different versions of mpicoll, or the same with other constants, would choose
-different routes for the same call, or cut a message into other pieces: they would hang, or give
-wrong results in silence. All constants of the modules that move data are taken, so that none can be
-forgotten. Environment variables need no comparing: rank 0 hands its table out, and each of the
-others is agreed on where it is used (docs/api.md lists them).
+different routes for the same call, or other chunks: they would hang, or silently give wrong
+results. All constants of the modules that move data are compared, so that none can be forgotten.
+Environment variables need no comparing: rank 0 hands its table out, and each of the others is
+agreed on where it is used (docs/api.md lists them).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _WATCHING = ("watch.consistency", "watch.rank_status", "watch.monitored_barrier"
 
 
 def agree(comm: MPI.Intracomm) -> None:
-    """Raises LaunchError, on all ranks alike, where they do not run the same. All ranks call.
+    """Raise LaunchError, on all ranks alike, if they do not run the same. All ranks call.
 
-    The exchange is one of 16 bytes where all is well. It must stay what it is in later versions,
-    for it is how two versions find out that they are two.
+    The exchange is one of 16 bytes if all is well. It must stay the same in later versions, for it
+    is how two versions find out that they differ.
     """
     from mpi4py import MPI
 
@@ -69,7 +69,7 @@ _FEW = 5
 
 
 def _facts() -> dict[str, str]:
-    """The version, and all constants, in words."""
+    """Return the version and all constants, in words."""
     from mpicoll import routes
 
     below = [module.name for module in pkgutil.walk_packages(routes.__path__, "mpicoll.routes.")]
@@ -85,14 +85,14 @@ def _facts() -> dict[str, str]:
     return found
 
 
-#: Their rows are known to other ranks by their places.
+#: Other ranks know their rows by position.
 _TABLES: dict[str, Sequence[Any]] = {
     "primitives": PRIMITIVES, "dtypes": DTYPES, "operations": OPERATIONS,
 }  # fmt: skip
 
 
 def _is_plain(value: Any) -> bool:
-    """Nothing but numbers, strings, and containers of such: alike where it is written alike."""
+    """Return whether it is only numbers, strings and containers of such: alike if written alike."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     if isinstance(value, Mapping):

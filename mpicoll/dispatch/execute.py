@@ -41,12 +41,12 @@ def run(
     splits: checks.Splits | None = None,
     at_once: bool = True,
 ) -> Work | None:
-    """Checks a collective call and carries it out.
+    """Check a collective call and carry it out.
 
     output, input: the caller's arrays; root: a rank in the group; at_once: if ``async_op``, on this
     thread where that is best.
     Returns a Work if ``async_op``, else None once the result is there: on a device, for what the
-    current stream gets from then on. A Work is done when the result is there for everybody.
+    current stream gets from then on. A Work is done when the result is there for every stream.
     """
     member = state.default if group is None else group
     if member.__class__ is not ProcessGroup:
@@ -71,7 +71,7 @@ def run(
 def _placed(
     plan: Plan, send: View | None, recv: View | None
 ) -> tuple[Carry, Sequence[StreamOrder]]:
-    """What carries a call out: on a device, in its place among what the caller's streams hold."""
+    """Return the implementation: on a device, in its place in the caller's stream order."""
     if not plan.on_device:
         return plan.run, ()
     order = packing.stream_order(send, recv)
@@ -93,11 +93,11 @@ def _dispatch(
     at_once: bool = True,
     name: str = "",
 ) -> Work | None:
-    """Performs a call now where the caller waits for it and nothing is pending, else as a Work.
+    """Perform a call now if the caller waits for it and nothing is pending, else as a Work.
 
-    A Work goes to the group's thread, behind what is pending there, or, where the plan says that
-    this is best, is carried out at once. waits: it is performed now. name: of the operation, where
-    it is not the primitive's.
+    A Work goes to the group's thread, behind what is pending there, or, if the plan says that this
+    is best, is carried out at once. waits: it is performed now. name: of the operation, if it is
+    not the primitive's.
     """
     group = plan.group
     if waits:
@@ -116,8 +116,8 @@ def _dispatch(
 
 
 def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
-    """An asynchronous call, or a list of them, is best carried out at once: nothing is pending, and
-    the ranks, who tell each other through the memory that they share, are all here.
+    """Return whether an asynchronous call, or a list of them, is best carried out at once: nothing
+    is pending, and the ranks are all here, as the memory that they share shows.
     """
     group = plan.group
     if (
@@ -140,11 +140,11 @@ def run_fast(
     op: ReduceOp | None = None,
     root: int = 0,
 ) -> Work | None:
-    """The same, and a short way where nothing about the call is unusual.
+    """Carry out a call as ``run`` does, by a short way if nothing about it is unusual.
 
     For primitives in place, and those of one input and one output. The group has made such a call
     before, nothing is pending, and a fast view shows each array to be one block of memory.
-    Everything else, errors too, takes the way of all calls.
+    Everything else, errors too, goes by ``run``.
     """
     member: Any = state.default if group is None else group
     send = route = None
@@ -201,17 +201,17 @@ def run_all(
     inputs: Sequence[Any] | None = None,
     op: ReduceOp | None = None,
 ) -> Work | None:
-    """Checks a collective call on each output and its input, then carries all out as one Work.
+    """Check a collective call on each output and its input, then carry all out as one Work.
 
     inputs: as many as outputs; None for calls in place. Small ones are made together, see
-    ``fusing``; the list is compared with the other ranks'. The rest is as ``run`` has it. Raises
-    UnsupportedError where dtypes or devices differ in the list.
+            ``fusing``; the list is compared with the other ranks'. The rest is as in ``run``.
+            Raises UnsupportedError if dtypes or devices differ in the list.
     """
     member = resolve(group)
     if member is None:
         warn_outside(name)
         return None
-    outputs = list(outputs)  # a caller may change his
+    outputs = list(outputs)  # a caller may change its list
     waits = not async_op and not member.busy()
     found = fusing.fused(name, primitive, member, outputs, inputs, held=waits)
     plan = _plan(primitive, member, op, found.dtype, found.on_device)
@@ -227,32 +227,32 @@ def run_all(
 def _carry_out_all(
     send: None, recv: None, how: tuple[ProcessGroup, Sequence[tuple[Any, ...]]], root: int
 ) -> None:
-    """Carries a list of calls out, after comparing the whole list with the other ranks': what is
+    """Carry a list of calls out, after comparing the whole list with the other ranks': what is
     fused must be the same on all.
     """
     group, ready = how
-    if len(group.recent) > 1:  # it has not been its turn just now
+    if len(group.recent) > 1:  # it has not just been compared
         consistency.check(group)
     for carry, out, into, extent in ready:
         group.sequence += 1
         carry(out, into, extent, 0)
 
 
-#: Carries out a call that is counted and compared, with the group's lock held: what is sent, what
-#: is received, the extent or what else the function wants to know, and the root.
+#: Carries out a call that is counted and compared, with the group's lock held. Takes what is sent,
+#: what is received, the extent or whatever else the function needs, and the root.
 Carry = Callable[[Any, Any, Any, int], None]
 
 
 def perform(
     call: Plan | Task, sizes: int, root: int, carry: Carry, send: Any, recv: Any, how: Any
 ) -> None:
-    """The one place where a collective happens: it is put on the group's record, compared with the
-    other ranks' where it is its turn, and carried out by ``carry(send, recv, how, root)``.
+    """Carry out a collective, in the one place where that happens: put it on the group's record,
+    compare it with the other ranks' when that is due, and call ``carry(send, recv, how, root)``.
 
-    sizes, root: what its signature has of them; see mpicoll.core.signature.
+    sizes, root: of its signature; see mpicoll.core.signature.
 
     Returns when this rank's part is done; on a device, when the streams that it was called in wait
-    for it, or, asynchronous, when it is. Errors of MPI are raised as MPIError.
+    for it, or, if asynchronous, when it is done. Errors of MPI are raised as MPIError.
     """
     group = call.group
     group.lock.acquire()  # a with statement would take three times as long
@@ -272,8 +272,8 @@ def perform(
 
 
 def _look_at(error: Exception, call: Plan | Task) -> None:
-    """A call that failed because the ranks' records of it differ has been reported: it is taken off
-    them. One that failed for a reason of this rank's stays, for the others have made the same.
+    """Take a call off the record if it failed because the ranks' records differ: that was reported.
+    One that failed for a reason of this rank's stays, for the others have made the same.
     """
     differs = MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception
     if call.even and isinstance(error, differs):
@@ -287,7 +287,7 @@ def _plan(
     dtype: DType | None,
     on_device: bool,
 ) -> Plan:
-    """The plan for calls of this kind, made when the first one comes."""
+    """Return the plan for calls of this kind, made when the first one comes."""
     key: tuple[Any, ...] = (primitive, dtype, op)  # as run_fast has it
     if on_device:
         key = (*key, "device")
@@ -326,7 +326,7 @@ def submit(
     outputs: Sequence[Any],
     at_once: bool = False,
 ) -> Work:
-    """Gives a task to the group's thread, behind what is pending there; ``at_once``: runs it."""
+    """Give a task to the group's thread, behind what is pending there; ``at_once``: run it."""
     work = Work(
         f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
     )
@@ -364,11 +364,11 @@ def run_in_order(
     everybody: bool = True,
     keeps_time: bool = False,
 ) -> Any:
-    """Runs ``task()``, which uses the group's communicator, in the order of its collectives.
+    """Run ``task()``, which uses the group's communicator, in the order of its collectives.
 
-    root: given where all members call: the call is compared with the other ranks', like those of
-    primitives (-1 where there is no root). everybody: all members call, if not with the same
-    arguments. keeps_time: the task sees to its own timeout, and may fail on some ranks alone.
+    root: given if all members call: the call is compared with the other ranks', like those of
+          primitives (-1 if there is no root). everybody: all members call, if not with the same
+          arguments. keeps_time: the task watches its own timeout, and may fail on some ranks alone.
     Returns what the task returns.
     """
     group.check_open()
@@ -396,8 +396,8 @@ def run_in_order(
 
 
 def _perform_unrecorded(group: ProcessGroup, name: str, carry: Callable[[], None]) -> None:
-    """The same of a call that some members alone make, or that keeps its own time: the ranks'
-    records need not be alike.
+    """Perform a call that only some members make, or that keeps its own time: the ranks' records
+    need not be alike.
     """
     try:
         with group.lock:
@@ -412,7 +412,7 @@ state.run_in_order = run_in_order
 
 
 def warn_outside(name: str) -> None:
-    """Warns, as torch does, that a rank outside the group made the call."""
+    """Warn, as torch does, that a rank outside the group made the call."""
     rank = default_group().rank()
     warn(f"{name}: global rank {rank} is not in the group it was called with; nothing is done")
 
@@ -425,9 +425,9 @@ def find_root(
     group_rank: int | None,
     default: int | None = None,
 ) -> int:
-    """The root's rank in the group, given as a global or as a group rank.
+    """Return the root's rank in the group, given as a global or as a group rank.
 
-    default: the global rank where neither is given; None where one must be.
+    default: the global rank if neither is given; None if one must be.
     Raises ArgumentError (a ValueError) for both, for none, and for a rank outside of the group.
     On a rank that is itself outside, only a rank in the group can be given, as in torch.
     """

@@ -1,8 +1,8 @@
 """Many small arrays in one collective: packed side by side, carried out as one, and unpacked.
 
 A call on little data costs its latency, and packing costs two copies that stay in the cache: worth
-it for small arrays, for large ones not. What is packed together follows from the sizes alone, which
-all ranks have alike; how its own arrays lie in memory is each rank's affair.
+it for small arrays, not for large ones. What is packed together follows from the sizes alone, which
+all ranks have alike; how the arrays lie in memory may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Array = np.ndarray[Any, Any]
 
 #: Bytes of the larger side of a call up to which it is fused with others.
 SMALL = 16 * 1024
-#: Bytes of the larger side of what they are fused to, at the most.
+#: The most bytes of the larger side of a fused call.
 CHUNK = 512 * 1024
 
 
 class Fused(NamedTuple):
-    """What a list of calls comes to.
+    """The calls that a list of calls is fused to.
 
-    calls:  the views of each call to be made, in their order.
+    calls:  the views of each call to be made, in order.
     dtype, on_device: of all elements.
     counts: what all ranks must agree on: the elements of each entry of the list; of an entry whose
             blocks differ from rank to rank, those of each block.
@@ -66,11 +66,11 @@ def fused(
     inputs: Sequence[Any] | None,
     held: bool,
 ) -> Fused:
-    """Checks a call without a root on each output and its input, and fuses small ones.
+    """Check a call without a root on each output and its input, and fuse small ones.
 
     inputs: as many as outputs; None for calls in place.
     held: the caller leaves the arrays where they are until all calls are over.
-    Raises what the calls raise, and UnsupportedError where dtypes or devices of the list differ.
+    Raises what the calls raise, and UnsupportedError if dtypes or devices of the list differ.
     """
     entries = _Entries(name, primitive, group, outputs, inputs, held)
     made = [entries.views_of(batch) for batch in batches(entries.sizes())]
@@ -78,9 +78,9 @@ def fused(
 
 
 def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
-    """Which calls of a list are made together, by the bytes of each: the places of each batch.
+    """Return which calls of a list are made together, by the bytes of each: places by batch.
 
-    A function of the sizes alone. Each place is in one batch, a large one in a batch of its own.
+    A function of the sizes alone. Each place is in one batch, a large one in a batch by itself.
     """
     large = [place for place, size in enumerate(sizes) if size > SMALL]
     made: list[Sequence[int]] = [[place] for place in large]
@@ -114,7 +114,7 @@ class _Entries:
     ) -> None:
         self._layout = primitive.layout
         in_place = self._layout is Layout.IN_PLACE
-        #: Those that have a block in the larger side of a call.
+        #: The number of blocks in the larger side of a call.
         self._ranks = 1 if in_place else group.size()
         #: The views of entries that have no fast view; of the others the output is a buffer.
         self._views: dict[int, Views] = {}
@@ -154,14 +154,14 @@ class _Entries:
         self.on_device = None not in devices
 
     def sizes(self) -> list[int]:
-        """The bytes of the larger side of each call; too many where blocks differ."""
+        """Return the bytes of the larger side of each call; too many to fuse if blocks differ."""
         unit = self._ranks * self.dtype.itemsize
         if not self._views:
             return [unit * count for count in self.counts]
         return [unit * n if n.__class__ is int else SMALL + 1 for n in self.counts]
 
     def views_of(self, batch: Sequence[int]) -> Views:
-        """The views of the calls at these places, made as one."""
+        """Return the views of the calls at these places, made as one."""
         first = batch[0]
         if len(batch) == 1:
             return self._views.get(first) or (None, self._output(first), self.counts[first])
@@ -191,7 +191,7 @@ def _at(places: Sequence[int], items: Sequence[Any]) -> Sequence[Any]:
 
 
 def _all_plain(arrays: Sequence[Any]) -> bool:
-    """The usual list: NumPy's arrays of one dtype that buffers know, contiguous and writable."""
+    """Return whether all are contiguous, writable NumPy arrays of one dtype that buffers know."""
     if set(map(type, arrays)) != {np.ndarray}:
         return False
     known = by_numpy.get(arrays[0].dtype)
@@ -209,11 +209,11 @@ _HOLDING = {np.ndarray: fast_views[np.ndarray]}
 
 
 def _nothing(array: Any) -> None:
-    """What is seen of an array of a kind without a fast view."""
+    """Return None: an array of this kind has no fast view."""
 
 
 def _carried(buffer: Any, dtype: DType) -> Array:
-    """The elements in a buffer, as NumPy's buffers have them."""
+    """Return the elements in a buffer, as NumPy's buffers have them."""
     if isinstance(buffer, np.ndarray):
         return buffer
     return np.frombuffer(buffer, dtype.numpy if dtype.buffers else CARRIERS[dtype.itemsize])
@@ -223,10 +223,10 @@ def _carried(buffer: Any, dtype: DType) -> Array:
 
 
 def _side(items: Sequence[Any], widths: Sequence[int], rows: int, dtype: DType) -> View:
-    """One side of several calls as that of one call.
+    """Return one side of several calls as that of one call.
 
-    items: of each call the view, or a buffer, of ``rows`` blocks, or the view of a list of blocks.
-    widths: of each call the elements of a block.
+    items:  of each call the view, or a buffer, of ``rows`` blocks, or the view of a list of blocks.
+    widths: of each call the count of a block.
     """
     lines: Sequence[Sequence[Any]] = [items]
     if isinstance(items[0], ViewList):
@@ -240,8 +240,8 @@ def _side(items: Sequence[Any], widths: Sequence[int], rows: int, dtype: DType) 
 class _Side(View):
     """A table of blocks: a column for each call and, where ranks have blocks, a row for each rank.
 
-    lines:  views, or buffers, of one block each, row by row; or one line of some that have a block
-            in each of so many ``rows``.
+    lines:  views, or buffers, of one block each, row by row; or one line of some with a block in
+            each of ``rows`` rows.
     widths: elements of a block, column by column.
     """
 
@@ -263,8 +263,8 @@ class _Side(View):
 
 
 class _OnHost(_Side):
-    """The blocks are copied from and to addresses: those of the views, or, where a view is not
-    contiguous, of memory beside it.
+    """A side on the host: blocks are copied from and to addresses, those of the views or, if a view
+    is not contiguous, of memory beside it.
     """
 
     __slots__ = ("_addresses", "_counts", "_scattered")
@@ -289,23 +289,23 @@ class _OnHost(_Side):
         return one.buffer
 
     def empty_like(self) -> View:
-        """As many elements, uninitialised; there until the next call of this thread."""
+        """Return as many elements, uninitialised; valid until the next call of this thread."""
         return _room(1, self.dtype, self.count)
 
     def contiguous(self) -> View:
-        """A copy of the elements; there until the next call of this thread."""
+        """Return a copy of the elements; valid until the next call of this thread."""
         into = _room(0, self.dtype, self.count)
         self.copy_to(into)
         return into
 
     def copy_to(self, packed: View) -> None:
-        """Copies the elements into a contiguous view of as many."""
+        """Copy the elements into a contiguous view of as many."""
         for one, beside in self._scattered:
             one.copy_to(beside)
         self._move(packed, inward=False)
 
     def copy_from(self, packed: View) -> None:
-        """Takes the elements over from a contiguous view of as many."""
+        """Copy the elements from a contiguous view of as many."""
         self._move(packed, inward=True)
         for one, beside in self._scattered:
             one.copy_from(beside)
@@ -328,28 +328,28 @@ class _OnHost(_Side):
 
 
 class _OnDevice(_Side):
-    """Each block is copied by itself."""
+    """A side on a device: each block is copied by itself."""
 
     __slots__ = ()
 
     @property
     def parts(self) -> Sequence[View]:
-        """The views of the arrays."""
+        """Return the views of the arrays."""
         return [one for line in self._lines for one in line]
 
     def empty_like(self) -> View:
-        """As many elements on the same device, uninitialised; there only until the call ends."""
+        """Return as many elements on the same device, uninitialised; valid until the call ends."""
         room: View = self._lines[0][0].new_empty(self.count)
         return room
 
     def copy_to(self, packed: View) -> None:
-        """Copies the elements into a contiguous view of as many."""
+        """Copy the elements into a contiguous view of as many."""
         wholes = [one if self._has_blocks(one) else one.contiguous() for one in self.parts]
         for block, place in self._blocks(wholes, packed):
             block.copy_to(place)
 
     def copy_from(self, packed: View) -> None:
-        """Takes the elements over from a contiguous view of as many."""
+        """Copy the elements from a contiguous view of as many."""
         wholes = [one if self._has_blocks(one) else one.empty_like() for one in self.parts]
         for block, place in self._blocks(wholes, packed):
             block.copy_from(place)
@@ -358,11 +358,11 @@ class _OnDevice(_Side):
                 one.copy_from(whole)
 
     def _has_blocks(self, one: View) -> bool:
-        """Its blocks are to be had as views."""
+        """Return whether its blocks are available as views."""
         return self._rows == 1 or one.buffer is not None
 
     def _blocks(self, wholes: Sequence[View], packed: View) -> Iterator[tuple[View, View]]:
-        """Each block, and its place among the packed ones."""
+        """Yield each block, and its place among the packed ones."""
         starts, rows, width = [0, *accumulate(self._widths)], self._rows, sum(self._widths)
         for i, whole in enumerate(wholes):
             line, column = divmod(i, len(self._widths))
@@ -373,9 +373,7 @@ class _OnDevice(_Side):
 
 
 class _Rooms(threading.local):
-    """Memory for what is packed and for what is to be unpacked, kept: fresh memory takes longer to
-    get than to fill.
-    """
+    """Kept memory for packing and unpacking: fresh memory takes longer to get than to fill."""
 
     def __init__(self) -> None:
         self.memory = np.empty((2, CHUNK), np.uint8)

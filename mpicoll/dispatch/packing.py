@@ -1,8 +1,8 @@
-"""What stands between the caller's arrays and a route: packing, cutting, the order of streams.
+"""The layer between the caller's arrays and a route: packing, chunks, the order of streams.
 
-A route takes contiguous buffers. The wrappers here make them of views, whatever lies behind these:
-arrays whose elements lie apart, lists of arrays, memory that both sides share. They are composed
-when a plan is made.
+A route takes contiguous buffers. The wrappers here make them of any views: of arrays whose elements
+lie apart, of lists of arrays, of memory that both sides share. They are composed when a plan is
+made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LISTED = 4 * 1024 * 1024
 
 
 def on_views(kind: CallKind, route: Implementation, on_device: bool) -> Run:
-    """Return what carries calls of a kind out on views: a route, and what it needs around it."""
+    """Return the implementation of a kind of call on views: a route in the wrappers it needs."""
     primitive = kind.primitive
     if primitive.layout is Layout.EMPTY:
         return route
@@ -43,7 +43,7 @@ def on_views(kind: CallKind, route: Implementation, on_device: bool) -> Run:
 
 
 def _packed(kind: CallKind, route: Implementation, on_device: bool) -> Run:
-    """A route on contiguous copies of what is not contiguous, or read and written at once."""
+    """Return a route that copies views which are not contiguous, or both read and written."""
     primitive, group = kind.primitive, kind.group
     in_place = primitive.layout is Layout.IN_PLACE
 
@@ -67,7 +67,7 @@ def _packed(kind: CallKind, route: Implementation, on_device: bool) -> Run:
 
 
 def _one_by_one(route: Implementation) -> Run:
-    """A route that takes lists of buffers: the arrays of a list, where they are if that can be."""
+    """Return a route for lists of buffers: the arrays of a list, in place where possible."""
 
     def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
         assert send is not None and recv is not None
@@ -84,9 +84,9 @@ def _one_by_one(route: Implementation) -> Run:
 
 
 def _in_chunks(kind: CallKind, whole: Run, step: int) -> Run:
-    """Calls whose blocks are alike, ``step`` elements of each block at a time.
+    """Return calls with equal blocks, in chunks of ``step`` elements of each block.
 
-    Where this rank, or the root, has a list of arrays, no more of it is packed at once.
+    If this rank, or the root, has a list of arrays, no more of it is packed at once.
     """
     n, many_in = kind.group.size(), kind.primitive.many_in
 
@@ -115,13 +115,13 @@ def _parts(view: View | None) -> Sequence[View]:
 
 
 def _cut(parts: Sequence[View], start: int, count: int) -> View | None:
-    """The same elements of each array, as the view of one array or of a list."""
+    """Return the same elements of each array, as the view of one array or of a list."""
     cut = [one.part(start, count) for one in parts]
     return None if not cut else cut[0] if len(cut) == 1 else ViewList(cut, cut[0].dtype)
 
 
 def _meet(send: View, recv: View) -> bool:
-    """Memory of the two sides overlaps. Arrays that lie apart are copied before that matters."""
+    """Return whether the two sides' memory overlaps. Arrays that lie apart are copied anyway."""
     out = [one for one in send.parts if one.buffer is not None]
     into = [one for one in recv.parts if one.buffer is not None]
     return any(views.find_overlapping(out, into))
@@ -138,7 +138,7 @@ def stream_order(send: View | None, recv: View | None) -> StreamOrder:
 def in_stream_order(
     plan: Plan, order: StreamOrder, send: View | None, recv: View | None, extent: Extent, root: int
 ) -> None:
-    """Carry a call on a device out in its place among the streams."""
+    """Carry out a call on a device in its place among the streams."""
     context = _context(plan.group, order.index)
     for view in (send, recv):
         for part in () if view is None else view.parts:
@@ -158,7 +158,7 @@ def in_stream_order(
 
 
 def _context(group: ProcessGroup, index: int) -> DeviceContext:
-    """What the collectives of a group have of a device."""
+    """Return the device context of a group's collectives."""
     context: DeviceContext | None = group.resources.find(("device", index))
     if context is None:
         context = DeviceContext(runtime.get_runtime(), index)

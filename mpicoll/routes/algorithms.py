@@ -1,19 +1,19 @@
 """Collectives over point-to-point messages, written once for any kind of memory.
 
-Of MPI only sends and receives are asked; what is copied and combined on the way, a `Space` does.
-``n`` is the number of ranks, a *latency* what a message costs however short it is.
+Of MPI they use only sends and receives; copying and combining is a `Space`'s. ``n`` is the number
+of ranks, a *latency* the cost of a message however short it is.
 
-Which algorithm serves a call is a function of count, dtype, operation and n, as every rank knows
-them. All reductions combine the original elements of all ranks in one place, once, in the order of
+Which algorithm serves a call is a function of count, dtype, operation and n, which every rank
+knows. All reductions combine the original elements of all ranks in one place, once, in the order of
 the ranks. So all ranks get the same bits, on hosts and devices. They depend neither on the number
-of elements nor on the algorithm, and narrow floats travel as they are and are rounded once.
-Partial sums that travel, as in recursive halving or in a ring of sums, would cost narrow floats
-twice the bytes, and a combination with a wait for it at each step, which on a device is dearer than
-several messages; they win only where many ranks reduce little.
+of elements nor on the algorithm, and narrow floats travel as they are and are rounded once. Partial
+sums that travel, as in recursive halving or in a ring of sums, would cost narrow floats twice the
+bytes, and a combination with a wait at each step, which on a device costs more than several
+messages; they win only where many ranks reduce little.
 
-Views that are given to a function are ready to be read and written. Its results are there once the
-caller has synchronized. `build` makes implementations of them; the routes `exchange` on the host
-and `direct` on a device are these.
+Views passed to a function are ready to be read and written. Its results are there once the caller
+has synchronized. `build` makes implementations: the routes `exchange` on the host and `direct` on a
+device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
 
 
 def build(kind: CallKind, space: Space) -> Implementation:
-    """Return what carries calls of a kind out on buffers in ``space``; its caller synchronizes."""
+    """Return the implementation of a kind of call in ``space``; its caller synchronizes."""
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
@@ -80,7 +80,7 @@ def build(kind: CallKind, space: Space) -> Implementation:
 def premultiplied(
     kind: CallKind, space: Space, build_sum: Callable[[CallKind], Implementation]
 ) -> Implementation:
-    """PREMUL_SUM: each rank's elements times its factor, then a sum.
+    """Build PREMUL_SUM: each rank's elements times its factor, then a sum.
 
     build_sum: makes the sum; of float32 for narrow floats, which are scaled and summed in it, in
                rank order, and rounded once at the end.

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group, and what the algorithms over them work on."""
+"""Messages between the ranks of a group, and the scope of the algorithms over them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Messages", "Scope", "Span", "in_flight", "spans_of", "whole_message"]
 
-#: Messages that are not through: their memory is held, for ever where an error came between.
+#: Unfinished messages: their memory is held, for ever if an error came between.
 in_flight: set[Messages] = set()
 
 
 class Messages:
-    """Messages on their way; an empty view is none."""
+    """Messages in flight; an empty view is none."""
 
     def __init__(self, scope: Scope) -> None:
         self._group, self._tag = scope.group, scope.tag
@@ -47,7 +47,7 @@ class Messages:
             )
 
     def finish(self) -> None:
-        """Wait for all; raise MismatchError where a rank has sent less than was expected."""
+        """Wait for all; raise MismatchError if a rank has sent less than was expected."""
         status, short = MPI.Status(), None
         for _, request, what, source in self._receives:
             request.Wait(status)
@@ -75,14 +75,14 @@ Span = tuple[int, int]
 
 
 def spans_of(counts: Sequence[int]) -> list[Span]:
-    """Return where blocks lie that follow each other."""
+    """Return where consecutive blocks lie."""
     return list(zip(accumulate(counts, initial=0), counts, strict=False))
 
 
 class Scope(NamedTuple):
-    """What the algorithms of one kind of call work on: the group, its memory, the operation.
+    """The scope of the algorithms of one kind of call: the group, its memory, the operation.
 
-    op: None where nothing is combined.
+    op: None if nothing is combined.
     combined: the ranks whose elements make the result of each rank.
     tag:   of the messages, so that calls of different primitives do not take each other's.
     """
@@ -96,5 +96,5 @@ class Scope(NamedTuple):
     tag: int
 
     def others(self) -> Iterator[int]:
-        """All other ranks, from the next one on, so that no rank is everybody's first."""
+        """Return all other ranks, from the next one on, so that none is every rank's first."""
         return ((self.me + step) % self.n for step in range(1, self.n))

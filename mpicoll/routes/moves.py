@@ -17,13 +17,13 @@ __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 #: Bytes of all ranks' blocks up to which they are gathered in few steps instead of short ones.
 GATHERED = 512 * 1024
-#: Bytes of the chunks of a broadcast along a chain, at least and at most; and how many times fewer
-#: than the chunks the ranks shall be, for the chain takes n - 2 chunks longer than the message.
+#: The fewest and the most bytes of a chunk of a broadcast along a chain; and how many chunks there
+#: shall be for each rank, for the chain takes n - 2 chunks longer than the message.
 LEAST, MOST, LINKS = 128 * 1024, 4 * 1024 * 1024, 8
 
 
 def broadcast(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
-    """The root's elements, on every rank.
+    """Send the root's elements to every rank.
 
     Short messages go down a binomial tree: log2 n latencies, and as many times the bytes (Thakur,
     Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19(1), 2005, section 4.3).
@@ -70,14 +70,14 @@ def _chain(scope: Scope, recv: View, root: int, place: int) -> None:
 
 
 def all_gather(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
-    """The blocks of all ranks on every rank; no send: this rank's is in its place.
+    """Gather the blocks of all ranks on every rank; without send, this rank's is in its place.
 
-    Few bytes: the exchange of Bruck and others, in which the blocks that a rank has double with
-    each step, whatever n is: log2 n latencies (Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE Trans.
-    Parallel and Distributed Systems 8(11), 1997). Blocks go where they belong at once instead of
-    being rotated in the end; a run of blocks that wraps around is two messages. Many: the ring of
-    Thakur and others (as above, section 4.1), n - 1 latencies, only neighbours talk. Either way a
-    rank receives each foreign byte once.
+    Few bytes: the exchange of Bruck and others, in which a rank's blocks double with each step,
+    whatever n is: log2 n latencies (Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE Trans. Parallel and
+    Distributed Systems 8(11), 1997). Blocks go where they belong at once instead of being rotated
+    in the end; a run of blocks that wraps around is two messages. Many bytes: the ring of Thakur
+    and others (as above, section 4.1): n - 1 latencies, and only neighbours talk. Either way a rank
+    receives each foreign byte once.
     """
     space, n, me = scope.space, scope.n, scope.me
     spans = spans_of(blocks.receives)
@@ -107,7 +107,7 @@ def all_gather(scope: Scope, send: View | None, recv: View, blocks: Blocks, root
 
 
 def _runs(spans: Sequence[Span], first: int, many: int) -> Iterator[Span]:
-    """Where ``many`` ranks' blocks are, from rank ``first`` on, around the end."""
+    """Return where ``many`` ranks' blocks are, from rank ``first`` on, around the end."""
     n = len(spans)
     for some in (spans[first : first + many], spans[: max(0, first + many - n)]):
         if some:
@@ -127,10 +127,10 @@ def _ring(scope: Scope, own: View, recv: View, spans: Sequence[Span]) -> None:
 
 
 def gather(scope: Scope, send: View, recv: View | None, blocks: Blocks, root: int) -> None:
-    """The blocks of all ranks, on the root, each sent there directly (MPI-4.1 section 6.5).
+    """Gather the blocks of all ranks on the root, each sent there directly (MPI-4.1 section 6.5).
 
-    The root's link carries each byte once, whatever the way; a tree would spare it latencies, and
-    copy on the way.
+    The root's link carries each byte once in any case; a tree would save it latencies, and copy on
+    the way.
     """
     messages = Messages(scope)
     if recv is None:
@@ -143,7 +143,7 @@ def gather(scope: Scope, send: View, recv: View | None, blocks: Blocks, root: in
 
 
 def scatter(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
-    """One block of the root's to each rank, sent there directly (MPI-4.1 section 6.6)."""
+    """Send one block of the root's to each rank directly (MPI-4.1 section 6.6)."""
     messages = Messages(scope)
     if send is None:
         messages.receive(recv, root)
@@ -155,7 +155,7 @@ def scatter(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: i
 
 
 def all_to_all(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
-    """One block from each rank to each other, in n - 1 steps of pairs; see ``wire.exchange``.
+    """Send one block from each rank to each other, in n - 1 steps of pairs; see ``wire.exchange``.
 
     No rank knows the others' sizes; each message is known to its sender and its receiver. Both
     sides may be lists of arrays.

@@ -17,19 +17,19 @@ from mpicoll.routes.wire import message
 
 __all__ = ["all_reduce", "prefix", "reduce", "reduce_scatter"]
 
-#: Ranks up to which everybody sends what is small to everybody, without a copy first.
+#: Ranks up to which small data goes from each to each, without a copy first.
 DIRECT = 8
 
 
 def all_reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
-    """The elements of all ranks combined, on every rank, in place.
+    """Combine the elements of all ranks, on every rank, in place.
 
-    Few bytes: everybody gets everything and combines it, in one latency among few ranks, by the
-    all-gather in log2 n of them among many. Many bytes: each rank gets one n-th of everybody,
+    Few bytes: every rank gets everything and combines it, in one latency among few ranks, by the
+    all-gather in log2 n of them among many. Many bytes: each rank gets one n-th of every rank's,
     combines it and hands the result to all: Rabenseifner's decomposition (Thakur and others, as
-    above, section 4.5) with a reduce-scatter by pairwise exchange and an all-gather by the ring.
-    A rank sends and receives 2 (n - 1) / n times the bytes, as few as there can be (Patarasuk,
-    Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
+    above, section 4.5) with a reduce-scatter by pairwise exchange and an all-gather by the ring. A
+    rank sends and receives 2 (n - 1) / n times the bytes, as few as there can be (Patarasuk, Yuan,
+    Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
     Distributed Computing 69(2), 2009).
     """
     n, me, count, space = scope.n, scope.me, recv.count, scope.space
@@ -52,7 +52,7 @@ def all_reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) 
 
 
 def _terms_of_all(scope: Scope, terms: _Terms, source: View) -> list[View]:
-    """The terms of all ranks, on every rank."""
+    """Return the terms of all ranks, on every rank."""
     stack = scope.space.empty(terms.dtype, scope.n * source.count)
     parts = [stack.part(r * source.count, source.count) for r in range(scope.n)]
     terms.take(source, parts[scope.me])
@@ -66,10 +66,10 @@ def _terms_of_all(scope: Scope, terms: _Terms, source: View) -> list[View]:
 
 
 def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
-    """The elements of all ranks combined, in place on the root; the others' stay as they are.
+    """Combine the elements of all ranks, in place on the root; the others' stay as they are.
 
     Few bytes: the root gets everything and combines it: one latency. Many: as in all_reduce, but
-    that the results go to the root alone; it receives 2 (n - 1) / n times the bytes, and sends and
+    the results go to the root alone; it receives 2 (n - 1) / n times the bytes, and sends and
     combines no more than the others.
     """
     space, n, me, count = scope.space, scope.n, scope.me, recv.count
@@ -98,7 +98,7 @@ def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> N
 
 
 def reduce_scatter(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
-    """One block of the elements of all ranks combined on each rank: a pairwise exchange.
+    """Combine one block of the elements of all ranks on each rank: a pairwise exchange.
 
     The originals travel: (n - 1) / n times the bytes, as few as there can be, and one latency for a
     chunk (Thakur and others, as above, section 4.4, for long messages).
@@ -115,11 +115,11 @@ def reduce_scatter(scope: Scope, send: View, recv: View, blocks: Blocks, root: i
 
 
 def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
-    """The elements of some ranks combined, of others on each rank: of those up to it, or before it.
+    """Combine on each rank the elements of some ranks: of those up to it, or before it.
 
-    Few bytes: everybody gets everything and combines what is for it. Many: as in all_reduce, each
-    rank gets one n-th of everybody, but combines it once for each rank and sends each its result:
-    as many bytes, and n / 2 times the arithmetic, for the sake of the same bits whatever the count.
+    Few bytes: every rank gets everything and combines what is for it. Many: as in all_reduce, each
+    rank gets one n-th of every rank's, but combines it once for each rank and sends each its
+    result: as many bytes, and n / 2 times the arithmetic, for the same bits whatever the count.
     (Hillis, Steele, Data parallel algorithms, Comm. ACM 29(12), 1986, add partial sums in log2 n
     steps; those round narrow floats at each step, and combine in another order.)
     """
@@ -167,7 +167,7 @@ def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> N
         messages.finish()
 
 
-#: Of some elements, those that each rank combines.
+#: The part of some elements that each rank combines.
 Cut = Sequence[Span]
 
 
@@ -179,13 +179,13 @@ class _Chunk(NamedTuple):
 
 
 def _step(scope: Scope, dtype: DType) -> int:
-    """Elements that one rank combines of a chunk."""
+    """Return the elements of a chunk that one rank combines."""
     travels = _travelling(scope.op, dtype)
     return max(1, min(scope.space.chunk, scope.space.stack // scope.n) // travels.itemsize)
 
 
 def _cuts(scope: Scope, view: View) -> list[Cut]:
-    """The elements in chunks, each shared out to all ranks."""
+    """Return the elements in chunks, each shared out to all ranks."""
     n, step = scope.n, scope.n * _step(scope, view.dtype)
     found: list[Cut] = []
     for begin in range(0, view.count, step):
@@ -197,16 +197,16 @@ def _cuts(scope: Scope, view: View) -> list[Cut]:
 
 
 def _travelling(op: ReduceOp | None, dtype: DType) -> DType:
-    """The dtype of what is sent to be combined; products of narrow floats are not rounded yet."""
+    """Return the dtype sent to be combined; products of narrow floats are not rounded yet."""
     assert op is not None
     widened = op.factor is not None and dtype.kind is Kind.NARROW_FLOAT
     return by_name["float32"] if widened else dtype
 
 
 class _Terms:
-    """What is combined: the elements, or for PREMUL_SUM their products.
+    """The terms of a reduction: the elements, or for PREMUL_SUM their products.
 
-    factor: of the products; None where there are none.
+    factor: of the products; None if there are none.
     dtype:  of the terms.
     """
 
@@ -220,14 +220,14 @@ class _Terms:
         self._averages = op is ReduceOp.AVG
 
     def take(self, source: View, into: View) -> None:
-        """The terms of this rank's elements."""
+        """Write the terms of this rank's elements into ``into``."""
         if self.factor is None:
             self._space.copy(source, into)
         else:
             self._space.scale(source, self.factor, into)
 
     def combine(self, terms: Sequence[View], own: View, out: View, n: int) -> None:
-        """Combines the terms of n ranks; where they are widened, ``own`` is overwritten."""
+        """Combine the terms of n ranks; if they are widened, ``own`` is overwritten."""
         target = out if out.dtype is self.dtype else own
         self._space.combine(self._op, terms, target, n if self._averages else 1)
         if target is not out:
@@ -252,7 +252,7 @@ class _Reduction:
             self._products = [space.empty(dtype, products) for _ in both]
 
     def carry_out(self, then: Callable[[_Chunk], None] | None = None) -> None:
-        """``then`` is called for each chunk, in order, once its result may be sent."""
+        """Carry it out; call ``then`` for each chunk, in order, once its result may be sent."""
         chunks, space = self._chunks, self._space
         if not chunks:
             return
@@ -280,7 +280,7 @@ class _Reduction:
             then(chunks[-1])
 
     def _prepared(self, i: int) -> list[View]:
-        """This rank's terms for each rank."""
+        """Return this rank's terms for each rank."""
         cut = self._chunks[i].cut
         found = {span: self._source.part(*span) for span in cut}
         if self._terms.factor is not None:
@@ -292,7 +292,7 @@ class _Reduction:
         return [found[span] for span in cut]
 
     def _begin(self, i: int, parts: Sequence[View]) -> tuple[Messages, list[View]]:
-        """Messages with the terms of a chunk; where this rank's of all ranks will be."""
+        """Begin the messages of a chunk's terms; return where this rank's of all ranks will be."""
         me = self._scope.me
         messages, size = Messages(self._scope), parts[me].count
         sources = list(parts)

@@ -1,4 +1,4 @@
-"""What a route says of itself."""
+"""The declaration of a route."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["EXCHANGES", "MOVES", "PREFIXES", "REDUCTIONS", "MemoryKind", "Route"
 
 
 class MemoryKind(Enum):
-    """Where the buffers of a call are."""
+    """The kind of memory of a call's buffers."""
 
     HOST = "host"
     DEVICE = "device"
@@ -33,19 +33,19 @@ class Route:
     """The declaration of a route.
 
     name:       in tuning tables, settings and messages.
-    words:      what messages say that calls go by.
+    words:      its description in messages.
     memory:     the kind of memory it serves.
     primitives: the names of those it serves.
     combines:   whether it combines elements of a dtype by an operation, for primitives that reduce.
-    build:      makes the implementation for a kind of call; None where the group cannot have it.
-                Gets the CallKind, and for device memory what the group has agreed on (see
+    build:      makes the implementation for a kind of call; None if the group cannot have it. Gets
+                the CallKind, and for device memory what the group has agreed on (see
                 routes/device/select.py). All ranks call it.
     scales:     it applies the factor of PREMUL_SUM itself.
     uneven:     the names of the primitives of which it serves blocks of different sizes.
     place:      where the ranks have to be, see routes/tuning.py; "" anywhere.
-    needs:      what has to be there, in words.
+    needs:      what it requires, in words.
     lacks:      of a device route, what a rank lacks for it, in words; "" for nothing.
-    on_demand:  it is taken only if it is asked for.
+    on_demand:  it is taken only on request.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Route:
     on_demand: bool = False
 
     def serves(self, primitive: Primitive, op: ReduceOp | None, dtype: DType | None) -> bool:
-        """Return whether it carries such calls out, where the group can have it."""
+        """Return whether it serves such calls, if the group can have it."""
         if primitive.name not in self.primitives:
             return False
         if op is None or dtype is None:

@@ -10,5 +10,5 @@ __all__ = ["choose"]
 
 
 def choose(kind: CallKind, on_device: bool) -> Implementation:
-    """Return what carries out calls of a kind on host or device memory."""
+    """Return the implementation of a kind of call on host or device memory."""
     return device.choose(kind) if on_device else host.choose(kind)

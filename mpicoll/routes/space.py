@@ -14,12 +14,12 @@ from mpicoll.kernels import reduction
 
 __all__ = ["HOST", "Host", "PooledHost", "Space"]
 
-#: On the host, see Space. (Where memory of a device is meant, routes/device has them.)
+#: For the host, see Space. (For memory of a device, routes/device has them.)
 SMALL, CHUNK, STACK = 8 * 1024, 1024 * 1024, 32 * 1024 * 1024
 
 
 class Space(Protocol):
-    """One kind of memory and what can be done in it, for one call at a time.
+    """One kind of memory and the operations in it, for one call at a time.
 
     Everything but ``synchronize`` may only be enqueued; what is enqueued is done in that order.
     Views are contiguous and of equal counts, unless said otherwise; they may be empty.
@@ -29,7 +29,7 @@ class Space(Protocol):
     chunk: bytes that one rank gets from one other at a time: enough to hide what combining them
            costs, few enough for the caches.
     stack: bytes of all those chunks together, of which there are two at a time.
-    mpi:   MPI's own collectives may be asked for this memory.
+    mpi:   MPI's own collectives may be used on this memory.
     """
 
     small: int
@@ -38,16 +38,16 @@ class Space(Protocol):
     mpi: bool
 
     def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
-        """The view of a buffer as implementations get it, or of a list of them."""
+        """Return the view of a buffer as implementations get it, or of a list of them."""
 
     def buffer(self, view: View) -> Any:
-        """What implementations get of a contiguous view."""
+        """Return the buffer that implementations get of a contiguous view."""
 
     def empty(self, dtype: DType, count: int) -> View:
-        """``count`` elements of whatever values, to be used until the call ends."""
+        """Return ``count`` elements of any values, to be used until the call ends."""
 
     def mark(self) -> int:
-        """Return what ``release`` gets to take back all that ``empty`` has given since then."""
+        """Return a mark for ``release``, to take back all that ``empty`` has given since then."""
         return 0
 
     def release(self, mark: int) -> None:
@@ -55,23 +55,23 @@ class Space(Protocol):
         return
 
     def copy(self, source: View, into: View) -> None:
-        """Copies; the elements of one of the views may lie apart, in C order."""
+        """Copy elements; those of one of the views may lie apart, in C order."""
         if into.buffer is None:
             into.copy_from(source)
         else:
             source.copy_to(into)
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
-        """``reduction.combine`` of views of one dtype."""
+        """Apply ``reduction.combine`` to views of one dtype."""
 
     def scale(self, source: View, factor: Any, out: View) -> None:
-        """``reduction.scale``; ``out`` is float32 where ``source`` is of narrow floats."""
+        """Apply ``reduction.scale``; ``out`` is float32 if ``source`` is of narrow floats."""
 
     def narrow(self, source: View, out: View) -> None:
-        """``reduction.narrow``."""
+        """Apply ``reduction.narrow``."""
 
     def synchronize(self) -> None:
-        """Returns when all that was enqueued is done, so that MPI may read it or write over it."""
+        """Wait until all that was enqueued is done, so that MPI may read it or write over it."""
 
 
 class Host(Space):
@@ -83,7 +83,7 @@ class Host(Space):
     mpi = True
 
     def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
-        """Of what mpi4py takes as a buffer."""
+        """Return the view of what mpi4py takes as a buffer."""
         if isinstance(buffer, list):
             parts = [self.view(one, dtype, [n]) for one, n in zip(buffer, counts, strict=True)]
             return ViewList(parts, dtype)
@@ -93,34 +93,34 @@ class Host(Space):
         return from_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
 
     def buffer(self, view: View) -> Any:
-        """The view's own."""
+        """Return the view's own."""
         return view.buffer
 
     def empty(self, dtype: DType, count: int) -> View:
-        """New memory."""
+        """Return new memory."""
         return empty(dtype, count)
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
-        """By the C library, or NumPy."""
+        """Combine by the C library, or NumPy."""
         reduction.combine(op, out.dtype, [source.flat for source in sources], out.flat, divisor)
 
     def scale(self, source: View, factor: Any, out: View) -> None:
-        """By NumPy."""
+        """Scale by NumPy."""
         reduction.scale(source.dtype, source.flat, factor, out.flat)
 
     def narrow(self, source: View, out: View) -> None:
-        """By the C library, or NumPy."""
+        """Narrow by the C library, or NumPy."""
         reduction.narrow(source.flat, out.flat)
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once: nothing is enqueued."""
 
 
 HOST = Host()
 
 
 class PooledHost(Host):
-    """The same for one group, whose scratch is kept: fresh memory takes longer to get than to fill.
+    """Host memory for one group, with scratch kept: fresh memory takes longer to get than to fill.
 
     Calls take the same blocks in the same order, so each keeps to its place.
     """
@@ -130,7 +130,7 @@ class PooledHost(Host):
         self._taken = 0
 
     def empty(self, dtype: DType, count: int) -> View:
-        """Memory that is kept, unless it is much."""
+        """Return memory that is kept, unless it is much."""
         nbytes, place = count * dtype.itemsize, self._taken
         if nbytes > self.stack:
             return empty(dtype, count)
@@ -146,5 +146,5 @@ class PooledHost(Host):
         return self._taken
 
     def release(self, mark: int) -> None:
-        """Let the blocks since then be taken again."""
+        """Take back the blocks given since then."""
         self._taken = mark

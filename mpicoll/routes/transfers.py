@@ -1,4 +1,4 @@
-"""One rank's part of a call through memory that all ranks see: what it puts there, what it gets."""
+"""One rank's part of a call through memory that all ranks see: its puts and its gets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Transfer(NamedTuple):
     places: blocks in the slot of a rank that has most of them.
     most:   elements of the largest block of all ranks.
     total:  what all ranks must have alike of the sizes, as a number; see mpicoll.core.signature.
-    puts, gets: blocks. Where there is an operation, the blocks got are combined into the place of
+    puts, gets: blocks. If there is an operation, the blocks got are combined into the place of
             the first.
     """
 
@@ -55,10 +55,10 @@ def transfer_of(
 ) -> Transfer:
     """Return this rank's part of a call on contiguous buffers; every rank calls.
 
-    send, recv: the addresses of the buffers; None where this rank sends or receives nothing, and
-                send of calls in place.
+    send, recv: the addresses of the buffers; None if this rank sends or receives nothing, and send
+                of calls in place.
 
-    Raises MismatchError, on all ranks, where blocks of all_to_all do not fit together.
+    Raises MismatchError, on all ranks, if blocks of all_to_all do not fit together.
     """
     return _TRANSFERS[kind.primitive.name](kind, send, recv, extent, root)
 
@@ -109,7 +109,7 @@ def _reduce_scatter(kind: CallKind, send: Any, recv: Any, extent: Extent, root: 
 
 
 def _all_to_all(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Transfer:
-    """No rank knows the others' sizes: they are exchanged first."""
+    """Exchange the sizes, which only their senders know, and return this rank's part."""
     group, n, me = kind.group, kind.group.size(), kind.group.rank()
     blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
     sends, theirs = np.array(blocks.sends, np.int64), np.empty(n, np.int64)
@@ -134,7 +134,7 @@ def _all_to_all(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int)
 
 
 def _cut(kind: CallKind, start: int, counts: Sequence[int]) -> Iterator[tuple[int, Put]]:
-    """The blocks of a buffer, which lie one after another, each with its rank."""
+    """Yield the consecutive blocks of a buffer, each with its rank."""
     assert kind.dtype is not None
     for rank, count in enumerate(counts):
         yield rank, Put(start, count)

@@ -2,14 +2,14 @@
 
 A table gives, for a kind of call, the route from each size on. Kinds are the primitives; where
 elements are combined, those that MPI combines rightly and, as "all_reduce of others", all others.
-Sizes are bytes of the larger array of a rank, the one that holds the blocks of all ranks where
-there is one. Routes depend on where the ranks of a group are:
+Sizes are bytes of the larger array of a rank, the one that holds the blocks of all ranks if there
+is one. Routes depend on where the ranks of a group are:
 
     node   on one node, with memory that they share
     nodes  on several nodes, several of them on some
     apart  anywhere; what is used where the former two cannot be
 
-A table that was measured leaves to the defaults, by the route "default", what was not.
+A measured table leaves the rest to the defaults, by the route "default".
 
 Every rank has the same table: rank 0's, which init_process_group hands out.
 """
@@ -43,8 +43,8 @@ __all__ = [
     "route_at",
 ]
 
-#: What a file has in place of a route where nothing was measured: what the defaults of the version
-#: that reads it have there.
+#: In place of a route in a file, where nothing was measured: the route of the defaults of the
+#: version that reads it.
 DEFAULT = "default"
 #: Where the ranks of a group can be.
 PLACES = ("node", "nodes", "apart")
@@ -112,8 +112,8 @@ _OPEN_MPI: Rows = {
 
 
 def _for_many(rows: Rows) -> Rows:
-    """The same for many ranks: where each looks at each other, or sends to each, a short message
-    takes longer than by MPI's trees.
+    """Return the same for many ranks: where each looks at each other, or sends to each, a short
+    message takes longer than by MPI's trees.
     """
     least = 16 * _KIB
     many = {}
@@ -143,7 +143,7 @@ KINDS = tuple(_MPICH)
 
 
 def name_kind(primitive: Primitive, others: bool) -> str:
-    """The kind of a call; ``others``: it combines elements, and not such as MPI combines rightly.
+    """Return the kind of a call; ``others``: it combines elements, but not as MPI does rightly.
 
     A list of arrays and one array that holds them all are one kind.
     """
@@ -151,7 +151,7 @@ def name_kind(primitive: Primitive, others: bool) -> str:
 
 
 def parse_kind(kind: str) -> tuple[Primitive, bool]:
-    """The primitive of a kind of call, and whether it is that of others."""
+    """Return the primitive of a kind of call, and whether it is that of others."""
     return by_name[kind.removesuffix(_OTHERS)], kind.endswith(_OTHERS)
 
 
@@ -185,7 +185,7 @@ def _combines_some(route: Route, others: bool) -> bool:
 
 @cache
 def _of_routes(kind: str) -> dict[str, Steps]:
-    """The row of a kind that the tables do not have: at each place the route that is only had
+    """Return the row of a kind that the tables lack: at each place the route that exists only
     there, else the first that may be named.
     """
     from mpicoll.routes import registry
@@ -201,7 +201,7 @@ class Table:
     """The routes of one job.
 
     measured: what ``tune`` found, by number of ranks.
-    path:     the file that it comes from, "" for none.
+    path:     the table's file, "" for none.
     """
 
     def __init__(
@@ -212,8 +212,8 @@ class Table:
         self.path = path
 
     def row(self, kind: str, ranks: int) -> dict[str, Steps]:
-        """The steps for a group of so many ranks, by place: as measured with the number of ranks
-        that comes closest, by ratio, and where nothing was measured the default's.
+        """Return the steps for a group of ``ranks`` ranks, by place: as measured with the closest
+        number of ranks, by ratio, and where nothing was measured the default's.
         """
         if kind not in KINDS:
             return _of_routes(kind)
@@ -222,11 +222,11 @@ class Table:
         return usual | {place: _filled(steps, usual[place]) for place, steps in measured.items()}
 
     def holding(self, measured: Mapping[int, Rows]) -> Table:
-        """The table of the same MPI library with something else measured."""
+        """Return the table of the same MPI library with something else measured."""
         return Table(self._openmpi, measured)
 
     def describe(self) -> str:
-        """Where it comes from, in words."""
+        """Return where it comes from, in words."""
         if not self.path:
             return "the defaults"
         return f"{self.path} (measured on {', '.join(map(str, sorted(self._measured)))} ranks)"
@@ -243,7 +243,7 @@ job = _Job()
 
 
 def _nearest(known: Mapping[int, Rows], kind: str, ranks: int) -> dict[str, Steps]:
-    """The steps for the number of ranks that comes closest, of those that have the place."""
+    """Return the steps for the closest number of ranks, of those that have the place."""
     row: dict[str, Steps] = {}
     for n in sorted(known, key=lambda n: (max(n, ranks) / min(n, ranks), n), reverse=True):
         row.update(known[n].get(kind, {}))
@@ -251,7 +251,7 @@ def _nearest(known: Mapping[int, Rows], kind: str, ranks: int) -> dict[str, Step
 
 
 def _filled(steps: Steps, default: Steps) -> Steps:
-    """The steps, with the default's own where they leave a size to it."""
+    """Return the steps, with the default's own where they leave a size to it."""
     sizes = sorted({least for least, _ in (*steps, *default)})
     routes = ((size, route_at(steps, size)) for size in sizes)
     return merge_steps(
@@ -260,10 +260,10 @@ def _filled(steps: Steps, default: Steps) -> Steps:
 
 
 def route_at(steps: Steps, size: int) -> str:
-    """The route that steps give a size."""
+    """Return the route that steps give a size."""
     return [route for least, route in steps if least <= size][-1]
 
 
 def merge_steps(steps: Iterable[tuple[int, str]]) -> Steps:
-    """The steps without those to the route that is taken already."""
+    """Return the steps without those to the route that is taken already."""
     return tuple(next(same) for _, same in groupby(steps, key=itemgetter(1)))

@@ -1,4 +1,4 @@
-"""The files of tuning tables: where they are, what they may say, and how they are written."""
+"""The files of tuning tables: where they are, what they may contain, and how they are written."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 
 
 def default_path(mpi: str) -> Path:
-    """Where ``tune`` writes what it finds on this machine with an MPI library, and init looks.
+    """Return where ``tune`` writes its table for an MPI library on this machine, and init looks.
 
-    mpi: name and version. Machines with other processors have another file: a home directory may
-    be shared by nodes of several kinds. Raises RuntimeError for a user without a home directory.
+    mpi: name and version. Machines with other processors have another file: a home directory may be
+         shared by nodes of several kinds. Raises RuntimeError for a user without a home directory.
     """
     base = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
     name = re.sub(r"[^\w.]+", "-", f"{mpi} on {machine.describe()}").strip("-").lower()
@@ -39,8 +39,8 @@ def default_path(mpi: str) -> Path:
 class Found(NamedTuple):
     """A file and its text.
 
-    path:    "" where there is none.
-    problem: why a file that was asked for by name cannot be read; "" where it can.
+    path:    "" if there is none.
+    problem: why a file requested by name cannot be read; "" if it can.
     """
 
     path: str = ""
@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
 
 def read(mpi: str) -> Found:
-    """The file whose table is meant; raises nothing, for one rank alone calls.
+    """Return the file of the table; raise nothing, for one rank alone calls.
 
     MPICOLL_TABLE names it, or is "0": none; else it is ``default_path(mpi)``, if that is there.
     """
@@ -64,9 +64,9 @@ def read(mpi: str) -> Found:
 
 
 def build_table(openmpi: bool, path: str, text: str, problem: str = "") -> Table:
-    """The table of an MPI library and a file as ``read`` found it.
+    """Return the table of an MPI library and a file as ``read`` found it.
 
-    Raises ArgumentError where the file is no such table; every rank has the same.
+    Raises ArgumentError if the file is no such table; every rank has the same.
     """
     if problem:
         raise ArgumentError(
@@ -85,12 +85,12 @@ def build_table(openmpi: bool, path: str, text: str, problem: str = "") -> Table
 
 
 def parse(text: str) -> dict[int, Rows]:
-    """What a file says was measured, by number of ranks. What it must be:
+    """Return what a file says was measured, by number of ranks. It must be:
 
     {"ranks": {"2": {KIND: {PLACE: [[BYTES, ROUTE], ...]}}}}
 
-    and more beside. A route may be "default", too. Raises ValueError, with the reason, for a text
-    that is not.
+    and may have more beside. A route may be "default", too. Raises ValueError, with the reason, for
+    any other text.
     """
     try:
         measured = {
@@ -123,12 +123,12 @@ def _step(pair: Iterable[Any]) -> tuple[int, str]:
     return least, _BEFORE.get(route, route)
 
 
-#: Names of routes that files of earlier versions have.
+#: Names of routes in files of earlier versions.
 _BEFORE = {"pieces": "mpi_chunked", "levels": "hierarchical"}
 
 
 def _check(kind: str, place: str, steps: Steps) -> None:
-    """Raises ValueError where something is unknown, cannot be, or is out of order."""
+    """Raise ValueError if something is unknown, cannot be, or is out of order."""
     if kind not in KINDS:
         raise ValueError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
     if place not in PLACES:
@@ -144,7 +144,7 @@ def _check(kind: str, place: str, steps: Steps) -> None:
 
 
 def origin_mismatch(text: str, mpi: str) -> str:
-    """What a file says that it was measured with, where that is not this machine with this MPI."""
+    """Return what a file was measured with, if that is not this machine with this MPI."""
     said: Mapping[str, Any] = json.loads(text)
     told = [str(said.get(name, own)) for name, own in _origin(mpi).items()]
     return "" if told == list(_origin(mpi).values()) else " on ".join(told)
@@ -155,9 +155,9 @@ def _origin(mpi: str) -> dict[str, str]:
 
 
 def join(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) -> str:
-    """The text of a file with what was measured on this machine with so many ranks.
+    """Return the text of a file with what was measured on this machine with ``ranks`` ranks.
 
-    text:  of the file so far, which keeps what was measured otherwise; "" where there is none.
+    text:  of the file so far, which keeps what was measured otherwise; "" if there is none.
     about: how it was measured, for people.
     """
     said: dict[str, Any] = json.loads(text or "{}")
@@ -172,7 +172,7 @@ def join(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) 
 
 
 def _lines(value: Any, depth: int) -> str:
-    """JSON, in which a line ends after each entry down to a depth."""
+    """Return JSON with a line end after each entry down to a depth."""
     if depth == 0 or not isinstance(value, dict) or not value:
         return json.dumps(value)
     entries = [f"{json.dumps(name)}: {_lines(one, depth - 1)}" for name, one in value.items()]

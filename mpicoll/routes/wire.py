@@ -1,4 +1,4 @@
-"""What the routes share of MPI: datatypes and messages, exchanges, the words of its errors."""
+"""MPI as the routes share it: datatypes and messages, exchanges, the wording of its errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _derived: dict[tuple[str, int], MPI.Datatype] = {}
 
 
 def scratch(group: ProcessGroup, nbytes: int) -> Bytes:
-    """Return so much of the memory that a group's routes share, which grows as needed."""
+    """Return ``nbytes`` bytes of the memory that a group's routes share, which grows as needed."""
     found: Bytes | None = group.resources.find("scratch")
     if found is None or found.nbytes < nbytes:
         found = group.resources.keep("scratch", np.empty(nbytes, np.uint8))
@@ -49,19 +49,19 @@ def scratch(group: ProcessGroup, nbytes: int) -> Bytes:
 
 
 def datatype(dtype: DType) -> MPI.Datatype:
-    """The MPI datatype in which elements of ``dtype`` travel."""
+    """Return the MPI datatype in which elements of ``dtype`` travel."""
     found: MPI.Datatype = getattr(MPI, dtype.mpi)
     return found
 
 
 def operation(name: str) -> MPI.Op:
-    """The MPI operation of that name."""
+    """Return the MPI operation of that name."""
     found: MPI.Op = getattr(MPI, name)
     return found
 
 
 def message(buffer: Any, count: int, dtype: DType, start: int = 0) -> Message:
-    """``count`` elements of ``buffer`` from element ``start`` on, as mpi4py takes them.
+    """Return ``count`` elements of ``buffer`` from element ``start`` on, as mpi4py takes them.
 
     A count beyond a C int becomes one element of a derived datatype, which every MPI moves.
     """
@@ -76,7 +76,7 @@ def message(buffer: Any, count: int, dtype: DType, start: int = 0) -> Message:
 
 
 def _many(dtype: DType, count: int) -> MPI.Datatype:
-    """A committed datatype of ``count`` elements: whole blocks, and the rest behind them."""
+    """Return a committed datatype of ``count`` elements: whole blocks, and the rest behind them."""
     key = (dtype.mpi, count)
     found = _derived.get(key)
     if found is None:
@@ -101,10 +101,10 @@ def exchange(
     receives: Sequence[Message | None],
     tag: int = 0,
 ) -> None:
-    """Every rank sends ``sends[r]`` to each other rank r and gets ``receives[r]``; None is nothing.
+    """Send ``sends[r]`` to each other rank r and receive ``receives[r]``; None is nothing.
 
     Sender and receiver agree on each message; nothing else is shared. Pairwise: in step k rank i
-    sends to rank i + k and receives from rank i - k, so that no rank is everybody's first (Thakur,
+    sends to rank i + k and receives from rank i - k, so that none is every rank's first (Thakur,
     Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19(1), 2005, section 4.4).
     A step sends and receives at once, so nothing deadlocks.
     """
@@ -124,7 +124,7 @@ def exchange(
             comm.Sendrecv(out, target, tag, into, source, tag, status)
         if short is None and status.Get_count(into[-1]) != into[1]:
             short = source, status.Get_count(into[-1]), into[1]
-    if short is not None:  # now that everybody else has what this rank owes
+    if short is not None:  # now that all others have what this rank owes
         raise MismatchError(
             f"exchange: rank {me} of the group expected {short[2]} elements from rank {short[0]}, "
             f"which sent {short[1]}"
@@ -141,7 +141,7 @@ def _bytes(whole: Bytes | None) -> Message | None:
 
 
 def broadcast_bytes(comm: MPI.Intracomm, own: Bytes, root: int) -> Bytes:
-    """The root's bytes, on every rank."""
+    """Return the root's bytes, on every rank."""
     size = np.array([own.nbytes], np.int64)
     comm.Bcast(size, root)
     whole = own if comm.Get_rank() == root else np.empty(int(size[0]), np.uint8)
@@ -150,7 +150,7 @@ def broadcast_bytes(comm: MPI.Intracomm, own: Bytes, root: int) -> Bytes:
 
 
 def all_gather_bytes(comm: MPI.Intracomm, own: Bytes) -> list[Bytes]:
-    """The bytes of every rank, on every rank."""
+    """Return the bytes of every rank, on every rank."""
     sizes = np.empty(comm.Get_size(), np.int64)
     comm.Allgather(np.array([own.nbytes], np.int64), sizes)
     me = comm.Get_rank()
@@ -161,7 +161,7 @@ def all_gather_bytes(comm: MPI.Intracomm, own: Bytes) -> list[Bytes]:
 
 
 def gather_bytes(comm: MPI.Intracomm, own: Bytes, root: int) -> list[Bytes]:
-    """The bytes of every rank, on the root; an empty list on the others."""
+    """Return the bytes of every rank, on the root; an empty list on the others."""
     n, me = comm.Get_size(), comm.Get_rank()
     sizes = np.empty(n, np.int64)
     comm.Gather(np.array([own.nbytes], np.int64), sizes if me == root else None, root)
@@ -175,7 +175,7 @@ def gather_bytes(comm: MPI.Intracomm, own: Bytes, root: int) -> list[Bytes]:
 
 
 def scatter_bytes(comm: MPI.Intracomm, wholes: Sequence[Bytes] | None, root: int) -> Bytes:
-    """This rank's entry of the root's list of bytes."""
+    """Return this rank's entry of the root's list of bytes."""
     n, me = comm.Get_size(), comm.Get_rank()
     size = np.empty(1, np.int64)
     sizes = None if wholes is None else np.array([one.nbytes for one in wholes], np.int64)
@@ -190,7 +190,7 @@ def scatter_bytes(comm: MPI.Intracomm, wholes: Sequence[Bytes] | None, root: int
 
 
 def translate_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
-    """An exception of MPI as MPIError with operation and rank; any other as it is."""
+    """Return an exception of MPI as MPIError with operation and rank; any other as it is."""
     if not isinstance(error, MPI.Exception):
         return error
     if communicators.reports_lost_rank(error) and lost_ranks.check(group):

@@ -1,4 +1,4 @@
-"""Device memory straight into MPI's sends and receives, where MPI takes it; kernels combine."""
+"""Device memory in MPI's own sends and receives, where MPI takes it; kernels combine."""
 
 from __future__ import annotations
 

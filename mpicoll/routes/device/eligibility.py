@@ -21,7 +21,7 @@ def eligible_routes(
     """Return the device routes that a group can take, the best first, alike on all its ranks.
 
     all_ranks: what each rank of the group can do.
-    forced:    the one route that is asked for (`forced_route`).
+    forced:    the one requested route (`forced_route`).
 
     Raises ArgumentError if that is no route, UnsupportedError if a rank lacks something for it.
     """
@@ -60,7 +60,7 @@ def _describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def forced_route(all_ranks: Sequence[Capabilities]) -> str | None:
-    """Return the route that MPICOLL_DEVICE_ROUTE asks for, if it is set.
+    """Return the route that MPICOLL_DEVICE_ROUTE requests, if it is set.
 
     Raises MismatchError if it differs between ranks.
     """

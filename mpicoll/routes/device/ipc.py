@@ -1,23 +1,22 @@
-"""Through device memory that the ranks of a node map: CUDA IPC, and nothing of MPI's but messages
-between hosts. Several ranks may share a device.
+"""Device memory that the ranks of a node map, by CUDA IPC; MPI carries only messages between the
+hosts. Several ranks may share a device.
 
-Each rank has a workspace: SLOTS slots for what it gives to the others, and as many for what it has
-combined for them. A call goes through in rounds of at most one slot, each in two steps or three:
+Each rank has a workspace: SLOTS slots for its data for the others, and as many for results that it
+has combined for them. A call takes rounds of at most one slot, each of two steps or three:
 
   1. every rank copies elements of its array into slot k;
-  2. it copies or combines what the others have given, into its array, or, where each combines a
+  2. it copies or combines the others' slots, into its array, or, where each combines a
      share for all, into its second slot k;
   3. in the latter case it copies the others' shares into its array.
 
 In turn t a rank enqueues step 1 of round t, step 2 of round t - LAG and step 3 of round t - 2 LAG.
 Then the hosts wait until their devices have done turn t - LAG + 1, and for each other. So what is
-read in a turn was written LAG turns before, when all had done that, and while the hosts wait the
-devices have the latest turn to work on. (A call of one round has nothing to work on meanwhile; its
-lag is 1.)
+read in a turn was written LAG turns before and is complete, and while the hosts wait the devices
+work on the latest turn. (A call of one round has nothing to work on meanwhile; its lag is 1.)
 
 Why 2 LAG slots are enough: slot k is read in turn k + LAG, which all are known to have done at the
 end of turn k + 2 LAG - 1, and written again in the next; so are the second slots. Rounds are
-numbered on from call to call, so that the last turn of a call need not be waited for.
+numbered on from call to call, so that no call has to wait for its last turn.
 
 All ranks combine in the order of the ranks, and share the result: the same bits everywhere.
 """
@@ -57,7 +56,7 @@ LAG = 2
 SLOTS = 2 * LAG
 #: Bytes of a slot.
 SLOT = 8 * 1024 * 1024
-#: Bytes of a message up to which every rank combines everything: a turn less.
+#: Bytes of a message up to which every rank combines everything, to save a turn.
 WHOLE = 256 * 1024
 _LINE = 256
 
@@ -69,7 +68,7 @@ def _rounded(nbytes: int) -> int:
 class Peers:
     """A group's workspaces, as one rank sees them.
 
-    context: what this rank has of its device.
+    context: this rank's device context.
     room: bytes of a slot.
     """
 
@@ -90,11 +89,11 @@ class Peers:
         self._turn = 0  # the number of the current call's first round
 
     def slot(self, rank: int, k: int) -> int:
-        """The address of a rank's slot in round ``k`` of this call."""
+        """Return the address of a rank's slot in round ``k`` of this call."""
         return self._workspaces[rank].address + (self._turn + k) % SLOTS * self.room
 
     def second_slot(self, rank: int, k: int) -> int:
-        """The address of what a rank has combined in round ``k``: a slot's n-th part and a line."""
+        """Return the address of a rank's results of round ``k``: an n-th of a slot and a line."""
         size = _share_slot(self.room, self.n)
         start = self._workspaces[rank].address + SLOTS * self.room
         return start + (self._turn + k) % SLOTS * size
@@ -102,7 +101,7 @@ class Peers:
     def go(
         self, kind: int, count: int, rounds: int, steps: Sequence[Callable[[int], None]]
     ) -> None:
-        """Carries a call out: ``steps[s](k)`` enqueues step s of round k.
+        """Carry a call out: ``steps[s](k)`` enqueues step s of round k.
 
         kind, count: what all ranks must have alike. Raises MismatchError on all ranks otherwise.
         """
@@ -121,13 +120,13 @@ class Peers:
                 if known > 0:
                     self.group.inner.Barrier()
                 elif differences := self._compare(kind, count):
-                    self._turn = -rounds  # all raise, and begin anew: nobody has read anything
+                    self._turn = -rounds  # all raise, and begin anew: no rank has read anything
                     raise MismatchError(differences)
         finally:  # after an error of this rank's, too, for the others go on
             self._turn += rounds
 
     def _compare(self, kind: int, count: int) -> str:
-        """Waits for all ranks; how their calls differ, if they do, "" if not."""
+        """Wait for all ranks; return how their calls differ, "" if they do not."""
         mine = np.array([kind, count, self.group.sequence, self._turn % SLOTS], np.int64)
         everybody = np.empty((self.n, len(mine)), np.int64)
         self.group.inner.Allgather(mine, everybody)
@@ -140,18 +139,18 @@ class Peers:
         )
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
-        """Enqueues a copy."""
+        """Enqueue a copy."""
         self.context.runtime.copy(self.context.index, into, source, nbytes, self.context.work)
 
     def combine(self, by: Loop, sources: Sequence[int], out: int, count: int, divisor: int) -> None:
-        """Enqueues a reduction, which may read other ranks' memory."""
+        """Enqueue a reduction, which may read other ranks' memory."""
         context = self.context
         if count:
             context.runtime.combine(context.index, by, sources, out, count, divisor, context.work)
 
     def close(self, limit: float) -> None:
-        """Lets go of the workspaces; all ranks call. The own is given back once no other rank maps
-        it any more, or never, where that takes longer than ``limit`` seconds.
+        """Let go of the workspaces; all ranks call. This rank's is freed once no other rank maps it
+        any more, or never, if that takes longer than ``limit`` seconds.
         """
         self.context.synchronize(self.context.work)
         self._workspaces = []
@@ -168,12 +167,12 @@ _mapped: list[Memory] = []
 
 
 def _share_slot(room: int, n: int) -> int:
-    """Bytes of a second slot: of the largest share of a slot."""
+    """Return the bytes of a second slot: of the largest share of a slot."""
     return _rounded(-(-room // n)) + _LINE
 
 
 def meet(group: ProcessGroup, context: DeviceContext) -> Peers | None:
-    """The workspaces of all ranks; None on all of them if one cannot see another's. All call."""
+    """Return the workspaces of all ranks; None on all if one cannot see another's. All call."""
     runtime, me, room = context.runtime, group.rank(), SLOT
     own, handle = None, b""
     try:
@@ -197,7 +196,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | None:
     group.inner.Allgather(able, everybody)
     if own is None or not everybody.all():
         found.clear()
-        group.inner.Barrier()  # nobody maps anything any more
+        group.inner.Barrier()  # no rank maps anything any more
         if own is not None:
             _mapped.remove(own)
         return None
@@ -205,7 +204,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | None:
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
-    """Return what carries out calls of this kind; None where no workspaces are mapped."""
+    """Return the implementation for calls of this kind; None if no workspaces are mapped."""
     peers = agreed.ipc
     if peers is None:
         return None
@@ -220,7 +219,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
 
 
 def _rounds(count: int, step: int) -> int:
-    """How many rounds of ``step`` elements; a call without elements meets the others as well."""
+    """Return the number of rounds of ``step`` elements; an empty call meets the others as well."""
     return max(1, -(-count // step))
 
 
@@ -240,7 +239,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
             return view.address + k * step * size, min(step, view.count - k * step)
 
         def share(length: int, rank: int) -> tuple[int, int]:
-            """First element and count of a rank's share: whole lines."""
+            """Return first element and count of a rank's share: whole lines."""
             each = _rounded(-(-length // n) * size) // size
             start = min(length, rank * each)
             return start, min(length, start + each) - start
@@ -252,7 +251,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
                 return
             for r in range(n):
                 start, theirs = share(length, r)
-                if r != me:  # nobody else reads that
+                if r != me:  # no other rank reads that
                     into = peers.slot(me, k) + start * size
                     peers.copy(into, address + start * size, theirs * size)
 
@@ -277,7 +276,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
 
 
 def _transfer(peers: Peers, kind: CallKind) -> Implementation:
-    """Whatever gets only what another rank has put: copies, or one reduction."""
+    """Return the implementation by gets of other ranks' puts alone: copies, or one reduction."""
     primitive, _, op, dtype = kind
     assert dtype is not None
     size = dtype.itemsize

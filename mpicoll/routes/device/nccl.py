@@ -1,7 +1,7 @@
-"""NVIDIA's NCCL, for those who ask for it by ``backend="nccl"``: every rank has a GPU of its own.
+"""NVIDIA's NCCL, for programs that request it by ``backend="nccl"``, with a GPU for each rank.
 
-NCCL adds half types as it goes along, and does not say in which order: its sums are not those of
-the other routes to the last bit, and ranks do not compare their calls.
+NCCL rounds half types at each addition, in an unspecified order: its sums are not those of the
+other routes to the last bit, and ranks do not compare their calls.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _BYTE = _DTYPES["uint8"]
 
 
 def asked_for(backend: str) -> bool:
-    """The name of a group's backend asks for NCCL: "nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"."""
+    """Return whether a backend asks for NCCL: "nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"."""
     return any(part in ("nccl", "cuda:nccl") for part in backend.split(","))
 
 
 class Nccl:
     """A group's NCCL communicator.
 
-    context: what this rank has of its device.
+    context: this rank's device context.
     """
 
     def __init__(self, group: ProcessGroup, context: DeviceContext, comm: Any) -> None:
@@ -54,13 +54,13 @@ class Nccl:
         self.comm = comm
 
     def close(self, limit: float) -> None:
-        """Ends the communicator, when what was enqueued is done."""
+        """End the communicator, when what was enqueued is done."""
         self.context.synchronize(self.context.work)
         self.comm.destroy()
 
 
 def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | None:
-    """The communicator of all ranks; None on all of them where one has no NCCL, or two share a GPU.
+    """Return the communicator of all ranks; None on all if one has no NCCL, or two share a GPU.
 
     All call.
     """
@@ -84,7 +84,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | None:
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
-    """Return what carries out calls of this kind; None where there is no communicator."""
+    """Return the implementation for calls of this kind; None if there is no communicator."""
     nccl = agreed.nccl
     if nccl is None:
         return None
@@ -98,7 +98,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
 
 
 def _combines(op: ReduceOp, dtype: DType) -> bool:
-    """Whether NCCL computes with such elements; it does not average integers."""
+    """Return whether NCCL computes with such elements; it does not average integers."""
     if dtype.name not in _DTYPES or op.name not in _OPERATIONS:
         return False
     return op is not ReduceOp.AVG or dtype.kind is not Kind.INTEGER
@@ -108,16 +108,16 @@ def _combines(op: ReduceOp, dtype: DType) -> bool:
 
 
 def _unit(nbytes: int) -> tuple[int, int]:
-    """NCCL's dtype in which so many bytes are moved, and its bytes: CuPy counts in C's int."""
+    """Return NCCL's dtype for moving ``nbytes`` bytes, and its size: CuPy counts in C's int."""
     return (_BYTE, 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
 
 
-#: Of a message the rank, the address, and the bytes.
+#: A message: the rank, the address, and the bytes.
 _Message = tuple[int, int, int]
 
 
 def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message]) -> None:
-    """All messages of a call at once; empty ones are none."""
+    """Send and receive all messages of a call at once; empty ones are none."""
     stream = nccl.context.work
     with nccl.context.runtime.nccl_group():
         for rank, address, nbytes in sends:
@@ -131,7 +131,7 @@ def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message
 
 
 def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
-    """The blocks of a buffer, one for each rank."""
+    """Return the blocks of a buffer, one for each rank."""
     size = view.dtype.itemsize
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     return [
@@ -150,7 +150,7 @@ def _broadcast(nccl: Nccl, kind: CallKind) -> Implementation:
 
 
 def _all_gather(nccl: Nccl, kind: CallKind) -> Implementation:
-    """Blocks that differ go by messages."""
+    """Build all_gather; blocks that differ go by messages."""
 
     def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         if isinstance(extent, Blocks):
@@ -191,7 +191,7 @@ def _all_to_all(nccl: Nccl, kind: CallKind) -> Implementation:
 
 
 def _constants(kind: CallKind) -> tuple[int, int]:
-    """NCCL's numbers of the dtype and the operation."""
+    """Return NCCL's numbers of the dtype and the operation."""
     assert kind.op is not None and kind.dtype is not None
     return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
 
@@ -215,7 +215,7 @@ def _reduce(nccl: Nccl, kind: CallKind) -> Implementation:
 
 
 def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Implementation:
-    """Blocks that differ are reduced one after another."""
+    """Build reduce_scatter; blocks that differ are reduced one after another."""
     dtype, op = _constants(kind)
 
     def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:

@@ -1,5 +1,5 @@
-"""The choice of a route for device memory, the same on every rank: the ranks of a group tell each
-other what they can do, with its first such call.
+"""The choice of a route for device memory, the same on every rank: with a group's first such call
+its ranks exchange what they can do.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["choose"]
 
 
 class Agreed:
-    """What a group has agreed on.
+    """The agreement of a group's ranks.
 
     names: its routes, the best first.
-    ipc:   the workspaces of all ranks, where they are mapped.
-    nccl:  NCCL's communicator, where it was asked for and can be had.
+    ipc:   the workspaces of all ranks, if they are mapped.
+    nccl:  NCCL's communicator, if it was requested and is available.
     space: this rank's device memory.
     warn:  warns of ranks that share a GPU while others are idle.
     """
@@ -58,7 +58,7 @@ class Agreed:
             self.names = ("nccl", *self.names)
         self.ipc = ipc.meet(group, context) if "ipc" in self.names else None
         if forced is None and "ipc" in self.names and self.ipc is None:
-            # What MPI says that it can do counts now, and has to be tried.
+            # What MPI claims counts now, and has to be tried.
             found = capabilities.exchange(group.inner, probes=True)
             others = (name for name in eligibility.eligible_routes(found) if name != "ipc")
             self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
@@ -67,11 +67,11 @@ class Agreed:
                 raise UnsupportedError(f"MPICOLL_DEVICE_ROUTE={name}: {_MISSING[name]}")
 
     def on_host(self, kind: CallKind) -> Implementation:
-        """Return what carries such calls out on host memory."""
+        """Return the implementation of such calls on host memory."""
         return select.choose(kind)
 
     def close(self, limit: float) -> None:
-        """Give back what the routes have; all ranks call. limit: seconds to wait for them."""
+        """Free what the routes have; all ranks call. limit: seconds to wait for them."""
         for route in (self.nccl, self.ipc):
             if route is not None:
                 route.close(limit)
@@ -84,7 +84,7 @@ _MISSING = {
 
 
 def choose(kind: CallKind) -> Implementation:
-    """Return what carries out calls of this kind on device memory in this group."""
+    """Return the implementation for calls of this kind on device memory in this group."""
     group = kind.group
     chosen: Implementation | None = None
 
@@ -101,13 +101,13 @@ def choose(kind: CallKind) -> Implementation:
             chosen = _build(agreed, kind)
         chosen(send, recv, extent, root)
         if is_first:
-            agreed.warn()  # when nobody waits for this rank: a program may make warnings errors
+            agreed.warn()  # when no rank waits for this one: a program may make warnings errors
 
     return carry_out
 
 
 def _build(agreed: Agreed, kind: CallKind) -> Implementation:
-    """The best route that serves such calls."""
+    """Return the implementation by the best route that serves it."""
     primitive, _, op, dtype = kind
     for name in agreed.names:
         route = registry.DEVICE[name]

@@ -1,4 +1,4 @@
-"""Device memory, as the algorithms see it, and what routes need around them."""
+"""Device memory, as the algorithms see it, and the wrappers that routes need around them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpicoll.routes.space import Space
 
 __all__ = ["DeviceSpace", "at_home", "for_mpi"]
 
-#: See Space. Each wait for the device is dear, and copies are quick: more at a time than on hosts.
+#: See Space. A wait for the device is slow, and copies are fast: more at a time than on hosts.
 SMALL, CHUNK, STACK = 128 * 1024, 4 * 1024 * 1024, 64 * 1024 * 1024
 
 
 class DeviceSpace(Space):
     """A device's memory.
 
-    context: where the current call happens.
+    context: the device context of the current call.
     """
 
     small = SMALL
@@ -35,23 +35,23 @@ class DeviceSpace(Space):
         self.context = context
 
     def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
-        """The buffer is one."""
+        """Return the buffer, which is a view."""
         assert isinstance(buffer, DeviceView)
         return buffer
 
     def buffer(self, view: View) -> Any:
-        """The view itself."""
+        """Return the view itself."""
         return view
 
     def empty(self, dtype: DType, count: int) -> DeviceView:
-        """Scratch of the context."""
+        """Return scratch of the context."""
         memory = self.context.scratch(count * dtype.itemsize)
         blank = DeviceView(memory, dtype, self.context.index, memory.address, (count,), None, 0)
         blank.context = self.context
         return blank
 
     def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
-        """Enqueues a kernel."""
+        """Enqueue a kernel."""
         by = find_loop(op, out.dtype)
         assert by is not None
         context = self.context
@@ -61,7 +61,7 @@ class DeviceSpace(Space):
         )
 
     def scale(self, source: View, factor: Any, out: View) -> None:
-        """Enqueues a kernel."""
+        """Enqueue a kernel."""
         context = self.context
         context.runtime.scale(
             context.index,
@@ -74,19 +74,19 @@ class DeviceSpace(Space):
         )
 
     def narrow(self, source: View, out: View) -> None:
-        """Enqueues a kernel."""
+        """Enqueue a kernel."""
         context = self.context
         context.runtime.narrow(
             context.index, out.dtype, address(source), address(out), out.count, context.work
         )
 
     def synchronize(self) -> None:
-        """Waits for the context's stream."""
+        """Wait for the context's stream."""
         self.context.synchronize(self.context.work)
 
 
 def at_home(home: DeviceContext, inner: Implementation) -> Implementation:
-    """``inner`` works on one device of this process alone: arrays of others are copied there."""
+    """Return ``inner`` on one device of this process: arrays on others are copied there."""
 
     def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
         first = send if recv is None else recv
@@ -109,14 +109,14 @@ def at_home(home: DeviceContext, inner: Implementation) -> Implementation:
 
 
 def _moved(view: View, home: DeviceContext) -> DeviceView:
-    """A copy on another device."""
+    """Return a copy on another device."""
     moved = DeviceSpace(home).empty(view.dtype, view.count)
     home.runtime.copy(home.index, moved.address, address(view), view.nbytes, home.work)
     return moved
 
 
 def for_mpi(space: DeviceSpace, kind: CallKind, inner: Implementation) -> Implementation:
-    """``inner`` gets memory that every MPI can take, when what the streams hold is done.
+    """Return ``inner`` on memory that every MPI can take, once the streams' earlier work is done.
 
     Managed memory, and memory of a pool (cudaMallocAsync), is copied: not all MPIs take it.
     """

@@ -1,7 +1,7 @@
-"""Through pinned memory of the host: device memory over any MPI.
+"""Device memory over any MPI, through pinned memory of the host.
 
 A call is cut into chunks, the same on every rank. While MPI carries one chunk, the next one is
-copied to the host and the one before back to the device, by streams of their own.
+copied to the host and the one before back to the device, on separate streams.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINE = 64
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    """What is done with host memory, with device memory."""
+    """Return the host's implementation, on device memory."""
     primitive, group = kind.primitive, kind.group
     host, n = agreed.on_host(kind), group.size()
     sent = n if primitive.layout is Layout.SCATTERED else 1
@@ -53,7 +53,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
         going_back = into is not None and writes(primitive, group, root)
 
         def places(k: int) -> list[View]:
-            """Where the sides' chunks are on the host."""
+            """Return where the sides' chunks are on the host."""
             found, at = [], k % 2 * half
             for one in sides:
                 memory = pinned[at : at + one.nbytes(chunks[k])].view(one.dtype.numpy)
@@ -95,7 +95,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
 
 
 class _Side:
-    """One side of a call: so many blocks of ``count`` elements each, one after another."""
+    """One side of a call: consecutive blocks of ``count`` elements each."""
 
     def __init__(self, view: View, blocks: int) -> None:
         assert isinstance(view, DeviceView)
@@ -107,18 +107,18 @@ class _Side:
         self.count = view.count // blocks
 
     def nbytes(self, chunk: tuple[int, int]) -> int:
-        """Bytes of a chunk: of a part of every block."""
+        """Return the bytes of a chunk: of a part of every block."""
         return self.blocks * self._of_block(chunk)
 
     def _of_block(self, chunk: tuple[int, int]) -> int:
         return min(chunk[1], self.count) * self.itemsize
 
     def room(self, chunk: tuple[int, int]) -> int:
-        """Bytes to keep for it: whole lines."""
+        """Return the bytes to keep for a chunk: whole lines."""
         return -(-self.nbytes(chunk) // _LINE) * _LINE
 
     def copy(self, chunk: tuple[int, int], place: View, stream: int, inward: bool) -> None:
-        """Enqueues the copies between the chunk and its place on the host."""
+        """Enqueue the copies between the chunk and its place on the host."""
         nbytes = self._of_block(chunk)
         host = place.array.ctypes.data
         for block in range(self.blocks):
@@ -129,34 +129,34 @@ class _Side:
 
 
 class HostStaging:
-    """Takes whole messages over: between arrays of one device and pinned memory."""
+    """Copies of whole messages between arrays of one device and pinned memory."""
 
     def __init__(self, index: int) -> None:
         self._lock = threading.Lock()
         self._context = DeviceContext(runtime.get_runtime(), index)
 
     def close(self) -> None:
-        """Gives back what it has of the device."""
+        """Free its device resources."""
         self._context.close()
 
     def to_host(self, view: DeviceView) -> View:
-        """A copy of the elements on the host, there when this returns."""
+        """Return a copy of the elements on the host, complete on return."""
         host, order = self.place(view), self.stream_order(view)
         with self._lock:
             self._carry(view, host, order, inward=False)
         return host
 
     def place(self, view: DeviceView) -> View:
-        """Room for the elements on the host."""
+        """Return memory for the elements on the host."""
         memory = self._context.runtime.allocate_pinned(self._context.index, view.nbytes).on_host()
         return from_numpy(memory[: view.nbytes].view(view.dtype.numpy), view.dtype)
 
     def stream_order(self, view: DeviceView) -> StreamOrder:
-        """The moment at which an array was given."""
+        """Return the moment at which an array was given."""
         return StreamOrder(self._context.runtime, self._context.index, {view.stream})
 
     def to_device(self, view: DeviceView, host: View, order: StreamOrder) -> None:
-        """Brings elements to their array, where they are when this returns.
+        """Copy elements to their array, where they are on return.
 
         order: made when the array was given.
         """

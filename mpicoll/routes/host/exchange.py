@@ -1,7 +1,7 @@
 """Exchange and combine: every dtype and operation, rounded once, over any MPI.
 
 The algorithms are those of routes/algorithms.py. Reductions of one chunk, whose time is mostly
-Python's, are written out here for NumPy arrays: the same steps, to the same bits.
+Python's, are written out here for NumPy arrays: the same steps, with the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ROUTE", "build", "get_space"]
 
 
 def build(kind: CallKind) -> Implementation:
-    """Return what carries calls of a kind out."""
+    """Return the implementation of a kind of call."""
     space = get_space(kind.group)
     general = algorithms.build(kind, space)
     short = _SHORT.get(kind.primitive.name)
@@ -58,7 +58,7 @@ Span = tuple[int, int]
 
 
 class _Short:
-    """What the reductions of one chunk share. ``small``: see Space."""
+    """The common part of the reductions of one chunk. ``small``: see Space."""
 
     def __init__(self, kind: CallKind, small: int) -> None:
         assert kind.dtype is not None and kind.op is not None
@@ -69,11 +69,11 @@ class _Short:
         self.stack_most = PooledHost.stack
 
     def array(self, buffer: Any, count: int) -> Array:
-        """The elements of a buffer."""
+        """Return the elements of a buffer."""
         return np.frombuffer(buffer, self.dtype.numpy, count)
 
     def everything(self, buffer: Any, count: int) -> list[Array]:
-        """The elements of all ranks, on every rank."""
+        """Return the elements of all ranks, on every rank."""
         element, n = datatype(self.dtype), self.n
         memory = scratch(self.group, n * count * self.dtype.itemsize)
         self.comm.Allgather([buffer, count, element], [memory, count, element])
@@ -81,7 +81,7 @@ class _Short:
         return [stack[r * count : (r + 1) * count] for r in range(n)]
 
     def cut(self, count: int) -> list[Span]:
-        """Where each rank's share begins, and how many elements it has."""
+        """Return where each rank's share begins, and its count."""
         share = -(-count // self.n)
         edges = [min(count, r * share) for r in range(self.n + 1)]
         return [(edges[r], edges[r + 1] - edges[r]) for r in range(self.n)]

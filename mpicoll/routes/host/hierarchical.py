@@ -1,5 +1,5 @@
-"""Two levels, for groups on several nodes: the ranks of a node through the memory that they share,
-and MPI between the nodes.
+"""Two levels, for groups on several nodes: shared memory among the ranks of a node, and MPI between
+the nodes.
 
 The first ranks of every node, as many as the smallest node has, each carry a share of a message to
 the other nodes: those at the same place of all nodes form a *rail*, which has a communicator. Every
@@ -9,15 +9,15 @@ chunk of a message
 2. goes along the rails, all at once;
 3. goes through the memory of each node again, from the rails' ranks to all.
 
-So a node sends and receives no more than one rank of its would that were there alone, and all its
-ranks take part in combining, copying and sending. Ranks may lie on nodes in any order, and nodes
-may have different numbers of ranks, down to one; where there is but one rail this is the usual form
-with a leader on each node. (Träff, Hunold, Decomposing MPI collectives for exploiting multi-lane
-communication, IEEE Cluster 2020; they call a rail a lane and take as many ranks on every node.)
+So a node sends and receives no more than a single rank there would, and all its ranks combine, copy
+and send. Ranks may lie on nodes in any order, and nodes may have different numbers of ranks, down
+to one; with a single rail this is the usual form with a leader on each node. (Träff, Hunold,
+Decomposing MPI collectives for exploiting multi-lane communication, IEEE Cluster 2020; they call a
+rail a lane and take as many ranks on every node.)
 
-A call is begun by finding out whether all ranks make the same: those of a node with step 1, where
-it costs nothing, and the nodes among each other, with a reduction of 16 bytes between 1 and 2.
-Whoever goes on knows that all do.
+A call begins with a check that all ranks make the same: those of a node with step 1, where it costs
+nothing, and the nodes among each other, with a reduction of 16 bytes between 1 and 2. A rank that
+goes on knows that all do.
 
 Sums and products of narrow floats are float32 from their elements to the result, which is rounded
 once. They travel as float32, up to four times as many bytes an element as in `exchange`; there the
@@ -54,20 +54,20 @@ _FLOAT32 = dtypes["float32"]
 
 
 def _build(kind: CallKind) -> Implementation | None:
-    """Return what carries such calls out. All ranks call.
+    """Return the implementation of such calls. All ranks call.
 
-    None where the group has none, and for primitives that cannot be had where nodes have
-    different numbers of ranks.
+    None if the group has none, and for primitives that need as many ranks on every node where these
+    differ.
     """
     hierarchy = get_or_create(kind.group)
     return None if hierarchy is None else _BUILDERS[kind.primitive.name](hierarchy, kind)
 
 
 class _Arithmetic:
-    """How elements of a dtype are combined on both levels.
+    """The arithmetic of a dtype on both levels.
 
     wide: the dtype of what travels.
-    op:   what combines it.
+    op:   the operation that combines it.
     """
 
     def __init__(self, hierarchy: Hierarchy, dtype: DType, op: ReduceOp) -> None:
@@ -83,12 +83,12 @@ class _Arithmetic:
         return self.wide is not self._dtype
 
     def widen(self, source: int, into: int, count: int) -> None:
-        """Writes elements at an address as wide ones to another."""
+        """Write elements at an address to another, as wide ones."""
         out = _array(into, self.wide, count)
         scale(self._dtype, _array(source, self._dtype, count), 1, out)
 
     def finish(self, source: int, into: int, count: int) -> None:
-        """Makes results of what was combined of all ranks; without widening, where it is."""
+        """Turn what was combined of all ranks into results; without widening, in place."""
         combined = _array(source, self.wide, count)
         if self._averages:
             combine(ReduceOp.AVG, self.wide, [combined], combined, self._n)
@@ -101,8 +101,8 @@ def _array(at: int, dtype: DType, count: int) -> Any:
 
 
 def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
-    """all_reduce: combine shares on the node, all_reduce them along the rails, gather them on the
-    node. reduce: the same for the root; only its array is written.
+    """Build all_reduce: combine shares on the node, all_reduce them along the rails, gather them on
+    the node. Or reduce: the same for the root; only its array is written.
     """
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
@@ -115,8 +115,8 @@ def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     step = max(1, min(hierarchy.rails * CHUNK, TOGETHER) // wide.itemsize)
 
     def places(at: int, size: int, begin: int, own: int) -> tuple[int, int, int]:
-        """Where a chunk of the array is wide, where this rank's share is combined, and the result
-        of that: in the array, or in scratch.
+        """Return where a chunk of the array is wide, where this rank's share is combined, and where
+        the result of that is: in the array, or in scratch.
         """
         whole = size * wide.itemsize if by.widens else 0
         scratch = hierarchy.scratch(whole + (0 if everywhere else own * wide.itemsize))
@@ -191,7 +191,7 @@ def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
 
 
 def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
-    """Each rank combines, on its node, the blocks of its rail, which then has a reduce_scatter."""
+    """Combine on each node the blocks of each rank's rail, then reduce_scatter along the rails."""
     rail, nodes, mine = hierarchy.rail, hierarchy.nodes, hierarchy.me.place
     primitive, _, op, dtype = kind
     if not hierarchy.even:
@@ -207,7 +207,7 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | No
             for start in range(0, max(count, 1), step):
                 size = min(step, count - start)
                 width = size * wide.itemsize
-                # A block for each node; the own result and a block of each rank here, if widened.
+                # A block for each node; this rank's result and a block of each here, if widened.
                 rows = hierarchy.scratch((len(nodes) + (1 + n if by.widens else 0)) * width)
                 result = out = MPI.Get_address(recv) + start * itemsize
                 if by.widens:
@@ -232,7 +232,7 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | No
 
 
 def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
-    """Each rank gets the blocks of its rail; then all get, on their node, each other's."""
+    """Gather the blocks of each rail along it; then all blocks on each node."""
     dtype = kind.dtype
     assert dtype is not None
     rail, nodes, mine = hierarchy.rail, hierarchy.nodes, hierarchy.me.place
@@ -266,7 +266,7 @@ def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
 
 
 def _of_a_block(hierarchy: Hierarchy, dtype: DType) -> int:
-    """Elements of each block that are carried at a time."""
+    """Return the elements of each block that are carried at a time."""
     blocks = max(len(hierarchy.nodes), len(hierarchy.here))
     return max(1, min(CHUNK, TOGETHER // blocks) // dtype.itemsize)
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Hierarchy", "HierarchyCall", "get_or_create", "node_of"]
 
-#: Bytes of a share of a message, at least: the rails may be more than a short one is worth.
+#: The fewest bytes of a share of a message: a short one may not be worth all rails.
 SHARE = 4 * 1024
 
 
 class Place(NamedTuple):
-    """Where a rank is: the number of its node, and its place among the node's ranks."""
+    """The position of a rank: the number of its node, and its place among the node's ranks."""
 
     node: int
     place: int
@@ -44,12 +44,12 @@ class Hierarchy:
     """A group on several nodes, and what joins its ranks.
 
     group:  the group.
-    nodes:  the ranks of each node, in their order; the nodes in the order of their first ranks.
+    nodes:  the ranks of each node, in order; the nodes in the order of their first ranks.
     places: where each rank is.
     me:     where this one is.
     rails:  number of rails.
     even:   every node has as many ranks: each of them is on a rail.
-    rail:   the ranks at this rank's place of all nodes, in the order of the nodes; None where this
+    rail:   the ranks at this rank's place of all nodes, in the order of the nodes; None if this
             rank is on no rail.
     """
 
@@ -75,27 +75,27 @@ class Hierarchy:
 
     @property
     def here(self) -> Sequence[int]:
-        """The ranks of this node."""
+        """Return the ranks of this node."""
         return self.nodes[self.me.node]
 
     def memory(self) -> Shared | None:
-        """What the node's ranks share, for the group's current call; None for a rank alone."""
+        """Return the node's shared memory, for the group's current call; None for a rank alone."""
         self._node.sequence, self._node.worker = self.group.sequence, self.group.worker
         return self._memory
 
     def scratch(self, nbytes: int) -> int:
-        """The address of so much of the group's scratch memory."""
+        """Return the address of ``nbytes`` bytes of the group's scratch memory."""
         return scratch(self.group, nbytes).ctypes.data
 
     def shares(self, count: int, itemsize: int) -> list[tuple[int, int]]:
-        """What each rail carries of ``count`` elements: the first, and how many."""
+        """Return each rail's share of ``count`` elements: the first, and how many."""
         share = max(-(-count // self.rails), SHARE // itemsize)
         starts = [min(count, rail * share) for rail in range(self.rails)]
         return [(start, min(share, count - start)) for start in starts]
 
     @contextmanager
     def call(self, kind: CallKind, root: int, count: int) -> Iterator[HierarchyCall]:
-        """One call of the group; raises MismatchError, on all ranks, where theirs differ."""
+        """Make one call of the group; raise MismatchError, on all ranks, if theirs differ."""
         call = HierarchyCall(self, kind, root, count)
         try:
             yield call
@@ -110,7 +110,7 @@ class Hierarchy:
 def get_or_create(group: ProcessGroup) -> Hierarchy | None:
     """Return the hierarchy of a group, or None on all its ranks. All ranks call.
 
-    None where the ranks are on one node, or each on one of its own, and where the ranks of any node
+    None if the ranks are on one node, or each on a different one, or if the ranks of any node
     cannot share memory.
     """
     found: Hierarchy | Literal[False] | None = group.resources.find("hierarchical")
@@ -128,14 +128,14 @@ def _create(group: ProcessGroup) -> Hierarchy | None:
     ranks = nodes[_places(nodes)[group.rank()].node]
     node = _part(group, ranks)
     memory = shared.create(node) if len(ranks) > 1 else None
-    node.inner.Free()  # those who share memory need no messages
+    node.inner.Free()  # ranks that share memory need no messages
     able = np.array([memory is not None or len(ranks) == 1], np.uint8)
     group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
     return Hierarchy(group, nodes, node, memory) if able[0] else None
 
 
 def _nodes(comm: MPI.Intracomm) -> list[list[int]]:
-    """The ranks of each node, in their order; the nodes in the order of their first ranks."""
+    """Return the ranks of each node, in order; the nodes in the order of their first ranks."""
     mine = hashlib.blake2b(node_of().encode(), digest_size=16).digest()
     everybody = np.empty((comm.Get_size(), len(mine)), np.uint8)
     comm.Allgather(np.frombuffer(mine, np.uint8), everybody)
@@ -146,11 +146,11 @@ def _nodes(comm: MPI.Intracomm) -> list[list[int]]:
 
 
 def node_of() -> str:
-    """What processes have alike that may be able to share memory, and no others have.
+    """Return what processes that may be able to share memory have alike, and no others have.
 
     That is: they run under one kernel, and see each other in /proc, as `segment` needs it. Whether
-    they can is tried. MPI_COMM_TYPE_SHARED does not tell: processes in different containers may
-    well be on one node.
+    they can is tried. MPI_COMM_TYPE_SHARED does not say: processes in different containers may well
+    be on one node.
     """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -160,7 +160,7 @@ def node_of() -> str:
 
 
 def _places(nodes: Sequence[Sequence[int]]) -> list[Place]:
-    """Where each rank is."""
+    """Return where each rank is."""
     found = [Place(0, 0)] * sum(map(len, nodes))
     for node, ranks in enumerate(nodes):
         for place, rank in enumerate(ranks):
@@ -169,7 +169,7 @@ def _places(nodes: Sequence[Sequence[int]]) -> list[Place]:
 
 
 def _part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
-    """Some ranks of a group, for routes alone: on no register, with no messages of users.
+    """Return a group of some ranks for routes alone: on no register, with no messages of users.
 
     Only they call (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
     """
@@ -183,9 +183,9 @@ def _part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
 
 @cache
 def _freed_with() -> int:
-    """The key under which a communicator has another that is freed with it.
+    """Return the key under which a communicator has another that is freed with it.
 
-    This is what MPI has attributes for (MPI-4.1 section 7.7): nobody else needs to know of it.
+    MPI has attributes for this (MPI-4.1 section 7.7): no other code needs to know of it.
     """
 
     def free(comm: MPI.Comm, key: int, other: MPI.Comm) -> None:
@@ -198,14 +198,14 @@ def _freed_with() -> int:
 
 
 class _ApartError(Exception):
-    """The ranks' calls differ, and all of them know."""
+    """A difference between the ranks' calls that all of them know of."""
 
 
 class HierarchyCall:
-    """What is alike in all calls.
+    """The common part of all calls.
 
     signature: of the call, as its ranks must have it alike.
-    number: a number that is different where signature or count are.
+    number: a number that differs if signature or count do.
     """
 
     def __init__(self, hierarchy: Hierarchy, kind: CallKind, root: int, count: int) -> None:
@@ -224,11 +224,11 @@ class HierarchyCall:
         puts: Sequence[Put] = (),
         gets: Sequence[Get] = (),
     ) -> Transfer:
-        """A rank's part of an exchange on its node; places and most are its node's."""
+        """Return a rank's part of an exchange on its node; places and most are its node's."""
         return Transfer(places, most, self.number, puts, gets)
 
     def exchange(self, transfer: Transfer, dtype: DType, op: ReduceOp | None = None) -> None:
-        """Carry this rank's part of an exchange on its node out: all its ranks call.
+        """Carry out this rank's part of an exchange on its node: all its ranks call.
 
         op: the blocks got are combined into the place of the first; None: they are copied.
         """
@@ -244,7 +244,7 @@ class HierarchyCall:
             raise _ApartError from None
 
     def agree(self) -> None:
-        """Between a call's first exchange and its first message to another node.
+        """Agree on a call, after its first exchange and before its first message to another node.
 
         Ranks that are on no rail learn from the next exchange that the nodes do not agree.
         """
@@ -259,7 +259,7 @@ class HierarchyCall:
         raise _ApartError
 
     def _compare(self, number: int) -> bool:
-        """All nodes have this number. 0 is none: the ranks of this node differ."""
+        """Return whether all nodes have this number; 0 is none: the ranks of this node differ."""
         self._agreed = True
         if self._hierarchy.rail is None:
             return True

@@ -1,4 +1,4 @@
-"""MPI's own collectives: everything that is moved, and what MPI reduces rightly."""
+"""MPI's own collectives: all moves, and what MPI reduces rightly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reducible(op: ReduceOp, dtype: DType) -> bool:
 
 
 def build(kind: CallKind, chunk: int = MOST * 16) -> Implementation:
-    """Return what makes MPI's call. chunk: bytes of a reduction in place that go at a time."""
+    """Return the implementation by MPI. chunk: bytes of a reduction in place that go at a time."""
     return _BUILDERS[kind.primitive.name](kind, chunk)
 
 
@@ -52,7 +52,7 @@ def build(kind: CallKind, chunk: int = MOST * 16) -> Implementation:
 
 
 def _broadcast(kind: CallKind, chunk: int) -> Implementation:
-    """MPI_Bcast (MPI-4.1 section 6.4)."""
+    """Build MPI_Bcast (MPI-4.1 section 6.4)."""
     dtype = _dtype(kind)
     bcast, element = kind.group.inner.Bcast, datatype(dtype)
 
@@ -66,7 +66,7 @@ def _broadcast(kind: CallKind, chunk: int) -> Implementation:
 
 
 def _all_gather(kind: CallKind, chunk: int) -> Implementation:
-    """MPI_Allgather, and MPI_Allgatherv for blocks that differ (MPI-4.1 section 6.7)."""
+    """Build MPI_Allgather, or MPI_Allgatherv for blocks that differ (MPI-4.1 section 6.7)."""
     dtype, comm, me = _dtype(kind), kind.group.inner, kind.group.rank()
     allgather, element = comm.Allgather, datatype(dtype)
 
@@ -95,7 +95,7 @@ def _all_gather(kind: CallKind, chunk: int) -> Implementation:
 
 
 def _gather(kind: CallKind, chunk: int) -> Implementation:
-    """MPI_Gather (MPI-4.1 section 6.5)."""
+    """Build MPI_Gather (MPI-4.1 section 6.5)."""
     dtype, comm = _dtype(kind), kind.group.inner
 
     def gather(send: Any, recv: Any, count: Any, root: int) -> None:
@@ -106,7 +106,7 @@ def _gather(kind: CallKind, chunk: int) -> Implementation:
 
 
 def _scatter(kind: CallKind, chunk: int) -> Implementation:
-    """MPI_Scatter (MPI-4.1 section 6.6)."""
+    """Build MPI_Scatter (MPI-4.1 section 6.6)."""
     dtype, comm = _dtype(kind), kind.group.inner
 
     def scatter(send: Any, recv: Any, count: Any, root: int) -> None:
@@ -117,7 +117,7 @@ def _scatter(kind: CallKind, chunk: int) -> Implementation:
 
 
 def _barrier(kind: CallKind, chunk: int) -> Implementation:
-    """MPI_Barrier (MPI-4.1 section 6.3)."""
+    """Build MPI_Barrier (MPI-4.1 section 6.3)."""
     comm_barrier = kind.group.inner.Barrier
 
     def barrier(send: Any, recv: Any, extent: Extent, root: int) -> None:
@@ -130,7 +130,7 @@ def _barrier(kind: CallKind, chunk: int) -> Implementation:
 
 
 def _all_reduce(kind: CallKind, chunk: int) -> Implementation:
-    """MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
+    """Build MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
     dtype, op = _dtype(kind), _op(kind)
     reduce_all, n = kind.group.inner.Allreduce, kind.group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
@@ -150,7 +150,7 @@ def _all_reduce(kind: CallKind, chunk: int) -> Implementation:
 
 
 def _reduce(kind: CallKind, chunk: int) -> Implementation:
-    """MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
+    """Build MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
     dtype, op, group = _dtype(kind), _op(kind), kind.group
     comm, n, me = group.inner, group.size(), group.rank()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
@@ -170,8 +170,8 @@ def _reduce(kind: CallKind, chunk: int) -> Implementation:
 
 
 def _reduce_scatter(kind: CallKind, chunk: int) -> Implementation:
-    """MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1); more elements than it counts one block
-    after another, by MPI_Reduce.
+    """Build MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1); more elements than it counts go
+    block after block, by MPI_Reduce.
     """
     dtype, op, group = _dtype(kind), _op(kind), kind.group
     comm, n, me = group.inner, group.size(), group.rank()
@@ -196,7 +196,7 @@ def _reduce_scatter(kind: CallKind, chunk: int) -> Implementation:
 
 
 def _prefix(kind: CallKind, chunk: int) -> Implementation:
-    """MPI_Scan and MPI_Exscan (MPI-4.1 section 6.11)."""
+    """Build MPI_Scan or MPI_Exscan (MPI-4.1 section 6.11)."""
     dtype, op, comm, before = _dtype(kind), _op(kind), kind.group.inner, kind.combined
     call = comm.Scan if kind.primitive.name == "scan" else comm.Exscan
     element, combined = datatype(dtype), _mpi_operation(op, dtype)

@@ -1,8 +1,8 @@
 """The choice of a route for host memory, the same on every rank.
 
-A route is a function of primitive, dtype, operation and group, and inside a plan of the count:
-of what all ranks share. Never of contiguity, alignment or anything that one rank alone knows. For
-each size the job's table says which (`mpicoll.routes.tuning`).
+A route is a function of primitive, dtype, operation and group, and inside a plan of the count: of
+what all ranks share. Never of contiguity, alignment or anything that one rank alone knows. For each
+size the job's table names it (`mpicoll.routes.tuning`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["candidates", "choose", "place", "told"]
+__all__ = ["candidates", "choose", "describe", "place"]
 
 
 def choose(kind: CallKind) -> Implementation:
-    """Return what carries out calls of this kind in this group."""
+    """Return the implementation for calls of this kind in this group."""
     primitive, _, op, dtype = kind
     if op is not None and op.op is ReduceOp.PREMUL_SUM:
-        # What is widened goes by the routes of what it is widened from: MPI's own sums of float32
-        # are not in rank order.
+        # Widened calls go by the routes of their own dtype: MPI's own sums of float32 are not in
+        # rank order.
         row = _row(kind._replace(op=ReduceOp.SUM))
         space = exchange.get_space(kind.group)
         return premultiplied(kind, space, lambda wide: _implementation(wide, row))
@@ -40,7 +40,7 @@ def choose(kind: CallKind) -> Implementation:
 
 
 def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
-    """What carries out calls of a kind by a row of the tuning table, whatever their extent."""
+    """Return the implementation of a kind of call by a row of the tuning table, for any extent."""
     primitive, _, op, dtype = kind
     even = _BySize(kind, row).build()
     routes = (r for r in registry.HOST.values() if primitive.name in r.uneven)
@@ -57,7 +57,7 @@ def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
 
 
 class _Step(NamedTuple):
-    """What carries calls out from ``fewest`` elements a block on."""
+    """The implementation of calls from ``fewest`` elements a block on."""
 
     fewest: int
     route: Implementation
@@ -79,7 +79,7 @@ class _BySize:
         self._before = self._steps_at("apart")
 
     def build(self) -> Implementation:
-        """Return what carries calls out, in few steps for the smallest.
+        """Return the implementation, in few steps for the smallest.
 
         It is not kept here: a plan that is dropped lets go at once of the memory that it shares.
         """
@@ -99,7 +99,7 @@ class _BySize:
         return by_size
 
     def _step(self, count: int) -> _Step:
-        """The step for so many elements; inside a call, in the order of the group's calls."""
+        """Return the step for ``count`` elements; inside a call, in order of the group's calls."""
         steps = self._steps
         if steps is None:
             if count < self._split:
@@ -112,18 +112,18 @@ class _BySize:
         raise AssertionError(count)
 
     def _steps_at(self, place: str) -> list[_Step]:
-        """The steps where the ranks are at ``place``, the last one first."""
+        """Return the steps where the ranks are at ``place``, the last one first."""
         served = _served(self._kind, self._row, place)
         return [_Step(-(-least // self._block), route) for least, _, route in reversed(served)]
 
 
 def _smallest(steps: list[_Step], end: int) -> tuple[int, Implementation]:
-    """The step for the smallest, and the elements up to which it is the one, ``end`` at most."""
+    """Return the count up to which the step for the smallest serves, at most ``end``, and it."""
     return min([end, *(step.fewest for step in steps[:-1])]), steps[-1].route
 
 
 def _named(kind: CallKind) -> str:
-    """What tables call such calls."""
+    """Return the name of such calls in tables."""
     primitive, _, op, dtype = kind
     assert dtype is not None
     return name_kind(primitive, op is not None and not mpi.reducible(op, dtype))
@@ -136,9 +136,9 @@ def _row(kind: CallKind) -> dict[str, Steps]:
 def _served(
     kind: CallKind, row: dict[str, Steps], place: str
 ) -> list[tuple[int, str, Implementation]]:
-    """The steps that can be had, from 0 on, each with what carries calls out. All ranks call.
+    """Return the available steps, from 0 on, each with its implementation. All ranks call.
 
-    In place of a route that does not serve such calls there is the first that serves all of them.
+    A route that does not serve such calls is replaced by the first that serves all of them.
     """
     primitive, _, op, dtype = kind
     found: list[tuple[int, str, Implementation]] = []
@@ -158,7 +158,7 @@ def _served(
 
 
 def _split(row: dict[str, Steps]) -> int:
-    """Bytes from which on the places differ."""
+    """Return the bytes from which on the places differ."""
     differ = [
         min((least for least, _ in set(steps) ^ set(row["apart"])), default=_NEVER)
         for steps in row.values()
@@ -170,7 +170,7 @@ _NEVER = 1 << 62
 
 
 def place(group: ProcessGroup) -> str:
-    """Where the ranks of the group are, as far as it matters. All ranks call."""
+    """Return where the ranks of the group are, as far as it matters. All ranks call."""
     if hierarchy.get_or_create(group):
         return "nodes"
     return "node" if shared.get_or_create(group) else "apart"
@@ -180,8 +180,8 @@ def place(group: ProcessGroup) -> str:
 
 
 def candidates(kind: CallKind) -> dict[str, Implementation]:
-    """Return what can carry such calls out in this group, as ``choose`` has it, by the names of the
-    routes. All ranks call.
+    """Return the implementations of such calls in this group, as ``choose`` has them, by the names
+    of the routes. All ranks call.
     """
     primitive, group, op, dtype = kind
     here = place(group)
@@ -193,7 +193,7 @@ def candidates(kind: CallKind) -> dict[str, Implementation]:
     }
 
 
-def told(kind: CallKind) -> str:
+def describe(kind: CallKind) -> str:
     """Return how such calls are carried out, in words. All ranks call."""
     if kind.primitive.layout is Layout.EMPTY:
         return registry.HOST["mpi"].words

@@ -1,6 +1,6 @@
-"""Through memory that the ranks share: groups whose ranks are all on one node.
+"""Memory that the ranks share: for groups whose ranks are all on one node.
 
-The algorithm, in pieces that stay in the processors' caches, is in ``kernels/src/shared.c``. It
+The algorithm, in chunks that stay in the processors' caches, is in ``kernels/src/shared.c``. It
 needs the C library, on every rank.
 """
 
@@ -32,17 +32,17 @@ __all__ = ["ROUTE", "Shared", "create", "get_or_create"]
 
 #: Bytes of a slot, the most that goes through in a round, and of the slots of all ranks together.
 SLOT, TOGETHER = 256 * 1024, 48 * 1024 * 1024
-#: Ranks that share memory at most: each looks at what each other does.
+#: The most ranks that share memory: each looks at what each other does.
 MOST = 128
 #: Bytes of the others' messages, together, up to which every rank combines everything: one wait
 #: instead of two.
 WHOLE = 16 * 1024
 
-#: How often a rank looks whether another has come as far before it sleeps; each look takes some 40
-#: to 140 cycles. And where threads that compute, or other ranks, want the processor.
+#: How often a rank polls for another's progress before it sleeps, at some 40 to 140 cycles each.
+#: And where threads that compute, or other ranks, want the processor.
 LOOKS, LOOKS_IN_A_CROWD = 2000, 50
 #: Seconds that a rank waits for the others before it leaves an asynchronous call to the group's
-#: thread: what it costs if that thread and the one that goes on computing take turns.
+#: thread: the cost if that thread and the one that goes on computing take turns.
 PATIENCE = 1e-3
 
 _SLOTS = 4  # as in shared.c
@@ -88,7 +88,7 @@ class Shared:
         assert kernels is not None
         self._group = group
         self._kernels = kernels
-        self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as anybody may be inside
+        self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as any rank may be inside
         n = group.size()
         self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank())
         self._pointer = ctypes.addressof(self._hold)
@@ -98,9 +98,9 @@ class Shared:
         self._look_as_often_as_is_good()
 
     def build(self, kind: CallKind) -> Implementation:
-        """Return what carries calls of one kind out.
+        """Return the implementation for calls of one kind.
 
-        It raises MismatchError, on all ranks, where they do not agree on primitive, count, dtype,
+        It raises MismatchError, on all ranks, if they do not agree on primitive, count, dtype,
         operation and root.
         """
         build = _FUNCTIONS[kind.primitive.name]
@@ -142,7 +142,7 @@ class Shared:
         return shared_transfer
 
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
-        """Carry this rank's part of a call out whose blocks may differ in size; see ``build``."""
+        """Carry out this rank's part of a call whose blocks may differ in size; see ``build``."""
         group, described = self._group, self._kind(kind)
         self._look_as_often_as_is_good()
         parts = described.parts
@@ -159,7 +159,7 @@ class Shared:
             raise self._failure()
 
     def _kind(self, kind: CallKind) -> _Kind:
-        """The description of a kind of call for the C library."""
+        """Return the C library's description of a kind of call."""
         key = kind.primitive, kind.dtype, kind.op
         found = self._kinds.get(key)
         if found is None:
@@ -186,15 +186,15 @@ class Shared:
         )
 
     def _look_as_often_as_is_good(self) -> None:
-        """Where threads that compute, or other ranks, want the processor, a rank soon sleeps."""
+        """Let a rank sleep soon if threads that compute, or other ranks, want the processor."""
         worker = self._group.worker
         beside = worker is not None and worker.is_current
         crowded = self._crowded_beside if beside else self._crowded
         self._hold.looks = LOOKS_IN_A_CROWD if crowded else LOOKS
 
     def should_run_inline(self, kind: int, count: int) -> bool:
-        """An asynchronous call is best carried out at once: all ranks are there, with the same, and
-        no processor is free for a thread that would do it.
+        """Return whether an asynchronous call is best carried out at once: all ranks make it now,
+        and no processor is free for a thread that would.
 
         kind: as ``encode_kind`` has it; count: of elements, or whatever else the ranks have alike.
         """
@@ -207,9 +207,9 @@ class Shared:
         return bool(self._kernels.shared_ask(self._pointer, number, kind, count, patience))
 
     def compare(self, kind: int, number: int) -> bool:
-        """All ranks compare the same two numbers here; see ``signature.compared``.
+        """Compare two numbers with all other ranks; see ``signature.compared``.
 
-        False on all of them where they compare others. Raises MismatchError, on all ranks, where
+        Returns False on all of them if they compare others. Raises MismatchError, on all ranks, if
         some make a call that goes by this memory instead.
         """
         self._look_as_often_as_is_good()
@@ -220,7 +220,7 @@ class Shared:
         raise self._failure()
 
     def _calls(self) -> list[tuple[int, int]]:
-        """Kind and numbers of each rank's call, after one that was not agreed on."""
+        """Return kind and numbers of each rank's call, after one that was not agreed on."""
         what, count = ctypes.c_uint64(), ctypes.c_uint64()
         found = []
         for rank in range(self._hold.n):
@@ -231,8 +231,8 @@ class Shared:
         return found
 
     def leave(self) -> None:
-        """This rank waits for no other here any more: the call at hand, and all that come, raise
-        what the group is ``broken`` with.
+        """Wait for no other rank here any more: the call at hand, and all that come, raise what the
+        group is ``broken`` with.
         """
         self._hold.left = 1
 
@@ -251,7 +251,7 @@ class Shared:
 _PUT = np.dtype([("data", np.uintp), ("count", np.uintp)])
 _GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")])
 
-#: By the name of the primitive, what of the C library carries it.
+#: The C library's part, by the name of the primitive.
 _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
     "all_reduce": Shared._build_all_reduce,
     **dict.fromkeys((*MOVES, *REDUCTIONS[1:]), Shared._build_blocks),

@@ -31,19 +31,20 @@ class Segment(NamedTuple):
 
 
 def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
-    """Memory of ``region`` bytes, a multiple of the page size, for each rank of ``comm``; zeros.
+    """Return memory of ``region`` bytes, a multiple of the page size, for each rank of ``comm``;
+    zeros.
 
-    None on every rank if it cannot be had on one of them: they are not on one node, not of one
-    user, in different containers, out of memory, one of them is not ``able`` to use it, or has
-    regions of another size, for its C library is another. All ranks call.
+    None on every rank if one cannot have it: they are not on one node, not of one user, in
+    different containers, out of memory, one is not ``able`` to use it, or has regions of another
+    size, as its C library is another. All ranks call.
 
     Rank 0 makes a file that is nothing but memory and has no name in any file system (memfd_create,
-    Linux); the others open it through /proc. So there is nothing that a rank that is killed could
-    leave behind, no limit but memory itself, and nothing to free together: the memory goes when
-    the last rank lets go of it, whatever became of the others, and their forked children, who have
-    it mapped and no use for it. (Were it not in the child, others would get its addresses there,
-    and lose them to whoever drops what is left of the mapping.) (A window of MPI is freed by all
-    together, and MPI does not say which ranks can share one.)
+    Linux); the others open it through /proc. So a killed rank leaves nothing behind, there is no
+    limit but memory itself, and nothing to free together: the memory goes when the last rank lets
+    go of it, whatever became of the others and of their forked children, which map it without using
+    it. (If unmapped, other memory would get its addresses, and be lost with the rest of the
+    mapping.) (A window of MPI is freed by all together, and MPI does not say which ranks can share
+    one.)
     """
     me, n = comm.Get_rank(), comm.Get_size()
     name = f"mpicoll-{secrets.token_hex(16)}"
@@ -55,7 +56,7 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     memory = None
     if file is not None:
         with suppress(OSError):
-            # Each its own part, which so comes to lie near it; what cannot be had is missed now.
+            # Each its own part, which so comes to lie near it; a lack of memory shows now.
             os.posix_fallocate(file, me * region, region)
             memory = mmap.mmap(file, n * region, **_without_file)
     own = _bytes([memory is not None, region, sorted(_processors())])
@@ -69,15 +70,15 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
 
 # --- memory of one rank that others may map -----------------------------------------------------
 
-#: Where what ``allocate`` has given begins, with its size, and the file's name and descriptor.
+#: By address, the memory that ``allocate`` has given: its size, and its file's name and descriptor.
 _allocated: dict[int, tuple[int, str, int]] = {}
 
 
 def allocate(nbytes: int) -> mmap.mmap | None:
-    """Memory of this process, zeros, which others of this node can map; None where there is none.
+    """Return zeroed memory of this process that others of this node can map; None if there is none.
 
-    It is a file like that of ``share``, which stays open as long as the memory is used, for others
-    to find.
+    It is a file like that of ``share``, kept open as long as the memory is used, for others to
+    find.
     """
     name, size = f"mpicoll-{secrets.token_hex(16)}", max(nbytes, 1)
     file = _made(name, size)
@@ -101,8 +102,8 @@ def _forget(start: int, file: int) -> None:
 
 
 def place(start: int, nbytes: int) -> list[Any] | None:
-    """Where other processes find memory of ``allocate``: name, path, and where in it ``start`` is;
-    None for other memory.
+    """Return where other processes find memory of ``allocate``: name, path, and where in it
+    ``start`` is; None for other memory.
     """
     for begin, (size, name, file) in list(_allocated.items()):
         if begin <= start and start + nbytes <= begin + size:
@@ -111,7 +112,7 @@ def place(start: int, nbytes: int) -> list[Any] | None:
 
 
 def attach(name: str, where: str) -> mmap.mmap | None:
-    """Maps what another process has allocated; None where it is not on this node."""
+    """Map what another process has allocated; return None if it is not on this node."""
     file = _opened(name, where)
     if file is None:
         return None
@@ -149,7 +150,7 @@ def _made(name: str, size: int) -> int | None:
 
 
 def _opened(name: str, where: str) -> int | None:
-    """Opens rank 0's file, and no other that may be found there: this may be another machine."""
+    """Open rank 0's file, and no other that may be found there: this may be another machine."""
     with suppress(OSError):
         if str(Path(where).readlink()).startswith(f"/memfd:{name}"):
             return os.open(where, os.O_RDWR)
@@ -157,6 +158,6 @@ def _opened(name: str, where: str) -> int | None:
 
 
 def _processors() -> set[int]:
-    """The processors that this process may run on."""
+    """Return the processors that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return set(range(os.cpu_count() or 1)) if affinity is None else affinity(0)

@@ -1,4 +1,4 @@
-"""Narrow floats reduced as float32 by MPI's own all_reduce and rounded once: for groups of so many
+"""Narrow floats reduced as float32 by MPI's own all_reduce and rounded once: for groups of enough
 ranks that the messages of `exchange` cost more than moving twice the bytes.
 """
 
@@ -21,12 +21,12 @@ _FLOAT32 = by_name["float32"]
 
 
 def _combines(op: ReduceOp, dtype: DType) -> bool:
-    """Not what is exact in the dtype: there is nothing to widen for."""
+    """Return whether to widen: not what is exact in the dtype, where nothing is gained."""
     return dtype.kind is Kind.NARROW_FLOAT and mpi.reducible(op, _FLOAT32)
 
 
 def _build(kind: CallKind) -> Implementation:
-    """MPI_Allreduce of float32, a chunk at a time."""
+    """Build MPI_Allreduce of float32, a chunk at a time."""
     group, dtype = kind.group, kind.dtype
     assert dtype is not None
     wide_sum = mpi.build(kind._replace(dtype=_FLOAT32))

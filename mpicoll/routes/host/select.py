@@ -138,7 +138,7 @@ def _served(
 ) -> list[tuple[int, str, Implementation]]:
     """Return the available steps, from 0 on, each with its implementation. All ranks call.
 
-    A route that does not serve such calls is replaced by the first that serves all of them.
+    A route that does not serve such calls is replaced by ``exchange``.
     """
     primitive, _, op, dtype = kind
     found: list[tuple[int, str, Implementation]] = []
@@ -146,11 +146,7 @@ def _served(
         if not registry.HOST[name].serves(primitive, op, dtype):
             if registry.HOST[name].place:
                 continue
-            name = next(
-                route.name
-                for route in registry.HOST.values()
-                if not route.place and route.serves(primitive, op, dtype)
-            )
+            name = "exchange"  # which serves every reduction, in rank order
         route = registry.HOST[name].build(kind)
         if route is not None:
             found.append((least if found else 0, name, route))

@@ -76,6 +76,18 @@ def test_what_can_be_named(kind, place, routes):
     assert tuning.eligible_routes(kind, place) == tuple(routes.split())
 
 
+def test_kinds_without_a_row():
+    """MPI's own while messages are short; what it does not combine goes by shared memory."""
+    table = Table(False)
+    assert table.row("scan", 4) == {
+        "node": ((0, "mpi"), (16 * KIB, "shared")), "nodes": ((0, "mpi"),), "apart": ((0, "mpi"),)
+    }  # fmt: skip
+    assert table.row("exscan of others", 4) == {
+        "node": ((0, "shared"),), "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),)
+    }  # fmt: skip
+    assert table.row("all_to_all", 4) == dict.fromkeys(PLACES, ((0, "exchange"),))
+
+
 def marked(n):
     """A row that says with how many ranks it was measured."""
     return {"broadcast": {"node": ((0, "mpi"), (n, "shared"))}}

@@ -186,15 +186,20 @@ def _combines_some(route: Route, others: bool) -> bool:
 @cache
 def _of_routes(kind: str) -> dict[str, Steps]:
     """Return the row of a kind that the tables lack: at each place the route that exists only
-    there, else the first that may be named.
+    there, but MPI's own for short messages; elsewhere the first that may be named.
     """
     from mpicoll.routes import registry
 
-    return {
-        place: ((0, next((r for r in names if registry.HOST[r].place), names[0])),)
-        for place in PLACES
-        if (names := eligible_routes(kind, place))
-    }
+    row = {}
+    for place in PLACES:
+        first, *others = eligible_routes(kind, place)
+        best = next((name for name in others if registry.HOST[name].place), first)
+        row[place] = merge_steps([(0, first if first == "mpi" else best), (_SHORT, best)])
+    return row
+
+
+#: Bytes of the kinds that the tables lack from which on another route than MPI's own is taken.
+_SHORT = 16 * _KIB
 
 
 class Table:

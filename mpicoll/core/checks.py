@@ -151,10 +151,9 @@ def _same_shapes(primitive: Primitive, name: str, parts: ViewList, one: View) ->
 
 def _multiple(primitive: Primitive, whole: View, names: tuple[str, str], one: View, n: int) -> None:
     if whole.count != n * one.count:
-        expected = f"in a group of {n} ranks expected {n} x {one.count} = {n * one.count}"
         raise ArgumentError(
-            f"{primitive.name}: {names[0]} has {whole.count} elements, {names[1]} {one.count}; "
-            f"{expected if n > 1 or primitive.layout is not Layout.ALIKE else 'expected as many'}"
+            f"{primitive.name}: {names[0]} has {whole.count} elements, {names[1]} {one.count}; in "
+            f"a group of {n} ranks expected {n} x {one.count} = {n * one.count}"
         )
 
 
@@ -263,7 +262,11 @@ def _alike(
     recv = adapters.build_view(output, writes(primitive, group, root), primitive.at_output)
     send = adapters.build_view(input, False, primitive.at_input)
     _same_kind(primitive, send, recv)
-    _multiple(primitive, recv, (primitive.output, primitive.input), send, 1)
+    if recv.count != send.count:
+        raise ArgumentError(
+            f"{primitive.name}: {primitive.output} has {recv.count} elements, {primitive.input} "
+            f"{send.count}; expected as many"
+        )
     return send, recv, send.count
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll.core.signature import encode_kind, encode_sizes
+from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
 
@@ -97,8 +97,3 @@ def agreed_sizes(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:
     if isinstance(extent, int):
         return extent
     return tuple(extent.sends if primitive.many_in else extent.receives)
-
-
-def encode_agreed_sizes(sizes: int | tuple[int, ...]) -> int:
-    """Return the number that stands for these sizes in a signature."""
-    return sizes if isinstance(sizes, int) else encode_sizes(sizes)

@@ -56,8 +56,10 @@ def encode_kind(
     )
 
 
-def encode_sizes(counts: Sequence[int]) -> int:
+def encode_sizes(counts: int | Sequence[int]) -> int:
     """Return the number of a call's sizes: 0 for none, one count itself, a hash of several."""
+    if isinstance(counts, int):
+        return counts
     return counts[0] if len(counts) == 1 else encode_list(counts) if counts else 0
 
 

@@ -11,8 +11,8 @@ from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
-from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, encode_agreed_sizes
-from mpicoll.core.signature import LIST, encode_list, encode_task, with_root
+from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes
+from mpicoll.core.signature import LIST, encode_list, encode_sizes, encode_task, with_root
 from mpicoll.core.work import Work
 from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing, packing
@@ -61,7 +61,7 @@ def run(
     else:
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
     carry, orders = _placed(plan, send, recv)
-    sizes = encode_agreed_sizes(agreed_sizes(primitive, extent))
+    sizes = encode_sizes(agreed_sizes(primitive, extent))
     waits = not async_op and not member.busy()
     return _dispatch(
         plan, async_op, waits, output, sizes, root, carry, send, recv, extent, orders, at_once

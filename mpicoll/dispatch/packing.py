@@ -31,9 +31,7 @@ def on_views(kind: CallKind, route: Implementation, on_device: bool) -> Run:
     primitive = kind.primitive
     if primitive.layout is Layout.EMPTY:
         return route
-    if on_device:
-        return _packed(kind, route, on_device)
-    if not primitive.listed:
+    if on_device or not primitive.listed:
         return _packed(kind, route, on_device)
     if primitive.layout is Layout.EXCHANGED:
         return _one_by_one(route)

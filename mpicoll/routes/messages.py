@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpi4py import MPI
@@ -17,7 +17,7 @@ from mpicoll.routes.wire import Message, message
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Messages", "Scope", "Span", "in_flight", "spans_of", "whole_message"]
+__all__ = ["Messages", "Scope", "Span", "in_flight", "shares_of", "spans_of", "whole_message"]
 
 #: Unfinished messages: their memory is held, for ever if an error came between.
 in_flight: set[Messages] = set()
@@ -77,6 +77,13 @@ Span = tuple[int, int]
 def spans_of(counts: Sequence[int]) -> list[Span]:
     """Return where consecutive blocks lie."""
     return list(zip(accumulate(counts, initial=0), counts, strict=False))
+
+
+def shares_of(count: int, n: int, begin: int = 0) -> list[Span]:
+    """Return each of n ranks' share of ``count`` elements from ``begin`` on; some may be empty."""
+    share = -(-count // n)
+    edges = [begin + min(count, r * share) for r in range(n + 1)]
+    return [(start, end - start) for start, end in pairwise(edges)]
 
 
 class Scope(NamedTuple):

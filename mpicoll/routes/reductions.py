@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -11,11 +10,12 @@ from mpi4py import MPI
 from mpicoll.arrays.views import View
 from mpicoll.core.plan import Blocks
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
-from mpicoll.routes.messages import Messages, Scope, Span, spans_of
+from mpicoll.routes.messages import Messages, Scope, Span, shares_of, spans_of
 from mpicoll.routes.moves import all_gather
+from mpicoll.routes.space import Space
 from mpicoll.routes.wire import message
 
-__all__ = ["all_reduce", "prefix", "reduce", "reduce_scatter"]
+__all__ = ["all_reduce", "chunk_of", "prefix", "reduce", "reduce_scatter"]
 
 #: Ranks up to which small data goes from each to each, without a copy first.
 DIRECT = 8
@@ -178,10 +178,14 @@ class _Chunk(NamedTuple):
     out: View
 
 
+def chunk_of(space: Space, n: int, dtype: DType) -> int:
+    """Return the elements that a rank gets from one of n ranks at a time."""
+    return max(1, min(space.chunk, space.stack // n) // dtype.itemsize)
+
+
 def _step(scope: Scope, dtype: DType) -> int:
     """Return the elements of a chunk that one rank combines."""
-    travels = _travelling(scope.op, dtype)
-    return max(1, min(scope.space.chunk, scope.space.stack // scope.n) // travels.itemsize)
+    return chunk_of(scope.space, scope.n, _travelling(scope.op, dtype))
 
 
 def _cuts(scope: Scope, view: View) -> list[Cut]:
@@ -189,10 +193,7 @@ def _cuts(scope: Scope, view: View) -> list[Cut]:
     n, step = scope.n, scope.n * _step(scope, view.dtype)
     found: list[Cut] = []
     for begin in range(0, view.count, step):
-        size = min(step, view.count - begin)
-        share = -(-size // n)
-        edges = [begin + min(size, r * share) for r in range(n + 1)]
-        found.append([(start, end - start) for start, end in pairwise(edges)])
+        found.append(shares_of(min(step, view.count - begin), n, begin))
     return found
 
 

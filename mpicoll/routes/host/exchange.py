@@ -17,9 +17,11 @@ from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.dtypes import ReduceOp
 from mpicoll.kernels.reduction import combine
 from mpicoll.routes import algorithms
+from mpicoll.routes.messages import Span, shares_of
+from mpicoll.routes.reductions import chunk_of
 from mpicoll.routes.route import EXCHANGES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.space import PooledHost
-from mpicoll.routes.wire import datatype, exchange, message, scratch
+from mpicoll.routes.wire import Message, datatype, exchange, message, scratch
 
 __all__ = ["ROUTE", "build", "get_space"]
 
@@ -31,11 +33,8 @@ def build(kind: CallKind) -> Implementation:
     short = _SHORT.get(kind.primitive.name)
     if short is None or kind.dtype is None:
         return general
-    one_chunk = short(_Short(kind, space.small))
-    n = kind.group.size()
-    limit = max(1, min(space.chunk, space.stack // n) // kind.dtype.itemsize)
-    if not kind.primitive.many_in:
-        limit *= n
+    one_chunk, n = short(_Short(kind, space)), kind.group.size()
+    limit = chunk_of(space, n, kind.dtype) * (1 if kind.primitive.many_in else n)
 
     def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
         if isinstance(extent, int) and extent <= limit:
@@ -54,19 +53,15 @@ def get_space(group: ProcessGroup) -> PooledHost:
     return found
 
 
-Span = tuple[int, int]
-
-
 class _Short:
-    """The common part of the reductions of one chunk. ``small``: see Space."""
+    """The common part of the reductions of one chunk."""
 
-    def __init__(self, kind: CallKind, small: int) -> None:
+    def __init__(self, kind: CallKind, space: PooledHost) -> None:
         assert kind.dtype is not None and kind.op is not None
         self.group, self.dtype, self.op = kind.group, kind.dtype, kind.op
         self.comm, self.n, self.me = kind.group.inner, kind.group.size(), kind.group.rank()
         self.divisor = self.n if kind.op is ReduceOp.AVG else 1
-        self.small, self.tag = small, kind.primitive.code
-        self.stack_most = PooledHost.stack
+        self.small, self.stack, self.tag = space.small, space.stack, kind.primitive.code
 
     def array(self, buffer: Any, count: int) -> Array:
         """Return the elements of a buffer."""
@@ -80,11 +75,12 @@ class _Short:
         stack = memory.view(self.dtype.numpy)
         return [stack[r * count : (r + 1) * count] for r in range(n)]
 
-    def cut(self, count: int) -> list[Span]:
-        """Return where each rank's share begins, and its count."""
-        share = -(-count // self.n)
-        edges = [min(count, r * share) for r in range(self.n + 1)]
-        return [(edges[r], edges[r + 1] - edges[r]) for r in range(self.n)]
+    def messages(self, buffer: Any, cut: Sequence[Span]) -> list[Message | None]:
+        """Return each other rank's share of a buffer as a message; None if it is empty."""
+        return [
+            message(buffer, count, self.dtype, start) if count and r != self.me else None
+            for r, (start, count) in enumerate(cut)
+        ]
 
     def combine_own(self, buffer: Any, whole: Array, cut: Sequence[Span], out: Array) -> None:
         """Send each rank its share of a buffer, and combine this rank's of all into ``out``."""
@@ -93,11 +89,8 @@ class _Short:
         memory = scratch(self.group, self.n * mine * dtype.itemsize)
         exchange(
             self.comm,
-            [message(buffer, c, dtype, s) if c and r != me else None for r, (s, c) in _each(cut)],
-            [
-                message(memory, mine, dtype, r * mine) if mine and r != me else None
-                for r in range(self.n)
-            ],
+            self.messages(buffer, cut),
+            self.messages(memory, [(r * mine, mine) for r in range(self.n)]),
             self.tag,
         )
         if mine:
@@ -107,10 +100,6 @@ class _Short:
             combine(self.op, dtype, sources, out, self.divisor)
 
 
-def _each(cut: Sequence[Span]) -> enumerate[Span]:
-    return enumerate(cut)
-
-
 def _all_reduce(short: _Short) -> Implementation:
     n, me, dtype = short.n, short.me, short.dtype
 
@@ -118,19 +107,14 @@ def _all_reduce(short: _Short) -> Implementation:
         if not count:
             return
         whole, nbytes = short.array(recv, count), n * count * dtype.itemsize
-        if nbytes <= short.small or (count < n and nbytes <= short.stack_most):
+        if nbytes <= short.small or (count < n and nbytes <= short.stack):
             combine(short.op, dtype, short.everything(recv, count), whole, short.divisor)
             return
-        cut = short.cut(count)
+        cut = shares_of(count, n)
         start, mine = cut[me]
         short.combine_own(recv, whole, cut, whole[start : start + mine])
-        own = message(recv, mine, dtype, start) if mine else None
-        exchange(
-            short.comm,
-            [own if r != me else None for r in range(n)],
-            [message(recv, c, dtype, s) if c and r != me else None for r, (s, c) in _each(cut)],
-            short.tag,
-        )
+        going = short.messages(recv, [(start, mine)] * n)
+        exchange(short.comm, going, short.messages(recv, cut), short.tag)
 
     return all_reduce
 
@@ -146,14 +130,11 @@ def _reduce(short: _Short) -> Implementation:
             cut = [(0, count if r == root else 0) for r in range(n)]
             short.combine_own(recv, whole, cut, whole[: cut[me][1]])
             return
-        cut = short.cut(count)
+        cut = shares_of(count, n)
         start, mine = cut[me]
         if me == root:
             short.combine_own(recv, whole, cut, whole[start : start + mine])
-            coming = [
-                message(recv, c, dtype, s) if c and r != me else None for r, (s, c) in _each(cut)
-            ]
-            exchange(short.comm, [None] * n, coming, short.tag)
+            exchange(short.comm, [None] * n, short.messages(recv, cut), short.tag)
         else:
             out = np.empty(mine, dtype.numpy)
             short.combine_own(recv, whole, cut, out)

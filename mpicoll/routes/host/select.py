@@ -28,7 +28,7 @@ def choose(kind: CallKind) -> Implementation:
     """Return the implementation for calls of this kind in this group."""
     primitive, _, op, dtype = kind
     if op is not None and op.op is ReduceOp.PREMUL_SUM:
-        # Widened calls go by the routes of their own dtype: MPI's own sums of float32 are not in
+        # A widened sum goes by the routes of the narrow dtype: MPI's own sums of float32 are not in
         # rank order.
         row = _row(kind._replace(op=ReduceOp.SUM))
         space = exchange.get_space(kind.group)

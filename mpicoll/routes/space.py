@@ -12,7 +12,7 @@ from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels import reduction
 
-__all__ = ["HOST", "Host", "PooledHost", "Space"]
+__all__ = ["Host", "PooledHost", "Space"]
 
 #: For the host, see Space. (For memory of a device, routes/device has them.)
 SMALL, CHUNK, STACK = 8 * 1024, 1024 * 1024, 32 * 1024 * 1024
@@ -114,9 +114,6 @@ class Host(Space):
 
     def synchronize(self) -> None:
         """Return at once: nothing is enqueued."""
-
-
-HOST = Host()
 
 
 class PooledHost(Host):

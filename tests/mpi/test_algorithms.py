@@ -28,7 +28,10 @@ from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import algorithms, messages, moves, reductions, wire
 from mpicoll.routes.host import select
-from mpicoll.routes.space import HOST, Host
+from mpicoll.routes.space import Host
+
+#: The host's memory, as algorithms see it.
+HOST = Host()
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 

@@ -26,12 +26,15 @@ from mpicoll.dtypes import OPERATIONS, Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import tuning, wire
 from mpicoll.routes.host import mpi as native
-from mpicoll.routes.space import HOST, Host
+from mpicoll.routes.space import Host
 
 SMALL = [0, 1, 7, 1000]
 LARGE = 30011
 
 FLOAT32 = by_name["float32"]
+#: The host's memory, as algorithms see it.
+HOST = Host()
+
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 

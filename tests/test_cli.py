@@ -27,6 +27,8 @@ from whole_jobs import made_by
 import mpicoll
 from mpicoll import cli
 from mpicoll.cli import doctor
+from mpicoll.cli.doctor_advice import advise
+from mpicoll.cli.doctor_facts import Findings
 from mpicoll.cli.doctor_machine import Place, format_ranges
 from mpicoll.primitives import PRIMITIVES
 
@@ -386,27 +388,27 @@ def facts(**others: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("seen", "wrong", "words"),
     [
-        (doctor.Seen([facts(), facts()]), None, ""),
-        (doctor.Seen([facts(), facts(MPI="M 2 (/a)")]), True, "the ranks differ in MPI"),
-        (doctor.Seen([facts(), facts(MPI="M 1 (/c)")]), None, ""),
-        (doctor.Seen([facts(), facts(mpicoll="2 (/b)")]), True, "the ranks differ in mpicoll"),
+        (Findings([facts(), facts()]), None, ""),
+        (Findings([facts(), facts(MPI="M 2 (/a)")]), True, "the ranks differ in MPI"),
+        (Findings([facts(), facts(MPI="M 1 (/c)")]), None, ""),
+        (Findings([facts(), facts(mpicoll="2 (/b)")]), True, "the ranks differ in mpicoll"),
         (
-            doctor.Seen([facts(), facts(**{"C library": "numpy (it does not load: x)"})]),
+            Findings([facts(), facts(**{"C library": "numpy (it does not load: x)"})]),
             True, "rank 1: the C library does not load",
         ),
         (
-            doctor.Seen([facts(**{"C library": "numpy (the C library was not built)"})] * 2),
+            Findings([facts(**{"C library": "numpy (the C library was not built)"})] * 2),
             False, "ranks 0-1: NumPy does the work",
         ),
-        (doctor.Seen([facts(threads="MPI_THREAD_SERIALIZED")]), False, "rank 0: MPI lets one"),
-        (doctor.Seen([facts(torch="3; the backend mpicoll is not registered")]), False, "torch"),
-        (doctor.Seen([facts(torch="3, which cannot be imported: x")]), True, "torch is installed"),
-        (doctor.Seen([facts()], shared=False), False, "do not share memory"),
-        (doctor.Seen([facts()], idle=["GPU 1 is idle"]), False, "GPU 1 is idle"),
+        (Findings([facts(threads="MPI_THREAD_SERIALIZED")]), False, "rank 0: MPI lets one"),
+        (Findings([facts(torch="3; the backend mpicoll is not registered")]), False, "torch"),
+        (Findings([facts(torch="3, which cannot be imported: x")]), True, "torch is installed"),
+        (Findings([facts()], shared=False), False, "do not share memory"),
+        (Findings([facts()], idle=["GPU 1 is idle"]), False, "GPU 1 is idle"),
     ],
 )  # fmt: skip
-def test_advice(seen: doctor.Seen, wrong: bool | None, words: str) -> None:
-    given = [(each.wrong, text) for each in doctor.ADVICE for text in each.texts(seen) if text]
+def test_advice(seen: Findings, wrong: bool | None, words: str) -> None:
+    given = advise(seen)
     assert [bad for bad, _ in given] == ([] if wrong is None else [wrong]), given
     assert all(words in text for _, text in given), given
 
@@ -446,22 +448,22 @@ def place(*allowed: int, host: str = "a", free: int | None = 1 << 30) -> Place:
     ],
 )  # fmt: skip
 def test_advice_on_the_machine(places: list[Place], words: str) -> None:
-    seen = doctor.Seen([facts()] * len(places), places=places)
-    given = [(each.wrong, text) for each in doctor.ADVICE for text in each.texts(seen) if text]
+    seen = Findings([facts()] * len(places), places=places)
+    given = advise(seen)
     assert [bad for bad, _ in given] == ([False] if words else []), given
     assert all(text.startswith(words) for _, text in given), given
 
 
 def test_advice_to_a_process_that_is_alone() -> None:
-    def given(seen: doctor.Seen) -> list[str]:
-        return [text for each in doctor.ADVICE for text in each.texts(seen) if "alone" in text]
+    def given(seen: Findings) -> list[str]:
+        return [text for _, text in advise(seen) if "alone" in text]
 
     alone = facts(launcher="none")
-    assert given(doctor.Seen([alone])) and not given(doctor.Seen([facts(launcher="srun")]))
-    assert not given(doctor.Seen([alone] * 2)) and not given(doctor.Seen([alone], wrong="x"))
+    assert given(Findings([alone])) and not given(Findings([facts(launcher="srun")]))
+    assert not given(Findings([alone] * 2)) and not given(Findings([alone], wrong="x"))
 
 
 def test_settings_that_differ_are_told_by_rank() -> None:
-    seen = doctor.Seen([facts()] * 3, misspelt=[{"A": "A: x"}, {}, {"A": "A: x", "B": "B: y"}])
-    given = [(each.wrong, text) for each in doctor.ADVICE for text in each.texts(seen) if text]
+    seen = Findings([facts()] * 3, misspelt=[{"A": "A: x"}, {}, {"A": "A: x", "B": "B: y"}])
+    given = advise(seen)
     assert given == [(True, "ranks 0,2: A: x"), (True, "rank 2: B: y")]

@@ -10,7 +10,7 @@ import pytest
 
 import mpicoll
 from mpicoll import cli, launch
-from mpicoll.cli import doctor
+from mpicoll.cli.doctor_facts import name_launcher
 from mpicoll.cuda import probe
 from mpicoll.cuda.binding import device_for
 from mpicoll.errors import LaunchError
@@ -73,7 +73,7 @@ def test_it_is_found(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Non
         assert launch.find_launcher(rest) is not launcher
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert doctor._launcher() == launcher.name
+    assert name_launcher() == launcher.name
 
 
 @every_launcher

@@ -14,11 +14,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, SupportsIndex
 
 from mpicoll import communicators, launch, settings
-from mpicoll.api import point_to_point, windows
+from mpicoll.api import windows
 from mpicoll.core import backends, groups
 from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.work import parse_timeout
+from mpicoll.dispatch import point_to_point
 from mpicoll.dispatch.agreement import agree
 from mpicoll.errors import (
     ArgumentError,

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.api.point_to_point import exchange_bytes
 from mpicoll.core.groups import ProcessGroup, resolve
 from mpicoll.core.pickles import Bytes, decode, encode
 from mpicoll.dispatch import execute
+from mpicoll.dispatch.point_to_point import exchange_bytes
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, UnsupportedError
 
 __all__ = [

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from mpicoll.api.point_to_point import MessageWork, in_background, look_after
 from mpicoll.arrays import adapters
 from mpicoll.arrays.views import Array, View
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
+from mpicoll.dispatch.point_to_point import MessageWork, in_background, look_after
 from mpicoll.dtypes import by_name
 from mpicoll.errors import (
     ArgumentError,

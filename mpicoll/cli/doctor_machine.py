@@ -20,6 +20,7 @@ __all__ = [
     "find_crowded",
     "find_small_memory",
     "format_ranges",
+    "name_ranks",
 ]
 
 #: With so few free bytes in /dev/shm, Docker's default, MPI libraries fail.
@@ -159,3 +160,8 @@ def _by_host(places: Sequence[Place], tell: Callable[[Sequence[Place]], str]) ->
 
 def _processors(n: int) -> str:
     return f"{n} processor{'s' * (n != 1)}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0, 2-4"; "" for none."""
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}" if ranks else ""

@@ -1,13 +1,13 @@
 """The arguments of a collective call as views, checked before anything is sent.
 
-There is one function for each layout of the table of primitives.
+There is one function for the layouts of the table of primitives that are checked alike.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpicoll.arrays import adapters
 from mpicoll.arrays.views import View, ViewList
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Splits", "Views", "build_views", "check_operation", "find_operation", "reads", "writes"]
 
+T = TypeVar("T")
 
 #: The views of a call's input and output, and its extent.
 Views = tuple[View | None, View | None, Extent]
@@ -169,7 +170,7 @@ def _in_place(
     return None, recv, recv.count
 
 
-def _gathered(
+def _per_rank(
     primitive: Primitive,
     group: ProcessGroup,
     output: Any,
@@ -177,31 +178,49 @@ def _gathered(
     root: int,
     splits: Splits | None,
 ) -> Views:
+    """Check this rank's block, and the blocks of all ranks where this rank has them."""
     n = group.size()
-    send = adapters.build_view(input, False, primitive.at_input)
-    receiving = not primitive.root or root == group.rank()
-    where = primitive.at_output
-    if not receiving:
-        if output is not None and not (isinstance(output, (list, tuple)) and not output):
+    gathers = primitive.layout is Layout.GATHERED
+    where, whole, side, verb = (
+        (primitive.at_output, output, "output", "receives")
+        if gathers
+        else (primitive.at_input, input, "input", "sends")
+    )
+    names = primitive.output, primitive.input
+    of_whole, of_own = names if gathers else names[::-1]
+    own = adapters.build_view(
+        input if gathers else output,
+        not gathers,
+        primitive.at_input if gathers else primitive.at_output,
+    )
+
+    def in_order(blocks: T) -> tuple[View | T, View | T]:
+        return (own, blocks) if gathers else (blocks, own)
+
+    if primitive.root and root != group.rank():
+        if whole is not None and not (isinstance(whole, (list, tuple)) and not whole):
             raise ArgumentError(
-                f"{where}: requires empty output on non-root ranks: to be given only on the rank "
-                f"that receives, {root}"
+                f"{where}: requires empty {side} on non-root ranks: to be given only on the rank "
+                f"that {verb}, {root}"
             )
-        return send, None, send.count
+        return *in_order(None), own.count
     if not primitive.listed:
-        recv = adapters.build_view(output, True, where)
-        _same_kind(primitive, send, recv)
-        _multiple(primitive, recv, (primitive.output, primitive.input), send, n)
-        return send, recv, send.count
-    if output is None:
-        raise ArgumentError(f"{where}: must be given on the rank that receives, {root}")
-    listed = adapters.build_view_list(output, True, where, n)
-    _same_kind(primitive, send, listed)
+        one = adapters.build_view(whole, gathers, where)
+        _same_kind(primitive, *in_order(one))
+        _multiple(primitive, one, (of_whole, of_own), own, n)
+        return *in_order(one), own.count
+    if whole is None:
+        raise ArgumentError(f"{where}: must be given on the rank that {verb}, {root}")
+    listed = adapters.build_view_list(whole, gathers, where, n)
+    _same_kind(primitive, *in_order(listed))
     if primitive.root:
-        _same_shapes(primitive, primitive.output, listed, send)
-        return send, listed, send.count
-    blocks = _own_fits(primitive, group, listed, where, send, primitive.input)
-    return send, listed, Blocks([send.count] * n, blocks) if blocks else send.count
+        _same_shapes(primitive, of_whole, listed, own)
+        return *in_order(listed), own.count
+    counts = _own_fits(primitive, group, listed, where, own, of_own)
+    if not counts:
+        return *in_order(listed), own.count
+    equal = [own.count] * n
+    return *in_order(listed), Blocks(equal, counts) if gathers else Blocks(counts, equal)
 
 
 def _own_fits(
@@ -215,40 +234,6 @@ def _own_fits(
             f"block of this rank's {name}, which has shape {own.shape}"
         )
     return counts if len(set(counts)) > 1 else ()
-
-
-def _scattered(
-    primitive: Primitive,
-    group: ProcessGroup,
-    output: Any,
-    input: Any,
-    root: int,
-    splits: Splits | None,
-) -> Views:
-    n = group.size()
-    recv = adapters.build_view(output, True, primitive.at_output)
-    where = primitive.at_input
-    if primitive.root and root != group.rank():
-        if input is not None and not (isinstance(input, (list, tuple)) and not input):
-            raise ArgumentError(
-                f"{where}: requires empty input on non-root ranks: to be given only on the rank "
-                f"that sends, {root}"
-            )
-        return None, recv, recv.count
-    if not primitive.listed:
-        send = adapters.build_view(input, False, where)
-        _same_kind(primitive, send, recv)
-        _multiple(primitive, send, (primitive.input, primitive.output), recv, n)
-        return send, recv, recv.count
-    if input is None:
-        raise ArgumentError(f"{where}: must be given on the rank that sends, {root}")
-    listed = adapters.build_view_list(input, False, where, n)
-    _same_kind(primitive, listed, recv)
-    if primitive.root:
-        _same_shapes(primitive, primitive.input, listed, recv)
-        return listed, recv, recv.count
-    blocks = _own_fits(primitive, group, listed, where, recv, primitive.output)
-    return listed, recv, Blocks(blocks, [recv.count] * n) if blocks else recv.count
 
 
 def _alike(
@@ -339,8 +324,8 @@ def _empty(
 
 _LAYOUTS: dict[Layout, Callable[..., Views]] = {
     Layout.IN_PLACE: _in_place,
-    Layout.GATHERED: _gathered,
-    Layout.SCATTERED: _scattered,
+    Layout.GATHERED: _per_rank,
+    Layout.SCATTERED: _per_rank,
     Layout.EXCHANGED: _exchanged,
     Layout.ALIKE: _alike,
     Layout.EMPTY: _empty,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = ["Resources"]
 
 
+T = TypeVar("T")
+
+
 class _Kept(NamedTuple):
     value: Any
-    close: Callable[[float], object] | None
-    abandon: Callable[[], object] | None
+    close: Callable[[Any, float], object] | None
+    abandon: Callable[[Any], object] | None
 
 
 class Resources:
@@ -24,23 +27,31 @@ class Resources:
         self._kept: dict[Hashable, _Kept] = {}
 
     def find(self, key: Hashable) -> Any:
-        """Return what is kept under a key; None if there is nothing yet."""
+        """Return what is kept under a key; None if there is nothing."""
         kept = self._kept.get(key)
         return None if kept is None else kept.value
 
-    def keep(
+    def get_or_create(
         self,
         key: Hashable,
-        value: Any,
-        close: Callable[[float], object] | None = None,
-        abandon: Callable[[], object] | None = None,
-    ) -> Any:
-        """Keep a value under a key, in place of what was there, and return it.
+        create: Callable[[], T],
+        close: Callable[[T, float], object] | None = None,
+        abandon: Callable[[T], object] | None = None,
+    ) -> T:
+        """Return what is kept under a key, and create it if there is nothing, once.
 
         close:   ends it with the group, on all ranks; takes the seconds to wait for them.
         abandon: leaves it behind, where calls may be stuck in it. Without one it stays as it is.
         """
-        self._kept[key] = _Kept(value, close, abandon)
+        kept = self._kept.get(key)
+        if kept is None:
+            self._kept[key] = kept = _Kept(create(), close, abandon)
+        found: T = kept.value
+        return found
+
+    def replace(self, key: Hashable, value: T) -> T:
+        """Keep another value under a key, one that ends with its last reference; return it."""
+        self._kept[key] = _Kept(value, None, None)
         return value
 
     def close(self, limit: float) -> None:
@@ -48,11 +59,11 @@ class Resources:
         while self._kept:
             _, kept = self._kept.popitem()
             if kept.close is not None:
-                kept.close(limit)
+                kept.close(kept.value, limit)
 
     def abandon(self) -> None:
         """Leave behind what can be left, without waiting for other ranks or for what is stuck."""
         for key, kept in list(self._kept.items()):
             if kept.abandon is not None:
                 del self._kept[key]
-                kept.abandon()
+                kept.abandon(kept.value)

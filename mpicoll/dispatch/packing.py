@@ -157,10 +157,9 @@ def in_stream_order(
 
 def _context(group: ProcessGroup, index: int) -> DeviceContext:
     """Return the device context of a group's collectives."""
-    context: DeviceContext | None = group.resources.find(("device", index))
-    if context is None:
-        context = DeviceContext(runtime.get_runtime(), index)
-        group.resources.keep(
-            ("device", index), context, lambda _: context.close(), context.leave_behind
-        )
-    return context
+    return group.resources.get_or_create(
+        ("device", index),
+        lambda: DeviceContext(runtime.get_runtime(), index),
+        close=lambda context, _: context.close(),
+        abandon=DeviceContext.leave_behind,
+    )

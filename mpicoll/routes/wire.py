@@ -44,7 +44,7 @@ def scratch(group: ProcessGroup, nbytes: int) -> Bytes:
     """Return ``nbytes`` bytes of the memory that a group's routes share, which grows as needed."""
     found: Bytes | None = group.resources.find("scratch")
     if found is None or found.nbytes < nbytes:
-        found = group.resources.keep("scratch", np.empty(nbytes, np.uint8))
+        found = group.resources.replace("scratch", np.empty(nbytes, np.uint8))
     return found[:nbytes]
 
 

@@ -15,10 +15,10 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 
-from mpicoll.api import collectives, point_to_point
+from mpicoll.api import collectives
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Work, parse_timeout
-from mpicoll.dispatch import execute
+from mpicoll.dispatch import execute, point_to_point
 from mpicoll.dispatch.execute import run_fast
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError

@@ -92,10 +92,10 @@ def choose(kind: CallKind) -> Implementation:
         nonlocal chosen
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
-        agreed: Agreed | None = group.resources.find("devices")
-        if is_first := agreed is None:  # the first call, on every rank
-            agreed = Agreed(group, first.context)
-            group.resources.keep("devices", agreed, agreed.close)
+        is_first = group.resources.find("devices") is None  # on every rank
+        agreed = group.resources.get_or_create(
+            "devices", lambda: Agreed(group, first.context), close=Agreed.close
+        )
         agreed.space.context = first.context
         if chosen is None:
             chosen = _build(agreed, kind)

@@ -47,10 +47,7 @@ def build(kind: CallKind) -> Implementation:
 
 def get_space(group: ProcessGroup) -> PooledHost:
     """Return the host's memory for algorithms in a group."""
-    found: PooledHost | None = group.resources.find("exchange")
-    if found is None:
-        found = group.resources.keep("exchange", PooledHost())
-    return found
+    return group.resources.get_or_create("exchange", PooledHost)
 
 
 class _Short:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -113,11 +113,9 @@ def get_or_create(group: ProcessGroup) -> Hierarchy | None:
     None if the ranks are on one node, or each on a different one, or if the ranks of any node
     cannot share memory.
     """
-    found: Hierarchy | Literal[False] | None = group.resources.find("hierarchical")
-    if found is None:
-        found = _create(group) or False
-        group.resources.keep("hierarchical", found, abandon=lambda: None)
-    return found or None
+    return group.resources.get_or_create(
+        "hierarchical", lambda: _create(group), abandon=lambda _: None
+    )
 
 
 def _create(group: ProcessGroup) -> Hierarchy | None:

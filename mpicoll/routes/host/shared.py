@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -261,11 +261,11 @@ _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
 
 def get_or_create(group: ProcessGroup) -> Shared | None:
     """Return the memory that the ranks of a group share, or None on all of them. All ranks call."""
-    found: Shared | Literal[False] | None = group.resources.find("shared")
-    if found is None:
-        found = (create(group) if 1 < group.size() <= MOST else None) or False
-        group.resources.keep("shared", found, abandon=lambda: None)
-    return found or None
+    return group.resources.get_or_create(
+        "shared",
+        lambda: create(group) if 1 < group.size() <= MOST else None,
+        abandon=lambda _: None,
+    )
 
 
 def _build(kind: CallKind) -> Implementation | None:

@@ -1,0 +1,219 @@
+"""What ``python -m mpicoll doctor`` finds out: the facts of each rank, and the routes of calls."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpicoll import settings
+from mpicoll.cli.doctor_machine import Place, describe_memory, describe_system
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+    from mpicoll.cuda.capabilities import Capabilities
+
+__all__ = [
+    "Facts",
+    "Findings",
+    "describe_process",
+    "describe_settings",
+    "describe_torch",
+    "examine",
+    "name_launcher",
+]
+
+Facts = dict[str, str]
+Routes = dict[str, str]
+
+
+@dataclass
+class Findings:
+    """What the ranks found.
+
+    facts:  each rank's facts, by rank.
+    wrong:  why the ranks do not form one world, "" if they do.
+    all_ranks: what each can do.
+    idle:   lines on GPUs that are idle while others are shared.
+    places: where each rank runs.
+    misspelt: by rank, the settings that are wrong, and why.
+    bad_route: why MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE cannot be followed.
+    shared: whether all_reduce goes through shared memory; None if unknown or on several nodes.
+    host, device: the route of arrays there, by primitive.
+    """
+
+    facts: list[Facts]
+    wrong: str = ""
+    all_ranks: tuple[Capabilities, ...] = ()
+    idle: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    misspelt: list[dict[str, str]] = field(default_factory=list)
+    bad_route: str = ""
+    shared: bool | None = None
+    host: Routes = field(default_factory=dict)
+    device: Routes = field(default_factory=dict)
+
+
+def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, Findings]:
+    """Collect what all ranks find out; return whether this is rank 0, and the findings."""
+    import mpicoll as dist
+    from mpicoll.core.groups import default_group
+    from mpicoll.cuda import binding
+    from mpicoll.cuda.capabilities import exchange
+    from mpicoll.errors import MpicollError
+    from mpicoll.primitives import PRIMITIVES, Layout
+    from mpicoll.routes.device.eligibility import eligible_routes, forced_route
+    from mpicoll.routes.registry import DEVICE
+
+    group, n, me = default_group(), dist.get_world_size(), dist.get_rank()
+    seen = Findings([])
+    names: tuple[str, ...] = ()
+    try:
+        seen.all_ranks = exchange(group.inner, probes=True, again=again)
+        names = eligible_routes(seen.all_ranks, forced_route(seen.all_ranks))
+    except MpicollError as error:  # the same on all ranks
+        seen.bad_route = str(error)
+    if seen.all_ranks:
+        local = group.inner.allgather(dist.get_node_local_rank())
+        used = [
+            binding.device_for(rank, len(own.gpus))
+            for rank, own in zip(local, seen.all_ranks, strict=True)
+        ]
+        seen.idle = list(binding.describe_idle_gpus(seen.all_ranks, used).values())
+    seen.host = _describe_host_routes(group)
+    if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
+        seen.shared = bool(group.resources.find("shared"))
+    if any(own.gpus for own in seen.all_ranks) and names:
+        seen.device = {
+            row.name: next((n for n in names if row.name in DEVICE[n].primitives), "refused")
+            for row in PRIMITIVES
+            if row.layout is not Layout.EMPTY
+        }
+    facts = describe_process() | before | _describe_mpi(seen, me)
+    torch = group.inner.bcast(describe_torch() if me == 0 else "", 0)  # its import takes long
+    if torch.startswith(facts["torch"]):
+        facts["torch"] = torch
+    seen.facts, seen.places, seen.misspelt = map(
+        list, zip(*group.inner.allgather((facts, Place.find(), misspelt)), strict=True)
+    )
+    for each, shared in zip(seen.facts, describe_memory(seen.places), strict=True):
+        each["/dev/shm"] = shared
+    dist.destroy_process_group()
+    return me == 0, seen
+
+
+def describe_process() -> Facts:
+    """Return the facts that need no MPI."""
+    import mpicoll
+    from mpicoll.kernels import library
+
+    return {
+        "host": socket.gethostname(),
+        **describe_system(),
+        "/dev/shm": describe_memory([Place.find()])[0],
+        "Python": f"{platform.python_version()} ({sys.executable})",
+        "mpicoll": f"{mpicoll.__version__} ({Path(mpicoll.__file__).parent})",
+        "settings": "",
+        "mpi4py": _find_version("mpi4py"),
+        "MPI": "not running",
+        "launcher": "",
+        "ranks": "",
+        "threads": "",
+        "NumPy": _find_version("numpy"),
+        "ml_dtypes": _find_version("ml_dtypes"),
+        "C library": library.describe(),
+        "torch": _find_version("torch"),
+        "CuPy": _find_version("cupy", "cupy-cuda13x", "cupy-cuda12x"),
+        "driver": _find_driver(),
+    }
+
+
+def _describe_mpi(seen: Findings, me: int) -> Facts:
+    """Return the facts that need MPI."""
+    from mpi4py import MPI
+
+    from mpicoll.routes import tuning
+
+    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    level = next(name for name in levels if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
+    facts = {"threads": f"MPI_THREAD_{level}", "routes": tuning.job.table.describe()}
+    if not seen.all_ranks:
+        return facts
+    own, nodes = seen.all_ranks[me], len({each.node for each in seen.all_ranks})
+    n = len(seen.all_ranks)
+    gpus = zip(own.names, own.gpus, strict=True)
+    return facts | {
+        "MPI": f"{own.vendor} {own.version} ({own.library})",
+        "ranks": f"{n} on {nodes} node{'s' * (nodes > 1)}",
+        "GPUs": "; ".join(f"{i}: {name} ({gpu})" for i, (name, gpu) in enumerate(gpus))
+        or f"none: {own.no_gpu}",
+        "CUDA in MPI": f"{own.cuda.name.lower()} ({own.why})",
+    }
+
+
+def name_launcher() -> str:
+    """Return the name of the launcher that started this process, "none" for none."""
+    from mpicoll import launch
+
+    launcher = launch.find_launcher()
+    return "none" if launcher is None else launcher.name
+
+
+def describe_settings() -> str:
+    """Return the settings that the environment has."""
+    found = settings.list_set().items()
+    return "; ".join(f"{name}={value}" for name, value in found) or "none"
+
+
+def _find_version(*names: str) -> str:
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "none"
+
+
+def describe_torch() -> str:
+    """Return torch's version and whether it knows the backend."""
+    version = _find_version("torch")
+    if version == "none":
+        return version
+    try:
+        from torch.distributed import Backend
+    except Exception as error:
+        return f"{version}, which cannot be imported: {error}"
+    served = "is" if hasattr(Backend, "MPICOLL") else "is not"
+    return f"{version}; the backend mpicoll {served} registered"
+
+
+def _find_driver() -> str:
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        found = re.search(r"Kernel Module\D*([\d.]+)", text)
+        return found[1] if found else text.partition("\n")[0]
+    return "none"
+
+
+def _describe_host_routes(group: ProcessGroup) -> Routes:
+    """Return the routes of arrays on the host, by primitive; of reductions, for float32 and
+    bfloat16.
+    """
+    from mpicoll.core.plan import CallKind
+    from mpicoll.dtypes import ReduceOp, by_name
+    from mpicoll.primitives import PRIMITIVES
+    from mpicoll.routes.host.select import describe
+
+    found = {}
+    for primitive in PRIMITIVES:
+        if not primitive.reduces:
+            found[primitive.name] = describe(CallKind(primitive, group, None, by_name["float32"]))
+            continue
+        for name in ("float32", "bfloat16"):
+            route = describe(CallKind(primitive, group, ReduceOp.SUM, by_name[name]))
+            found[f"{primitive.name} ({name})"] = route
+    return found

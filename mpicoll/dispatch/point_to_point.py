@@ -1,0 +1,391 @@
+"""Messages on their way: the Work of a message, the thread that polls, and their end."""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
+
+from mpicoll import launch
+from mpicoll.arrays import adapters
+from mpicoll.arrays.views import DeviceView, View
+from mpicoll.core.groups import ProcessGroup, default_group
+from mpicoll.core.pickles import Bytes
+from mpicoll.core.progress import Pollable, Poller
+from mpicoll.core.work import Work, deadline
+from mpicoll.dispatch import execute
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    DistBackendError,
+    MPIError,
+)
+from mpicoll.watch import rank_status
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpicoll.routes.device.staged import HostStaging
+
+__all__ = [
+    "MessageWork",
+    "begin_message",
+    "check_tag",
+    "drain",
+    "exchange_bytes",
+    "find_source",
+    "in_background",
+    "look_after",
+    "post",
+    "stop_polling",
+]
+
+_poller: Poller | None = None
+_poller_lock = threading.Lock()
+#: Messages to ranks that have ended, and what they hold: MPI may read it as long as it lives.
+_unsent: list[tuple[MPI.Request, View | None]] = []
+#: Tests without a pause before a waiting thread lets others have the core.
+_SPINS = 200
+_PAUSE = 100e-6
+#: Seconds between looks at whether the other rank has ended.
+_LOOK = 0.5
+
+
+def stop_polling() -> None:
+    """End the thread that polls pending messages, if there is one."""
+    global _poller
+    with _poller_lock:
+        if _poller is not None:
+            _poller.stop()
+            _poller = None
+
+
+class MessageWork(Work):
+    """A message on its way.
+
+    It ends when a test of its request, by a waiting thread or by the poller, finds it complete.
+
+    view: the array. packed: the buffer that MPI reads or writes. land: copies what was received
+    into the array; None if it is there already.
+    """
+
+    __slots__ = (
+        "_group",
+        "_land",
+        "_lock",
+        "_nbytes",
+        "_packed",
+        "_peer",
+        "_receives",
+        "_request",
+        "_source",
+        "_status",
+        "_view",
+    )
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        name: str,
+        view: View,
+        packed: View,
+        land: Callable[[], None] | None,
+        receives: bool,
+        peer: int,
+        post: Callable[[list[Any]], MPI.Request],
+    ) -> None:
+        from mpi4py import MPI
+
+        from mpicoll.routes.wire import message
+
+        outputs = (view.owner,) if receives else ()
+        super().__init__(
+            f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
+        )
+        self._group = group
+        self._view: View | None = view
+        self._packed: View | None = packed
+        self._land = land
+        self._nbytes = view.nbytes
+        self._receives = receives
+        self._peer = peer
+        self._lock = threading.Lock()
+        self._source = -1
+        self._status = MPI.Status()
+        try:
+            self._request = post(message(packed.buffer, packed.count, packed.dtype))
+        except MPI.Exception as error:
+            raise self._explained(error) from error
+
+    def poll(self) -> bool:
+        """Test the request, unless another thread does; True once the message is complete."""
+        if self._finished or not self._lock.acquire(blocking=False):
+            return self._finished
+        try:
+            if not self._finished and self._request.Test(self._status):
+                self._complete()
+        except Exception as error:
+            self._end(self._explained(error))
+        finally:
+            self._lock.release()
+        return self._finished
+
+    def _complete(self) -> None:
+        if self._receives:
+            self._source = self._group.ranks[self._status.Get_source()]
+            self._check_size()
+            if self._land is not None:
+                self._land()
+        self._end(None)
+
+    def _check_size(self) -> None:
+        from mpi4py import MPI
+
+        got = self._status.Get_count(MPI.BYTE)
+        expected = self._nbytes
+        if got != expected and not (got < 0 and expected > 2**31 - 1):
+            raise MPIError(
+                f"{self.description}: the message from rank {self._source} has {got} bytes, the "
+                f"array {expected}: sender and receiver must give arrays of one size"
+            )
+
+    def _end(self, error: BaseException | None) -> None:
+        self._group.in_flight.discard(self)
+        self._view = self._packed = self._land = None
+        self.finish(error)
+
+    def _explained(self, error: Exception) -> Exception:
+        from mpi4py import MPI
+
+        if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
+            return MPIError(
+                f"{self.description}: the message is longer than the array of {self._nbytes} "
+                "bytes: sender and receiver must give arrays of one size",
+                MPI.ERR_TRUNCATE,
+            )
+        from mpicoll.routes.wire import translate_error
+
+        return translate_error(error, self.description, self._group)
+
+    def _wait_finished(self, limit: float | None) -> bool:
+        moment = deadline(limit)
+        look = time.monotonic() + _LOOK
+        spins = 0
+        while not self.poll():
+            spins += 1
+            if spins < _SPINS:
+                continue
+            now = time.monotonic()
+            if now > moment:
+                return False
+            if now > look:
+                self._check_peer()
+                look = now + _LOOK
+            # Large messages move only inside tests, so the pause stays short.
+            os.sched_yield() if spins < 50 * _SPINS else time.sleep(_PAUSE)
+        return True
+
+    def _check_peer(self) -> None:
+        """End the wait for a rank that has ended, after one last test."""
+        gone = rank_status.find_departed(self._group)
+        everybody = len(gone) == self._group.size() - 1
+        if (self._peer in gone or (self._peer < 0 and everybody)) and not self.poll():
+            self._give_up(
+                DistBackendError(
+                    f"{self.description}: the other rank has ended, the message will not come "
+                    "through"
+                )
+            )
+        rank_status.receive(self._group)
+
+    def _give_up(self, error: BaseException) -> None:
+        """End with an error, unless the message is complete after all.
+
+        MPI can cancel a receive, but not a send: what it may still read stays.
+        """
+        with self._lock:
+            if self._finished:
+                return
+            if self._receives:
+                self._request.Cancel()
+                self._request.Wait(self._status)
+                if not self._status.Is_cancelled():
+                    self._complete()
+                    return
+            else:
+                _unsent.append((self._request, self._packed))
+            self._end(error)
+
+    def abandon(self, error: BaseException) -> None:
+        """End the message with an error; MPI may still read what it sends."""
+        self._error_seen = True
+        self._give_up(error)
+
+    def cancel(self) -> bool:
+        """Cancel a receive that no message has come for; False for a send, which cannot be."""
+        if not self._receives:
+            return False
+        self._error_seen = True
+        self._give_up(CollectiveTimeoutError(f"{self.description}: the group was destroyed"))
+        return True
+
+    def finish_now(self) -> None:
+        """Wait for a message for the last time; whatever ends the wait, MPI does not go on using
+        memory that the caller may free.
+        """
+        try:
+            self.wait()
+        except BaseException as error:
+            self._error_seen = True
+            if self._receives:
+                self._give_up(error)
+            elif not self._finished:
+                in_background(self)
+            raise
+
+    def source_rank(self) -> int:
+        """Return the global rank that the message came from, once it is here."""
+        if not self._receives:
+            return super().source_rank()
+        return self._source
+
+
+def check_tag(group: ProcessGroup, name: str, tag: SupportsIndex) -> int:
+    """Return a tag as a number; raise where it is none that messages may have."""
+    try:
+        number = operator.index(tag)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: tag: expected an int, got {type(tag).__name__}") from None
+    if not 0 <= number < group.leave_tag:
+        raise ArgumentError(f"{name}: tag: expected 0 to {group.leave_tag - 1}, got {number}")
+    return number
+
+
+def begin_message(
+    group: ProcessGroup, name: str, tensor: Any, peer: int, tag: int, receives: bool
+) -> MessageWork:
+    """Begin to send an array to a rank in the group, or to receive one, if the tag is right."""
+    group.check_open()
+    view = adapters.build_view(tensor, receives, f"{name}: tensor")
+    packed, land = _packed(group, view, receives)
+    begin = group.messages.Irecv if receives else group.messages.Isend
+    return MessageWork(
+        group, name, view, packed, land, receives, peer, lambda what: begin(what, peer, tag)
+    )
+
+
+def _packed(
+    group: ProcessGroup, view: View, receives: bool
+) -> tuple[View, Callable[[], None] | None]:
+    """Return the buffer for MPI, and what copies it to the array after a receive."""
+    if isinstance(view, DeviceView):
+        assert view.device is not None
+        staging = _staging(group, view.device)
+        if not receives:
+            return staging.to_host(view), None
+        packed: View = staging.place(view)
+        return packed, partial(staging.to_device, view, packed, staging.stream_order(view))
+    if view.buffer is not None:
+        return view, None
+    if not receives:
+        return view.contiguous(), None
+    packed = view.empty_like()
+    return packed, partial(view.copy_from, packed)
+
+
+def _staging(group: ProcessGroup, device: int) -> HostStaging:
+    """Return what copies messages of a device to the host and back."""
+
+    def create() -> HostStaging:
+        from mpicoll.routes.device.staged import HostStaging
+
+        return HostStaging(device)
+
+    return group.resources.get_or_create(
+        ("staging", device), create, close=lambda staging, _: staging.close()
+    )
+
+
+def in_background(work: MessageWork) -> MessageWork:
+    """Hand a message to the poller, which progresses it and holds its arrays meanwhile."""
+    if not work.poll():
+        work._group.in_flight.add(work)
+        look_after(work)
+    return work
+
+
+def look_after(item: Pollable) -> None:
+    """Hand an item that needs calls of MPI to the poller."""
+    global _poller
+    if _poller is None:
+        with _poller_lock:
+            if _poller is None:
+                launch.warn_if_serialized(default_group().rank())
+                _poller = Poller()
+    _poller.add(item)
+
+
+def post(
+    group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
+) -> MessageWork:
+    """Begin to send an array to a rank in the group, or to receive one; None: from any rank."""
+    tag = check_tag(group, name, tag)
+    if peer is None:
+        peer = find_source(name, group, None, None)
+    return in_background(begin_message(group, name, tensor, peer, tag, receives))
+
+
+def drain(group: ProcessGroup, limit: float) -> None:
+    """End a group's pending messages: cancel receives, wait for sends.
+
+    Raises CollectiveTimeoutError where a send is not received within ``limit`` seconds.
+    """
+    for work in list(group.in_flight):
+        if not work.cancel() and not work._wait_finished(limit):
+            raise CollectiveTimeoutError(
+                f"{work.description}: nobody received the message within {limit:g} s"
+            )
+
+
+def find_source(
+    name: str, group: ProcessGroup | None, src: int | None, group_src: int | None
+) -> int:
+    """Return the rank in the group to receive from; MPI_ANY_SOURCE if none is given."""
+    if src is None and group_src is None:
+        from mpi4py import MPI
+
+        return MPI.ANY_SOURCE
+    return execute.find_root(name, group, "src", src, group_src)
+
+
+def exchange_bytes(
+    group: ProcessGroup, name: str, whole: Bytes | None, peer: int | None
+) -> tuple[Bytes, int]:
+    """Send ``whole`` to a rank in the group, or with None receive from one (None: from any).
+
+    Returns the bytes and the sender's global rank. They have a tag of their own, and their
+    number goes first.
+    """
+    if whole is not None:
+        assert peer is not None
+        for part in (np.array([whole.nbytes], np.int64), whole):
+            begin_message(group, name, part, peer, group.object_tag, False).finish_now()
+        return whole, group.ranks[group.rank()]
+    if peer is None:
+        peer = find_source(name, group, None, None)
+    size = np.zeros(1, np.int64)
+    work = begin_message(group, name, size, peer, group.object_tag, True)
+    work.finish_now()
+    source = work.source_rank()
+    peer = group.group_rank(source)
+    assert peer is not None
+    whole = np.empty(int(size[0]), np.uint8)
+    begin_message(group, name, whole, peer, group.object_tag, True).finish_now()
+    return whole, source

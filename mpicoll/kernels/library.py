@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Kernels:
     """The functions of the C library at ``path``; OSError or AttributeError if it is not ours.
 
-    See ``src/reduction.c``, ``packing.c``, ``shared.c`` and ``limit.c`` for what they do.
+    See ``src/reduction.c``, ``packing.c``, ``shared.c``, ``latency.c`` and ``limit.c`` for what they do.
     ``short_combine`` is combine with the GIL held.
     """
 
@@ -35,6 +35,10 @@ class Kernels:
         blocks = pointer, pointer, size, size, size, size, pointer
         self.pack = _function(library, "pack", *blocks)
         self.unpack = _function(library, "unpack", *blocks)
+        self.latency = _function(
+            library, "latency", pointer, pointer, integer, ctypes.c_uint32, ctypes.c_uint64,
+            result=ctypes.c_uint32,
+        )  # fmt: skip
         self.shared_region = _function(library, "shared_region", size, size, result=size)
         self.shared_ask = _function(
             library, "shared_ask", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,

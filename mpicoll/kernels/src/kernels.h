@@ -3,12 +3,17 @@
 #ifndef MPICOLL_KERNELS_H
 #define MPICOLL_KERNELS_H
 
+#include <stdatomic.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
 EXPORT size_t mpicoll_size(int format);
 EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
                             char *out, size_t count, double divisor);
+
+EXPORT uint32_t mpicoll_latency(atomic_uint *mine, const atomic_uint *other, int leads,
+                                uint32_t measurement, uint64_t patience);
 
 #endif

@@ -43,6 +43,9 @@
 
 enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
 
+/* The bits of a rank's number, of at most 128 ranks: see MOST in mpicoll/routes/host/shared.py. */
+enum { MOST_BITS = 7 };
+
 /* How often a rank yields the processor before it sleeps. Waking up takes several times as long as
  * getting a turn: with more ranks than processors, calls on little data take a quarter of the time. */
 enum { YIELDS = 50 };
@@ -66,9 +69,15 @@ struct call {
     _Atomic uint64_t count;
 };
 
+/* For measuring how far another rank is, the one whose number differs in a certain bit. */
+struct echo {
+    _Alignas(LINE) atomic_uint number;
+};
+
 struct header {
     struct counter given, combined;
     struct counter asked; /* the number of the last call asked for, begun or not */
+    struct echo echoes[MOST_BITS];
     /* The calls that were begun, and those that were asked for: of either the last two, in turn. */
     struct call calls[2], asked_for[2];
 };
@@ -82,6 +91,10 @@ struct mpicoll_shared {
     uint32_t calls; /* calls begun */
     uint32_t looks; /* at a counter before the thread sleeps */
     atomic_uint left; /* this rank does not wait any more: calls return 0 */
+    uint32_t measurements; /* of the ranks' distances */
+    uint32_t latency; /* nanoseconds to the farthest rank that was measured last; 0: unknown */
+    uint32_t far;   /* bit k: the rank whose number differs from this one's in bit k is far away */
+    uint64_t until; /* bytes of rounds until the next measurement */
 };
 
 /* What all calls of one kind share; mpicoll/routes/host/shared.py has the same. */
@@ -241,6 +254,101 @@ static int wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
     return 1;
 }
 
+/* ---- Far and near ------------------------------------------------------------------------------ */
+
+/* Between ranks that share a last-level cache a slot best stays in it. Between others every line of
+ * a slot that is written anew costs a round of invalidations, which takes four times as long as
+ * writing past the caches, and reading from memory. How a rank writes is its own affair.
+ *
+ * The distance is measured to the ranks whose numbers differ in one bit, all over again after so many
+ * bytes: processors of virtual machines move, and so do processes that are not bound to one. Another
+ * rank counts as far away if any bit does in which its number differs. (Where nodes, sockets and
+ * caches are filled in the order of the ranks, and where they are filled in turn, that is so.) */
+
+/* Nanoseconds from which on a rank is far; bytes of rounds between measurements; bytes from which
+ * on a message is worth one; and those from which on a copy for a far rank goes past the caches. */
+enum { FAR = 80, MEASURE_EVERY = 4 << 20, MEASURED = 4096, PAST = 2048 };
+
+/* Nanoseconds that a rank waits for another one's answer. */
+enum { PATIENCE = 20000 };
+
+static void measure(struct mpicoll_shared *shared)
+{
+    const uint32_t number = shared->measurements++;
+    uint32_t most = 0;
+    for (uint32_t bit = 0; 1u << bit < shared->n; bit++) {
+        const uint32_t partner = shared->me ^ 1u << bit;
+        if (partner >= shared->n)
+            continue;
+        const uint32_t took =
+            mpicoll_latency(&header(shared, shared->me)->echoes[bit].number,
+                            &header(shared, partner)->echoes[bit].number, shared->me < partner,
+                            number, PATIENCE);
+        if (took > most)
+            most = took;
+        if (took >= FAR)
+            shared->far |= 1u << bit;
+        else if (took)
+            shared->far &= ~(1u << bit);
+    }
+    shared->latency = most;
+}
+
+/* Measures the ranks' distances if it is time to; all ranks call, in the same round. */
+static void look_around(struct mpicoll_shared *shared, size_t bytes)
+{
+    if (bytes < MEASURED)
+        return;
+    if (shared->until <= bytes) {
+        shared->until = MEASURE_EVERY;
+        measure(shared);
+    } else {
+        shared->until -= bytes;
+    }
+}
+
+static int any_far(const struct mpicoll_shared *shared)
+{
+    return shared->far != 0;
+}
+
+static int is_far(const struct mpicoll_shared *shared, uint32_t rank)
+{
+    return ((shared->me ^ rank) & shared->far) != 0;
+}
+
+/* Copies past the caches: lines that are only written need not be fetched. */
+static void copy_past_caches(char *into, const char *from, size_t size)
+{
+#ifdef __SSE2__
+    const size_t before = (size_t)(-(uintptr_t)into % sizeof(__m128i));
+    if (size > before + LINE) {
+        memcpy(into, from, before);
+        for (into += before, from += before, size -= before; size >= LINE;
+             into += LINE, from += LINE, size -= LINE) {
+            const __m128i *line = (const __m128i *)from;
+            const __m128i a = _mm_loadu_si128(line), b = _mm_loadu_si128(line + 1);
+            const __m128i c = _mm_loadu_si128(line + 2), d = _mm_loadu_si128(line + 3);
+            _mm_stream_si128((__m128i *)into, a);
+            _mm_stream_si128((__m128i *)into + 1, b);
+            _mm_stream_si128((__m128i *)into + 2, c);
+            _mm_stream_si128((__m128i *)into + 3, d);
+        }
+        _mm_sfence(); /* these stores are not ordered among others by themselves */
+    }
+#endif
+    memcpy(into, from, size);
+}
+
+/* Copies into a slot, for a rank that is far or not. */
+static void put(char *into, const char *from, size_t size, int far)
+{
+    if (far && size >= PAST)
+        copy_past_caches(into, from, size);
+    else
+        memcpy(into, from, size);
+}
+
 /* ---- Calls ------------------------------------------------------------------------------------- */
 
 static uint64_t load(const _Atomic uint64_t *value)
@@ -387,12 +495,14 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
             const struct piece piece = piece_of(array, size, count, step, i);
             char *into = slot(shared, me, base + i);
             if (split) { /* all but the own share */
-                const size_t start = share_start(piece, size, n, me) * size;
-                const size_t end = share_start(piece, size, n, me + 1) * size;
-                memcpy(into, piece.data, start);
-                memcpy(into + end, piece.data + end, piece.count * size - end);
+                for (uint32_t rank = 0; rank < n; rank++) {
+                    const size_t start = share_start(piece, size, n, rank) * size;
+                    const size_t end = share_start(piece, size, n, rank + 1) * size;
+                    if (rank != me)
+                        put(into + start, piece.data + start, end - start, is_far(shared, rank));
+                }
             } else {
-                memcpy(into, piece.data, piece.count * size);
+                put(into, piece.data, piece.count * size, any_far(shared));
             }
             count_up(&mine->given, base + i + 1);
         }
@@ -416,6 +526,7 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
                 return 0;
             if (i == 1 && !agreed(shared))
                 return differed(shared, base);
+            look_around(shared, piece.count * size);
             for (size_t at = start; at < end; at += BLOCK / size) {
                 const size_t length = end - at < BLOCK / size ? end - at : BLOCK / size;
                 char *out = piece.data + at * size;
@@ -425,8 +536,8 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
                 mpicoll_combine(kind->format, kind->operation, sources, n, out, length,
                                 kind->divisor);
                 if (split)
-                    memcpy(second_slot(shared, me, base + i - 1) + (at - start) * size, out,
-                           length * size);
+                    put(second_slot(shared, me, base + i - 1) + (at - start) * size, out,
+                        length * size, any_far(shared));
             }
             count_up(&mine->combined, base + i);
         }
@@ -447,30 +558,6 @@ struct mpicoll_get {
     char *data;
     size_t count;
 };
-
-/* Copies past the caches, which a result of this size would leave before anybody reads it: lines
- * that are only written need not be fetched. */
-static void copy_past_caches(char *into, const char *from, size_t size)
-{
-#ifdef __SSE2__
-    const size_t before = (size_t)(-(uintptr_t)into % sizeof(__m128i));
-    if (size > before + LINE) {
-        memcpy(into, from, before);
-        for (into += before, from += before, size -= before; size >= LINE;
-             into += LINE, from += LINE, size -= LINE) {
-            const __m128i *line = (const __m128i *)from;
-            const __m128i a = _mm_loadu_si128(line), b = _mm_loadu_si128(line + 1);
-            const __m128i c = _mm_loadu_si128(line + 2), d = _mm_loadu_si128(line + 3);
-            _mm_stream_si128((__m128i *)into, a);
-            _mm_stream_si128((__m128i *)into + 1, b);
-            _mm_stream_si128((__m128i *)into + 2, c);
-            _mm_stream_si128((__m128i *)into + 3, d);
-        }
-        _mm_sfence(); /* these stores are not ordered among others by themselves */
-    }
-#endif
-    memcpy(into, from, size);
-}
 
 static size_t length_of(size_t count, size_t start, size_t step)
 {
@@ -505,7 +592,7 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
     const size_t room = shared->slot / places / LINE * LINE, size = kind->size, step = room / size;
     const size_t rounds = most ? (most + step - 1) / step : 1;
     struct header *mine = header(shared, me);
-    const int large = n_gets * most * size >= LARGE;
+    const int large = n_gets * most * size >= LARGE; /* caches lose the result before it is read */
     const char *sources[n_gets + 1];
 
     announce(shared, number, what, total);
@@ -516,7 +603,8 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
                 if (places == n && n > 1 && k == me)
                     continue; /* no other rank gets it */
                 const size_t length = length_of(puts[k].count, i * step, step);
-                memcpy(into + k * room, puts[k].data + i * step * size, length * size);
+                put(into + k * room, puts[k].data + i * step * size, length * size,
+                    places == n ? is_far(shared, (uint32_t)k) : any_far(shared));
             }
             count_up(&mine->given, base + (uint32_t)i + 1);
         }
@@ -528,6 +616,7 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
             return 0;
         if (i == 1 && !agreed(shared))
             return differed(shared, base);
+        look_around(shared, places * length_of(most, start, step) * size);
         for (size_t k = 0; k < n_gets; k++)
             sources[k] = source_of(shared, &gets[k], puts, round, room, start * size);
         if (kind->format >= 0 && n_gets) {

@@ -60,6 +60,10 @@ class _Hold(ctypes.Structure):
         ("calls", ctypes.c_uint32),
         ("looks", ctypes.c_uint32),
         ("left", ctypes.c_uint32),
+        ("measurements", ctypes.c_uint32),
+        ("latency", ctypes.c_uint32),
+        ("far", ctypes.c_uint32),
+        ("until", ctypes.c_uint64),
     )
 
 

@@ -84,7 +84,7 @@ def broadcast(
     MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     root = find_root("broadcast", group, "src", src, group_src, default=0)
-    return run_fast(_BROADCAST, group, async_op, tensor, root=root)
+    return run_fast(_BROADCAST, group, async_op, tensor, None, None, root)
 
 
 def all_reduce(
@@ -109,7 +109,7 @@ def all_reduce(
     a dtype, layout or device that is refused, and an operation that has no meaning for the dtype.
     MismatchError, MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    return run_fast(_ALL_REDUCE, group, async_op, tensor, None, op)
+    return run_fast(_ALL_REDUCE, group, async_op, tensor, None, op, 0)
 
 
 def scan(
@@ -137,7 +137,7 @@ def scan(
     that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
     what goes wrong between the ranks.
     """
-    return run_fast(_SCAN, group, async_op, output, input, op)
+    return run_fast(_SCAN, group, async_op, output, input, op, 0)
 
 
 def exscan(
@@ -165,7 +165,7 @@ def exscan(
     that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
     what goes wrong between the ranks.
     """
-    return run_fast(_EXSCAN, group, async_op, output, input, op)
+    return run_fast(_EXSCAN, group, async_op, output, input, op, 0)
 
 
 def reduce(
@@ -243,7 +243,7 @@ def all_gather_single(
     (a ValueError) for a dtype, layout or device that is refused. MismatchError, MPIError and
     CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    return run_fast(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor)
+    return run_fast(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor, None, 0)
 
 
 def all_gather_into_tensor(
@@ -374,7 +374,7 @@ def reduce_scatter_single(
     that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
     what goes wrong between the ranks.
     """
-    return run_fast(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op)
+    return run_fast(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op, 0)
 
 
 def reduce_scatter_tensor(
@@ -421,7 +421,7 @@ def all_to_all_single(
     MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     if output_split_sizes is None and input_split_sizes is None:
-        return run_fast(_ALL_TO_ALL_SINGLE, group, async_op, output, input)
+        return run_fast(_ALL_TO_ALL_SINGLE, group, async_op, output, input, None, 0)
     splits = (output_split_sizes, input_split_sizes)
     return run(_ALL_TO_ALL_SINGLE, group, async_op, output, input, splits=splits)
 

@@ -15,6 +15,7 @@ from mpicoll.arrays.views import Adapter, Alias, Array, View
 from mpicoll.cuda.runtime import LEGACY
 from mpicoll.dtypes import DType, Kind, by_name
 from mpicoll.errors import UnsupportedError
+from mpicoll.kernels.calls import add_tensor_type
 
 __all__ = ["find_adapter"]
 
@@ -124,4 +125,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
         held = tensor.detach()  # keeps the memory, whatever is assigned to tensor.data meanwhile
         return Alias(tensor, row, count, buffer, lambda _: alias(held))
 
+    for kind in plain_types:
+        exchange = getattr(kind, "__dlpack_c_exchange_api__", None)
+        add_tensor_type(kind, exchange, torch.Tensor.is_neg)
     return Adapter(build_view, fast_view)

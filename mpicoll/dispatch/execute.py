@@ -11,7 +11,7 @@ from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
-from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes
+from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, find_short
 from mpicoll.core.signature import LIST, encode_list, encode_sizes, encode_task, with_root
 from mpicoll.core.work import Work
 from mpicoll.cuda.streams import StreamOrder
@@ -23,6 +23,7 @@ from mpicoll.errors import (
     MpicollError,
     MPIError,
 )
+from mpicoll.kernels.calls import short_way
 from mpicoll.output import warn
 from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency
@@ -131,20 +132,21 @@ def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
     return bool(shared and shared.should_run_inline(with_root(plan.kind, root), sizes))
 
 
-def run_fast(
+def _run_fast(
     primitive: Primitive,
     group: Any,
     async_op: bool,
     output: Any,
-    input: Any = None,
-    op: ReduceOp | None = None,
-    root: int = 0,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
 ) -> Work | None:
-    """Carry out a call as ``run`` does, by a short way if nothing about it is unusual.
+    """Carry out a call as ``run`` does, with little Python if nothing about it is unusual.
 
     For primitives in place, and those of one input and one output. The group has made such a call
     before, nothing is pending, and a fast view shows each array to be one block of memory.
-    Everything else, errors too, goes by ``run``.
+    Everything else, errors too, goes by ``run``. The group learns how such calls are carried out
+    without Python, where they can be.
     """
     member: Any = state.default if group is None else group
     send = route = None
@@ -180,6 +182,8 @@ def run_fast(
     sizes = count if plan.even else 0
     if not async_op:
         perform(plan, sizes, root, route, send, recv, count)
+        if not plan.learnt and member.compared:
+            _teach(plan, op)
         return None
     if not _should_run_inline(
         plan, root, sizes
@@ -190,6 +194,28 @@ def run_fast(
 
 
 _NOTHING_SEEN = None, None, 0
+
+
+def _teach(plan: Plan, op: ReduceOp | None) -> None:
+    """Let the plan's group carry out such calls without Python; op: as callers give it."""
+    primitive = plan.primitive
+    for short in find_short(plan.route):
+        plan.learnt = True
+        plan.group.learn(
+            primitive, plan.dtype, op, short.owner, plan.kind, short.fewest, short.end,
+            plan.group.size(), short.function, short.argument, short.shape, primitive.many_in,
+            primitive.many_out, bool(primitive.input), plan.even, bool(primitive.root),
+        )  # fmt: skip
+
+
+def _raise_failure(group: ProcessGroup, owner: Any) -> None:
+    """Raise why a call that was carried out without Python failed."""
+    raise owner.failure()
+
+
+#: Carries a call out: ``run_fast(primitive, group, async_op, output, input, op, root)``; without
+#: Python where the group has learnt how, and as ``_run_fast`` does.
+run_fast = short_way(_run_fast, state, ProcessGroup, _raise_failure)
 
 
 def run_all(
@@ -231,7 +257,7 @@ def _carry_out_all(
     fused must be the same on all.
     """
     group, ready = how
-    if len(group.recent) > 1:  # it has not just been compared
+    if not group.compared and len(group.recent) > 1:  # it has not just been compared
         consistency.check(group)
     for carry, out, into, extent in ready:
         group.sequence += 1
@@ -257,10 +283,10 @@ def perform(
     group = call.group
     group.lock.acquire()  # a with statement would take three times as long
     try:
-        group.sequence = sequence = group.sequence + 1
-        group.recent.append((sequence, call.kind, sizes, root))
-        if sequence >= group.next_check:
-            consistency.check(group)
+        if group.begin(call.kind, sizes, root):
+            _check(group)
+        elif group.agree is not None and (root == LIST or not call.compares):
+            group.agree(with_root(call.kind, root), sizes)
         carry(send, recv, how, root)
     except Exception as error:
         _look_at(error, call)
@@ -269,6 +295,15 @@ def perform(
         raise _explained(error, call.name, group) from error
     finally:
         group.lock.release()
+
+
+def _check(group: ProcessGroup) -> None:
+    """Compare the group's latest calls with the other ranks'; all are in a call of that number."""
+    if group.sequence == consistency.FIRST and group.size() > 1:
+        from mpicoll.routes import select  # loads MPI, which importing this module must not
+
+        select.share_memory(group)
+    consistency.check(group)
 
 
 def _look_at(error: Exception, call: Plan | Task) -> None:

@@ -280,7 +280,7 @@ class Collectives:
         ):
             tensor, row = tensors[0], OPERATION_BY_HASH[hash(opts.reduceOp)]
             if row is not _PREMUL_SUM and not tensor.is_sparse:
-                run_fast(_ALL_REDUCE, self.core, False, tensor, None, row)
+                run_fast(_ALL_REDUCE, self.core, False, tensor, None, row, 0)
                 return _complete(tensor)
         opts = fill_options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
         tensor, row = unwrap_tensor("allreduce", tensors), convert_op(opts.reduceOp)

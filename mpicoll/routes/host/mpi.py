@@ -118,10 +118,11 @@ def _scatter(kind: CallKind, chunk: int) -> Implementation:
 
 def _barrier(kind: CallKind, chunk: int) -> Implementation:
     """Build MPI_Barrier (MPI-4.1 section 6.3)."""
-    comm_barrier = kind.group.inner.Barrier
+    group, comm_barrier = kind.group, kind.group.inner.Barrier
 
     def barrier(send: Any, recv: Any, extent: Extent, root: int) -> None:
-        comm_barrier()
+        if not group.compared:  # else the comparison has waited for all ranks
+            comm_barrier()
 
     return barrier
 

@@ -197,6 +197,7 @@ class ProcessGroup(Calls):
         """Make every later call on the group raise ``error``."""
         self.closed = error
         self.plans = {}
+        self.agree = None
         self.forget()
 
     def __repr__(self) -> str:

@@ -209,7 +209,8 @@ def _teach(plan: Plan, op: ReduceOp | None) -> None:
 
 
 def _raise_failure(group: ProcessGroup, owner: Any) -> None:
-    """Raise why a call that was carried out without Python failed."""
+    """Raise why a call that was carried out without Python failed; with the group's lock held."""
+    group.drop_last()
     raise owner.failure()
 
 

@@ -91,6 +91,10 @@ class PythonCalls:
         self.next_check = _NEVER
         self._record = [_NO_CALL, self._record[-1]]
 
+    def drop_last(self) -> None:
+        """Strike the last call, which differed between the ranks, where each is compared."""
+        self._record[-1] = (self._record[-1][0], -1, 0, 0)
+
     def learn(self, *way: Any) -> None:
         """Carry such calls out by the short way, if there is one."""
 

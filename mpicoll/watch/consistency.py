@@ -82,6 +82,7 @@ def drop_last_call(group: ProcessGroup) -> None:
     calls differed. The calls before it are still to be compared.
     """
     if group.compared:
+        group.drop_last()
         return
     *calls, (number, *_) = group.recent
     if calls:  # else a comparison has found the difference, and begun a new record

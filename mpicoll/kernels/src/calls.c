@@ -174,7 +174,8 @@ typedef struct {
     PyObject *worker;                   /* the group's thread, or None */
     PyObject *record;                   /* of the calls; see the attribute recent */
     int compared;                       /* each call is compared by itself: only the last counts */
-    unsigned long long number, kind, sizes, root; /* the last call, if it is compared by itself */
+    int dropped;                        /* and that differed */
+    unsigned long long number, kind, sizes, root;
     unsigned long long next_check;
     struct way *ways;
     size_t n_ways;
@@ -245,6 +246,7 @@ static int carry_out(Calls *calls, PyObject *const *args)
     calls->kind = way.signature;
     calls->sizes = way.even ? count : 0;
     calls->root = root;
+    calls->dropped = 0;
     int done;
     Py_INCREF(way.owner);
     Py_BEGIN_ALLOW_THREADS;
@@ -256,17 +258,18 @@ static int carry_out(Calls *calls, PyObject *const *args)
     else
         done = ((agree_function *)way.function)(way.argument, number, way.signature, 0);
     Py_END_ALLOW_THREADS;
-    PyObject *released = PyObject_CallFunctionObjArgs(calls->release, NULL);
-    if (released && !done) {
-        Py_DECREF(released);
-        released = PyObject_CallFunctionObjArgs(known.raise_failure, (PyObject *)calls, way.owner,
-                                                NULL);
+    PyObject *type = NULL, *error = NULL, *traceback = NULL;
+    if (!done) { /* other ranks raise the same, and all find out together why */
+        Py_XDECREF(PyObject_CallFunctionObjArgs(known.raise_failure, (PyObject *)calls, way.owner,
+                                                NULL));
+        PyErr_Fetch(&type, &error, &traceback);
     }
     Py_DECREF(way.owner);
-    if (!released)
-        return -1;
-    Py_DECREF(released);
-    return done;
+    PyObject *released = PyObject_CallFunctionObjArgs(calls->release, NULL);
+    Py_XDECREF(released);
+    if (!done)
+        PyErr_Restore(type, error, traceback);
+    return done && released ? 1 : -1;
 }
 
 static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
@@ -399,6 +402,7 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
         calls->kind = kind;
         calls->sizes = sizes;
         calls->root = root;
+        calls->dropped = 0;
     } else {
         PyObject *number = PyLong_FromUnsignedLongLong(calls->sequence);
         PyObject *entry = number ? PyTuple_Pack(4, number, args[0], args[1], args[2]) : NULL;
@@ -416,8 +420,9 @@ static PyObject *calls_get_recent(PyObject *self, void *closure)
     Calls *calls = (Calls *)self;
     (void)closure;
     if (calls->compared) {
-        return Py_BuildValue("[(iiii)(KKKK)]", 0, 0, 0, 0, calls->number, calls->kind,
-                             calls->sizes, calls->root);
+        return calls->dropped ? Py_BuildValue("[(iiii)(Kiii)]", 0, 0, 0, 0, calls->number, -1, 0, 0)
+                              : Py_BuildValue("[(iiii)(KKKK)]", 0, 0, 0, 0, calls->number,
+                                              calls->kind, calls->sizes, calls->root);
     }
     Py_INCREF(calls->record);
     return calls->record;
@@ -447,6 +452,14 @@ static PyObject *calls_compare_each(PyObject *self, PyObject *unused)
     calls->compared = 1;
     calls->number = calls->sequence;
     calls->next_check = ~0ull >> 1;
+    Py_RETURN_NONE;
+}
+
+/* drop_last(): the last call differed between the ranks, which was reported. */
+static PyObject *calls_drop_last(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    ((Calls *)self)->dropped = 1;
     Py_RETURN_NONE;
 }
 
@@ -491,6 +504,8 @@ static PyMethodDef calls_methods[] = {
      "begin(kind, sizes, root): count a call; return whether the record is to be compared now."},
     {"compare_each", calls_compare_each, METH_NOARGS,
      "compare_each(): from now on each call is compared by what carries it out."},
+    {"drop_last", calls_drop_last, METH_NOARGS,
+     "drop_last(): the last call differed, if each is compared by itself."},
     {"learn", calls_learn, METH_VARARGS, "learn(...): carry such calls out without Python."},
     {"forget", calls_forget, METH_NOARGS, "forget(): leave all calls to Python again."},
     {NULL, NULL, 0, NULL},

@@ -215,7 +215,7 @@ class Shared:
             return False
         self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
         number = (self._group.sequence + 1) & 0xFFFFFFFF
-        count *= 1 if is_list(kind) else parts_per_element(kind)
+        count *= _parts(kind)
         patience = round(1e9 * PATIENCE)
         return bool(self._kernels.shared_ask(self._pointer, number, kind, count, patience))
 
@@ -226,7 +226,7 @@ class Shared:
         Raises MismatchError, on all ranks, if theirs differ.
         """
         self._look_as_often_as_is_good()
-        count *= 1 if is_list(kind) else parts_per_element(kind)
+        count *= _parts(kind)
         if not self._kernels.shared_agree(self._pointer, self._group.sequence, kind, count):
             raise self.failure()
 
@@ -264,12 +264,20 @@ class Shared:
         """Return why the last call was not carried out."""
         if self._hold.left:
             return self._group.failure()
-        texts = [describe(kind, count // parts_per_element(kind)) for kind, count in self._calls()]
-        name = texts[self._hold.me].partition(" ")[0]
+        kind, count = self._calls()[self._hold.me]
+        mine = describe(kind, count // _parts(kind))
+        # A number may stand for sizes that only this process knows; all ranks are here.
+        texts = self._group.inner.allgather(mine)
+        name = mine.partition(" ")[0]
         return MismatchError(
             f"{name} on rank {self._hold.me} of group {self._group.group_name}: the ranks' calls "
             f"do not belong together: {describe_by_rank(texts)}"
         )
+
+
+def _parts(kind: int) -> int:
+    """Return how many numbers the C library counts for each that is counted elsewhere."""
+    return 1 if is_list(kind) else parts_per_element(kind)
 
 
 #: struct mpicoll_given and struct mpicoll_taken.

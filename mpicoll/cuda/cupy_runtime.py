@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, NcclCommunicator, StridedMemory
-from mpicoll.dtypes import DType
+from mpicoll.dtypes import DType, Factor
 from mpicoll.errors import UnsupportedError
 from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
 from mpicoll.kernels.reduction import Loop
@@ -184,8 +184,9 @@ class CupyRuntime:
             self._kernels_of(index).combine(by, sources, out, count, divisor, stream)
 
     def scale(
-        self, index: int, dtype: DType, source: int, factor: Any, out: int, count: int, stream: int
-    ) -> None:
+        self, index: int, dtype: DType, source: int, factor: Factor, out: int, count: int,
+        stream: int,
+    ) -> None:  # fmt: skip
         """Enqueue a kernel."""
         if count:
             self._kernels_of(index).scale(dtype, source, factor, out, count, stream)

@@ -7,9 +7,10 @@ size the job's table names it (`mpicoll.routes.tuning`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.arrays.views import Buffer
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
 from mpicoll.dtypes import ReduceOp
 from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
@@ -50,7 +51,9 @@ def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
     uneven = by.build(kind)
     assert uneven is not None
 
-    def any_extent(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def any_extent(
+        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
         (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
     return any_extent
@@ -85,7 +88,7 @@ class _BySize:
         """
         few, first = _smallest(self._before, self._split)
 
-        def by_size(send: Any, recv: Any, count: Any, root: int) -> None:
+        def by_size(send: Buffer | None, recv: Buffer | None, count: int, root: int) -> None:
             nonlocal few, first
             if count < few:
                 first(send, recv, count, root)

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpicoll import launch
 from mpicoll.arrays import adapters
+from mpicoll.arrays.protocols import AnyArray
 from mpicoll.arrays.views import DeviceView, View
 from mpicoll.core.groups import ProcessGroup, default_group, resolve
 from mpicoll.core.pickles import Bytes
@@ -271,7 +272,7 @@ def _check_tag(group: ProcessGroup, name: str, tag: SupportsIndex) -> int:
 
 
 def _message(
-    group: ProcessGroup, name: str, tensor: Any, peer: int, tag: int, receives: bool
+    group: ProcessGroup, name: str, tensor: AnyArray, peer: int, tag: int, receives: bool
 ) -> MessageWork:
     group.check_open()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
@@ -326,7 +327,7 @@ def look_after(item: Pollable) -> None:
 
 
 def post(
-    group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
+    group: ProcessGroup, name: str, tensor: AnyArray, peer: int | None, tag: int, receives: bool
 ) -> MessageWork:
     """Begin to send an array to a rank in the group, or to receive one; None: from any rank."""
     tag = _check_tag(group, name, tag)
@@ -383,7 +384,7 @@ def exchange_bytes(
 
 
 def send(
-    tensor: Any,
+    tensor: AnyArray,
     dst: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -413,7 +414,7 @@ def send(
 
 
 def recv(
-    tensor: Any,
+    tensor: AnyArray,
     src: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -445,7 +446,7 @@ def recv(
 
 
 def isend(
-    tensor: Any,
+    tensor: AnyArray,
     dst: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -474,7 +475,7 @@ def isend(
 
 
 def irecv(
-    tensor: Any,
+    tensor: AnyArray,
     src: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -523,7 +524,7 @@ class P2POp:
     def __init__(
         self,
         op: Callable[..., Work | None],
-        tensor: Any,
+        tensor: AnyArray,
         peer: int | None = None,
         group: ProcessGroup | None = None,
         tag: int = 0,
@@ -533,7 +534,7 @@ class P2POp:
             raise ArgumentError(f"P2POp: op: expected mpicoll.isend or mpicoll.irecv, got {op!r}")
         adapters.build_view(tensor, op is irecv, "P2POp: tensor")
         self.op = op
-        self.tensor = tensor
+        self.tensor: Any = tensor
         self.group = default_group() if group is None else group
         self.tag = tag
         self.group_peer = execute.find_root("P2POp", self.group, "peer", peer, group_peer)

@@ -140,9 +140,9 @@ def for_mpi(space: DeviceSpace, kind: CallKind, inner: Implementation) -> Implem
             )
         space.synchronize()
         inner(out, into, extent, root)
-        if into is None or recv is None:
+        if recv is None or into is None or into is recv:
             return
-        if into is not recv and writes(primitive, group, root):
+        if writes(primitive, group, root):
             recv.copy_from(into)
 
     return carry_out

@@ -142,7 +142,7 @@ def rebuild_dtype(spec: Any) -> np.dtype[Any]:
     raise RefusedPickleError(f"a received array has no dtype that can be rebuilt: {spec!r:.99}")
 
 
-def _count_elements(shape: Any) -> int:
+def _count_elements(shape: object) -> int:
     """Return the number of elements of a shape; raise RefusedPickleError if it is not a shape."""
     if type(shape) is tuple:
         for n in shape:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = ["Resources"]
 
+T = TypeVar("T")
+
 
 class _Kept(NamedTuple):
-    value: Any
+    value: object
     close: Callable[[float], object] | None
     abandon: Callable[[], object] | None
 
@@ -31,10 +33,10 @@ class Resources:
     def keep(
         self,
         key: Hashable,
-        value: Any,
+        value: T,
         close: Callable[[float], object] | None = None,
         abandon: Callable[[], object] | None = None,
-    ) -> Any:
+    ) -> T:
         """Keep a value under a key, in place of what was there, and return it.
 
         close:   ends it with the group, on all ranks; takes the seconds to wait for them.

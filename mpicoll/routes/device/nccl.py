@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.cuda.runtime import NcclCommunicator
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.launch.host_identity import node
@@ -47,7 +48,7 @@ class Nccl:
     context: this rank's device context.
     """
 
-    def __init__(self, group: ProcessGroup, context: DeviceContext, comm: Any) -> None:
+    def __init__(self, group: ProcessGroup, context: DeviceContext, comm: NcclCommunicator) -> None:
         self.group = group
         self.n, self.me = group.size(), group.rank()
         self.context = context

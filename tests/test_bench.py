@@ -106,7 +106,8 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
             time, algbw, busbw = numbers
             assert time == statistics.median(told["times"]) > 0
             assert algbw == pytest.approx(result["size"] / (time * 1e-6) / 1e9)
-            assert busbw == pytest.approx(algbw * FACTORS.get(name, lambda n: (n - 1) / n)(n))
+            factor = FACTORS[name](n) if name in FACTORS else (n - 1) / n
+            assert busbw == pytest.approx(algbw * factor)
         if name == "barrier":
             assert (result["size"], result["count"], result["type"]) == (0, 0, "none")
             continue

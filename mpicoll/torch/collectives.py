@@ -345,7 +345,7 @@ class Collectives:
         output_tensors: Tensors | Sequence[Tensors],
         input_tensors: Tensor | Tensors,
         opts: AllgatherOptions | timedelta | None = None,
-        **kwargs: Any,
+        **kwargs: timedelta | None,
     ) -> c10d.Work:
         """Run all_gather into a list of tensors, one per rank."""
         output, input = (
@@ -479,7 +479,7 @@ class Collectives:
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: c10d.AllToAllOptions | timedelta | None = None,
-        **kwargs: Any,
+        **kwargs: timedelta | None,
     ) -> c10d.Work:
         """Run all_to_all on one tensor; split sizes count rows of dimension 0, none: evenly."""
         has_splits = len(output_split_sizes) or len(input_split_sizes)
@@ -500,7 +500,7 @@ class Collectives:
         return self._call(_ALL_TO_ALL, opts or DefaultOptions(), output_tensors, input_tensors)
 
     def barrier(
-        self, opts: c10d.BarrierOptions | timedelta | None = None, **kwargs: Any
+        self, opts: c10d.BarrierOptions | timedelta | None = None, **kwargs: timedelta | None
     ) -> c10d.Work:
         """Wait for all ranks."""
         return self._call(_BARRIER, fill_timeout(opts, **kwargs), None)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
+from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.groups import ProcessGroup, resolve
 from mpicoll.core.work import Future, Work, parse_timeout
 from mpicoll.dispatch.execute import find_root, run, run_all, run_fast, run_in_order, warn_outside
@@ -61,7 +61,7 @@ _SCATTER = by_name["scatter"]
 
 
 def broadcast(
-    tensor: Any,
+    tensor: AnyArray,
     src: int | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -88,7 +88,7 @@ def broadcast(
 
 
 def all_reduce(
-    tensor: Any,
+    tensor: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -113,8 +113,8 @@ def all_reduce(
 
 
 def scan(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -141,8 +141,8 @@ def scan(
 
 
 def exscan(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -169,7 +169,7 @@ def exscan(
 
 
 def reduce(
-    tensor: Any,
+    tensor: AnyArray,
     dst: int | None = None,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
@@ -199,8 +199,8 @@ def reduce(
 
 
 def all_gather(
-    tensor_list: Sequence[Any],
-    tensor: Any,
+    tensor_list: Sequence[AnyArray],
+    tensor: AnyArray,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -223,8 +223,8 @@ def all_gather(
 
 
 def all_gather_single(
-    output_tensor: Any,
-    input_tensor: Any,
+    output_tensor: AnyArray,
+    input_tensor: AnyArray,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -247,8 +247,8 @@ def all_gather_single(
 
 
 def all_gather_into_tensor(
-    output_tensor: Any,
-    input_tensor: Any,
+    output_tensor: AnyArray,
+    input_tensor: AnyArray,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -264,8 +264,8 @@ def all_gather_into_tensor(
 
 
 def gather(
-    tensor: Any,
-    gather_list: Sequence[Any] | None = None,
+    tensor: AnyArray,
+    gather_list: Sequence[AnyArray] | None = None,
     dst: int | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -294,8 +294,8 @@ def gather(
 
 
 def scatter(
-    tensor: Any,
-    scatter_list: Sequence[Any] | None = None,
+    tensor: AnyArray,
+    scatter_list: Sequence[AnyArray] | None = None,
     src: int | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -324,8 +324,8 @@ def scatter(
 
 
 def reduce_scatter(
-    output: Any,
-    input_list: Sequence[Any],
+    output: AnyArray,
+    input_list: Sequence[AnyArray],
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -351,8 +351,8 @@ def reduce_scatter(
 
 
 def reduce_scatter_single(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -378,8 +378,8 @@ def reduce_scatter_single(
 
 
 def reduce_scatter_tensor(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -396,8 +396,8 @@ def reduce_scatter_tensor(
 
 
 def all_to_all_single(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
@@ -427,8 +427,8 @@ def all_to_all_single(
 
 
 def all_to_all(
-    output_tensor_list: Sequence[Any],
-    input_tensor_list: Sequence[Any],
+    output_tensor_list: Sequence[AnyArray],
+    input_tensor_list: Sequence[AnyArray],
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -528,7 +528,7 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
 # --- many at once -------------------------------------------------------------------------------
 
 
-def _tensors(name: str, argument: str, tensors: Any) -> None:
+def _tensors(name: str, argument: str, tensors: object) -> None:
     if not isinstance(tensors, (list, tuple)):
         raise ArgumentTypeError(
             f"{name}: {argument}: expected a list, got {type(tensors).__name__}"
@@ -538,7 +538,7 @@ def _tensors(name: str, argument: str, tensors: Any) -> None:
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[Any],
+    tensors: Sequence[AnyArray],
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -563,8 +563,8 @@ def all_reduce_coalesced(
 
 
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Sequence[Any]],
-    input_tensor_list: Sequence[Any],
+    output_tensor_lists: Sequence[Sequence[AnyArray]],
+    input_tensor_list: Sequence[AnyArray],
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future | None:
@@ -593,8 +593,11 @@ def all_gather_coalesced(
 
 
 def coalesced_outputs(
-    name: str, output_lists: Any, inputs: Any, group: ProcessGroup
-) -> list[list[Any]]:
+    name: str,
+    output_lists: Sequence[Sequence[AnyArray]],
+    inputs: Sequence[AnyArray],
+    group: ProcessGroup,
+) -> list[list[AnyArray]]:
     """The outputs of each input: of ``output_lists[rank][i]`` the [i] of all ranks."""
     _tensors(name, "input_tensor_list", inputs)
     _tensors(name, "output_tensor_lists", output_lists)

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def send(
-    tensor: Any,
+    tensor: AnyArray,
     dst: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -54,7 +54,7 @@ def send(
 
 
 def recv(
-    tensor: Any,
+    tensor: AnyArray,
     src: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -86,7 +86,7 @@ def recv(
 
 
 def isend(
-    tensor: Any,
+    tensor: AnyArray,
     dst: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -115,7 +115,7 @@ def isend(
 
 
 def irecv(
-    tensor: Any,
+    tensor: AnyArray,
     src: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -164,7 +164,7 @@ class P2POp:
     def __init__(
         self,
         op: Callable[..., Work | None],
-        tensor: Any,
+        tensor: AnyArray,
         peer: int | None = None,
         group: ProcessGroup | None = None,
         tag: int = 0,
@@ -174,7 +174,7 @@ class P2POp:
             raise ArgumentError(f"P2POp: op: expected mpicoll.isend or mpicoll.irecv, got {op!r}")
         adapters.build_view(tensor, op is irecv, "P2POp: tensor")
         self.op = op
-        self.tensor = tensor
+        self.tensor: Any = tensor
         self.group = default_group() if group is None else group
         self.tag = tag
         self.group_peer = execute.find_root("P2POp", self.group, "peer", peer, group_peer)

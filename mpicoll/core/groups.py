@@ -301,7 +301,7 @@ class GroupMember(metaclass=_WorldMeta):
     NON_GROUP_MEMBER = -100
 
 
-def resolve(candidate: Any) -> ProcessGroup | None:
+def resolve(candidate: object) -> ProcessGroup | None:
     """Return the group meant by a ``group`` argument; None on a rank outside of it.
 
     Raises NotInitializedError without a default group, ArgumentTypeError for anything but a group.
@@ -350,7 +350,7 @@ def create(
     return register(made)
 
 
-def _registered(candidate: Any, where: str) -> ProcessGroup:
+def _registered(candidate: object, where: str) -> ProcessGroup:
     found = resolve(candidate)
     if found is None or found.closed is not None:
         raise ArgumentError(f"{where}: {candidate!r} is not a group that this rank is in")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
 
 if TYPE_CHECKING:
-    from mpicoll.arrays.views import View
+    from mpicoll.arrays.views import Buffer, DeviceView, View
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
@@ -38,11 +38,14 @@ class Blocks(NamedTuple):
 #: How much a call moves: the count of a block where all blocks are alike, else those of each rank.
 Extent = int | Blocks
 
-#: An implementation: of the send and the receive buffer, the extent, the root's rank in the group.
-#: Buffers are contiguous: on the host what mpi4py takes as a buffer, or a list of such; on a device
-#: a DeviceView. Send is None if the call is in place or this rank sends nothing; recv is None if it
-#: receives nothing.
-Implementation = Callable[[Any, Any, Extent, int], None]
+#: One side of a call as implementations get it, contiguous: on the host a buffer, or a list of such
+#: if the arrays of a list stay where they are; on a device a DeviceView.
+Contiguous: TypeAlias = "Buffer | list[Buffer] | DeviceView"
+
+#: An implementation: of the send and the receive side, the extent, the root's rank in the group.
+#: Send is None if the call is in place or this rank sends nothing; recv is None if it receives
+#: nothing. Any, for each declares the part of Contiguous, None and Extent that its own calls have.
+Implementation = Callable[[Any, Any, Any, int], None]
 
 #: The same for views of arrays, however these lie in memory.
 Run = Callable[["View | None", "View | None", Extent, int], None]

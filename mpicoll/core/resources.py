@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 __all__ = ["Resources"]
 
+T = TypeVar("T")
+
 
 T = TypeVar("T")
 

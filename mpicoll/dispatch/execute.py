@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from mpicoll.arrays.adapters import fast_views
+from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
@@ -33,10 +34,10 @@ __all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", 
 
 def run(
     primitive: Primitive,
-    group: Any,
+    group: ProcessGroup | None,
     async_op: bool,
-    output: Any = None,
-    input: Any = None,
+    output: Arrays = None,
+    input: Arrays = None,
     op: ReduceOp | None = None,
     root: int = 0,
     splits: checks.Splits | None = None,
@@ -49,7 +50,7 @@ def run(
     Returns a Work if ``async_op``, else None once the result is there: on a device, for what the
     current stream gets from then on. A Work is done when the result is there for every stream.
     """
-    member = state.default if group is None else group
+    member: Any = state.default if group is None else group
     if member.__class__ is not ProcessGroup:
         member = resolve(group)
         if member is None:
@@ -83,13 +84,13 @@ def _dispatch(
     plan: Plan,
     async_op: bool,
     waits: bool,
-    output: Any,
+    output: object,
     sizes: int,
     root: int,
     carry: Carry,
-    send: Any,
-    recv: Any,
-    how: Any,
+    send: object,
+    recv: object,
+    how: object,
     orders: Sequence[StreamOrder] = (),
     at_once: bool = True,
     name: str = "",
@@ -134,7 +135,7 @@ def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
 
 def _run_fast(
     primitive: Primitive,
-    group: Any,
+    group: ProcessGroup | None,
     async_op: bool,
     output: Any,
     input: Any,
@@ -171,7 +172,9 @@ def _run_fast(
                 or sent != block * blocks_in
                 or count != block * blocks_out
                 or -sent * dtype.itemsize < address(send) - address(recv) < count * dtype.itemsize
-                or not (primitive.even or (len(output) % n == 0 and len(input) % n == 0))
+                or not (
+                    primitive.even or (len(output) % n == 0 and len(input) % n == 0)  # type: ignore[arg-type]
+                )
             ):
                 route = None
             count = block
@@ -222,10 +225,10 @@ run_fast = short_way(_run_fast, state, ProcessGroup, _raise_failure)
 def run_all(
     name: str,
     primitive: Primitive,
-    group: Any,
+    group: ProcessGroup | None,
     async_op: bool,
-    outputs: Sequence[Any],
-    inputs: Sequence[Any] | None = None,
+    outputs: Sequence[Arrays],
+    inputs: Sequence[Arrays] | None = None,
     op: ReduceOp | None = None,
 ) -> Work | None:
     """Check a collective call on each output and its input, then carry all out as one Work.
@@ -271,7 +274,7 @@ Carry = Callable[[Any, Any, Any, int], None]
 
 
 def perform(
-    call: Plan | Task, sizes: int, root: int, carry: Carry, send: Any, recv: Any, how: Any
+    call: Plan | Task, sizes: int, root: int, carry: Carry, send: object, recv: object, how: object
 ) -> None:
     """Carry out a collective, in the one place where that happens: put it on the group's record,
     compare it with the other ranks' when that is due, and call ``carry(send, recv, how, root)``.
@@ -410,7 +413,7 @@ def run_in_order(
     group.check_open()
     result: list[Any] = []
 
-    def carry(send: Any = None, recv: Any = None, how: Any = None, root: int = 0) -> None:
+    def carry(send: object = None, recv: object = None, how: object = None, root: int = 0) -> None:
         group.keeps_time = keeps_time
         try:
             result.append(task())
@@ -455,7 +458,7 @@ def warn_outside(name: str) -> None:
 
 def find_root(
     name: str,
-    group: Any,
+    group: ProcessGroup | None,
     argument: str,
     global_rank: int | None,
     group_rank: int | None,

@@ -7,7 +7,7 @@ size the job's table names it (`mpicoll.routes.tuning`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll.core.plan import (
     CallKind,
@@ -61,7 +61,9 @@ def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
     assert built is not None
     uneven = _compared(kind, by, built)
 
-    def any_extent(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def any_extent(
+        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
         (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
     return add_short(any_extent, lambda: find_short(even))
@@ -114,7 +116,7 @@ class _BySize:
         """
         few, first = _smallest(self._before, self._split)
 
-        def by_size(send: Any, recv: Any, count: Any, root: int) -> None:
+        def by_size(send: Buffer | None, recv: Buffer | None, count: int, root: int) -> None:
             nonlocal few, first
             if count < few:
                 first(send, recv, count, root)

@@ -115,7 +115,7 @@ class Shared:
         at, group, address = ctypes.addressof(self._kind(kind)), self._group, MPI.Get_address
         all_reduce = self._kernels.shared_all_reduce
 
-        def shared_all_reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+        def shared_all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
             if group.worker is not None:
                 self._look_as_often_as_is_good()
             if not all_reduce(at, address(recv), count, group.sequence):
@@ -127,7 +127,7 @@ class Shared:
         at, group, address = ctypes.addressof(self._kind(kind)), self._group, MPI.Get_address
         blocks = self._kernels.shared_blocks
 
-        def shared_blocks(send: Any, recv: Any, count: Any, root: int) -> None:
+        def shared_blocks(send: Buffer | None, recv: Buffer | None, count: int, root: int) -> None:
             if group.worker is not None:
                 self._look_as_often_as_is_good()
             here = None if recv is None else address(recv)
@@ -148,7 +148,7 @@ class Shared:
     def _build_transfer(self, kind: CallKind) -> Implementation:
         address = MPI.Get_address
 
-        def shared_transfer(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        def shared_transfer(send: Buffer, recv: Buffer, extent: Extent, root: int) -> None:
             here, there = (None if one is None else address(one) for one in (recv, send))
             self.exchange(kind, transfer_of(kind, there, here, extent, root), root)
 

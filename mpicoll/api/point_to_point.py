@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpicoll.arrays import adapters
+from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.groups import ProcessGroup, default_group, resolve
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute

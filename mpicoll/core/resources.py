@@ -10,9 +10,6 @@ __all__ = ["Resources"]
 T = TypeVar("T")
 
 
-T = TypeVar("T")
-
-
 class _Kept(NamedTuple):
     value: Any
     close: Callable[[Any, float], object] | None

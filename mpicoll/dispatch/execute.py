@@ -172,9 +172,7 @@ def _run_fast(
                 or sent != block * blocks_in
                 or count != block * blocks_out
                 or -sent * dtype.itemsize < address(send) - address(recv) < count * dtype.itemsize
-                or not (
-                    primitive.even or (len(output) % n == 0 and len(input) % n == 0)  # type: ignore[arg-type]
-                )
+                or not (primitive.even or (len(output) % n == 0 and len(input) % n == 0))
             ):
                 route = None
             count = block

@@ -120,7 +120,7 @@ def _barrier(kind: CallKind, chunk: int) -> Implementation:
     """Build MPI_Barrier (MPI-4.1 section 6.3)."""
     group, comm_barrier = kind.group, kind.group.inner.Barrier
 
-    def barrier(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def barrier(send: None, recv: None, extent: Extent, root: int) -> None:
         if not group.compared:  # else the comparison has waited for all ranks
             comm_barrier()
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import (
     CallKind,
+    Contiguous,
     Extent,
     Implementation,
     Short,
@@ -78,7 +80,7 @@ def _compared(kind: CallKind, by: Route, route: Implementation) -> Implementatio
         return route
     signature = encode_kind(primitive, dtype, op, 0)
 
-    def compared(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def compared(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
         if group.agree is not None:
             sizes = encode_sizes(agreed_sizes(primitive, extent))
             group.agree(with_root(signature, root), sizes)

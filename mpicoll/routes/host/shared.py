@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
+from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import CallKind, Extent, Implementation, Short, add_short
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import ReduceOp

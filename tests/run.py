@@ -9,8 +9,8 @@ Each MPI comes with the virtual environment that holds it. In each of them run
 - the tests of ``tests/mpi/``, under mpiexec, on several numbers of ranks;
 - those of ``tests/pytorch/``, where there is torch, likewise.
 
-RANKS says on which: every number of ranks comes, and every MPI, but not each with each, which is
-what --full runs. --quick runs one MPI, the plain tests and 2 ranks, without the tests marked
+RANKS says on which: every number of ranks comes, every MPI, and calls with and without their
+compiled module, but not each with each, which is what --full runs of the former two. --quick runs one MPI, the plain tests and 2 ranks, without the tests marked
 ``slow``. Other markers (pyproject.toml) say which tests one MPI is enough for, and which plain
 tests run in a process of their own because they mostly wait.
 
@@ -34,7 +34,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,17 +54,19 @@ class Ranks(NamedTuple):
     """Numbers of ranks in the order in which they run, 0 for the plain tests.
 
     torch: those of the tests with torch.
+    settings: environment variables.
     """
 
     mpi: Sequence[int]
     torch: Collection[int]
+    settings: Mapping[str, str] = {}
 
 
 #: With the first MPI, with Intel MPI, which is of MPICH's family, and with any other.
 FIRST, INTEL, OTHER = range(3)
 RANKS = {
     FIRST: Ranks([0, 1, 2, 4], [2, 4]),
-    INTEL: Ranks([2], [2]),
+    INTEL: Ranks([2], [2], {"MPICOLL_CALLS": "python"}),
     OTHER: Ranks([0, 3], [2]),
 }
 FULL = Ranks([0, 1, 2, 3, 4], [2, 4])
@@ -111,6 +113,7 @@ class Launch:
     ranks: int  # 0: plain pytest
     part: str = PLAIN
     marks: str = ""  # which of its tests, as an expression of markers
+    settings: Mapping[str, str] = field(default_factory=dict)  # environment variables
     seconds: float = 0.0
     problem: str = ""
     passed: int = 0
@@ -157,6 +160,7 @@ class Launch:
             command = [*mpiexec, "-n", str(self.ranks), str(python), "-m", "mpi4py"]
             command += ["tests/rank.py", str(self.logs), "--exitfirst", *options]
         environment = os.environ | ENVIRONMENT | {"TEST_MPICOLL_MPIEXEC": shlex.join(mpiexec)}
+        environment |= self.settings
         start = time.perf_counter()
         code = self._wait(command, environment, timeout)
         self.seconds = time.perf_counter() - start
@@ -253,11 +257,11 @@ def plan_launches(
     """Return what to launch with one MPI: of the parts that pytest's arguments name, or of all."""
     chosen = RANKS[FIRST if first else INTEL if mpi == "impi" else OTHER]
     if arguments.quick or arguments.full:
-        chosen = QUICK if arguments.quick else FULL
+        chosen = (QUICK if arguments.quick else FULL)._replace(settings=chosen.settings)
     if arguments.ranks:
-        chosen = Ranks(arguments.ranks, set(arguments.ranks) & set(FULL.torch))
+        chosen = Ranks(arguments.ranks, {*arguments.ranks} & {*FULL.torch}, chosen.settings)
     if arguments.plain:
-        chosen = Ranks([0], [])
+        chosen = Ranks([0], [], chosen.settings)
     named = set().union(*map(parts_of, arguments.pytest)) or set(PARTS)
     launches = []
     for number in sorted({*chosen.mpi, *chosen.torch}):
@@ -265,7 +269,7 @@ def plan_launches(
         if number in chosen.mpi:
             parts |= {PLAIN, WAITS} if number == 0 else {MPI}
         launches += [
-            Launch(mpi, number, part, choose_marks(part, first, arguments.quick))
+            Launch(mpi, number, part, choose_marks(part, first, arguments.quick), chosen.settings)
             for part in PARTS
             if part in parts & named
         ]

@@ -471,7 +471,7 @@ def barrier(
     """
     limit = parse_timeout(timeout, None, "barrier")
     if limit is None:
-        return run(_BARRIER, group, async_op)
+        return run_fast(_BARRIER, group, async_op, None, None, None, 0)
     work = run(_BARRIER, group, True)
     if work is None:
         return None

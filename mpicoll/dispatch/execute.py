@@ -65,6 +65,8 @@ def run(
     carry, orders = _placed(plan, send, recv)
     sizes = encode_sizes(agreed_sizes(primitive, extent))
     waits = not async_op and not member.busy()
+    if first is None and member.compared and not plan.learnt:
+        _teach(plan, op)
     return _dispatch(
         plan, async_op, waits, output, sizes, root, carry, send, recv, extent, orders, at_once
     )

@@ -7,6 +7,7 @@ size the job's table names it (`mpicoll.routes.tuning`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll.arrays.views import Buffer
@@ -46,7 +47,7 @@ def choose(kind: CallKind) -> Implementation:
         space = exchange.get_space(kind.group)
         return premultiplied(kind, space, lambda wide: _implementation(wide, row))
     if primitive.layout is Layout.EMPTY:
-        return mpi.build(kind)
+        return add_short(mpi.build(kind), partial(_short_agreement, kind.group))
     assert dtype is not None
     return _implementation(kind, _row(kind))
 
@@ -69,6 +70,12 @@ def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
         (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
     return add_short(any_extent, lambda: find_short(even))
+
+
+def _short_agreement(group: ProcessGroup) -> list[Short]:
+    """Return what compares a group's calls, which waits for all ranks: a barrier."""
+    found: shared.Shared | None = group.resources.find("shared")
+    return [found.short_agreement] if found else []
 
 
 def _compared(kind: CallKind, by: Route, route: Implementation) -> Implementation:

@@ -19,7 +19,7 @@ from mpicoll.core.plan import CallKind, Extent, Implementation, Short, add_short
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
-from mpicoll.kernels.calls import ALL_REDUCE, BLOCKS
+from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host.shared_segment import Segment, share
@@ -139,12 +139,20 @@ class Shared:
         return self._with_short(shared_blocks, BLOCKS, blocks, at)
 
     def _with_short(
-        self, route: Implementation, shape: int, function: Any, argument: int
+        self, route: Implementation, shape: int, function: Callable[..., Any], argument: int
     ) -> Implementation:
+        short = self._short(shape, function, argument)
+        return add_short(route, lambda: (short,))
+
+    def _short(self, shape: int, function: Any, argument: int) -> Short:
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
-        short = Short(self, shape, address, argument)
-        return add_short(route, lambda: (short,))
+        return Short(self, shape, address, argument)
+
+    @property
+    def short_agreement(self) -> Short:
+        """What compares a call of no array, in short."""
+        return self._short(AGREE, self._kernels.shared_agree, self._pointer)
 
     def _build_transfer(self, kind: CallKind) -> Implementation:
         address = MPI.Get_address

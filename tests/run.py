@@ -10,9 +10,10 @@ Each MPI comes with the virtual environment that holds it. In each of them run
 - those of ``tests/pytorch/``, where there is torch, likewise.
 
 RANKS says on which: every number of ranks comes, every MPI, and calls with and without their
-compiled module, but not each with each, which is what --full runs of the former two. --quick runs one MPI, the plain tests and 2 ranks, without the tests marked
-``slow``. Other markers (pyproject.toml) say which tests one MPI is enough for, and which plain
-tests run in a process of their own because they mostly wait.
+compiled module, but not each with each. --full runs every MPI on every number of ranks. --quick runs
+one MPI, the plain tests and 2 ranks, without the tests marked ``slow``. Other markers
+(pyproject.toml) say which tests one MPI is enough for, and which plain tests run in a process of
+their own because they mostly wait.
 
 What needs one processor (plain tests, 1 rank) runs a few launches at a time. A test that fails on
 one rank ends the launch on all of them, for the others could wait for it for ever. The run stops at

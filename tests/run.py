@@ -10,8 +10,8 @@ Each MPI comes with the virtual environment that holds it. In each of them run
 - those of ``tests/pytorch/``, where there is torch, likewise.
 
 RANKS says on which: every number of ranks comes, every MPI, and calls with and without their
-compiled module, but not each with each. --full runs every MPI on every number of ranks. --quick runs
-one MPI, the plain tests and 2 ranks, without the tests marked ``slow``. Other markers
+compiled module, but not each with each. --full runs every MPI on every number of ranks. --quick
+runs one MPI, the plain tests and 2 ranks, without the tests marked ``slow``. Other markers
 (pyproject.toml) say which tests one MPI is enough for, and which plain tests run in a process of
 their own because they mostly wait.
 

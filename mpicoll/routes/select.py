@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.routes.device import select as device
 from mpicoll.routes.host import select as host
-from mpicoll.routes.host import shared
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -22,4 +21,4 @@ def choose(kind: CallKind, on_device: bool) -> Implementation:
 
 def share_memory(group: ProcessGroup) -> None:
     """Let the ranks of a group share memory, if they can. All ranks call."""
-    shared.get_or_create(group)
+    host.place(group)

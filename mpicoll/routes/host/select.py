@@ -217,6 +217,8 @@ _NEVER = 1 << 62
 
 def place(group: ProcessGroup) -> str:
     """Return where the ranks of the group are, as far as it matters. All ranks call."""
+    if group.resources.find("shared"):  # a rank may find out in a call that others do not make
+        return "node"
     if hierarchy.get_or_create(group):
         return "nodes"
     return "node" if shared.get_or_create(group) else "apart"

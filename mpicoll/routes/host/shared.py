@@ -273,11 +273,11 @@ class Shared:
         """Return why the last call was not carried out."""
         if self._hold.left:
             return self._group.failure()
-        kind, count = self._calls()[self._hold.me]
-        mine = describe(kind, count // _parts(kind))
-        # A number may stand for sizes that only this process knows; all ranks are here.
-        texts = self._group.inner.allgather(mine)
-        name = mine.partition(" ")[0]
+        calls = self._calls()
+        texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
+        name = texts[self._hold.me].partition(" ")[0]
+        if any(is_list(kind) for kind, _ in calls):  # only its rank knows what a list's sizes are
+            texts = self._group.inner.allgather(texts[self._hold.me])
         return MismatchError(
             f"{name} on rank {self._hold.me} of group {self._group.group_name}: the ranks' calls "
             f"do not belong together: {describe_by_rank(texts)}"

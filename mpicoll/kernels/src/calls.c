@@ -187,8 +187,8 @@ static const struct way *find(const Calls *calls, PyObject *primitive, PyObject 
     for (size_t i = 0; i < calls->n_ways; i++) {
         const struct way *way = &calls->ways[i];
         if (way->primitive == primitive && way->dtype == dtype && way->op == op) {
-            const size_t blocks = way->has_input ? (way->many_out ? way->n : 1) : 1;
-            if (count >= way->fewest * blocks && count < way->end * blocks)
+            const size_t block = way->many_out ? count / way->n : count;
+            if (block >= way->fewest && block < way->end)
                 return way;
         }
     }

@@ -58,7 +58,7 @@ def each_call(team, dtype="float32", count=3):
     ranks = np.arange(n)
 
     def blocks(first):
-        return (np.arange(n * count) + first).astype(dtype)
+        return ((np.arange(n * count) + first) % 7).astype(dtype)
 
     one, whole, ones = blocks(me)[:count], np.zeros(n * count, dtype), np.ones(count, dtype)
     mine, gathered = blocks(me), blocks(0)

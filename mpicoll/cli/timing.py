@@ -304,7 +304,7 @@ class Timer:
             for distance, latencies in self._latencies.items()
         ]
         if counts[_MOVED]:
-            parts.append(f"changed during {counts[_MOVED]}, which were dropped")
+            parts.append(f"dropped: {counts[_MOVED]}, during which it changed")
         if counts[UNKNOWN]:
             parts.append(f"unknown in {counts[UNKNOWN]}, for a rank did not answer")
         return f"distance of the ranks: {'; '.join(parts)}"

@@ -201,7 +201,7 @@ def _routes(found: Results) -> list[Aim]:
     for primitive in ("broadcast", "all_gather_single", "all_to_all_single"):
         collected.append(moved(primitive, "from 16 MiB on", 1.0, 16 * MIB))
 
-    four = {"section": "growth", "ranks": 4, "bytes": 64 * MIB}
+    four: dict[str, Any] = {"section": "growth", "ranks": 4, "bytes": 64 * MIB}
     ratios = _per(times(MPI4PY, "all_reduce", **four), times(FACADE, "all_reduce", **four))
     return [
         *collected,

@@ -109,7 +109,7 @@ def _gigabytes(size: int, seconds: float) -> float:
 
 
 def _legend(figure: Figure, axes: Iterable[Any], columns: int) -> None:
-    named = {}
+    named: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         named |= dict(zip(labels, handles, strict=True))

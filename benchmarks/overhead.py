@@ -68,7 +68,7 @@ def calls(timer: Timer, effort: Effort) -> None:
     one, many = np.zeros(1, np.float32), np.zeros(mpicoll.get_world_size(), np.float32)
     cases = {
         "all_reduce": lambda: mpicoll.all_reduce(one),
-        "all_reduce, asynchronous": lambda: mpicoll.all_reduce(one, async_op=True).wait(),
+        "all_reduce, asynchronous": lambda: mpicoll.all_reduce(one, async_op=True).wait(),  # type: ignore[union-attr]
         "broadcast": lambda: mpicoll.broadcast(one, 0),
         "all_gather_single": lambda: mpicoll.all_gather_single(many, one),
         "reduce_scatter_single": lambda: mpicoll.reduce_scatter_single(one, many),
@@ -100,7 +100,7 @@ def comparing(timer: Timer, effort: Effort) -> None:
         }
         times = timer.measure(cases, effort)
         per_call = {name: each.map(lambda took: took / _CALLS) for name, each in times.items()}
-        show("shared memory" if group.shared else "by MPI", per_call)
+        show("shared memory" if group.resources.find("shared") else "by MPI", per_call)
     mpicoll.destroy_process_group()
 
 

@@ -428,7 +428,7 @@ def pair(a: int, b: int, *latencies: float) -> Pair:
         ("why", "unknown: why"),
         ([pair(0, 1, 44, 45, 170)], "45 ns between ranks 0 and 1: they share a cache (near)"),
         ([pair(0, 1, 45), pair(0, 2, 50)], "50 ns between ranks 0 and 2: all ranks share a cache"),
-        ([pair(0, 1, 45), pair(4, 5, 165)], "165 ns between ranks 4 and 5: they share no cache (fa"),
+        ([pair(0, 1, 45), pair(4, 5, 165)], "165 ns between ranks 4 and 5: they share no"),
         (
             [pair(0, 1, 45, 160, 44, 165), pair(0, 2, 300)],
             "44 to 165 ns: ranks 0-1 move between processors that share a cache (near) and others",

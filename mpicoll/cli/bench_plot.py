@@ -6,9 +6,13 @@ import importlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll.output import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["COLOURS", "draw", "figure_of", "obstacle"]
 
@@ -39,7 +43,7 @@ _Lines = dict[_Line, list[tuple[int, float, float]]]
 def obstacle(path: Path) -> str:
     """Return why there can be no such image; "" if there can."""
     try:
-        library: Any = importlib.import_module("matplotlib.backend_bases")
+        library = importlib.import_module("matplotlib.backend_bases")
     except ImportError as error:
         return f"--plot needs matplotlib ({error}): pip install mpicoll[bench]"
     known = sorted(library.FigureCanvasBase.filetypes)
@@ -53,16 +57,18 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure_of(report).savefig(path, dpi=120)
 
 
-def figure_of(report: dict[str, Any]) -> Any:
+def figure_of(report: dict[str, Any]) -> Figure:
     """Draw bandwidth, or with --latency the median time up to the 99th percentile, by size; one
     diagram for each primitive that has sizes.
     """
-    library: Any = importlib.import_module("matplotlib.figure")
+    library = importlib.import_module("matplotlib.figure")
     measure = _measure(report)
     found = _lines(report, measure)
     columns = min(2, max(1, len(found)))
     rows = math.ceil(len(found) / columns) or 1
-    figure = library.Figure(figsize=(1.5 + 5 * columns, 1.5 + 3.2 * rows), layout="constrained")
+    figure: Figure = library.Figure(
+        figsize=(1.5 + 5 * columns, 1.5 + 3.2 * rows), layout="constrained"
+    )
     figure.suptitle(f"{report['ranks']} ranks, {report['MPI']}, {report['machine']}", fontsize=9)
     kinds = list(dict.fromkeys(line.kind for lines in found.values() for line in lines))
     callers = dict.fromkeys(line.caller for lines in found.values() for line in lines)
@@ -138,9 +144,9 @@ def _lines(report: dict[str, Any], measure: _Measure) -> dict[str, _Lines]:
     return found
 
 
-def _scales(axes: Any, sizes: Sequence[int], unit: str) -> None:
+def _scales(axes: Axes, sizes: Sequence[int], unit: str) -> None:
     """Make both axes logarithmic: sizes in KiB and MiB, values in decimal units."""
-    ticker: Any = importlib.import_module("matplotlib.ticker")
+    ticker = importlib.import_module("matplotlib.ticker")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     first, last = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))

@@ -35,7 +35,7 @@ _BANDWIDTH = (("time", "(us)"), ("algbw", "(GB/s)"), ("busbw", "(GB/s)"))
 _LATENCY = tuple((name, "(us)") for name in PERCENTILES)
 
 
-def _form(value: Any) -> str:
+def _form(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 

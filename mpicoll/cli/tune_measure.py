@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mpicoll.cli.bench_calls import block_count
 from mpicoll.cli.timing import Call, Effort, Figure, Sample, Taken, Timer, keep
 from mpicoll.cli.tune_steps import Figures
 from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.pickles import Bytes
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.dtypes import DType, ReduceOp, by_name
 from mpicoll.output import format_bytes
@@ -232,7 +233,7 @@ class _Run:
         kind, count = case.kind, case.count
         group, row, n = self._group, kind.primitive, self._group.size()
 
-        def buffer(memory: Any, elements: int) -> Any:
+        def buffer(memory: Bytes, elements: int) -> views.Buffer:
             array = memory[: elements * kind.dtype.itemsize].view(kind.dtype.numpy)
             return views.from_numpy(array, kind.dtype).buffer
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.dtypes import DTYPES, DType, Kind, ReduceOp, by_numpy
+from mpicoll.dtypes import DTYPES, DType, Factor, Kind, ReduceOp, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels.library import Kernels, kernels
 
@@ -88,7 +88,7 @@ def combine(
         _combine_wide(op, dtype, sources, out, divisor)
 
 
-def scale(dtype: DType, source: Array, factor: Any, out: Array) -> None:
+def scale(dtype: DType, source: Array, factor: Factor, out: Array) -> None:
     """``out = source * factor``, for PREMUL_SUM.
 
     source: shape (count,), C-contiguous, of ``dtype``.
@@ -108,20 +108,20 @@ def scale(dtype: DType, source: Array, factor: Any, out: Array) -> None:
     count = _check_out(out, dtype.numpy if rounds else dtype.accumulate)
     _check(source, dtype.numpy, count)
     with np.errstate(all="ignore"):
-        factor = factor_of(dtype, factor)
+        number = factor_of(dtype, factor)
         if dtype.kind is Kind.NARROW_FLOAT:
             converter, scratch = _converter(dtype), _scratch(_ACCUMULATOR)
             for block in _blocks(count):
                 target = scratch[: block.stop - block.start] if rounds else out[block]
                 converter.widen(dtype, source[block], target)
-                np.multiply(target, factor, out=target)
+                np.multiply(target, number, out=target)
                 if rounds:
                     converter.narrow(dtype, target, out[block])
-        elif dtype.kind is Kind.COMPLEX and not np.iscomplexobj(factor):
+        elif dtype.kind is Kind.COMPLEX and not np.iscomplexobj(number):
             # A real factor must not meet the imaginary part's zeros: inf * 0 is NaN.
-            np.multiply(_parts(source), factor, out=_parts(out))
+            np.multiply(_parts(source), number, out=_parts(out))
         else:
-            np.multiply(source, factor, out=out)
+            np.multiply(source, number, out=out)
 
 
 def narrow(source: Array, out: Array) -> None:
@@ -186,7 +186,7 @@ def _parts(array: Array) -> Array:
     return array.view(array.real.dtype)
 
 
-def factor_of(dtype: DType, factor: Any) -> Any:
+def factor_of(dtype: DType, factor: Factor) -> Any:
     """Return the factor in the type that numbers of ``dtype`` are multiplied by.
 
     Raises ArgumentTypeError for a factor that does not fit.
@@ -194,7 +194,7 @@ def factor_of(dtype: DType, factor: Any) -> Any:
     try:
         if dtype.kind is Kind.INTEGER:
             # Wrapping is what a multiplication of the residue does.
-            residue = operator.index(factor) % (1 << 8 * dtype.itemsize)
+            residue = operator.index(factor) % (1 << 8 * dtype.itemsize)  # type: ignore[arg-type]
             return np.array(residue, f"u{dtype.itemsize}").view(dtype.numpy)
         if dtype.kind is Kind.COMPLEX and not np.iscomplexobj(factor):
             return np.finfo(dtype.numpy).dtype.type(factor)

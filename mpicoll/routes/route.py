@@ -46,6 +46,7 @@ class Route:
     needs:      what it requires, in words.
     lacks:      of a device route, what a rank lacks for it, in words; "" for nothing.
     on_demand:  it is taken only on request.
+    compares:   its calls are compared between the ranks where each call of the group is.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Route:
     needs: str = ""
     lacks: Callable[[Capabilities], str] = lambda own: ""
     on_demand: bool = False
+    compares: bool = False
 
     def serves(self, primitive: Primitive, op: ReduceOp | None, dtype: DType | None) -> bool:
         """Return whether it serves such calls, if the group can have it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as c10d
@@ -17,10 +17,15 @@ from mpicoll.torch.backend import HAS_PYTHON_BACKENDS, BackedGroup, TorchBackend
 from mpicoll.torch.caller_frames import find_variable
 from mpicoll.torch.group import TorchGroup
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+
 __all__ = ["create"]
 
 
-def create(options: Any, pg_options: object) -> TorchGroup | BackedGroup | TorchBackend:
+def create(
+    options: _DistributedBackendOptions, pg_options: object
+) -> TorchGroup | BackedGroup | TorchBackend:
     """Create the group that torch's ``_DistributedBackendOptions`` describe; only members call.
 
     If the group has other backends as well, return only mpicoll's backend. pg_options have no

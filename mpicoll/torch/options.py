@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 from torch._C._distributed_c10d import Backend
 
@@ -12,12 +11,11 @@ from mpicoll.core.work import parse_timeout
 
 __all__ = ["Options"]
 
-_Base: Any = Backend.Options
 #: A hundred years in seconds: C++ counts milliseconds, and cannot express an infinite timeout.
 _MAX_TIMEOUT = 3e9
 
 
-class Options(_Base):  # type: ignore[misc]
+class Options(Backend.Options):  # type: ignore[misc]
     """torch's ``Backend.Options`` of a group."""
 
     def __init__(self, group: ProcessGroup) -> None:

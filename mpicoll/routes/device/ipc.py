@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -231,7 +231,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
     divisor = n if op is ReduceOp.AVG else 1
     signature = encode_kind(primitive, dtype, op, 0)
 
-    def all_reduce(send: Any, view: DeviceView, extent: Extent, root: int) -> None:
+    def all_reduce(send: None, view: DeviceView, extent: Extent, root: int) -> None:
         step = peers.room // size
         whole = view.nbytes <= WHOLE or n == 1
 
@@ -283,7 +283,9 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
     by = None if op is None else find_loop(op, dtype)
     divisor = max(1, len(kind.combined)) if op is ReduceOp.AVG else 1
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+    ) -> None:
         out, into = (None if one is None else one.address for one in (send, recv))
         transfer = transfer_of(kind, out, into, extent, root)
         room = peers.room // transfer.places // _LINE * _LINE

@@ -5,7 +5,7 @@ its ranks exchange what they can do.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
@@ -88,7 +88,9 @@ def choose(kind: CallKind) -> Implementation:
     group = kind.group
     chosen: Implementation | None = None
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+    ) -> None:
         nonlocal chosen
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)

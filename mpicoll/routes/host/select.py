@@ -7,15 +7,28 @@ size the job's table names it (`mpicoll.routes.tuning`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.arrays.views import Buffer
+from mpicoll.core.plan import (
+    CallKind,
+    Contiguous,
+    Extent,
+    Implementation,
+    Short,
+    add_short,
+    agreed_sizes,
+    find_short,
+)
+from mpicoll.core.signature import encode_kind, encode_sizes, with_root
 from mpicoll.dtypes import ReduceOp
 from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.host import exchange, hierarchy, mpi, shared
+from mpicoll.routes.route import Route
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:
@@ -34,7 +47,7 @@ def choose(kind: CallKind) -> Implementation:
         space = exchange.get_space(kind.group)
         return premultiplied(kind, space, lambda wide: _implementation(wide, row))
     if primitive.layout is Layout.EMPTY:
-        return mpi.build(kind)
+        return add_short(mpi.build(kind), partial(_short_agreement, kind.group))
     assert dtype is not None
     return _implementation(kind, _row(kind))
 
@@ -47,13 +60,40 @@ def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
     by = next((route for route in routes if route.serves(primitive, op, dtype)), None)
     if by is None:
         return even
-    uneven = by.build(kind)
-    assert uneven is not None
+    built = by.build(kind)
+    assert built is not None
+    uneven = _compared(kind, by, built)
 
-    def any_extent(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def any_extent(
+        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
         (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
-    return any_extent
+    return add_short(any_extent, lambda: find_short(even))
+
+
+def _short_agreement(group: ProcessGroup) -> list[Short]:
+    """Return what compares a group's calls, which waits for all ranks: a barrier."""
+    found: shared.Shared | None = group.resources.find("shared")
+    return [found.short_agreement] if found else []
+
+
+def _compared(kind: CallKind, by: Route, route: Implementation) -> Implementation:
+    """Return an implementation whose calls are compared before they begin, where each call of the
+    group is.
+    """
+    primitive, group, op, dtype = kind
+    if by.compares or group.size() == 1:
+        return route
+    signature = encode_kind(primitive, dtype, op, 0)
+
+    def compared(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
+        if group.agree is not None:
+            sizes = encode_sizes(agreed_sizes(primitive, extent))
+            group.agree(with_root(signature, root), sizes)
+        route(send, recv, extent, root)
+
+    return compared
 
 
 class _Step(NamedTuple):
@@ -85,7 +125,7 @@ class _BySize:
         """
         few, first = _smallest(self._before, self._split)
 
-        def by_size(send: Any, recv: Any, count: Any, root: int) -> None:
+        def by_size(send: Buffer | None, recv: Buffer | None, count: int, root: int) -> None:
             nonlocal few, first
             if count < few:
                 first(send, recv, count, root)
@@ -96,7 +136,16 @@ class _BySize:
                 few, first = _smallest(self._steps, _NEVER)
             step.route(send, recv, count, root)
 
-        return by_size
+        return add_short(by_size, self._find_short)
+
+    def _find_short(self) -> list[Short]:
+        steps = self._steps or ()
+        ends = [_NEVER, *(step.fewest for step in steps)]
+        return [
+            short._replace(fewest=step.fewest, end=end)
+            for step, end in zip(steps, ends, strict=False)
+            for short in find_short(step.route)
+        ]
 
     def _step(self, count: int) -> _Step:
         """Return the step for ``count`` elements; inside a call, in order of the group's calls."""
@@ -149,7 +198,8 @@ def _served(
             name = "exchange"  # which serves every reduction, in rank order
         route = registry.HOST[name].build(kind)
         if route is not None:
-            found.append((least if found else 0, name, route))
+            compared = _compared(kind, registry.HOST[name], route)
+            found.append((least if found else 0, name, compared))
     return found or _served(kind, row, "apart")
 
 
@@ -167,6 +217,8 @@ _NEVER = 1 << 62
 
 def place(group: ProcessGroup) -> str:
     """Return where the ranks of the group are, as far as it matters. All ranks call."""
+    if group.resources.find("shared"):  # a rank may find out in a call that others do not make
+        return "node"
     if hierarchy.get_or_create(group):
         return "nodes"
     return "node" if shared.get_or_create(group) else "apart"

@@ -136,9 +136,12 @@ def overlap_table(found: Sequence[Results]) -> list[str]:
         row = [key_cell(*pair) for pair in zip(keys, point, strict=True)]
         for results in (each.get(distance) for each in every):
             for caller in callers:
-                share = results and aims.hidden(results, caller, primitive, ranks).get(size)
-                enough = share and share.is_enough
-                row.append(f"{share.median:.0%} +-{share.spread:.0%}" if enough else "-")
+                shares = aims.hidden(results, caller, primitive, ranks) if results else {}
+                share = shares.get(size)
+                if share is not None and share.is_enough:
+                    row.append(f"{share.median:.0%} +-{share.spread:.0%}")
+                else:
+                    row.append("-")
         rows.append(row)
     return table(heads, rows)
 

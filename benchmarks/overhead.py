@@ -32,15 +32,21 @@ from mpi4py import MPI
 import mpicoll
 from mpicoll.cli.timing import Call, Effort, Timer, Times
 
+#: As ``Times.split`` names it; ``calls`` runs on what knows no distances.
+UNKNOWN = "unknown"
+
 
 def show(what: str, times: Mapping[str, Times]) -> None:
-    """Print, on rank 0, a line for each case."""
+    """Print, on rank 0, a line for each case, by how far the ranks were apart."""
     if MPI.COMM_WORLD.Get_rank() != 0:
         return
-    print(what)
     first = next(iter(times.values()))
-    for name, each in times.items():
-        print(f"{name:34}{each.text(1e-6, 8)} us  {each.over(first).text(1, 6)}", flush=True)
+    for distance in first.split():
+        print(what if distance == UNKNOWN else f"{what}, {distance}")
+        for name, each in times.items():
+            own, ratio = (one.split().get(distance) for one in (each, each.over(first)))
+            texts = [own.text(1e-6, 8) if own else "-", ratio.text(1, 6) if ratio else "-"]
+            print(f"{name:34}{' us  '.join(texts)}", flush=True)
 
 
 def calls(timer: Timer, effort: Effort) -> None:
@@ -93,9 +99,7 @@ def comparing(timer: Timer, effort: Effort) -> None:
             for stride in (0, 1, 8, 16, 32, 64, 128)
         }
         times = timer.measure(cases, effort)
-        per_call = {
-            name: Times([took / _CALLS for took in each.seconds]) for name, each in times.items()
-        }
+        per_call = {name: each.map(lambda took: took / _CALLS) for name, each in times.items()}
         show("shared memory" if group.resources.find("shared") else "by MPI", per_call)
     mpicoll.destroy_process_group()
 

@@ -22,14 +22,14 @@ COLOURS = {"mpicoll": "#0072b2", "mpi4py": "#555555", "gloo": "#d55e00", "copy":
 _ROUTE_COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999933")
 #: What is measured of mpicoll, and its line.
 _OWN = {"out_of_place": ("out of place", "-"), "in_place": ("in place", "--")}
-#: A mark for each dtype and operation.
+#: A mark for each dtype, operation and distance.
 _MARKS = "osv^D*PX<>"
 #: Ticks on the axis of sizes, at the most.
 _TICKS = 9
 
 
 class _Line(NamedTuple):
-    """One line of a diagram; ``kind``: dtype and operation."""
+    """One line of a diagram; ``kind``: dtype, operation, and how far the ranks were apart."""
 
     caller: str
     style: str
@@ -123,9 +123,13 @@ def _measure(report: dict[str, Any]) -> _Measure:
 def _lines(report: dict[str, Any], measure: _Measure) -> dict[str, _Lines]:
     """Return by primitive what is measured: size, value, and its upper end."""
     found: dict[str, _Lines] = {}
-    several = len({result["redop"] for result in report["results"]} - {"none"}) > 1
+    ops, distances = (
+        {result[key] for result in report["results"]} for key in ("redop", "distance")
+    )
     for result in report["results"]:
-        kind = result["type"] + (f" {result['redop']}" if several else "")
+        kind = result["type"]
+        kind += f" {result['redop']}" * (len(ops - {"none"}) > 1)
+        kind += f" {result['distance']}" * (len(distances) > 1)
         curves = {
             _Line("mpicoll", style, kind, f"mpicoll {how}, {kind}"): result[name]
             for name, (how, style) in _OWN.items()

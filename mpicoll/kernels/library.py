@@ -40,6 +40,7 @@ class Kernels:
             library, "latency", pointer, pointer, integer, ctypes.c_uint32, ctypes.c_uint64,
             result=ctypes.c_uint32,
         )  # fmt: skip
+        self.far = _function(library, "far", result=ctypes.c_uint32)
         self.shared_region = _function(library, "shared_region", size, size, result=size)
         self.shared_ask = _function(
             library, "shared_ask", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,

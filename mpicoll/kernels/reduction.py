@@ -315,15 +315,20 @@ def _rounded_to_odd(nearest: Array, correction: Array) -> Array:
 
 
 def _sum_of_fractions(terms: Sequence[float]) -> tuple[float, float]:
-    """Return the sum, correctly rounded, and what was rounded away."""
+    """Return the sum, correctly rounded, and a trifle in the place of what was rounded away."""
     if not all(map(math.isfinite, terms)):
         return sum(term for term in terms if not math.isfinite(term)), 0.0
     total = sum(map(Fraction, terms), Fraction())
     try:
         nearest = float(total)
     except OverflowError:
-        return math.copysign(math.inf, total), 0.0
-    return nearest, float(total - Fraction(nearest))
+        return math.inf if total > 0 else -math.inf, 0.0
+    # Of what was rounded away the sign alone counts, for rounding to odd.
+    return nearest, ((total > nearest) - (total < nearest)) * _LEAST
+
+
+#: The least float64: rounded away wherever it is added to what is not exact.
+_LEAST = math.ulp(0.0)
 
 
 class Loop(NamedTuple):

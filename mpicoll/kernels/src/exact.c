@@ -279,15 +279,19 @@ static void repair(struct sums *sums, int format, const char *const *sources, si
                    size_t start, size_t count)
 {
     const size_t size = mpicoll_size(format);
+    struct fixed fixed = {.low = LIMBS, .high = 0};
 
     for (size_t i = 0; i < count; i++) {
-        struct fixed fixed = {.low = LIMBS, .high = 0};
         if (!sums->lost[i])
             continue;
         for (size_t k = 0; k < n; k++)
             fixed_add(&fixed, element(format, size, sources[k], start + i));
         sums->sum[i] = fixed_rounded(&fixed, size != sizeof(double));
         sums->rest[i] = 0;
+        while (fixed.low <= fixed.high)
+            fixed.limbs[fixed.low++] = 0;
+        fixed.low = LIMBS;
+        fixed.high = fixed.nan = fixed.infinite = fixed.less_infinite = 0;
     }
 }
 

@@ -40,7 +40,7 @@ def bits(array):
 
 
 def is_nearest(dtype, got, terms):
-    """Whether no neighbour of ``got`` is nearer to the sum, and none as near has an even last bit."""
+    """Whether no neighbour of ``got`` is nearer to the sum, nor as near and even."""
     special = [term for term in terms if not math.isfinite(term)]
     if special:
         alike = set(special) in ({math.inf}, {-math.inf})

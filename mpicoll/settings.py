@@ -105,7 +105,7 @@ CALLS = _one_of(
 )  # fmt: skip
 REPRODUCIBLE = _one_of(
     "MPICOLL_REPRODUCIBLE", ("order", "exact"),
-    "reductions that give the same bits again, the same on all ranks; see api.md",
+    "reductions that give the same bits again, on all ranks alike; see Reproducible reductions",
 )  # fmt: skip
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", ("ipc", "direct", "mpi", "staged", "nccl"),
@@ -130,8 +130,8 @@ INSTALL_AS = Setting(
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
-    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, KERNELS, CALLS, REPRODUCIBLE, DEVICE_ROUTE, CUDA_AWARE,
-    SECRET, ALLOW_SINGLETON, INSTALL_AS,
+    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, KERNELS, CALLS, REPRODUCIBLE, DEVICE_ROUTE,
+    CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS,
 )  # fmt: skip
 
 

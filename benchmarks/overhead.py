@@ -149,9 +149,11 @@ def reproducible(timer: Timer, effort: Effort) -> None:
     from mpicoll.core.reproducible import LEVELS
 
     mpicoll.init_process_group()
-    groups = {
-        level or "default": mpicoll.new_group(reproducible=level) for level in (None, *LEVELS)
-    }
+    groups = {}
+    for level in (None, *LEVELS):
+        group = mpicoll.new_group(reproducible=level)
+        assert isinstance(group, mpicoll.ProcessGroup)
+        groups[level or "default"] = group
     for dtype in (np.float32, np.float64):
         # Zeros, as sums in place would grow: no loop looks at what it adds, but for overflow.
         arrays = {level: np.zeros((16 << 20) // dtype().itemsize, dtype) for level in groups}

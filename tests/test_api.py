@@ -254,7 +254,10 @@ def shape_of(function) -> list[tuple[str, str, object]]:
 
 
 #: Parameters that torch has not, behind those that it has, and by their names alone.
-MORE = {"init_process_group": [("comm", "KEYWORD_ONLY", None)]}
+MORE = {
+    "init_process_group": [("comm", "KEYWORD_ONLY", None), ("reproducible", "KEYWORD_ONLY", None)],
+    "new_group": [("reproducible", "KEYWORD_ONLY", None)],
+}
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in NO_SIGNATURE])

@@ -1,7 +1,8 @@
 """Which route carries messages of which size: a table for each MPI, and what was measured here.
 
 A table gives, for a kind of call, the route from each size on. Kinds are the primitives; where
-elements are combined, those that MPI combines rightly and, as "all_reduce of others", all others.
+elements are combined, those that MPI combines rightly and, as "all_reduce of others", all others,
+such as those of groups whose reductions are reproducible.
 Sizes are bytes of the larger array of a rank, the one that holds the blocks of all ranks if there
 is one. Routes depend on where the ranks of a group are:
 

@@ -16,6 +16,7 @@ from mpi4py import MPI
 from mpicoll import settings
 from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import CallKind, Extent, Implementation, Short, add_short
+from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
@@ -191,7 +192,7 @@ class Shared:
     def _described(self, kind: CallKind) -> _Kind:
         primitive, _, op, dtype = kind
         assert dtype is not None
-        by = None if op is None else find_loop(op, dtype)
+        by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
         return _Kind(
             shared=self._pointer,
@@ -331,6 +332,7 @@ ROUTE = Route(
     MemoryKind.HOST,
     tuple(_FUNCTIONS),
     _build,
+    reproducible=LEVELS,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
     place="node",
     needs="all ranks on one node, and the C library",

@@ -22,6 +22,7 @@ __all__ = [
     "DEVICE_ROUTE",
     "INSTALL_AS",
     "KERNELS",
+    "REPRODUCIBLE",
     "SECRET",
     "SETTINGS",
     "SHARED_MEMORY",
@@ -102,6 +103,10 @@ CALLS = _one_of(
     "MPICOLL_CALLS", ("compiled", "python"),
     "python: calls go their way in Python, not in the compiled module",
 )  # fmt: skip
+REPRODUCIBLE = _one_of(
+    "MPICOLL_REPRODUCIBLE", ("order", "exact"),
+    "reductions that give the same bits again, on all ranks alike; see Reproducible reductions",
+)  # fmt: skip
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", ("ipc", "direct", "mpi", "staged", "nccl"),
     "the route of device memory, the same on all ranks; see gpu.md",
@@ -125,8 +130,8 @@ INSTALL_AS = Setting(
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
-    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, KERNELS, CALLS, DEVICE_ROUTE, CUDA_AWARE,
-    SECRET, ALLOW_SINGLETON, INSTALL_AS,
+    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, KERNELS, CALLS, REPRODUCIBLE, DEVICE_ROUTE,
+    CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS,
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, launch
+from mpicoll.core import reproducible as levels
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
 from mpicoll.errors import (
@@ -17,6 +18,7 @@ from mpicoll.errors import (
     ArgumentTypeError,
     DistBackendError,
     ForkedError,
+    MismatchError,
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
@@ -51,6 +53,8 @@ class ProcessGroup(Calls):
     messages: the communicator of the user's own messages, so that no tags collide.
     ranks:    the global ranks, in the order of the ranks in the group.
     timeout:  seconds after which an operation has failed; None never.
+    reproducible: how far reductions give the same bits again: None, "order" or "exact"; see
+              reproducible.py.
     in_flight: the user's messages that are not complete.
     pending:  the asynchronous collectives that are not done.
     statuses: where other ranks are among the group's calls; see watch/rank_status.py.
@@ -77,6 +81,7 @@ class ProcessGroup(Calls):
         name: str,
         description: str,
         given: MPI.Intracomm | None = None,
+        reproducible: str | None = None,
     ) -> None:
         super().__init__(threading.Lock())
         for one in (inner, messages):
@@ -88,6 +93,7 @@ class ProcessGroup(Calls):
         self.ranks = tuple(ranks)
         self.backend = backend
         self.timeout = timeout
+        self.reproducible = reproducible
         self.group_name = name
         self.group_desc = description
         self._giving = threading.Lock()
@@ -330,6 +336,7 @@ def create(
     *,
     backend: str,
     timeout: float | None,
+    reproducible: str | None,
     name: str,
     description: str,
     given: MPI.Intracomm | None = None,
@@ -340,13 +347,22 @@ def create(
     ranks: the global ranks of the members. given: the program's communicator of the same. inner:
            the group's own, if it exists already. Only members call (MPI_Comm_create_group, MPI-4.1
            section 7.4.2), each with the same arguments.
+
+    Raises MismatchError, on all members, if ``reproducible`` is not the same.
     """
     if inner is None:
         with communicators.subset(parent.inner, members) as chosen:
             # The tag separates groups that two threads make at once out of the same parent.
             inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
+    try:
+        levels.agree(inner, reproducible, f"group {name}")
+    except MismatchError:
+        inner.Free()
+        raise
     messages = inner.Dup()
-    made = ProcessGroup(inner, messages, ranks, backend, timeout, name, description, given)
+    made = ProcessGroup(
+        inner, messages, ranks, backend, timeout, name, description, given, reproducible
+    )
     return register(made)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from mpicoll.core.reproducible import EXACT, depends_on_order
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
@@ -92,6 +93,20 @@ class CallKind(NamedTuple):
     def combined(self) -> range:
         """Return the ranks whose elements are combined on this rank, if it gets a result."""
         return self.primitive.combined(self.group.rank(), self.group.size())
+
+    @property
+    def level(self) -> str | None:
+        """Return the level of reproducibility that such calls have to keep: the group's, None if
+        they give the same bits in any order.
+        """
+        if self.op is None or self.dtype is None or not depends_on_order(self.op, self.dtype):
+            return None
+        return self.group.reproducible
+
+    @property
+    def exact(self) -> bool:
+        """Return whether sums are exact ones."""
+        return self.level == EXACT
 
 
 class Plan:

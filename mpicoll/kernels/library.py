@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 class Kernels:
     """The functions of the C library at ``path``; OSError or AttributeError if it is not ours.
 
-    See ``src/reduction.c``, ``packing.c``, ``shared.c``, ``latency.c`` and ``limit.c`` for what
-    they do.
-    ``short_combine`` is combine with the GIL held.
+    See ``src/reduction.c``, ``exact.c``, ``packing.c``, ``shared.c``, ``latency.c`` and ``limit.c``
+    for what they do. ``short_combine`` is combine with the GIL held.
     """
 
     def __init__(self, path: str) -> None:

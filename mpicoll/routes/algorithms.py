@@ -54,9 +54,8 @@ def build(kind: CallKind, space: Space) -> Implementation:
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
-    scope = Scope(
-        group, space, op, n, me, [primitive.combined(rank, n) for rank in range(n)], primitive.code
-    )
+    combined = [primitive.combined(rank, n) for rank in range(n)]
+    scope = Scope(group, space, op, kind.exact, n, me, combined, primitive.code)
     sent, received = (n if many else 1 for many in (primitive.many_in, primitive.many_out))
 
     def carry_out(

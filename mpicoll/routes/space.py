@@ -62,7 +62,9 @@ class Space(Protocol):
         else:
             source.copy_to(into)
 
-    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+    def combine(
+        self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int, exact: bool = False
+    ) -> None:
         """Apply ``reduction.combine`` to views of one dtype."""
 
     def scale(self, source: View, factor: Factor, out: View) -> None:
@@ -101,9 +103,12 @@ class Host(Space):
         """Return new memory."""
         return empty(dtype, count)
 
-    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+    def combine(
+        self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int, exact: bool = False
+    ) -> None:
         """Combine by the C library, or NumPy."""
-        reduction.combine(op, out.dtype, [source.flat for source in sources], out.flat, divisor)
+        flat = [source.flat for source in sources]
+        reduction.combine(op, out.dtype, flat, out.flat, divisor, exact)
 
     def scale(self, source: View, factor: Factor, out: View) -> None:
         """Scale by NumPy."""

@@ -163,7 +163,9 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
                 "members call, or use new_group"
             )
         global_ranks = [self.core.ranks[rank] for rank in ranks]
-        return TorchBackend(core_groups.create_subgroup(global_ranks, limit, name))
+        return TorchBackend(
+            core_groups.create_subgroup(global_ranks, limit, name, self.core.reproducible)
+        )
 
     def split(
         self, store: c10d.Store, ranks: Sequence[int], opts: Backend.Options | None

@@ -37,7 +37,7 @@ from mpicoll.torch.arguments import (
     unwrap_tensor,
 )
 from mpicoll.torch.compilation import disable_compile
-from mpicoll.torch.options import Options
+from mpicoll.torch.options import GroupOptions
 from mpicoll.torch.works import (
     CompletedWork,
     Outputs,
@@ -103,9 +103,9 @@ class Collectives:
         self.core.timeout = parse_timeout(timeout, None, "set_timeout")
 
     @property
-    def options(self) -> Options:
+    def options(self) -> GroupOptions:
         """The options of the group; its timeout can be set."""
-        return Options(self.core)
+        return GroupOptions(self.core)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)

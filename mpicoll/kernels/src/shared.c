@@ -109,6 +109,7 @@ struct mpicoll_kind {
     int32_t operation;
     int32_t blocks;  /* as many blocks as ranks are given by each, instead of one */
     int32_t giver, taker; /* only the root gives, or takes */
+    int32_t prefix;  /* a rank takes from those before it, and, if 1, itself */
 };
 
 static size_t rounded(size_t size, size_t unit)
@@ -658,7 +659,8 @@ EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, const char *se
     const size_t numbers = count * kind->parts, bytes = numbers * kind->size;
     const size_t places = kind->blocks ? n : 1;
     const size_t n_puts = kind->giver && me != root ? 0 : places;
-    const size_t n_gets = kind->giver ? 1 : kind->taker && me != root ? 0 : n;
+    const size_t combined = kind->prefix ? me + (kind->prefix == 1) : n;
+    const size_t n_gets = kind->giver ? 1 : kind->taker && me != root ? 0 : combined;
     struct mpicoll_put puts[n];
     struct mpicoll_get gets[n];
 

@@ -31,6 +31,7 @@ import numpy as np
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory
@@ -321,6 +322,7 @@ ROUTE = Route(
     ("all_reduce", *CARRIED),
     _build,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
+    reproducible=(ORDER,),
     scales=True,
     uneven=("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"),
     place="node",

@@ -49,9 +49,11 @@ class DeviceSpace(Space):
         blank.context = self.context
         return blank
 
-    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+    def combine(
+        self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int, exact: bool = False
+    ) -> None:
         """Enqueue a kernel."""
-        by = find_loop(op, out.dtype)
+        by = find_loop(op, out.dtype, exact)
         assert by is not None
         context = self.context
         addresses = [address(source) for source in sources]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mpicoll.arrays.views import DeviceView, View, from_numpy
 from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.reproducible import LEVELS
 from mpicoll.cuda import runtime
 from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import DeviceContext, StreamOrder
@@ -185,6 +186,7 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     tuple(row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY),
     _build,
+    reproducible=LEVELS,  # as the routes of host memory keep them
     scales=True,
     uneven=tuple(row.name for row in PRIMITIVES if row.listed or not row.even),
 )

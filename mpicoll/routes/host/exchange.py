@@ -13,6 +13,7 @@ import numpy as np
 from mpicoll.arrays.views import Array, Buffer
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
+from mpicoll.core.reproducible import LEVELS
 from mpicoll.dtypes import ReduceOp
 from mpicoll.kernels.reduction import combine
 from mpicoll.routes import algorithms
@@ -58,6 +59,7 @@ class _Short:
         assert kind.dtype is not None and kind.op is not None
         self.group, self.dtype, self.op = kind.group, kind.dtype, kind.op
         self.comm, self.n, self.me = kind.group.inner, kind.group.size(), kind.group.rank()
+        self.exact = kind.exact
         self.divisor = self.n if kind.op is ReduceOp.AVG else 1
         self.small, self.stack, self.tag = space.small, space.stack, kind.primitive.code
 
@@ -72,6 +74,10 @@ class _Short:
         self.comm.Allgather([buffer, count, element], [memory, count, element])
         stack = memory.view(self.dtype.numpy)
         return [stack[r * count : (r + 1) * count] for r in range(n)]
+
+    def combine(self, sources: Sequence[Array], out: Array) -> None:
+        """Combine the elements of all ranks, in rank order."""
+        combine(self.op, self.dtype, sources, out, self.divisor, self.exact)
 
     def messages(self, buffer: Buffer, cut: Sequence[Span]) -> list[Message | None]:
         """Return each other rank's share of a buffer as a message; None if it is empty."""
@@ -95,7 +101,7 @@ class _Short:
             stack = memory.view(dtype.numpy)
             sources = [stack[r * mine : (r + 1) * mine] for r in range(self.n)]
             sources[me] = whole[start : start + mine]
-            combine(self.op, dtype, sources, out, self.divisor)
+            self.combine(sources, out)
 
 
 def _all_reduce(short: _Short) -> Implementation:
@@ -106,7 +112,7 @@ def _all_reduce(short: _Short) -> Implementation:
             return
         whole, nbytes = short.array(recv, count), n * count * dtype.itemsize
         if nbytes <= short.small or (count < n and nbytes <= short.stack):
-            combine(short.op, dtype, short.everything(recv, count), whole, short.divisor)
+            short.combine(short.everything(recv, count), whole)
             return
         cut = shares_of(count, n)
         start, mine = cut[me]
@@ -169,5 +175,6 @@ ROUTE = Route(
     MemoryKind.HOST,
     (*REDUCTIONS, *PREFIXES, *EXCHANGES),
     build,
+    reproducible=LEVELS,
     uneven=("reduce_scatter", *EXCHANGES),
 )

@@ -54,10 +54,9 @@ def choose(kind: CallKind) -> Implementation:
 
 def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
     """Return the implementation of a kind of call by a row of the tuning table, for any extent."""
-    primitive, _, op, dtype = kind
     even = _BySize(kind, row).build()
-    routes = (r for r in registry.HOST.values() if primitive.name in r.uneven)
-    by = next((route for route in routes if route.serves(primitive, op, dtype)), None)
+    routes = (r for r in registry.HOST.values() if kind.primitive.name in r.uneven)
+    by = next((route for route in routes if route.serves_kind(kind)), None)
     if by is None:
         return even
     built = by.build(kind)
@@ -175,7 +174,8 @@ def _named(kind: CallKind) -> str:
     """Return the name of such calls in tables."""
     primitive, _, op, dtype = kind
     assert dtype is not None
-    return name_kind(primitive, op is not None and not mpi.reducible(op, dtype))
+    by_mpi = op is None or (mpi.reducible(op, dtype) and kind.level is None)
+    return name_kind(primitive, not by_mpi)
 
 
 def _row(kind: CallKind) -> dict[str, Steps]:
@@ -189,10 +189,9 @@ def _served(
 
     A route that does not serve such calls is replaced by ``exchange``.
     """
-    primitive, _, op, dtype = kind
     found: list[tuple[int, str, Implementation]] = []
     for least, name in row[place]:
-        if not registry.HOST[name].serves(primitive, op, dtype):
+        if not registry.HOST[name].serves_kind(kind):
             if registry.HOST[name].place:
                 continue
             name = "exchange"  # which serves every reduction, in rank order
@@ -231,13 +230,11 @@ def candidates(kind: CallKind) -> dict[str, Implementation]:
     """Return the implementations of such calls in this group, as ``choose`` has them, by the names
     of the routes. All ranks call.
     """
-    primitive, group, op, dtype = kind
-    here = place(group)
+    here = place(kind.group)
     return {
         name: _implementation(kind, {**_row(kind), here: ((0, name),)})
         for name in eligible_routes(_named(kind), here)
-        if registry.HOST[name].serves(primitive, op, dtype)
-        and registry.HOST[name].build(kind) is not None
+        if registry.HOST[name].serves_kind(kind) and registry.HOST[name].build(kind) is not None
     }
 
 

@@ -15,7 +15,8 @@ from mpi4py import MPI
 
 from mpicoll import settings
 from mpicoll.arrays.views import Buffer
-from mpicoll.core.plan import CallKind, Extent, Implementation, Short, add_short
+from mpicoll.core.plan import CallKind, Implementation, Short, add_short
+from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
@@ -24,7 +25,7 @@ from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host.shared_segment import Segment, share
 from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
-from mpicoll.routes.transfers import Transfer, transfer_of
+from mpicoll.routes.transfers import Transfer
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class _Kind(ctypes.Structure):
         ("blocks", ctypes.c_int32),
         ("giver", ctypes.c_int32),
         ("taker", ctypes.c_int32),
+        ("prefix", ctypes.c_int32),
     )
 
 
@@ -154,15 +156,6 @@ class Shared:
         """What compares a call of no array, in short."""
         return self._short(AGREE, self._kernels.shared_agree, self._pointer)
 
-    def _build_transfer(self, kind: CallKind) -> Implementation:
-        address = MPI.Get_address
-
-        def shared_transfer(send: Buffer, recv: Buffer, extent: Extent, root: int) -> None:
-            here, there = (None if one is None else address(one) for one in (recv, send))
-            self.exchange(kind, transfer_of(kind, there, here, extent, root), root)
-
-        return shared_transfer
-
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
         """Carry out this rank's part of a call whose blocks may differ in size; see ``build``."""
         group, described = self._group, self._kind(kind)
@@ -191,7 +184,7 @@ class Shared:
     def _described(self, kind: CallKind) -> _Kind:
         primitive, _, op, dtype = kind
         assert dtype is not None
-        by = None if op is None else find_loop(op, dtype)
+        by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
         return _Kind(
             shared=self._pointer,
@@ -205,6 +198,7 @@ class Shared:
             blocks=primitive.many_in,
             giver=primitive.root == "src",
             taker=primitive.root == "dst",
+            prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
         )
 
     def _look_as_often_as_is_good(self) -> None:
@@ -296,8 +290,7 @@ _GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")
 #: The C library's part, by the name of the primitive.
 _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
     "all_reduce": Shared._build_all_reduce,
-    **dict.fromkeys((*MOVES, *REDUCTIONS[1:]), Shared._build_blocks),
-    **dict.fromkeys(PREFIXES, Shared._build_transfer),
+    **dict.fromkeys((*MOVES, *REDUCTIONS[1:], *PREFIXES), Shared._build_blocks),
 }
 
 
@@ -331,6 +324,7 @@ ROUTE = Route(
     MemoryKind.HOST,
     tuple(_FUNCTIONS),
     _build,
+    reproducible=LEVELS,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
     place="node",
     needs="all ranks on one node, and the C library",

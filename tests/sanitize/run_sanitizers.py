@@ -41,6 +41,8 @@ THREAD = ["-fsanitize=thread"]
 PLAIN = ["tests/test_reduction.py", "tests/test_shared_memory.py"]
 PLAIN_CHOSEN = "not numpy and not (threads and (65 or 100 or 128))"
 ON_RANKS = ["tests/mpi/test_shared.py", "tests/mpi/test_short_calls.py"]
+#: AddressSanitizer does not survive the C++ exceptions of a library that is loaded late, as torch's.
+ON_RANKS_CHOSEN = "not tensor"
 
 #: Seconds that one command may take.
 LIMIT = 600
@@ -139,7 +141,7 @@ def run_tests(python: Path, mpiexec: list[str]) -> None:
     run([*sanitized, "-m", *pytest, "-k", PLAIN_CHOSEN, *(str(ROOT / each) for each in PLAIN)],
         **options)  # fmt: skip
     run([*mpiexec, "-n", "2", *sanitized, "-m", "mpi4py", "-m", *pytest, "--with-mpi",
-         *(str(ROOT / each) for each in ON_RANKS)], **options)  # fmt: skip
+         "-k", ON_RANKS_CHOSEN, *(str(ROOT / each) for each in ON_RANKS)], **options)  # fmt: skip
 
 
 def main() -> int:

@@ -41,7 +41,7 @@ THREAD = ["-fsanitize=thread"]
 PLAIN = ["tests/test_reduction.py", "tests/test_shared_memory.py"]
 PLAIN_CHOSEN = "not numpy and not (threads and (65 or 100 or 128))"
 ON_RANKS = ["tests/mpi/test_shared.py", "tests/mpi/test_short_calls.py"]
-#: AddressSanitizer does not survive the C++ exceptions of a library that is loaded late, as torch's.
+#: AddressSanitizer does not survive C++ exceptions of a library that is loaded late, as torch is.
 ON_RANKS_CHOSEN = "not tensor"
 
 #: Seconds that one command may take.

@@ -270,8 +270,9 @@ static int wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
  * which on a copy for a far rank goes past the caches. */
 enum { MEASURE_EVERY = 4 << 20, MEASURED = 4096, PAST = 2048 };
 
-/* Nanoseconds that a rank waits for another one's answer. */
-enum { PATIENCE = 20000 };
+/* Nanoseconds that a rank waits for another one's answer, for each look at a counter that it takes
+ * before it sleeps: not long where others want the processor. */
+enum { PATIENCE = 10 };
 
 static void measure(struct mpicoll_shared *shared)
 {
@@ -284,7 +285,7 @@ static void measure(struct mpicoll_shared *shared)
         const uint32_t took =
             mpicoll_latency(&header(shared, shared->me)->echoes[bit].number,
                             &header(shared, partner)->echoes[bit].number, shared->me < partner,
-                            number, PATIENCE);
+                            number, (uint64_t)PATIENCE * shared->looks);
         if (took > most)
             most = took;
         if (took >= FAR)

@@ -199,6 +199,7 @@ def test_what_is_unusual_is_refused_as_ever(team):
         ("all_reduce", "broadcast"),
         ("reduce of rank 0", "reduce of another"),
         ("sum", "maximum"),
+        ("sum", "sum with a factor"),
         ("3", "4"),
         ("3", "300000"),
         ("float32", "int32"),
@@ -228,7 +229,8 @@ def test_ranks_in_different_calls(world, one, other):
         elif name == "objects":
             dist.all_gather_object([None] * team.size, "x", team.group)
         else:
-            op = MAX if name == "maximum" else SUM
+            ops = {"maximum": MAX, "sum with a factor": ReduceOp.PREMUL_SUM(2.0)}
+            op = ops.get(name, SUM)
             dist.all_reduce(arrays.get(name, usual), op, team.group)
 
     for name in (one, other):
@@ -244,6 +246,53 @@ def test_ranks_in_different_calls(world, one, other):
         for name in (one, other, one):
             make(name)
     dist.destroy_process_group(team.group)
+
+
+def test_a_list_does_not_hide_the_call_from_which_on_each_is_compared(team):
+    made = group_of("a list around the 64th call", range(team.size))
+    for _ in range(60):
+        dist.barrier(made.group)
+    arrays = [np.ones(20000, np.float32) for _ in range(10)]
+    dist.all_reduce_coalesced(arrays, group=made.group)
+    for _ in range(70):
+        dist.barrier(made.group)
+    assert made.group.compared
+    dist.destroy_process_group(made.group)
+
+
+@compiled
+def test_what_python_does_while_a_tensor_is_looked_at(team):
+    """Where torch runs Python then: the group may be gone after it, and what it raises is raised."""
+    torch = pytest.importorskip("torch")
+    from torch.overrides import TorchFunctionMode
+
+    made = group_of("gone meanwhile", range(team.size))
+    whole, part = torch.zeros(4 * team.size), torch.ones(4)
+    for _ in range(70):
+        dist.all_gather_single(whole, part, made.group)
+
+    class Mode(TorchFunctionMode):
+        def __init__(self, act):
+            super().__init__()
+            self.looks, self.act = 0, act
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.is_neg:
+                self.looks += 1
+                if self.looks == 2:
+                    self.act()
+            return function(*args, **(kwargs or {}))
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Mode(stop):
+        dist.all_gather_single(whole, part, made.group)
+    with (
+        pytest.raises(ArgumentError, match="destroyed"),
+        Mode(lambda: dist.destroy_process_group(made.group)),
+    ):
+        dist.all_gather_single(whole, part, made.group)
 
 
 def test_threads_share_a_group(team):

@@ -99,6 +99,7 @@ static int see_numpy(struct seen *seen, PyObject *object)
     return 0;
 }
 
+/* Runs Python where torch is told to (TorchFunctionMode), which may do anything. */
 static int see_tensor(struct seen *seen, PyObject *object, int type)
 {
     struct tensor tensor;
@@ -118,9 +119,10 @@ static int see_tensor(struct seen *seen, PyObject *object, int type)
         if (tensor.code == known.dtypes[i].code && tensor.bits == known.dtypes[i].bits) {
             PyObject *unusual =
                 PyObject_CallFunctionObjArgs(known.types[type].is_unusual, object, NULL);
+            if (!unusual)
+                return -1;
             const int usual = unusual == known.no;
-            Py_XDECREF(unusual);
-            PyErr_Clear();
+            Py_DECREF(unusual);
             seen->dtype = known.dtypes[i].dtype;
             seen->itemsize = known.dtypes[i].itemsize;
             seen->data = tensor.data + tensor.byte_offset;
@@ -132,6 +134,7 @@ static int see_tensor(struct seen *seen, PyObject *object, int type)
     return 0;
 }
 
+/* 1 if this is an array that is one block of host memory, 0 if it is not, -1 with an exception. */
 static int see(struct seen *seen, PyObject *object)
 {
     PyObject *type = (PyObject *)Py_TYPE(object);
@@ -215,16 +218,21 @@ static int carry_out(Calls *calls, PyObject *const *args)
 {
     PyObject *primitive = args[0], *output = args[3], *input = args[4], *op = args[5];
     struct seen out = {Py_None, NULL, 0, 0, 0, 1}, in = out;
-    if (calls->n_ways == 0 || calls->worker != Py_None)
+    if (calls->n_ways == 0)
         return 0;
-    if (output != Py_None && (!see(&out, output) || !out.writable))
-        return 0;
+    const int looks = output == Py_None ? 1 : see(&out, output);
+    if (looks <= 0)
+        return looks;
+    const int sees = input == Py_None ? 1 : see(&in, input);
+    if (sees <= 0)
+        return sees;
+    /* From here on no Python runs: the group stays as it is. */
     const struct way *found = find(calls, primitive, out.dtype, op, out.count);
-    if (!found)
+    if (!found || !out.writable || calls->worker != Py_None)
         return 0;
     struct way way = *found; /* another thread may add to them */
     size_t count = out.count;
-    if (way.has_input ? !see(&in, input) || !fits(&way, &in, &out, &count) : input != Py_None)
+    if (way.has_input ? input == Py_None || !fits(&way, &in, &out, &count) : input != Py_None)
         return 0;
     const char *send = way.has_input ? in.data : out.data;
     unsigned long root = 0;
@@ -616,7 +624,10 @@ static PyObject *look(PyObject *module, PyObject *array)
 {
     struct seen seen;
     (void)module;
-    if (!see(&seen, array))
+    const int sees = see(&seen, array);
+    if (sees < 0)
+        return NULL;
+    if (!sees)
         Py_RETURN_NONE;
     return Py_BuildValue("OKKKi", seen.dtype, (unsigned long long)(uintptr_t)seen.data,
                          (unsigned long long)seen.count, (unsigned long long)seen.rows,

@@ -28,7 +28,6 @@ from mpicoll.primitives import Layout
 from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.host import exchange, hierarchy, mpi, shared
-from mpicoll.routes.route import Route
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:
@@ -45,7 +44,8 @@ def choose(kind: CallKind) -> Implementation:
         # rank order.
         row = _row(kind._replace(op=ReduceOp.SUM))
         space = exchange.get_space(kind.group)
-        return premultiplied(kind, space, lambda wide: _implementation(wide, row))
+        summed = premultiplied(kind, space, lambda wide: _implementation(wide, row))
+        return _compared(kind, summed)  # what it sums is compared as a sum
     if primitive.layout is Layout.EMPTY:
         return add_short(mpi.build(kind), partial(_short_agreement, kind.group))
     assert dtype is not None
@@ -61,7 +61,7 @@ def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
         return even
     built = by.build(kind)
     assert built is not None
-    uneven = _compared(kind, by, built)
+    uneven = built if by.compares else _compared(kind, built)
 
     def any_extent(
         send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
@@ -77,12 +77,12 @@ def _short_agreement(group: ProcessGroup) -> list[Short]:
     return [found.short_agreement] if found else []
 
 
-def _compared(kind: CallKind, by: Route, route: Implementation) -> Implementation:
+def _compared(kind: CallKind, route: Implementation) -> Implementation:
     """Return an implementation whose calls are compared before they begin, where each call of the
     group is.
     """
     primitive, group, op, dtype = kind
-    if by.compares or group.size() == 1:
+    if group.size() == 1:
         return route
     signature = encode_kind(primitive, dtype, op, 0)
 
@@ -197,7 +197,7 @@ def _served(
             name = "exchange"  # which serves every reduction, in rank order
         route = registry.HOST[name].build(kind)
         if route is not None:
-            compared = _compared(kind, registry.HOST[name], route)
+            compared = route if registry.HOST[name].compares else _compared(kind, route)
             found.append((least if found else 0, name, compared))
     return found or _served(kind, row, "apart")
 

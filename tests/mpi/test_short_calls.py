@@ -262,7 +262,7 @@ def test_a_list_does_not_hide_the_call_from_which_on_each_is_compared(team):
 
 @compiled
 def test_what_python_does_while_a_tensor_is_looked_at(team):
-    """Where torch runs Python then: the group may be gone after it, and what it raises is raised."""
+    """Torch may run Python then: the group may be gone after it, and what it raises is raised."""
     torch = pytest.importorskip("torch")
     from torch.overrides import TorchFunctionMode
 

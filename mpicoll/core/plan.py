@@ -69,15 +69,15 @@ class Short(NamedTuple):
     end: int = 1 << 62
 
 
-def add_short(route: Implementation, find: Callable[[], Sequence[Short]]) -> Implementation:
-    """Return an implementation that has short ways; ``find`` returns those known by now."""
+def add_short(route: Implementation, find: Callable[[], Sequence[Short] | None]) -> Implementation:
+    """Return an implementation that has short ways; ``find`` returns them, None if it is too early."""
     route.find_short = find  # type: ignore[attr-defined]
     return route
 
 
-def find_short(route: Implementation) -> Sequence[Short]:
-    """Return the short ways of an implementation, as far as they are known."""
-    find: Callable[[], Sequence[Short]] | None = getattr(route, "find_short", None)
+def find_short(route: Implementation) -> Sequence[Short] | None:
+    """Return the short ways of an implementation; None if it is too early to know them."""
+    find: Callable[[], Sequence[Short] | None] | None = getattr(route, "find_short", None)
     return () if find is None else find()
 
 
@@ -120,7 +120,7 @@ class Plan:
     kind:      the signature of such calls, without the root; see mpicoll.core.signature.
     even:      the count of a block is the same on all ranks, and part of the signature.
     compares:  where each call of the group is compared by itself, the route does it.
-    learnt:    the group can carry out such calls without Python, where that is possible.
+    learnt:    the group knows whether, and how, such calls can be carried out without Python.
     """
 
     __slots__ = (

@@ -201,9 +201,9 @@ _NOTHING_SEEN = None, None, 0
 
 def _teach(plan: Plan, op: ReduceOp | None) -> None:
     """Let the plan's group carry out such calls without Python; op: as callers give it."""
-    primitive = plan.primitive
-    for short in find_short(plan.route):
-        plan.learnt = True
+    primitive, ways = plan.primitive, find_short(plan.route)
+    plan.learnt = ways is not None
+    for short in ways or ():
         plan.group.learn(
             primitive, plan.dtype, op, short.owner, plan.kind, short.fewest, short.end,
             plan.group.size(), short.function, short.argument, short.shape, primitive.many_in,
@@ -213,7 +213,6 @@ def _teach(plan: Plan, op: ReduceOp | None) -> None:
 
 def _raise_failure(group: ProcessGroup, owner: Any) -> None:
     """Raise why a call that was carried out without Python failed; with the group's lock held."""
-    group.drop_last()
     raise owner.failure()
 
 

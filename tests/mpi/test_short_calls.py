@@ -204,6 +204,7 @@ def test_what_is_unusual_is_refused_as_ever(team):
         ("3", "300000"),
         ("float32", "int32"),
         ("objects", "all_reduce"),
+        ("all_to_all_single", "all_reduce"),
     ],
 )
 def test_ranks_in_different_calls(world, one, other):
@@ -226,6 +227,10 @@ def test_ranks_in_different_calls(world, one, other):
         elif name.startswith("reduce of"):
             root = 0 if name == "reduce of rank 0" else team.size - 1
             dist.reduce(usual, group=team.group, group_dst=root)
+        elif name == "all_to_all_single":
+            dist.all_to_all_single(
+                np.zeros(3 * team.size), np.ones(3 * team.size), group=team.group
+            )
         elif name == "objects":
             dist.all_gather_object([None] * team.size, "x", team.group)
         else:
@@ -245,7 +250,9 @@ def test_ranks_in_different_calls(world, one, other):
                 make(one if team.me == odd else other)
         for name in (one, other, one):
             make(name)
-    dist.destroy_process_group(team.group)
+    with pytest.raises(MismatchError):
+        make(one if team.me == 0 else other)
+    dist.destroy_process_group(team.group)  # which has been told
 
 
 def test_a_list_does_not_hide_the_call_from_which_on_each_is_compared(team):

@@ -432,8 +432,9 @@ static PyObject *calls_get_recent(PyObject *self, void *closure)
                               : Py_BuildValue("[(iiii)(KKKK)]", 0, 0, 0, 0, calls->number,
                                               calls->kind, calls->sizes, calls->root);
     }
-    Py_INCREF(calls->record);
-    return calls->record;
+    PyObject *record = calls->record ? calls->record : Py_None;
+    Py_INCREF(record);
+    return record;
 }
 
 static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
@@ -448,7 +449,7 @@ static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
     Py_INCREF(value);
     calls->record = value;
     calls->compared = 0;
-    Py_DECREF(before);
+    Py_XDECREF(before);
     return 0;
 }
 
@@ -604,9 +605,9 @@ static PyObject *add_type(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "OOO", &type, &capsule, &is_unusual))
         return NULL;
+    if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
+        Py_RETURN_FALSE;
     struct exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    if (!exchange)
-        return NULL;
     while (exchange && exchange->major > 1)
         exchange = exchange->previous;
     if (!exchange || exchange->major != 1 || !exchange->tensor_from_object ||

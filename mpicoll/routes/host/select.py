@@ -137,13 +137,15 @@ class _BySize:
 
         return add_short(by_size, self._find_short)
 
-    def _find_short(self) -> list[Short]:
-        steps = self._steps or ()
+    def _find_short(self) -> list[Short] | None:
+        steps = self._steps
+        if steps is None:
+            return None
         ends = [_NEVER, *(step.fewest for step in steps)]
         return [
             short._replace(fewest=step.fewest, end=end)
             for step, end in zip(steps, ends, strict=False)
-            for short in find_short(step.route)
+            for short in find_short(step.route) or ()
         ]
 
     def _step(self, count: int) -> _Step:

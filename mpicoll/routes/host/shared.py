@@ -264,9 +264,11 @@ class Shared:
         self._hold.left = 1
 
     def failure(self) -> DistBackendError:
-        """Return why the last call was not carried out."""
+        """Return why the last call was not carried out, and strike it from the group's record."""
         if self._hold.left:
             return self._group.failure()
+        if self._group.compared:
+            self._group.drop_last()
         calls = self._calls()
         texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
         name = texts[self._hold.me].partition(" ")[0]

@@ -70,7 +70,7 @@ class Short(NamedTuple):
 
 
 def add_short(route: Implementation, find: Callable[[], Sequence[Short] | None]) -> Implementation:
-    """Return an implementation that has short ways; ``find`` returns them, None if it is too early."""
+    """Return an implementation with short ways; ``find`` returns them, None if it is too early."""
     route.find_short = find  # type: ignore[attr-defined]
     return route
 

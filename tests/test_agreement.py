@@ -75,6 +75,28 @@ def test_a_level_set_on_one_rank_holds_on_all(ended):
 
 
 @job(
+    "dist.init_process_group()\n" + TRAIN +
+    """
+mine, n = np.ones(4), dist.get_world_size()
+try:
+    if dist.get_rank() == 0:
+        dist.all_reduce(mine)
+    else:
+        $other
+except dist.MismatchError:
+    say("told")
+dist.destroy_process_group()
+""",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "other", ["dist.all_gather_object([None] * n, 1)", "dist.all_to_all_single(mine, mine.copy())"]
+)
+def test_what_was_told_is_not_told_again_at_the_end(ended, other):
+    ended.in_good_order()
+    assert ended.lines == ["told"] * 2
+
+
+@job(
     RANK + "if rank == 1:\n    import mpi4py\n    mpi4py.rc.thread_level = '$level'\n"
     "dist.init_process_group()\n" + TRAIN +
     "works = [dist.all_reduce(np.ones(9), async_op=True) for _ in range(5)]\n"

@@ -250,9 +250,7 @@ def test_ranks_in_different_calls(world, one, other):
                 make(one if team.me == odd else other)
         for name in (one, other, one):
             make(name)
-    with pytest.raises(MismatchError):
-        make(one if team.me == 0 else other)
-    dist.destroy_process_group(team.group)  # which has been told
+    dist.destroy_process_group(team.group)
 
 
 def test_a_list_does_not_hide_the_call_from_which_on_each_is_compared(team):

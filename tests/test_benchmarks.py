@@ -351,9 +351,11 @@ def test_many_calls_and_calls_beside_computation(tmp_path: Path) -> None:
         for how in ("one by one", "pending", "coalesced", "fused")
         if (who, how) != ("mpi4py", "coalesced")
     }
-    assert found("1000 all_reduces", given).measured is not None
-    assert set(aims.hidden(given, "mpicoll", "all_reduce", 2)) == {64 * KIB}
-    assert found("begun, computed", given).measured is not None
+    each = given.split().values()  # the ranks' processors may move from one point to the next
+    assert any(found("1000 all_reduces", own).measured is not None for own in each)
+    hidden = [set(aims.hidden(own, "mpicoll", "all_reduce", 2)) for own in each]
+    assert set().union(*hidden) == {64 * KIB}
+    assert any(found("begun, computed", own).measured is not None for own in each)
     assert {one["bytes"] for one in given.find(section="growth")} == {8, 64 * KIB}
 
 

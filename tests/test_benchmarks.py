@@ -333,7 +333,8 @@ def test_a_small_run(tmp_path: Path) -> None:
         assert kinds["sizes mpicoll torch"] == expected
         assert ("all_reduce", 4, "float32") in kinds["sizes Gloo"]
     (given,) = aims.read(tmp_path)
-    assert found("all_reduce up to 16 MiB", given).measured is not None
+    each = given.split().values()
+    assert any(found("all_reduce up to 16 MiB", own).measured is not None for own in each)
     assert report.report([given])
 
 

@@ -46,6 +46,8 @@ class Route:
     needs:      what it requires, in words.
     lacks:      of a device route, what a rank lacks for it, in words; "" for nothing.
     on_demand:  it is taken only on request.
+    instead:    the name of the route that serves in its place where a group cannot have it, "" for
+                what the tables say of smaller messages.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Route:
     needs: str = ""
     lacks: Callable[[Capabilities], str] = lambda own: ""
     on_demand: bool = False
+    instead: str = ""
 
     def serves(self, primitive: Primitive, op: ReduceOp | None, dtype: DType | None) -> bool:
         """Return whether it serves such calls, if the group can have it."""

@@ -42,6 +42,8 @@ def choose(kind: CallKind) -> Implementation:
 def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
     """Return the implementation of a kind of call by a row of the tuning table, for any extent."""
     primitive, _, op, dtype = kind
+    if not primitive.even:
+        return _by_place(kind, row)
     even = _BySize(kind, row).build()
     routes = (r for r in registry.HOST.values() if primitive.name in r.uneven)
     by = next((route for route in routes if route.serves(primitive, op, dtype)), None)
@@ -54,6 +56,19 @@ def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
         (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
     return any_extent
+
+
+def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:
+    """Return the implementation of calls whose size no rank knows: by the route of large ones."""
+    route: Implementation | None = None
+
+    def by_place(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        nonlocal route
+        if route is None:  # inside a call, in order of the group's calls
+            *_, (_, _, route) = _served(kind, row, place(kind.group))
+        route(send, recv, extent, root)
+
+    return by_place
 
 
 class _Step(NamedTuple):
@@ -138,7 +153,8 @@ def _served(
 ) -> list[tuple[int, str, Implementation]]:
     """Return the available steps, from 0 on, each with its implementation. All ranks call.
 
-    A route that does not serve such calls is replaced by ``exchange``.
+    A route that does not serve such calls is replaced by ``exchange``, and one that the group
+    cannot have by what it declares.
     """
     primitive, _, op, dtype = kind
     found: list[tuple[int, str, Implementation]] = []
@@ -148,6 +164,9 @@ def _served(
                 continue
             name = "exchange"  # which serves every reduction, in rank order
         route = registry.HOST[name].build(kind)
+        if route is None and registry.HOST[name].instead:
+            name = registry.HOST[name].instead
+            route = registry.HOST[name].build(kind)
         if route is not None:
             found.append((least if found else 0, name, route))
     return found or _served(kind, row, "apart")

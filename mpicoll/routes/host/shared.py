@@ -21,8 +21,8 @@ from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host.shared_segment import Segment, share
-from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
-from mpicoll.routes.transfers import Transfer, transfer_of
+from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.transfers import Transfer, addresses, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ LOOKS, LOOKS_IN_A_CROWD = 2000, 50
 #: thread: the cost if that thread and the one that goes on computing take turns.
 PATIENCE = 1e-3
 
-_SLOTS = 4  # as in shared.c
+_SLOTS, _FAILED = 4, -1  # as in shared.c
 
 
 class _Hold(ctypes.Structure):
@@ -86,7 +86,11 @@ class _Kind(ctypes.Structure):
 
 
 class Shared:
-    """A group's hold on the memory that its ranks share."""
+    """A group's hold on the memory that its ranks share.
+
+    pointer: the C library's own description of it.
+    slot:    bytes of a slot.
+    """
 
     def __init__(self, group: ProcessGroup, segment: Segment, slot: int) -> None:
         assert kernels is not None
@@ -95,7 +99,8 @@ class Shared:
         self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as any rank may be inside
         n = group.size()
         self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank())
-        self._pointer = ctypes.addressof(self._hold)
+        self.pointer = ctypes.addressof(self._hold)
+        self.slot = slot
         self._kinds: dict[Any, _Kind] = {}  # the C library has their addresses
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
@@ -137,11 +142,9 @@ class Shared:
         return shared_blocks
 
     def _build_transfer(self, kind: CallKind) -> Implementation:
-        address = MPI.Get_address
-
         def shared_transfer(send: Any, recv: Any, extent: Extent, root: int) -> None:
-            here, there = (None if one is None else address(one) for one in (recv, send))
-            self.exchange(kind, transfer_of(kind, there, here, extent, root), root)
+            transfer = transfer_of(kind, addresses(send), addresses(recv), extent, root)
+            self.exchange(kind, transfer, root)
 
         return shared_transfer
 
@@ -162,6 +165,30 @@ class Shared:
         if not done:
             raise self._failure()
 
+    def exchange_sizes(self, kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int | None]:
+        """Exchange the sizes of blocks; see ``transfers``."""
+        theirs = np.empty_like(sends)
+        most = self._kernels.shared_sizes(
+            self.pointer, self._kind(kind).what, sends.ctypes.data, receives.ctypes.data,
+            theirs.ctypes.data, self._group.sequence,
+        )  # fmt: skip
+        if most == _FAILED:
+            raise self._failure()
+        return theirs, most if most >= 0 else None
+
+    def call(self, function: Callable[..., int], *arguments: Any) -> int:
+        """Call a function of the C library that makes the group's call at hand in this memory, and
+        takes its number last; return what it returns.
+
+        Raises MismatchError, on all ranks, if that is 0, and the group's own error if this rank
+        has left.
+        """
+        self._look_as_often_as_is_good()
+        result = function(*arguments, self._group.sequence)
+        if not result:
+            raise self._failure()
+        return result
+
     def _kind(self, kind: CallKind) -> _Kind:
         """Return the C library's description of a kind of call."""
         key = kind.primitive, kind.dtype, kind.op
@@ -176,7 +203,7 @@ class Shared:
         by = None if op is None else find_loop(op, dtype)
         parts = 1 if by is None else by.elements
         return _Kind(
-            shared=self._pointer,
+            shared=self.pointer,
             what=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
@@ -208,7 +235,7 @@ class Shared:
         number = (self._group.sequence + 1) & 0xFFFFFFFF
         count *= 1 if is_list(kind) else parts_per_element(kind)
         patience = round(1e9 * PATIENCE)
-        return bool(self._kernels.shared_ask(self._pointer, number, kind, count, patience))
+        return bool(self._kernels.shared_ask(self.pointer, number, kind, count, patience))
 
     def compare(self, kind: int, number: int) -> bool:
         """Compare two numbers with all other ranks; see ``signature.compared``.
@@ -217,7 +244,7 @@ class Shared:
         some make a call that goes by this memory instead.
         """
         self._look_as_often_as_is_good()
-        if self._kernels.shared_agree(self._pointer, self._group.sequence, kind, number):
+        if self._kernels.shared_agree(self.pointer, self._group.sequence, kind, number):
             return True
         if not self._hold.left and all(is_comparison(each) for each, _ in self._calls()):
             return False
@@ -229,7 +256,7 @@ class Shared:
         found = []
         for rank in range(self._hold.n):
             self._kernels.shared_call(
-                self._pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
+                self.pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
             )
             found.append((what.value, count.value))
         return found
@@ -259,7 +286,7 @@ _GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")
 _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
     "all_reduce": Shared._build_all_reduce,
     **dict.fromkeys((*MOVES, *REDUCTIONS[1:]), Shared._build_blocks),
-    **dict.fromkeys(PREFIXES, Shared._build_transfer),
+    **dict.fromkeys((*PREFIXES, *EXCHANGES), Shared._build_transfer),
 }
 
 
@@ -294,6 +321,7 @@ ROUTE = Route(
     tuple(_FUNCTIONS),
     _build,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
+    uneven=EXCHANGES,
     place="node",
     needs="all ranks on one node, and the C library",
 )

@@ -46,6 +46,7 @@ class Route:
     needs:      what it requires, in words.
     lacks:      of a device route, what a rank lacks for it, in words; "" for nothing.
     on_demand:  it is taken only on request.
+    lists:      it takes lists of buffers where a primitive has one array for each rank.
     instead:    the name of the route that serves in its place where a group cannot have it, "" for
                 what the tables say of smaller messages.
     """
@@ -62,6 +63,7 @@ class Route:
     needs: str = ""
     lacks: Callable[[Capabilities], str] = lambda own: ""
     on_demand: bool = False
+    lists: bool = False
     instead: str = ""
 
     def serves(self, primitive: Primitive, op: ReduceOp | None, dtype: DType | None) -> bool:

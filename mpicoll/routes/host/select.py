@@ -15,7 +15,7 @@ from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import exchange, hierarchy, mpi, shared
+from mpicoll.routes.host import exchange, hierarchy, lists, mpi, shared
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:
@@ -32,30 +32,34 @@ def choose(kind: CallKind) -> Implementation:
         # rank order.
         row = _row(kind._replace(op=ReduceOp.SUM))
         space = exchange.get_space(kind.group)
-        return premultiplied(kind, space, lambda wide: _implementation(wide, row))
+        found = premultiplied(kind, space, lambda wide: _implementation(wide, row))
+        return lists.packed(kind, found, lambda count: False) if primitive.listed else found
     if primitive.layout is Layout.EMPTY:
         return mpi.build(kind)
     assert dtype is not None
-    return _implementation(kind, _row(kind))
+    return _implementation(kind, _row(kind), primitive.listed)
 
 
-def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
-    """Return the implementation of a kind of call by a row of the tuning table, for any extent."""
+def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False) -> Implementation:
+    """Return the implementation of a kind of call by a row of the tuning table, for any extent.
+
+    listed: and for lists of buffers.
+    """
     primitive, _, op, dtype = kind
     if not primitive.even:
         return _by_place(kind, row)
-    even = _BySize(kind, row).build()
+    sizes = _BySize(kind, row)
+    route = even = sizes.build()
     routes = (r for r in registry.HOST.values() if primitive.name in r.uneven)
     by = next((route for route in routes if route.serves(primitive, op, dtype)), None)
-    if by is None:
-        return even
-    uneven = by.build(kind)
-    assert uneven is not None
+    if by is not None:
+        uneven = by.build(kind)
+        assert uneven is not None
 
-    def any_extent(send: Any, recv: Any, extent: Extent, root: int) -> None:
-        (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
+        def route(send: Any, recv: Any, extent: Extent, root: int) -> None:
+            (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
-    return any_extent
+    return lists.packed(kind, route, sizes.takes_lists) if listed else route
 
 
 def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:
@@ -72,10 +76,11 @@ def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:
 
 
 class _Step(NamedTuple):
-    """The implementation of calls from ``fewest`` elements a block on."""
+    """The implementation of calls from ``fewest`` elements a block on; ``lists``: it takes such."""
 
     fewest: int
     route: Implementation
+    lists: bool
 
 
 class _BySize:
@@ -99,19 +104,23 @@ class _BySize:
         It is not kept here: a plan that is dropped lets go at once of the memory that it shares.
         """
         few, first = _smallest(self._before, self._split)
+        known = False
 
         def by_size(send: Any, recv: Any, count: Any, root: int) -> None:
-            nonlocal few, first
+            nonlocal few, first, known
             if count < few:
                 first(send, recv, count, root)
                 return
-            known = self._steps is not None
             step = self._step(count)
             if not known and self._steps is not None:
-                few, first = _smallest(self._steps, _NEVER)
+                known, (few, first) = True, _smallest(self._steps, _NEVER)
             step.route(send, recv, count, root)
 
         return by_size
+
+    def takes_lists(self, count: int) -> bool:
+        """Return whether the route of ``count`` elements takes lists; inside a call, as above."""
+        return self._step(count).lists
 
     def _step(self, count: int) -> _Step:
         """Return the step for ``count`` elements; inside a call, in order of the group's calls."""
@@ -129,7 +138,10 @@ class _BySize:
     def _steps_at(self, place: str) -> list[_Step]:
         """Return the steps where the ranks are at ``place``, the last one first."""
         served = _served(self._kind, self._row, place)
-        return [_Step(-(-least // self._block), route) for least, _, route in reversed(served)]
+        return [
+            _Step(-(-least // self._block), route, registry.HOST[name].lists)
+            for least, name, route in reversed(served)
+        ]
 
 
 def _smallest(steps: list[_Step], end: int) -> tuple[int, Implementation]:

@@ -22,13 +22,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.signature import encode_kind
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.library import kernels
-from mpicoll.routes.host import shared
+from mpicoll.routes.host import lists, shared
 from mpicoll.routes.route import EXCHANGES, MOVES, MemoryKind, Route
-from mpicoll.routes.transfers import addresses, cut, misfit
+from mpicoll.routes.transfers import Put, addresses, cut, misfit
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -102,38 +102,27 @@ class SingleCopy:
             primitive.root == "dst",
         )
         at, address, memory = ctypes.addressof(described), MPI.Get_address, self._memory
-        by_blocks, even = self._by_blocks, primitive.even
+        by_blocks, by_spans, even = self._by_blocks, self._by_spans, primitive.even
         by_slots = memory.build(kind)
+        if primitive.listed and even:
+            by_slots = lists.packed(kind, by_slots, lambda count: False)
 
         def single_copy(send: Any, recv: Any, extent: Extent, root: int) -> None:
             assert described.size  # holds it
-            if isinstance(extent, int) and not isinstance(recv, list):
+            total = extent if even else 0
+            if isinstance(extent, int) and list not in (send.__class__, recv.__class__):
                 here = None if recv is None else address(recv)
                 there = here if send is None else address(send)
-                total = extent if even else 0
                 result = memory.call(by_blocks, at, there, here, extent, root, total)
             else:
-                spans = self._spans(send, recv, extent, itemsize)
-                result = memory.call(self._by_spans, at, spans.ctypes.data, root, 0)
+                spans = _spans(kind, send, recv, extent, root)
+                result = memory.call(by_spans, at, spans.ctypes.data, root, total)
             if result == _UNABLE:
                 by_slots(send, recv, extent, root)
             elif result == _UNFIT:
                 raise self._misfit(kind, extent)
 
         return single_copy
-
-    def _spans(self, send: Any, recv: Any, extent: Extent, itemsize: int) -> Any:
-        """Return the blocks that this rank sends, and those that it receives, as addresses and
-        bytes; each of one array or of a list of them.
-        """
-        n = self._group.size()
-        counts = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
-        both = [
-            (put.address, put.elements * itemsize)
-            for buffers, side in ((send, counts.sends), (recv, counts.receives))
-            for put in cut(addresses(buffers), side, itemsize)
-        ]
-        return np.array(both, np.uintp)
 
     def _misfit(self, kind: CallKind, extent: Extent) -> MismatchError:
         rank = self._processes.misfit
@@ -142,6 +131,29 @@ class SingleCopy:
         assert kind.dtype is not None
         expected = extent if isinstance(extent, int) else extent.receives[rank]
         return misfit(kind, rank, expected, self._processes.found // kind.dtype.itemsize)
+
+
+def _spans(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Any:
+    """Return addresses and bytes of the blocks that this rank sends, by receiver, and of those that
+    it receives, by sender; 0 for none. Either buffer may be a list of one for each rank.
+    """
+    primitive, group, _, dtype = kind
+    assert dtype is not None
+    n, itemsize = group.size(), dtype.itemsize
+    sends, receives = ([extent] * n, [extent] * n) if isinstance(extent, int) else extent
+    everybody = not primitive.root
+    sides = (send, sends, primitive.many_in, everybody), (recv, receives, primitive.many_out, False)
+    found = []
+    for buffers, counts, many, to_all in sides:
+        start = addresses(buffers)
+        if start is None:
+            blocks = [Put(0, 0)] * n
+        elif many:
+            blocks = list(cut(start, counts, itemsize))
+        else:
+            blocks = [Put(start, counts[r] if to_all or r == root else 0) for r in range(n)]
+        found += [(at, count * itemsize) for at, count in blocks]
+    return np.array(found, np.uintp)
 
 
 # --- whether it is allowed ----------------------------------------------------------------------
@@ -271,5 +283,6 @@ ROUTE = Route(
     uneven=EXCHANGES,
     place="node",
     needs="all ranks on one node, allowed to read and write each other's memory, and the C library",
+    lists=True,
     instead="shared",
 )

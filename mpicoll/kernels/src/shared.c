@@ -688,6 +688,9 @@ EXPORT int mpicoll_shared_exchange(const struct mpicoll_kind *kind, size_t place
 
 /* ---- Rounds for what goes by other ways, see shared.h ------------------------------------------ */
 
+/* Bytes of a copy during which a rank looks as often for another as it usually does. */
+enum { LOOKS_FOR = 512 << 10 };
+
 size_t mpicoll_board_size(const struct mpicoll_shared *shared)
 {
     return shared->slot;
@@ -728,14 +731,29 @@ int mpicoll_board_is_ended(const struct mpicoll_shared *shared, uint32_t rank)
     return reached(atomic_load(&header(shared, rank)->combined.value), shared->round + 1);
 }
 
-int mpicoll_board_wait(const struct mpicoll_shared *shared)
+int mpicoll_board_wait(const struct mpicoll_shared *shared, size_t bytes)
 {
+    /* What takes long is waited for longer: a rank that sleeps wakes up too late. */
+    const uint64_t looks = (uint64_t)shared->looks * (bytes / LOOKS_FOR);
+
     for (uint32_t i = 1; i < shared->n; i++) {
-        struct header *other = header(shared, (shared->me + i) % shared->n);
-        if (!wait_for(shared, &other->combined, shared->round + 1))
+        const uint32_t rank = (shared->me + i) % shared->n;
+        for (uint64_t k = 0; k < looks && !mpicoll_board_is_ended(shared, rank); k++)
+            relax();
+        if (!wait_for(shared, &header(shared, rank)->combined, shared->round + 1))
             return 0;
     }
     return 1;
+}
+
+int mpicoll_is_any_far(const struct mpicoll_shared *shared)
+{
+    return any_far(shared);
+}
+
+void mpicoll_look_around(struct mpicoll_shared *shared, size_t bytes)
+{
+    look_around(shared, bytes);
 }
 
 void mpicoll_board_close(struct mpicoll_shared *shared)

@@ -34,11 +34,17 @@ void mpicoll_board_end(const struct mpicoll_shared *shared);
 int mpicoll_board_is_shown(const struct mpicoll_shared *shared, uint32_t rank);
 int mpicoll_board_is_ended(const struct mpicoll_shared *shared, uint32_t rank);
 
-/* Waits until all ranks have done their parts; returns 0 if this rank has left instead. */
-int mpicoll_board_wait(const struct mpicoll_shared *shared);
+/* Waits until all ranks have done their parts, which are of about so many bytes; returns 0 if this
+ * rank has left instead. */
+int mpicoll_board_wait(const struct mpicoll_shared *shared, size_t bytes);
 
 /* Ends the round. */
 void mpicoll_board_close(struct mpicoll_shared *shared);
+
+/* Whether any rank is far from this one, as it was measured last; and a measurement, if it is time
+ * to, after so many bytes: all ranks call, once all boards are shown. */
+int mpicoll_is_any_far(const struct mpicoll_shared *shared);
+void mpicoll_look_around(struct mpicoll_shared *shared, size_t bytes);
 
 /* Whether this rank does not wait any more. */
 int mpicoll_has_left(const struct mpicoll_shared *shared);

@@ -4,9 +4,13 @@
  * rank, and where those are to go that it receives. Then process_vm_readv and process_vm_writev copy
  * them; no byte passes through a slot.
  *
- * Each block has two ranks that could copy it, its sender and its receiver. The more either has to
- * move in all, the less of this block it copies: of n ranks that take from one root, or give to it,
- * the root copies an n-th of every block, and all ranks copy alike much.
+ * A block is copied by its receiver. Where its sender has less to receive itself, it takes a part of
+ * that over (`written_part`): the root of a broadcast, or those who give to one rank.
+ *
+ * The kernel finds every page of the other process. That costs little where pages are huge, and more
+ * than copying twice where they are not. So each rank tries how long it takes for its own memory, and
+ * publishes that, too. Ranks that share a cache move large blocks faster through slots in it, past
+ * the caches to where they go. As all see all boards, all choose the same (`by_slots`).
  *
  * No rank goes on with its program before all others have done their part, for they read and write
  * its memory. That holds for a rank that leaves, too, since another was lost (`leave`).
@@ -32,9 +36,13 @@
 #endif
 
 /* Bytes that a call of the kernel copies at most, between looks at whether the other rank is there;
- * bytes up to which a block is not worth two calls; bytes that memory is mapped by; and bytes of a
- * block that caches lose before anybody reads it. */
+ * bytes up to which a block is not worth two calls, nor a trial; bytes that memory is mapped by; and
+ * bytes of a block that caches lose before anybody reads it. */
 enum { PIECE = 4 << 20, SPLIT = 128 << 10, PAGE = 4096, LARGE = 16 << 20 };
+
+/* Bytes of a trial; nanoseconds a page above which copying twice is faster; and bytes that a rank
+ * sends or receives from which on it is, through a cache that all share. */
+enum { TRIAL = 32 << 10, SLOW = 330, MUCH = 24 << 20 };
 
 /* What a call comes to. */
 enum { FAILED, DONE, UNABLE, UNFIT };
@@ -72,6 +80,8 @@ struct mpicoll_copies {
 struct board {
     atomic_uint left;    /* it has left the call */
     atomic_int trouble;  /* why it could not do its part; 0 if it could */
+    uint32_t pace; /* nanoseconds in which the kernel copied a page of its memory; 0: not tried */
+    int32_t far;   /* any rank is far from it */
     size_t sent, received; /* bytes that it sends to others, and receives from them */
     struct mpicoll_span spans[]; /* n blocks that it sends, by receiver; n received, by sender */
 };
@@ -142,12 +152,63 @@ static int lost(const struct mpicoll_processes *all)
     return leave(all);
 }
 
-/* Bytes of a block that its receiver copies, the first ones; its sender copies the others. */
-static size_t read_part(size_t size, size_t sent, size_t received)
+/* How often writing takes as long as reading: pages that the kernel has written for another process
+ * it locks and marks. */
+enum { WRITING = 2 };
+
+/* Bytes of a block that its sender copies, the last ones; its receiver copies the others. Such that
+ * both end at once, if the sender has as much to do with each of its blocks, and the receiver, too. */
+static size_t written_part(size_t size, const struct board *sender, const struct board *receiver)
 {
-    const double part = (double)sent / ((double)sent + (double)received);
-    const size_t pages = (size_t)((double)size * part) / PAGE;
-    return size <= SPLIT ? size : pages * PAGE < size ? pages * PAGE : size;
+    if (size <= SPLIT || receiver->received <= sender->received)
+        return 0;
+    const double ahead = (double)(receiver->received - sender->received);
+    const double part = ahead / (ahead + WRITING * (double)sender->sent);
+    return (size_t)((double)size * part) / PAGE * PAGE;
+}
+
+static uint64_t now(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
+}
+
+/* The nanoseconds in which the kernel copies a page of this process, of the largest block that
+ * another rank copies from or to; 0 if they are all small. */
+static uint32_t try_pace(const struct mpicoll_processes *all, const struct board *mine)
+{
+    const struct mpicoll_span *largest = NULL;
+    char into[TRIAL];
+
+    for (uint32_t k = 0; k < 2 * all->n; k++)
+        if (k % all->n != all->me && (!largest || mine->spans[k].size > largest->size))
+            largest = &mine->spans[k];
+    if (!largest || largest->size <= SPLIT)
+        return 0;
+    char *middle = largest->data + largest->size / 2;
+    const uint64_t start = now();
+    if (copy(all->pids[all->me], 0, into, middle, TRIAL))
+        return UINT32_MAX; /* memory of a device, perhaps */
+    const uint64_t took = (now() - start) / (TRIAL / PAGE) + 1;
+    return took < UINT32_MAX ? (uint32_t)took : UINT32_MAX;
+}
+
+/* Whether the ranks' slots are the faster way; the same on all ranks. */
+static int by_slots(struct mpicoll_processes *all)
+{
+    size_t most = 0;
+    int slow = 0, far = 0;
+
+    for (uint32_t rank = 0; rank < all->n; rank++) {
+        const struct board *other = board(all, rank);
+        most = other->sent > most ? other->sent : most;
+        most = other->received > most ? other->received : most;
+        slow |= other->pace > SLOW;
+        far |= other->far;
+    }
+    mpicoll_look_around(all->shared, most);
+    return slow || (!far && most >= MUCH);
 }
 
 /* Copies between this rank and another; returns 0 or the error, ESRCH if the other is not there. */
@@ -180,10 +241,10 @@ static int copy_with(struct mpicoll_processes *all, uint32_t rank)
     if (out.size != to.size)
         return MISFIT;
     int error = copy_pieces(all, rank, 0, into.data, from.data,
-                            read_part(from.size, other->sent, mine->received));
+                            from.size - written_part(from.size, other, mine));
     if (!error) {
-        const size_t start = read_part(out.size, mine->sent, other->received);
-        error = copy_pieces(all, rank, 1, out.data + start, to.data + start, out.size - start);
+        const size_t part = written_part(out.size, mine, other), start = out.size - part;
+        error = copy_pieces(all, rank, 1, out.data + start, to.data + start, part);
     }
     return error;
 }
@@ -212,11 +273,18 @@ static int carry_out(struct mpicoll_processes *all)
             mine->sent += mine->spans[rank].size;
             mine->received += mine->spans[n + rank].size;
         }
+    mine->pace = try_pace(all, mine);
+    mine->far = mpicoll_is_any_far(shared);
     atomic_store(&mine->left, 0);
     atomic_store(&mine->trouble, 0);
     const int published = mpicoll_board_publish(shared);
     if (published <= 0)
         return published < 0 ? leave(all) : FAILED;
+    if (by_slots(all)) {
+        mpicoll_board_end(shared);
+        mpicoll_board_close(shared);
+        return UNABLE;
+    }
     all->misfit = n;
     for (uint32_t i = 1; i < n && !trouble; i++)
         trouble = copy_with(all, (me + i) % n);
@@ -226,7 +294,7 @@ static int carry_out(struct mpicoll_processes *all)
         copy_own(mine->spans[n + me], mine->spans[me]);
     atomic_store(&mine->trouble, trouble);
     mpicoll_board_end(shared);
-    if (!mpicoll_board_wait(shared))
+    if (!mpicoll_board_wait(shared, mine->sent > mine->received ? mine->sent : mine->received))
         return leave(all);
     int result = DONE;
     for (uint32_t rank = 0; rank < n; rank++) {
@@ -241,8 +309,8 @@ static int carry_out(struct mpicoll_processes *all)
 /* The collectives whose blocks all have `count` elements; see mpicoll_shared_blocks.
  *
  * total: what all ranks must have alike of the sizes, as a number.
- * Returns, on all ranks, DONE; UNABLE if one could not copy: then what is received is undefined, and
- * can be moved by other means; FAILED as other calls return 0. */
+ * Returns, on all ranks, DONE; UNABLE if one could not copy, or if slots are the faster way: then what
+ * is received is undefined, and has to be moved through them; FAILED as other calls return 0. */
 EXPORT int mpicoll_single_copy_blocks(const struct mpicoll_copies *kind, char *send, char *recv,
                                       size_t count, uint32_t root, uint64_t total,
                                       uint32_t number)

@@ -67,6 +67,8 @@ class Kernels:
             ctypes.c_uint32, result=ctypes.c_int64,
         )  # fmt: skip
         self.single_copy_board = _function(library, "single_copy_board", size, result=size)
+        self.single_copy_histories = _function(library, "single_copy_histories", result=size)
+        self.single_copy_took = _function(library, "single_copy_took", pointer, ctypes.c_uint64)
         self.single_copy_try = _function(
             library, "single_copy_try", ctypes.c_int64, integer, pointer, pointer, size,
             result=integer,

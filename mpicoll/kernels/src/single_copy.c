@@ -7,10 +7,11 @@
  * A block is copied by its receiver. Where its sender has less to receive itself, it takes a part of
  * that over (`written_part`): the root of a broadcast, or those who give to one rank.
  *
- * The kernel finds every page of the other process. That costs little where pages are huge, and more
- * than copying twice where they are not. So each rank tries how long it takes for its own memory, and
- * publishes that, too. Ranks that share a cache move large blocks faster through slots in it, past
- * the caches to where they go. As all see all boards, all choose the same (`by_slots`).
+ * Two copies, through slots, may be faster: the kernel has to find every page of the other process,
+ * which costs little where pages are huge and more than the copy where they are not; and ranks that
+ * share a cache move blocks through slots in it, past the caches to where they go. So the ranks try
+ * both, now and then again, and publish how long each took for calls like this one. As all see all
+ * boards, all choose the same (`choose`).
  *
  * No rank goes on with its program before all others have done their part, for they read and write
  * its memory. That holds for a rank that leaves, too, since another was lost (`leave`).
@@ -36,16 +37,17 @@
 #endif
 
 /* Bytes that a call of the kernel copies at most, between looks at whether the other rank is there;
- * bytes up to which a block is not worth two calls, nor a trial; bytes that memory is mapped by; and
+ * bytes up to which a block is not worth two calls, nor a choice; bytes that memory is mapped by; and
  * bytes of a block that caches lose before anybody reads it. */
 enum { PIECE = 4 << 20, SPLIT = 128 << 10, PAGE = 4096, LARGE = 16 << 20 };
 
-/* Bytes of a trial; nanoseconds a page above which copying twice is faster; and bytes that a rank
- * sends or receives from which on it is, through a cache that all share. */
-enum { TRIAL = 32 << 10, SLOW = 330, MUCH = 24 << 20 };
+/* The two ways. How often each is tried before the faster one is taken, and after how many calls the
+ * other one is tried again. */
+enum { BY_KERNEL, BY_SLOTS, WAYS };
+enum { TRIES = 2, AGAIN = 64 };
 
 /* What a call comes to. */
-enum { FAILED, DONE, UNABLE, UNFIT };
+enum { FAILED, DONE, UNMOVED, UNFIT };
 
 /* What a rank says of its blocks that do not have the size that the other end expects; other
  * troubles are numbers of the system's errors. */
@@ -67,9 +69,26 @@ struct mpicoll_processes {
     uint64_t found;      /* and the bytes of that block */
 };
 
+/* Nanoseconds of a call that was not possible. */
+#define NEVER ((uint64_t)1 << 60)
+
+/* How long calls have taken. */
+struct history {
+    uint64_t took[WAYS];  /* nanoseconds, lately */
+    uint32_t tries[WAYS]; /* so far, at most TRIES */
+    uint32_t since[WAYS]; /* calls by the other way */
+};
+
+/* By whether a rank is far away, and by the logarithm of the bytes that this rank moves. */
+struct mpicoll_histories {
+    struct history of[2][64];
+    struct history *last;
+};
+
 /* What all calls of one kind share; mpicoll/routes/host/single_copy.py has the same. */
 struct mpicoll_copies {
     struct mpicoll_processes *processes;
+    struct mpicoll_histories *histories;
     uint64_t what;  /* tells this kind of call from others */
     size_t size;    /* bytes of an element */
     int32_t blocks; /* as many blocks as ranks are given by each, instead of one */
@@ -80,8 +99,7 @@ struct mpicoll_copies {
 struct board {
     atomic_uint left;    /* it has left the call */
     atomic_int trouble;  /* why it could not do its part; 0 if it could */
-    uint32_t pace; /* nanoseconds in which the kernel copied a page of its memory; 0: not tried */
-    int32_t far;   /* any rank is far from it */
+    struct history history; /* of calls like this one */
     size_t sent, received; /* bytes that it sends to others, and receives from them */
     struct mpicoll_span spans[]; /* n blocks that it sends, by receiver; n received, by sender */
 };
@@ -174,41 +192,76 @@ static uint64_t now(void)
     return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
 }
 
-/* The nanoseconds in which the kernel copies a page of this process, of the largest block that
- * another rank copies from or to; 0 if they are all small. */
-static uint32_t try_pace(const struct mpicoll_processes *all, const struct board *mine)
+static size_t moved(const struct board *board)
 {
-    const struct mpicoll_span *largest = NULL;
-    char into[TRIAL];
-
-    for (uint32_t k = 0; k < 2 * all->n; k++)
-        if (k % all->n != all->me && (!largest || mine->spans[k].size > largest->size))
-            largest = &mine->spans[k];
-    if (!largest || largest->size <= SPLIT)
-        return 0;
-    char *middle = largest->data + largest->size / 2;
-    const uint64_t start = now();
-    if (copy(all->pids[all->me], 0, into, middle, TRIAL))
-        return UINT32_MAX; /* memory of a device, perhaps */
-    const uint64_t took = (now() - start) / (TRIAL / PAGE) + 1;
-    return took < UINT32_MAX ? (uint32_t)took : UINT32_MAX;
+    return board->sent > board->received ? board->sent : board->received;
 }
 
-/* Whether the ranks' slots are the faster way; the same on all ranks. */
-static int by_slots(struct mpicoll_processes *all)
+/* The history of calls like this one. */
+static struct history *find_history(const struct mpicoll_copies *kind, const struct board *mine)
 {
+    const int far = mpicoll_is_any_far(kind->processes->shared) != 0;
+    uint32_t class = 0;
+    for (size_t bytes = moved(mine); bytes > 1; bytes /= 2)
+        class++;
+    return kind->histories->last = &kind->histories->of[far][class];
+}
+
+/* The way of this call, the same on all ranks. */
+static int choose(const struct mpicoll_processes *all)
+{
+    struct history worst = {{0, 0}, {TRIES, TRIES}, {0, 0}};
     size_t most = 0;
-    int slow = 0, far = 0;
 
     for (uint32_t rank = 0; rank < all->n; rank++) {
         const struct board *other = board(all, rank);
-        most = other->sent > most ? other->sent : most;
-        most = other->received > most ? other->received : most;
-        slow |= other->pace > SLOW;
-        far |= other->far;
+        const struct history *its = &other->history;
+        most = moved(other) > most ? moved(other) : most;
+        for (int way = 0; way < WAYS; way++) {
+            if (its->took[way] > worst.took[way])
+                worst.took[way] = its->took[way];
+            if (its->tries[way] < worst.tries[way])
+                worst.tries[way] = its->tries[way];
+            if (its->since[way] > worst.since[way])
+                worst.since[way] = its->since[way];
+        }
     }
     mpicoll_look_around(all->shared, most);
-    return slow || (!far && most >= MUCH);
+    if (most <= SPLIT)
+        return BY_KERNEL;
+    if (worst.tries[BY_KERNEL] < TRIES || worst.tries[BY_SLOTS] < TRIES)
+        return worst.tries[BY_KERNEL] <= worst.tries[BY_SLOTS] ? BY_KERNEL : BY_SLOTS;
+    const int faster = worst.took[BY_KERNEL] <= worst.took[BY_SLOTS] ? BY_KERNEL : BY_SLOTS;
+    return worst.since[!faster] >= AGAIN ? !faster : faster;
+}
+
+/* Records how long a call took. What took much longer than before was interrupted, perhaps, or the
+ * processors have moved: it counts in part. */
+static void record(struct history *history, int way, uint64_t took)
+{
+    const uint64_t before = history->took[way];
+
+    history->since[way] = 0;
+    history->since[!way]++;
+    if (took == NEVER || history->tries[way] == 0 ||
+        (history->tries[way] < TRIES && took < before))
+        history->took[way] = took;
+    else if (history->tries[way] == TRIES)
+        history->took[way] = (3 * before + (took < 2 * before ? took : 2 * before)) / 4;
+    if (history->tries[way] < TRIES)
+        history->tries[way]++;
+}
+
+/* Bytes of histories. */
+EXPORT size_t mpicoll_single_copy_histories(void)
+{
+    return sizeof(struct mpicoll_histories);
+}
+
+/* Records the nanoseconds that the last call took by slots. */
+EXPORT void mpicoll_single_copy_took(const struct mpicoll_copies *kind, uint64_t nanoseconds)
+{
+    record(kind->histories->last, BY_SLOTS, nanoseconds);
 }
 
 /* Copies between this rank and another; returns 0 or the error, ESRCH if the other is not there. */
@@ -260,8 +313,9 @@ static void copy_own(struct mpicoll_span into, struct mpicoll_span from)
 }
 
 /* Carries out a call whose blocks are on this rank's board. */
-static int carry_out(struct mpicoll_processes *all)
+static int carry_out(const struct mpicoll_copies *kind)
 {
+    struct mpicoll_processes *all = kind->processes;
     struct mpicoll_shared *shared = all->shared;
     const uint32_t n = all->n, me = all->me;
     struct board *mine = board(all, me);
@@ -273,17 +327,18 @@ static int carry_out(struct mpicoll_processes *all)
             mine->sent += mine->spans[rank].size;
             mine->received += mine->spans[n + rank].size;
         }
-    mine->pace = try_pace(all, mine);
-    mine->far = mpicoll_is_any_far(shared);
+    struct history *history = find_history(kind, mine);
+    mine->history = *history;
     atomic_store(&mine->left, 0);
     atomic_store(&mine->trouble, 0);
     const int published = mpicoll_board_publish(shared);
     if (published <= 0)
         return published < 0 ? leave(all) : FAILED;
-    if (by_slots(all)) {
+    const uint64_t start = now();
+    if (choose(all) == BY_SLOTS) {
         mpicoll_board_end(shared);
         mpicoll_board_close(shared);
-        return UNABLE;
+        return UNMOVED;
     }
     all->misfit = n;
     for (uint32_t i = 1; i < n && !trouble; i++)
@@ -294,22 +349,23 @@ static int carry_out(struct mpicoll_processes *all)
         copy_own(mine->spans[n + me], mine->spans[me]);
     atomic_store(&mine->trouble, trouble);
     mpicoll_board_end(shared);
-    if (!mpicoll_board_wait(shared, mine->sent > mine->received ? mine->sent : mine->received))
+    if (!mpicoll_board_wait(shared, moved(mine)))
         return leave(all);
     int result = DONE;
     for (uint32_t rank = 0; rank < n; rank++) {
         const int theirs = atomic_load(&board(all, rank)->trouble);
         if (theirs && result != UNFIT)
-            result = theirs == MISFIT ? UNFIT : UNABLE;
+            result = theirs == MISFIT ? UNFIT : UNMOVED;
     }
     mpicoll_board_close(shared);
+    record(history, BY_KERNEL, result == UNMOVED ? NEVER : now() - start);
     return result;
 }
 
 /* The collectives whose blocks all have `count` elements; see mpicoll_shared_blocks.
  *
  * total: what all ranks must have alike of the sizes, as a number.
- * Returns, on all ranks, DONE; UNABLE if one could not copy, or if slots are the faster way: then what
+ * Returns, on all ranks, DONE; UNMOVED if one could not copy, or if slots are the faster way: then what
  * is received is undefined, and has to be moved through them; FAILED as other calls return 0. */
 EXPORT int mpicoll_single_copy_blocks(const struct mpicoll_copies *kind, char *send, char *recv,
                                       size_t count, uint32_t root, uint64_t total,
@@ -333,7 +389,7 @@ EXPORT int mpicoll_single_copy_blocks(const struct mpicoll_copies *kind, char *s
             takes ? bytes : 0,
         };
     }
-    return carry_out(all);
+    return carry_out(kind);
 }
 
 /* The collectives whose blocks may differ in size: n that this rank sends, by receiver, and n that
@@ -347,5 +403,5 @@ EXPORT int mpicoll_single_copy_spans(const struct mpicoll_copies *kind,
 
     mpicoll_board_begin(all->shared, number, kind->what | (uint64_t)root << 24, total);
     memcpy(board(all, all->me)->spans, spans, 2 * all->n * sizeof *spans);
-    return carry_out(all);
+    return carry_out(kind);
 }

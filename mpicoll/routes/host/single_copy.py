@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTE", "SingleCopy", "find_obstacle"]
 
-_DONE, _UNABLE, _UNFIT = 1, 2, 3  # as in single_copy.c
+_UNMOVED, _UNFIT = 2, 3  # as in single_copy.c
 
 
 class _Processes(ctypes.Structure):
@@ -58,6 +59,7 @@ class _Copies(ctypes.Structure):
 
     _fields_ = (
         ("processes", ctypes.c_void_p),
+        ("histories", ctypes.c_void_p),
         ("what", ctypes.c_uint64),
         ("size", ctypes.c_size_t),
         ("blocks", ctypes.c_int32),
@@ -81,8 +83,7 @@ class SingleCopy:
             memory.pointer, peers.pids.ctypes.data, peers.tokens.ctypes.data, group.size(),
             group.rank(),
         )  # fmt: skip
-        self._by_blocks = kernels.single_copy_blocks
-        self._by_spans = kernels.single_copy_spans
+        self._kernels = kernels
 
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
@@ -92,23 +93,25 @@ class SingleCopy:
         """
         primitive, _, _, dtype = kind
         assert dtype is not None
-        itemsize = dtype.itemsize
+        histories = _make_histories()
         described = _Copies(
             ctypes.addressof(self._processes),
+            histories.ctypes.data,
             encode_kind(primitive, dtype, None, 0),
-            itemsize,
+            dtype.itemsize,
             primitive.many_in,
             primitive.root == "src",
             primitive.root == "dst",
         )
         at, address, memory = ctypes.addressof(described), MPI.Get_address, self._memory
-        by_blocks, by_spans, even = self._by_blocks, self._by_spans, primitive.even
+        by_blocks, by_spans = self._kernels.single_copy_blocks, self._kernels.single_copy_spans
+        record, even = self._kernels.single_copy_took, primitive.even
         by_slots = memory.build(kind)
         if primitive.listed and even:
             by_slots = lists.packed(kind, by_slots, lambda count: False)
 
         def single_copy(send: Any, recv: Any, extent: Extent, root: int) -> None:
-            assert described.size  # holds it
+            assert len(histories) and described.size  # holds them
             total = extent if even else 0
             if isinstance(extent, int) and list not in (send.__class__, recv.__class__):
                 here = None if recv is None else address(recv)
@@ -117,8 +120,10 @@ class SingleCopy:
             else:
                 spans = _spans(kind, send, recv, extent, root)
                 result = memory.call(by_spans, at, spans.ctypes.data, root, total)
-            if result == _UNABLE:
+            if result == _UNMOVED:
+                start = perf_counter_ns()
                 by_slots(send, recv, extent, root)
+                record(at, perf_counter_ns() - start)
             elif result == _UNFIT:
                 raise self._misfit(kind, extent)
 
@@ -131,6 +136,12 @@ class SingleCopy:
         assert kind.dtype is not None
         expected = extent if isinstance(extent, int) else extent.receives[rank]
         return misfit(kind, rank, expected, self._processes.found // kind.dtype.itemsize)
+
+
+def _make_histories() -> Any:
+    """Return the memory in which the C library keeps how long calls have taken."""
+    assert kernels is not None
+    return np.zeros(kernels.single_copy_histories(), np.uint8)
 
 
 def _spans(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Any:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.skipif(kernels is None, reason=de
 
 #: Seconds after which a thread that waits for another counts as hanging.
 LIMIT = 60
-FAILED, DONE, UNABLE, UNFIT = range(4)
+FAILED, DONE, UNMOVED, UNFIT = range(4)
 
 
 def fields(kind, *names):
@@ -55,6 +55,7 @@ class Copies(ctypes.Structure):
 
     _fields_ = (
         ("processes", ctypes.c_void_p),
+        ("histories", ctypes.c_void_p),
         ("what", ctypes.c_uint64),
         ("size", ctypes.c_size_t),
         *fields(ctypes.c_int32, "blocks", "giver", "taker"),
@@ -79,7 +80,16 @@ class Ranks:
             )
             for me in range(n)
         ]  # fmt: skip
+        # By the kernel: that both ways have been tried, and slots took for ever.
+        self.histories = np.zeros((n, kernels.single_copy_histories()), np.uint8)
+        each = self.histories[:, : 128 * 32].view(np.uint64).reshape(n, -1, 4)
+        each[:, :, 1], each[:, :, 2] = 1 << 60, 2 | 2 << 32
         self.number = 0
+
+    def kind(self, me, what, **layout):
+        return Copies(
+            ctypes.addressof(self.all[me]), self.histories[me].ctypes.data, what, 1, **layout
+        )
 
     def start(self, call):
         """Start ``call(me, number)`` on a thread for each rank; return them, and their results."""
@@ -109,10 +119,8 @@ class Ranks:
             for each in (*sends, *receives)
         ]  # fmt: skip
         blocks = np.array(both, np.uintp)
-        kind = Copies(ctypes.addressof(self.all[me]), what, 1, 0, 0, 0)
-        return kernels.single_copy_spans(
-            ctypes.addressof(kind), blocks.ctypes.data, 0, 0, number
-        )
+        kind = self.kind(me, what)
+        return kernels.single_copy_spans(ctypes.addressof(kind), blocks.ctypes.data, 0, 0, number)
 
 
 def guarded(size, start=3):
@@ -137,9 +145,7 @@ def test_blocks_of_any_size(n):
     ranks, rng = Ranks(n), np.random.default_rng(n)
     for _ in range(3):
         sizes = rng.choice(SIZES, (n, n))
-        sends = [
-            [rng.integers(0, 256, sizes[i, j], np.uint8) for j in range(n)] for i in range(n)
-        ]
+        sends = [[rng.integers(0, 256, sizes[i, j], np.uint8) for j in range(n)] for i in range(n)]
         receives = [[guarded(sizes[i, j], 1 + i) for i in range(n)] for j in range(n)]
         results = ranks.run(lambda me, k: ranks.spans(me, k, sends[me], receives[me]))  # noqa: B023
         assert results == [DONE] * n
@@ -158,7 +164,7 @@ def test_layouts(layout, n, size):
     ranks, rng = Ranks(n), np.random.default_rng(size)
     root = n - 1
     given = rng.integers(0, 256, (n, n * size), np.uint8)
-    kinds = [Copies(ctypes.addressof(each), 9, 1, **layout) for each in ranks.all]
+    kinds = [ranks.kind(me, 9, **layout) for me in range(n)]
     in_place = layout == {"giver": 1}
     taken = [guarded(size if layout.get("giver") else n * size) for _ in range(n)]
     if in_place:
@@ -232,8 +238,40 @@ def test_memory_that_is_not_there(writes):
                 (sends if (me == 0) != writes else receives)[1 - me] = pair
             return ranks.spans(me, number, sends, receives)
 
-        assert ranks.run(call) == [DONE if there is good else UNABLE] * n
+        assert ranks.run(call) == [DONE if there is good else UNMOVED] * n
     assert libc.mprotect(page, PAGE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+
+
+def test_which_way():
+    """Both are tried, the faster one is taken, the other one now and then again: on all ranks."""
+    ranks, sizes = Ranks(2), (1 << 20, 1 << 23)
+    ranks.histories[:] = 0
+    arrays = {size: np.zeros((4, size), np.uint8) for size in sizes}
+
+    def ways(size, slots, calls):
+        """The results of calls, of which those by slots are said to take so long."""
+
+        def call(me, number):
+            kind = ranks.kind(me, 7)
+            some = arrays[size]
+            blocks = np.array([(each.ctypes.data, size) for each in some], np.uintp)
+            result = kernels.single_copy_spans(
+                ctypes.addressof(kind), blocks.ctypes.data, 0, 0, number
+            )
+            if result == UNMOVED:
+                kernels.single_copy_took(ctypes.addressof(kind), slots)
+            return result
+
+        found = [ranks.run(call) for _ in range(calls)]
+        assert all(one == other for one, other in found), "the ranks choose differently"
+        return [one for one, _ in found]
+
+    for size in sizes:
+        assert ways(size, 10**10, 4) == [DONE, UNMOVED] * 2
+        assert UNMOVED not in ways(size, 10**10, 60)
+        assert ways(size, 1, 20).count(UNMOVED) >= 1, "it is never tried again"
+    taken = ways(sizes[0], 1, 400)
+    assert taken[-1] == UNMOVED and DONE in taken[-130:]
 
 
 def test_a_process_that_is_lost():
@@ -244,9 +282,7 @@ def test_a_process_that_is_lost():
     child.wait()
     ranks.pids[0, 2] = child.pid
     arrays = [[np.zeros(1000, np.uint8) for _ in range(2 * n)] for _ in range(n)]
-    threads, results = ranks.start(
-        lambda me, k: ranks.spans(me, k, arrays[me][:n], arrays[me][n:])
-    )
+    threads, results = ranks.start(lambda me, k: ranks.spans(me, k, arrays[me][:n], arrays[me][n:]))
     time.sleep(0.2)
     assert all(thread.is_alive() for thread in threads)
     ranks.holds[1].left = 1

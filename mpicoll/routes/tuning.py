@@ -63,24 +63,23 @@ def _row(node: Steps, nodes: Steps, apart: Steps) -> dict[str, Steps]:
 _MPI: Steps = ((0, "mpi"),)
 _EXCHANGE: Steps = ((0, "exchange"),)
 _SHARED: Steps = ((0, "shared"),)
+#: From where on what is only moved goes by one copy or by slots, whichever has been faster lately:
+#: near and far, on small pages and on huge ones.
+_COPIED = (512 * _KIB, "single_copy")
 
 #: On one node as measured by ``tune`` on two ranks, with the libraries from PyPI; elsewhere as the
 #: cost model has it, see docs/model.md.
 _MPICH: Rows = {
-    "broadcast": _row(
-        ((0, "mpi"), (8 * _KIB, "shared"), (32 * _KIB, "mpi"), (16 * _MIB, "shared")), _MPI, _MPI
-    ),
+    "broadcast": _row(((0, "mpi"), (8 * _KIB, "shared"), _COPIED), _MPI, _MPI),
     "all_reduce": _row(
         _SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), ((0, "mpi"), (8 * _MIB, "mpi_chunked"))
     ),
     "all_reduce of others": _row(_SHARED, ((0, "exchange"), (512, "hierarchical")), _EXCHANGE),
     "reduce": _row(_SHARED, _MPI, _MPI),
     "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
-    "all_gather": _row(((0, "shared"), (512 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI),
-    "gather": _row(((0, "shared"), (64 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI),
-    "scatter": _row(
-        ((0, "mpi"), (16 * _KIB, "shared"), (64 * _KIB, "mpi"), (32 * _MIB, "shared")), _MPI, _MPI
-    ),
+    "all_gather": _row(((0, "shared"), _COPIED), _MPI, _MPI),
+    "gather": _row(((0, "shared"), (64 * _KIB, "mpi"), _COPIED), _MPI, _MPI),
+    "scatter": _row(((0, "mpi"), (16 * _KIB, "shared"), _COPIED), _MPI, _MPI),
     "reduce_scatter": _row(
         _SHARED, ((0, "mpi"), (4 * _MIB, "hierarchical")), ((0, "mpi"), (4 * _MIB, "exchange"))
     ),
@@ -91,20 +90,14 @@ _OPEN_MPI: Rows = {
     **{
         kind: {**_MPICH[kind], "node": steps}
         for kind, steps in {
-            "broadcast": ((0, "mpi"), (512, "shared"), (16 * _KIB, "mpi"), (16 * _MIB, "shared")),
+            "broadcast": ((0, "mpi"), (512, "shared"), _COPIED),
             "all_reduce": (
                 (0, "mpi"), (512, "shared"), (2 * _MIB, "mpi_chunked"), (32 * _MIB, "shared"),
             ),
             "reduce": ((0, "mpi"), (512, "shared")),
-            "all_gather": (
-                (0, "mpi"), (1 * _KIB, "shared"), (16 * _KIB, "mpi"), (32 * _MIB, "shared"),
-            ),
-            "gather": (
-                (0, "mpi"), (1 * _KIB, "shared"), (32 * _KIB, "mpi"), (32 * _MIB, "shared"),
-            ),
-            "scatter": (
-                (0, "mpi"), (1 * _KIB, "shared"), (32 * _KIB, "mpi"), (32 * _MIB, "shared"),
-            ),
+            "all_gather": ((0, "mpi"), (1 * _KIB, "shared"), _COPIED),
+            "gather": ((0, "mpi"), (1 * _KIB, "shared"), (32 * _KIB, "mpi"), _COPIED),
+            "scatter": ((0, "mpi"), (1 * _KIB, "shared"), _COPIED),
             "reduce_scatter": ((0, "mpi"), (1 * _KIB, "shared")),
         }.items()
     },

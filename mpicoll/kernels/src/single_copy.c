@@ -235,15 +235,15 @@ static int choose(const struct mpicoll_processes *all)
     return worst.since[!faster] >= AGAIN ? !faster : faster;
 }
 
-/* Records how long a call took. What took much longer than before was interrupted, perhaps, or the
- * processors have moved: it counts in part. */
+/* Records how long a call took. What took much longer than before was interrupted, perhaps: it counts
+ * in part. Nothing takes half as long by accident. */
 static void record(struct history *history, int way, uint64_t took)
 {
     const uint64_t before = history->took[way];
 
     history->since[way] = 0;
     history->since[!way]++;
-    if (took == NEVER || history->tries[way] == 0 ||
+    if (took == NEVER || history->tries[way] == 0 || took < before / 2 ||
         (history->tries[way] < TRIES && took < before))
         history->took[way] = took;
     else if (history->tries[way] == TRIES)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpicoll.cli.timing import Times
+from mpicoll.cli.distance import DISTANCES, UNKNOWN
+from mpicoll.cli.timing import Sample, Times
 from mpicoll.output import format_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -58,19 +59,40 @@ class Aim:
         return {None: "not measured", True: "met", False: "MISSED"}[self.met]
 
 
+def times_of(measurement: Measurement) -> Times:
+    """Return the samples of a measurement."""
+    seconds = measurement["seconds"]
+    turns = measurement.get("turns", range(len(seconds)))
+    return Times(
+        [Sample(*each, measurement["distance"]) for each in zip(seconds, turns, strict=True)]
+    )
+
+
 class Results:
     """What was measured with one MPI.
 
-    records: the contents of the files.
+    records:  the contents of the files.
+    distance: how far the ranks were apart in it; None for all of it.
     """
 
-    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, records: Sequence[dict[str, Any]], distance: str | None = None) -> None:
         self.records = records
+        self.distance = distance
+        every = [
+            {"distance": UNKNOWN, **each}
+            for record in records
+            for each in record.get("measurements", ())
+        ]
         self.measurements: list[Measurement] = [
-            each for record in records for each in record.get("measurements", ())
+            each for each in every if distance in (None, each["distance"])
         ]
         self.mpi: str = records[0]["mpi"]
         self.name = self.mpi.rpartition(" ")[0]
+
+    def split(self) -> dict[str, Results]:
+        """Return what was measured by how far the ranks were apart, of each that occurred."""
+        occurred = {each["distance"] for each in self.measurements}
+        return {each: Results(self.records, each) for each in DISTANCES if each in occurred}
 
     @property
     def left_out(self) -> list[str]:
@@ -84,7 +106,7 @@ class Results:
 
     def by_size(self, **keys: Any) -> dict[int, Times]:
         """Return the times of measurements that have these values, by their bytes."""
-        return {each["bytes"]: Times(each["seconds"]) for each in self.find(**keys)}
+        return {each["bytes"]: times_of(each) for each in self.find(**keys)}
 
     def has_spare_processors(self, section: str, ranks: int) -> bool:
         """Whether each of so many ranks had a second processor, in this section's launch."""
@@ -110,7 +132,7 @@ def read(folder: Path) -> list[Results]:
 
 
 def aims(found: Results) -> list[Aim]:
-    """Return all of them, met or not or not measured."""
+    """Return all of them, met or not or not measured, of results of one distance of the ranks."""
     return [*_routes(found), *_many(found), *_memory(found), *_overlap(found), *_torch(found)]
 
 
@@ -118,7 +140,11 @@ def _worst(
     name: str, limit: float, figures: Mapping[str, Times], at_least: bool = True,
     unit: str = "x", scale: float = 1.0,
 ) -> Aim:  # fmt: skip
-    """Return an aim with the worst of the figures; their names say where each comes from."""
+    """Return an aim with the worst of the figures; their names say where each comes from.
+
+    Where ranks moved so often that hardly two samples of a turn can be compared, there is none.
+    """
+    figures = {where: times for where, times in figures.items() if times.is_enough}
     if not figures:
         return Aim(name, limit, None, unit, at_least)
     where = (min if at_least else max)(figures, key=lambda each: figures[each].median)
@@ -154,7 +180,7 @@ def _routes(found: Results) -> list[Aim]:
             )
 
     raw = times(MPI4PY, "all_reduce")
-    limits = {size: Times([1.05 * t + 1.5e-6 for t in raw[size].seconds]) for size in raw}
+    limits = {size: raw[size].map(lambda took: 1.05 * took + 1.5e-6) for size in raw}
     ratios = _per(times(FACADE, "all_reduce"), limits, most=16 * MIB)
     name = "all_reduce up to 16 MiB: mpicoll / (1.05 mpi4py + 1.5 us)"
     collected.append(_worst(name, 1.0, ratios, at_least=False))
@@ -175,7 +201,7 @@ def _routes(found: Results) -> list[Aim]:
     for primitive in ("broadcast", "all_gather_single", "all_to_all_single"):
         collected.append(moved(primitive, "from 16 MiB on", 1.0, 16 * MIB))
 
-    four = {"section": "growth", "ranks": 4, "bytes": 64 * MIB}
+    four: dict[str, Any] = {"section": "growth", "ranks": 4, "bytes": 64 * MIB}
     ratios = _per(times(MPI4PY, "all_reduce", **four), times(FACADE, "all_reduce", **four))
     return [
         *collected,
@@ -215,9 +241,7 @@ def hidden(found: Results, caller: str, primitive: str, ranks: int) -> dict[int,
         for part in ("pure", "compute", "beside")
     )
     return {
-        size: Times(
-            [1 - each for each in beside[size].minus(compute[size]).over(pure[size]).seconds]
-        )
+        size: beside[size].minus(compute[size]).over(pure[size]).map(lambda shown: 1 - shown)
         for size in pure
     }
 

@@ -91,8 +91,8 @@ class Torch(bench_others.TorchApi):
         return all_of_them
 
 
-def _asynchronous(call: Call) -> Begin:
-    begun: Any = partial(call, async_op=True)
+def _asynchronous(call: Callable[..., Any]) -> Begin:
+    begun = partial(call, async_op=True)
     return lambda: begun().wait
 
 

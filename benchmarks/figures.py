@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from mpicoll.cli.bench_plot import COLOURS
+from mpicoll.cli.distance import UNKNOWN
 from mpicoll.cli.timing import Times
 from mpicoll.output import format_bytes
 
@@ -32,6 +33,7 @@ def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = 
 
     only: the names of figures to draw again; None for all. Those that are not there are drawn.
     """
+    found = [own for results in found for own in results.split().values()]
     folder.mkdir(parents=True, exist_ok=True)
     matplotlib.rcParams |= {
         "svg.fonttype": "none",  # text stays text
@@ -57,6 +59,12 @@ def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = 
             figure(found).savefig(path, metadata={"Date": None})
             drawn.append(name)
     return drawn
+
+
+def _title(results: Results) -> str:
+    """Return the MPI and how far the ranks were apart."""
+    known = results.distance not in (None, UNKNOWN)
+    return f"{results.mpi}, {results.distance}" if known else results.mpi
 
 
 def _grid(rows: int, titles: Sequence[str], what: str) -> tuple[Figure, Any]:
@@ -101,7 +109,7 @@ def _gigabytes(size: int, seconds: float) -> float:
 
 
 def _legend(figure: Figure, axes: Iterable[Any], columns: int) -> None:
-    named = {}
+    named: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         named |= dict(zip(labels, handles, strict=True))
@@ -110,7 +118,7 @@ def _legend(figure: Figure, axes: Iterable[Any], columns: int) -> None:
 
 def _sizes(found: Sequence[Results], primitive: str) -> Figure:
     """Draw time and bandwidth of a collective by size."""
-    figure, axes = _grid(2, [each.mpi for each in found], f"{primitive} of float32, two ranks")
+    figure, axes = _grid(2, list(map(_title, found)), f"{primitive} of float32, two ranks")
     for column, results in zip(axes.T, found, strict=True):
         for caller, style in STYLES.items():
             times = results.by_size(section="sizes", case=caller, primitive=primitive)
@@ -126,7 +134,7 @@ def _sizes(found: Sequence[Results], primitive: str) -> Figure:
 
 def _dtypes(found: Sequence[Results]) -> Figure:
     """Draw bandwidth of all_reduce by dtype."""
-    figure, axes = _grid(1, [each.mpi for each in found], "all_reduce by dtype, two ranks")
+    figure, axes = _grid(1, list(map(_title, found)), "all_reduce by dtype, two ranks")
     for axis, results in zip(axes[0], found, strict=True):
         for caller in (MPI4PY, FACADE, GLOO):
             for dtype, line in DTYPES.items():

@@ -17,8 +17,11 @@ With --json everything is written, every sample too:
 
     machine, date, mpi, versions, reductions, ranks    what ran
     left out       what could not be measured, with the reason
+    distance       how far the ranks' processors were apart, in words
     measurements   section, case (caller), primitive, ranks, bytes (of the larger array of a rank),
-                   dtype, median, spread, seconds (of each repetition), and in some sections more:
+                   dtype, distance (of the ranks: of a point there is a measurement for each that
+                   occurred), median, spread, seconds (of each repetition), turns (their numbers:
+                   those of one turn are compared), and in some sections more:
                    many: count of tensors, how; overlap: part; ddp: bucket (MB), how;
                    memory: extra (bytes) instead of times
 

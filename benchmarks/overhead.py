@@ -1,7 +1,7 @@
 """What a call costs, whatever it moves.
 
     python benchmarks/overhead.py [calls]
-    mpirun -n 2 python benchmarks/overhead.py comparing|reduction|dispatching
+    mpirun -n 2 python benchmarks/overhead.py comparing|reduction|reproducible|dispatching
 
 calls        microseconds a call of 4 bytes, on one rank by default: mpicoll's functions, and the
              backend under torch where it is installed. The least of many samples, for what makes a
@@ -9,6 +9,8 @@ calls        microseconds a call of 4 bytes, on one rank by default: mpicoll's f
              on what PYTHONPATH names, which needs no more than a mpicoll/cli/timing.py
 comparing    all_reduce by the number of calls from one comparison of the ranks' calls to the next
 reduction    two arrays combined on one rank: the C library, NumPy, and plain np.add
+reproducible all_reduce of 16 MiB in groups whose reductions give the same bits again. Aims: order
+             1.1 times as long as the default, exact 3 times
 dispatching  the way from PyTorch 2.15 or newer to the backend: as it is, through torch's
              dispatcher, recorded by its flight recorder, in a group of several backends
 
@@ -32,15 +34,21 @@ from mpi4py import MPI
 import mpicoll
 from mpicoll.cli.timing import Call, Effort, Timer, Times
 
+#: As ``Times.split`` names it; ``calls`` runs on what knows no distances.
+UNKNOWN = "unknown"
+
 
 def show(what: str, times: Mapping[str, Times]) -> None:
-    """Print, on rank 0, a line for each case."""
+    """Print, on rank 0, a line for each case, by how far the ranks were apart."""
     if MPI.COMM_WORLD.Get_rank() != 0:
         return
-    print(what)
     first = next(iter(times.values()))
-    for name, each in times.items():
-        print(f"{name:34}{each.text(1e-6, 8)} us  {each.over(first).text(1, 6)}", flush=True)
+    for distance in first.split():
+        print(what if distance == UNKNOWN else f"{what}, {distance}")
+        for name, each in times.items():
+            own, ratio = (one.split().get(distance) for one in (each, each.over(first)))
+            texts = [own.text(1e-6, 8) if own else "-", ratio.text(1, 6) if ratio else "-"]
+            print(f"{name:34}{' us  '.join(texts)}", flush=True)
 
 
 def calls(timer: Timer, effort: Effort) -> None:
@@ -62,7 +70,7 @@ def calls(timer: Timer, effort: Effort) -> None:
     one, many = np.zeros(1, np.float32), np.zeros(mpicoll.get_world_size(), np.float32)
     cases = {
         "all_reduce": lambda: mpicoll.all_reduce(one),
-        "all_reduce, asynchronous": lambda: mpicoll.all_reduce(one, async_op=True).wait(),
+        "all_reduce, asynchronous": lambda: mpicoll.all_reduce(one, async_op=True).wait(),  # type: ignore[union-attr]
         "broadcast": lambda: mpicoll.broadcast(one, 0),
         "all_gather_single": lambda: mpicoll.all_gather_single(many, one),
         "reduce_scatter_single": lambda: mpicoll.reduce_scatter_single(one, many),
@@ -93,10 +101,8 @@ def comparing(timer: Timer, effort: Effort) -> None:
             for stride in (0, 1, 8, 16, 32, 64, 128)
         }
         times = timer.measure(cases, effort)
-        per_call = {
-            name: Times([took / _CALLS for took in each.seconds]) for name, each in times.items()
-        }
-        show("shared memory" if group.shared else "by MPI", per_call)
+        per_call = {name: each.map(lambda took: took / _CALLS) for name, each in times.items()}
+        show("shared memory" if group.resources.find("shared") else "by MPI", per_call)
     mpicoll.destroy_process_group()
 
 
@@ -142,6 +148,27 @@ def reduction(timer: Timer, effort: Effort) -> None:
     kernels._compiled = compiled
 
 
+def reproducible(timer: Timer, effort: Effort) -> None:
+    """Print all_reduce of 16 MiB, by dtype and level."""
+    from mpicoll.core.reproducible import LEVELS
+
+    mpicoll.init_process_group()
+    groups = {}
+    for level in (None, *LEVELS):
+        group = mpicoll.new_group(reproducible=level)
+        assert isinstance(group, mpicoll.ProcessGroup)
+        groups[level or "default"] = group
+    for dtype in (np.float32, np.float64):
+        # Zeros, as sums in place would grow: no loop looks at what it adds, but for overflow.
+        arrays = {level: np.zeros((16 << 20) // dtype().itemsize, dtype) for level in groups}
+        cases = {
+            level: partial(mpicoll.all_reduce, arrays[level], group=group)
+            for level, group in groups.items()
+        }
+        show(f"16 MiB of {dtype.__name__}", timer.measure(cases, effort))
+    mpicoll.destroy_process_group()
+
+
 def dispatching(timer: Timer, effort: Effort) -> None:
     """Print torch's all_reduce of 4 bytes, in a group for each way."""
     import torch
@@ -175,7 +202,9 @@ def dispatching(timer: Timer, effort: Effort) -> None:
     dist.destroy_process_group()
 
 
-SUBJECTS = {each.__name__: each for each in (calls, comparing, reduction, dispatching)}
+SUBJECTS = {
+    each.__name__: each for each in (calls, comparing, reduction, reproducible, dispatching)
+}
 
 
 def main() -> None:

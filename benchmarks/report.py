@@ -11,14 +11,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aims
 from aims import FACADE, GLOO, KIB, MIB, MPI4PY, TORCH, Aim, Results
 
-from mpicoll.cli.timing import Times, format_seconds
+from mpicoll.cli.distance import DISTANCES, FAR, NEAR, UNKNOWN
+from mpicoll.cli.timing import format_seconds
 from mpicoll.output import format_bytes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -47,17 +49,28 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def aims_table(found: Sequence[Results]) -> list[str]:
-    """Return the aims beside what was measured with each MPI."""
-    every = [{aim.name: aim for aim in aims.aims(results)} for results in found]
+    """Return the aims beside what was measured with each MPI, near and far."""
+    every = [
+        {distance: {aim.name: aim for aim in aims.aims(own)} for distance, own in each.items()}
+        for each in (results.split() for results in found)
+    ]
+    lists = [own for each in every for own in each.values()]
     first: dict[str, Aim] = {}
-    for each in sorted(every, key=len, reverse=True):  # not all is asked of every MPI
+    for each in sorted(lists, key=len, reverse=True):  # not all is asked of every MPI
         for name, aim in each.items():
             first.setdefault(name, aim)
-    heads = ["two ranks", "aim", *(results.mpi for results in found)]
-    rows = [
-        [name, aim.asked, *(aim_cell(each[name]) if name in each else "-" for each in every)]
-        for name, aim in first.items()
-    ]
+    heads = ["two ranks", "distance", "aim", *(results.mpi for results in found)]
+    rows = []
+    for name, aim in first.items():
+        cells = {
+            distance: [each.get(distance, {}).get(name) for each in every] for distance in DISTANCES
+        }
+        # One at which nothing was measured is not told of, unless there is no other.
+        told = [d for d, own in cells.items() if any(a and a.met is not None for a in own)]
+        noted = [d for d, own in cells.items() if any(own)][:1]
+        for distance in told or noted:
+            texts = ["-" if each is None else aim_cell(each) for each in cells[distance]]
+            rows.append([name, key_cell("distance", distance), aim.asked, *texts])
     return table(heads, rows)
 
 
@@ -72,8 +85,9 @@ def aim_cell(aim: Aim) -> str:
 
 def section_table(found: Sequence[Results], section: str, keys: Sequence[str]) -> list[str]:
     """Return all measurements of a section: median, and the spread in percent of it."""
+    keys = (*keys, "distance")
     every = [results.find(section=section) for results in found]
-    rows = dict.fromkeys(tuple(one[key] for key in keys) for each in every for one in each)
+    rows = rows_of(every, keys)
     heads, columns = list(keys), []
     for results, each in zip(found, every, strict=True):
         cells = {(one["case"], *(one[key] for key in keys)): cell(one) for one in each}
@@ -82,6 +96,17 @@ def section_table(found: Sequence[Results], section: str, keys: Sequence[str]) -
             columns.append([cells.get((case, *row), "-") for row in rows])
     named = [[key_cell(k, v) for k, v in zip(keys, row, strict=True)] for row in rows]
     return table(heads, [[*name, *more] for name, *more in zip(named, *columns, strict=True)])
+
+
+def rows_of(
+    measured: Iterable[Iterable[dict[str, Any]]], keys: Sequence[str]
+) -> list[tuple[Any, ...]]:
+    """Return what names the rows of measurements, in their order; the distances, which are the last
+    of the keys, side by side.
+    """
+    rows = dict.fromkeys(tuple(one[key] for key in keys) for each in measured for one in each)
+    points = list(dict.fromkeys(row[:-1] for row in rows))
+    return [(*point, d) for point in points for d in DISTANCES if (*point, d) in rows]
 
 
 def cell(one: dict[str, Any]) -> str:
@@ -93,30 +118,30 @@ def cell(one: dict[str, Any]) -> str:
 
 def key_cell(key: str, value: Any) -> str:
     """Return a part of what names a row."""
+    if key == "distance" and value == UNKNOWN:
+        return "-"
     return format_bytes(value) if key == "bytes" else str(value)
 
 
 def overlap_table(found: Sequence[Results]) -> list[str]:
     """Return the share of calls that is hidden behind computation."""
-    points = dict.fromkeys(
-        (one["primitive"], one["ranks"], one["bytes"])
-        for results in found
-        for one in results.find(section="overlap")
-    )
+    keys = ("primitive", "ranks", "bytes", "distance")
+    points = rows_of([results.find(section="overlap") for results in found], keys)
     callers = (MPI4PY, FACADE, GLOO)
-    heads = [
-        "primitive",
-        "ranks",
-        "bytes",
-        *(f"{r.name}: {caller}" for r in found for caller in callers),
-    ]
+    heads = [*keys, *(f"{r.name}: {caller}" for r in found for caller in callers)]
+    every = [results.split() for results in found]
     rows = []
-    for primitive, ranks, size in points:
-        row = [primitive, str(ranks), format_bytes(size)]
-        for results in found:
+    for point in points:
+        primitive, ranks, size, distance = point
+        row = [key_cell(*pair) for pair in zip(keys, point, strict=True)]
+        for results in (each.get(distance) for each in every):
             for caller in callers:
-                share = aims.hidden(results, caller, primitive, ranks).get(size)
-                row.append(f"{share.median:.0%} +-{share.spread:.0%}" if share else "-")
+                shares = aims.hidden(results, caller, primitive, ranks) if results else {}
+                share = shares.get(size)
+                if share is not None and share.is_enough:
+                    row.append(f"{share.median:.0%} +-{share.spread:.0%}")
+                else:
+                    row.append("-")
         rows.append(row)
     return table(heads, rows)
 
@@ -128,12 +153,14 @@ SHOWN = (16, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 
 
 def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) -> list[str]:
-    """Return MPI's own time, mpicoll's, and how many times faster that is, by the values of keys.
+    """Return MPI's own time, mpicoll's, and how many times faster that is, by the values of keys
+    and how far the ranks were apart.
 
     chosen: what the measurements must have.
     """
+    keys = (*keys, "distance")
     every = [results.find(**chosen) for results in found]
-    rows = dict.fromkeys(tuple(one[key] for key in keys) for each in every for one in each)
+    rows = rows_of(every, keys)
     heads = list(keys)
     for results in found:
         heads += [f"{results.name}, its own", "mpicoll", "faster"]
@@ -152,13 +179,12 @@ def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) ->
 def beside(results: Results, wanted: dict[str, Any], other: str, caller: str) -> list[str]:
     """Return another's time, the own, and how many times faster that is, with its spread."""
     above, below = (
-        next((Times(one["seconds"]) for one in results.find(**wanted, case=case)), None)
+        next((aims.times_of(one) for one in results.find(**wanted, case=case)), None)
         for case in (other, caller)
     )
     cells = ["-" if each is None else format_seconds(each.median) for each in (above, below)]
-    if above is None or below is None:
+    if above is None or below is None or not (ratio := above.over(below)).is_enough:
         return [*cells, "-"]
-    ratio = above.over(below)
     return [*cells, f"{ratio.median:.2f} ±{ratio.spread:.2f}"]
 
 
@@ -179,14 +205,16 @@ def torch_table(found: Sequence[Results]) -> list[str]:
         (f"DDP step, buckets of {bucket:g} MB", {"section": "ddp", "bucket": bucket, "how": "DDP"})
         for bucket in (25.0, 4.0)
     ]
-    heads, lines = [""], []
+    heads, lines = ["", "distance"], []
     for results in found:
         heads += ["Gloo", results.mpi, "faster"]
     for name, wanted in rows:
-        cells = [name]
-        for results in found:
-            cells += beside(results, wanted, GLOO, TORCH)
-        lines.append(cells)
+        for distance in DISTANCES:
+            cells = [name, key_cell("distance", distance)]
+            for results in found:
+                cells += beside(results, wanted | {"distance": distance}, GLOO, TORCH)
+            if any(cell != "-" for cell in cells[2:]):
+                lines.append(cells)
     return table(heads, lines)
 
 
@@ -318,6 +346,7 @@ def about(results: Results) -> list[str]:
         f"{results.mpi}, {first['date']}: {machine['processors']} processors, "
         f"{machine['processor']}; {versions}; load before at most {load}",
         *(f"    left out: {what}" for what in results.left_out),
+        f"    {describe_distances(results)}",
     ]
     if any(record.get("quick") for record in results.records):
         lines.append("    MEASURED WITH --quick: a look, not to be relied on")
@@ -326,6 +355,14 @@ def about(results: Results) -> list[str]:
         ranks = ", ".join(map(str, crowded))
         lines.append(f"    more ranks than processors, which take turns: {ranks} ranks")
     return lines
+
+
+def describe_distances(results: Results) -> str:
+    """Return how far the ranks were apart, of all launches."""
+    occurred = Counter(each["distance"] for each in results.measurements if "seconds" in each)
+    parts = [f"{d} in {occurred[d]} measurements" for d in DISTANCES if d in occurred]
+    parts += [f"{d} did not occur" for d in (NEAR, FAR) if d not in occurred]
+    return f"distance of the ranks: {'; '.join(parts)}"
 
 
 def report(found: Sequence[Results]) -> list[str]:

@@ -17,6 +17,7 @@ from mpicoll import cli
 from mpicoll.cli.bench_calls import Buffers, Case, variants
 from mpicoll.cli.bench_measure import count_wrong
 from mpicoll.cli.bench_others import works_on_all
+from mpicoll.cli.distance import UNKNOWN
 from mpicoll.cli.timing import Call, Effort, Times, format_seconds
 from mpicoll.dtypes import DType
 from mpicoll.primitives import Primitive
@@ -90,13 +91,23 @@ class Session:
         self, section: str, name: str, primitive: str, size: int, dtype: str,
         times: Times | None = None, **more: Any,
     ) -> None:  # fmt: skip
-        """Add a measurement to the file."""
+        """Add a measurement to the file, or one for each distance of the ranks."""
         entry = {"section": section, "case": name, "primitive": primitive, **more}
         entry |= {"ranks": self.world.n, "bytes": size, "dtype": dtype}
+        entries = [entry]
         if times is not None:
-            entry |= {"median": times.median, "spread": times.spread}
-            entry["seconds"] = [float(f"{second:.4g}") for second in times.seconds]
-        self.results.setdefault("measurements", []).append(entry)
+            entries = [
+                {
+                    **entry,
+                    "distance": distance,
+                    "median": one.median,
+                    "spread": one.spread,
+                    "seconds": [float(f"{second:.4g}") for second in one.seconds],
+                    "turns": [sample.turn for sample in one.samples],
+                }
+                for distance, one in times.split().items()
+            ]
+        self.results.setdefault("measurements", []).extend(entries)
 
     def line(self, text: str = "") -> None:
         """Print a line, on rank 0."""
@@ -104,15 +115,23 @@ class Session:
             print(text, flush=True)
 
     def report(self, what: str, times: Mapping[str, Times]) -> None:
-        """Print a line with the medians of cases."""
-        medians = [f"{name} {format_seconds(each.median)}" for name, each in times.items()]
-        if len(medians) <= 5:
-            self.line(f"{what:<36}{'  '.join(medians)}")
-        else:
-            self.line("\n    ".join([what, *medians]))
+        """Print a line with the medians of cases, for each distance of the ranks."""
+        lines: dict[str, list[str]] = {}
+        for name, each in times.items():
+            for distance, one in each.split().items():
+                text = f"{name} {format_seconds(one.median)}"
+                lines.setdefault(distance, []).append(text)
+        for distance, medians in lines.items():
+            head = what if distance == UNKNOWN else f"{what}, {distance}"
+            if len(medians) <= 5:
+                self.line(f"{head:<36}{'  '.join(medians)}")
+            else:
+                self.line("\n    ".join([head, *medians]))
 
     def end(self, path: Path | None) -> None:
         """Write the file, on rank 0, and end the process group."""
+        self.results["distance"] = self.world.timer.describe_distances()
+        self.line(f"\n{self.results['distance']}")
         if path and self.world.me == 0:
             path.write_text(json.dumps(self.results, indent=1) + "\n")
         self.world.close()

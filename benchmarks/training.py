@@ -37,7 +37,7 @@ def make_step(network: nn.Module, batch: Tensor, divisor: int = 1) -> Call:
     return step
 
 
-def reduce_at_once(_, bucket):  # DDP refuses annotations that are text
+def reduce_at_once(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses text as annotations
     """Reduce, as a communication hook, before returning. It adds, as DDP's own does."""
     gradients = bucket.buffer()
     dist.all_reduce(gradients)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +18,7 @@ __all__ = [
     "DTYPES",
     "OPERATIONS",
     "DType",
+    "Factor",
     "Kind",
     "ReduceOp",
     "by_dlpack",
@@ -116,6 +117,17 @@ _ORDERED = frozenset({Kind.BOOL, Kind.INTEGER, Kind.FLOAT, Kind.NARROW_FLOAT})
 _DIVISIBLE = frozenset({Kind.FLOAT, Kind.NARROW_FLOAT, Kind.COMPLEX})
 
 
+#: What PREMUL_SUM multiplies by.
+Factor = int | float | complex
+
+
+class SupportsItem(Protocol):
+    """An array of one element, or a NumPy scalar."""
+
+    def item(self) -> Any:
+        """Return the element as a Python number."""
+
+
 class ReduceOp:
     """A reduce operation: ``ReduceOp.SUM``, ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``,
     ``BOR``, ``BXOR``, and ``ReduceOp.PREMUL_SUM(factor)``, which scales each rank's input first.
@@ -153,7 +165,7 @@ class ReduceOp:
         mpi: str,
         mpi_logical: str | None,
         code: int,
-        factor: Any = None,
+        factor: Factor | None = None,
         op: ReduceOp | None = None,
     ) -> None:
         self.name = name
@@ -166,7 +178,7 @@ class ReduceOp:
         self.factor = factor
         self.op = self if op is None else op
 
-    def __call__(self, factor: Any) -> ReduceOp:
+    def __call__(self, factor: Factor | SupportsItem) -> ReduceOp:
         """Make PREMUL_SUM with its factor.
 
         factor: a number, or an array of one element; an integer for integers. Ranks may have
@@ -198,7 +210,7 @@ class ReduceOp:
         return _reduce_op, (self.name, self.factor)
 
 
-def _reduce_op(name: str, factor: Any) -> ReduceOp:
+def _reduce_op(name: str, factor: Factor | None) -> ReduceOp:
     row: ReduceOp = getattr(ReduceOp, name)
     return row if factor is None else row(factor)
 

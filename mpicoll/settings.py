@@ -16,11 +16,13 @@ from mpicoll.errors import ArgumentError
 
 __all__ = [
     "ALLOW_SINGLETON",
+    "CALLS",
     "CUDA_AWARE",
     "DEBUG",
     "DEVICE_ROUTE",
     "INSTALL_AS",
     "KERNELS",
+    "REPRODUCIBLE",
     "SECRET",
     "SETTINGS",
     "SHARED_MEMORY",
@@ -102,6 +104,14 @@ KERNELS = _one_of(
     "MPICOLL_KERNELS", ("compiled", "numpy"),
     "numpy: reduces with NumPy instead of the C library, and shares no memory",
 )  # fmt: skip
+CALLS = _one_of(
+    "MPICOLL_CALLS", ("compiled", "python"),
+    "python: calls go their way in Python, not in the compiled module",
+)  # fmt: skip
+REPRODUCIBLE = _one_of(
+    "MPICOLL_REPRODUCIBLE", ("order", "exact"),
+    "reductions that give the same bits again, on all ranks alike; see Reproducible reductions",
+)  # fmt: skip
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", ("ipc", "direct", "mpi", "staged", "nccl"),
     "the route of device memory, the same on all ranks; see gpu.md",
@@ -125,8 +135,8 @@ INSTALL_AS = Setting(
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
-    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, KERNELS, DEVICE_ROUTE, CUDA_AWARE,
-    SECRET, ALLOW_SINGLETON, INSTALL_AS,
+    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
+    DEVICE_ROUTE, CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS,
 )  # fmt: skip
 
 

@@ -175,12 +175,12 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    out, err = (
+    printed, told = (
         "".join(path.read_text() for path in sorted(folder.glob(f"{kind}-*")))
         for kind in ("out", "err")
     )
     codes = [process.returncode for process in processes]
-    return Ended(codes, out, err, time.monotonic() - start, folder)
+    return Ended(codes, printed, told, time.monotonic() - start, folder)
 
 
 #: The process of this job's server.

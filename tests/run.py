@@ -6,13 +6,14 @@ Each MPI comes with the virtual environment that holds it. In each of them run
 
 - the tests of ``tests/`` itself, once, by plain pytest. A test that needs ranks starts them with
   the command in TEST_MPICOLL_MPIEXEC (split it with shlex, append ``-n N program``);
-- the tests of ``tests/mpi/``, under mpiexec, on 1, 2, 3 and 4 ranks;
-- those of ``tests/pytorch/``, where there is torch, likewise on 2 and 4 ranks.
+- the tests of ``tests/mpi/``, under mpiexec, on several numbers of ranks;
+- those of ``tests/pytorch/``, where there is torch, likewise.
 
-The first MPI runs all of that, the others less: see RANKS_OF_OTHERS. --brief, as in continuous
-integration, runs less with them still; --quick runs one MPI, the plain tests and 2 ranks, without
-the tests marked ``slow``. Other markers (pyproject.toml) say which tests one MPI is enough for, and
-which plain tests run in a process of their own because they mostly wait.
+RANKS says on which: every number of ranks comes, every MPI, and calls with and without their
+compiled module, but not each with each. --full runs every MPI on every number of ranks. --quick
+runs one MPI, the plain tests and 2 ranks, without the tests marked ``slow``. Other markers
+(pyproject.toml) say which tests one MPI is enough for, and which plain tests run in a process of
+their own because they mostly wait.
 
 What needs one processor (plain tests, 1 rank) runs a few launches at a time. A test that fails on
 one rank ends the launch on all of them, for the others could wait for it for ever. The run stops at
@@ -34,10 +35,11 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".cache" / "tests"
@@ -47,15 +49,29 @@ LOGS = ROOT / ".cache" / "tests"
 PLAIN, WAITS, MPI, TORCH = PARTS = "plain", "waits", "mpi", "torch"
 #: Where they are. What lies in a folder of another part belongs to that.
 PLACES = {PLAIN: "tests", WAITS: "tests", MPI: "tests/mpi", TORCH: "tests/pytorch"}
-#: Numbers of ranks, 0 for the plain tests, in the order in which they run.
-RANKS = [0, 1, 2, 3, 4]
-TORCH_RANKS = [2, 4]
-#: With the MPIs but the first; Intel MPI is of MPICH's family, and its jobs end like those.
-RANKS_OF_OTHERS = {"impi": [2]}
-OTHERS = [0, 2, 4]
-#: What is enough of the MPIs but the first, if it has to be brief: torch on 2 ranks.
-BRIEF_TORCH_RANKS = [2]
-QUICK = [0, 2]
+
+
+class Ranks(NamedTuple):
+    """Numbers of ranks in the order in which they run, 0 for the plain tests.
+
+    torch: those of the tests with torch.
+    settings: environment variables.
+    """
+
+    mpi: Sequence[int]
+    torch: Collection[int]
+    settings: Mapping[str, str] = {}
+
+
+#: With the first MPI, with Intel MPI, which is of MPICH's family, and with any other.
+FIRST, INTEL, OTHER = range(3)
+RANKS = {
+    FIRST: Ranks([0, 1, 2, 4], [2, 4]),
+    INTEL: Ranks([2], [2], {"MPICOLL_CALLS": "python"}),
+    OTHER: Ranks([0, 3], [2]),
+}
+FULL = Ranks([0, 1, 2, 3, 4], [2, 4])
+QUICK = Ranks([0, 2], [2])
 #: Launches on no more than one rank that run at the same time.
 AT_A_TIME = 2
 
@@ -98,6 +114,7 @@ class Launch:
     ranks: int  # 0: plain pytest
     part: str = PLAIN
     marks: str = ""  # which of its tests, as an expression of markers
+    settings: Mapping[str, str] = field(default_factory=dict)  # environment variables
     seconds: float = 0.0
     problem: str = ""
     passed: int = 0
@@ -144,6 +161,7 @@ class Launch:
             command = [*mpiexec, "-n", str(self.ranks), str(python), "-m", "mpi4py"]
             command += ["tests/rank.py", str(self.logs), "--exitfirst", *options]
         environment = os.environ | ENVIRONMENT | {"TEST_MPICOLL_MPIEXEC": shlex.join(mpiexec)}
+        environment |= self.settings
         start = time.perf_counter()
         code = self._wait(command, environment, timeout)
         self.seconds = time.perf_counter() - start
@@ -238,18 +256,21 @@ def plan_launches(
     mpi: str, first: bool, torch: bool, arguments: argparse.Namespace
 ) -> list[Launch]:
     """Return what to launch with one MPI: of the parts that pytest's arguments name, or of all."""
-    numbers = RANKS if first else RANKS_OF_OTHERS.get(mpi, OTHERS)
-    numbers = QUICK if arguments.quick else numbers
-    numbers = [0] if arguments.plain else arguments.ranks or numbers
-    brief = arguments.brief and not first and not arguments.ranks
+    chosen = RANKS[FIRST if first else INTEL if mpi == "impi" else OTHER]
+    if arguments.quick or arguments.full:
+        chosen = (QUICK if arguments.quick else FULL)._replace(settings=chosen.settings)
+    if arguments.ranks:
+        chosen = Ranks(arguments.ranks, {*arguments.ranks} & {*FULL.torch}, chosen.settings)
+    if arguments.plain:
+        chosen = Ranks([0], [], chosen.settings)
     named = set().union(*map(parts_of, arguments.pytest)) or set(PARTS)
     launches = []
-    for number in numbers:
-        parts = {PLAIN, WAITS} if number == 0 else {MPI}
-        if torch and number in (BRIEF_TORCH_RANKS if brief else TORCH_RANKS):
-            parts.add(TORCH)
+    for number in sorted({*chosen.mpi, *chosen.torch}):
+        parts = {TORCH} if torch and number in chosen.torch else set()
+        if number in chosen.mpi:
+            parts |= {PLAIN, WAITS} if number == 0 else {MPI}
         launches += [
-            Launch(mpi, number, part, choose_marks(part, first, arguments.quick))
+            Launch(mpi, number, part, choose_marks(part, first, arguments.quick), chosen.settings)
             for part in PARTS
             if part in parts & named
         ]
@@ -274,8 +295,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("environments", nargs="+", metavar="MPI=VENV")
     parser.add_argument("--ranks", type=int, nargs="+", help="these, and not the plain tests")
     parser.add_argument("--plain", action="store_true", help="the plain tests alone")
-    parser.add_argument("--brief", action="store_true",
-                        help="of the MPIs but the first, fewer numbers of ranks")  # fmt: skip
+    parser.add_argument("--full", action="store_true",
+                        help="every MPI on every number of ranks: twice the time")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
                         help="the first MPI alone, 2 ranks, no tests marked slow")  # fmt: skip
     parser.add_argument("--mpiexec", default="", help="instead of the one of the environment")

@@ -17,6 +17,7 @@ import pytest
 
 import mpicoll as dist
 from mpicoll import errors
+from mpicoll.kernels.calls import PythonCalls
 from mpicoll.launch.environment import SINGLETON, check_world
 from mpicoll.launch.launchers import LAUNCHERS, find_local_rank
 
@@ -159,7 +160,7 @@ def documented() -> dict[str, object]:
 
 
 #: What ProcessGroup has for the library alone.
-INSIDE = {"busy", "check_open", "close", "finish", "free", "give"}
+INSIDE = {"busy", "check_open", "close", "finish", "free", "give", *vars(PythonCalls)}
 
 
 def missing(function, name: str) -> list[str]:
@@ -254,7 +255,10 @@ def shape_of(function) -> list[tuple[str, str, object]]:
 
 
 #: Parameters that torch has not, behind those that it has, and by their names alone.
-MORE = {"init_process_group": [("comm", "KEYWORD_ONLY", None)]}
+MORE = {
+    "init_process_group": [("comm", "KEYWORD_ONLY", None), ("reproducible", "KEYWORD_ONLY", None)],
+    "new_group": [("reproducible", "KEYWORD_ONLY", None)],
+}
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in NO_SIGNATURE])

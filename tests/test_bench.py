@@ -12,7 +12,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from test_cli import LIMIT, needs_mpiexec
 from whole_jobs import made_by
 
 from mpicoll import cli
-from mpicoll.cli import bench, bench_calls, bench_check, bench_measure, bench_plot
+from mpicoll.cli import bench, bench_calls, bench_check, bench_measure, bench_plot, bench_table
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtype_of
 from mpicoll.kernels import reduction
@@ -73,8 +73,17 @@ def run(task: test_cli.Job, parameters: Mapping[str, Any], folder: Path) -> Ende
 
 # --- the table ----------------------------------------------------------------------------------
 
+#: Ranks that stay where they are: a case is one line.
+STILL = """
+from mpicoll.cli.distance import Distance
+def measure(self):
+    self._comm.Barrier()
+    return 45.0
+Distance.measure = measure
+Distance._share = lambda self, n: ""
+"""
 #: nccl-tests, doc/PERFORMANCE.md.
-FACTORS = {
+FACTORS: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("broadcast", "reduce", "scan", "exscan"), lambda n: 1),
     "all_reduce": lambda n: 2 * (n - 1) / n,
 }
@@ -95,6 +104,7 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
         name = result["primitive"]
         assert cells[:5] == [str(result[key]) for key in ("size", "count", "type", "redop", "root")]
         assert result["root"] == (root if name in ROOTED else -1)
+        assert cells[-1] == result["distance"] == "near"
         own = [result["out_of_place"], result["in_place"]]
         for told, shown in zip(own, (cells[5:9], cells[9:13]), strict=True):
             if told is None or name == "barrier":
@@ -106,7 +116,8 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
             time, algbw, busbw = numbers
             assert time == statistics.median(told["times"]) > 0
             assert algbw == pytest.approx(result["size"] / (time * 1e-6) / 1e9)
-            assert busbw == pytest.approx(algbw * FACTORS.get(name, lambda n: (n - 1) / n)(n))
+            factor = FACTORS[name](n) if name in FACTORS else (n - 1) / n
+            assert busbw == pytest.approx(algbw * factor)
         if name == "barrier":
             assert (result["size"], result["count"], result["type"]) == (0, 0, "none")
             continue
@@ -119,7 +130,9 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
         every = [one["busbw"] for line in lines for one in (line["out_of_place"], line["in_place"])
                  if one and one["busbw"] is not None]  # fmt: skip
         if every:
-            assert report["average_busbw"][row.name] == pytest.approx(sum(every) / len(every))
+            assert report["average_busbw"][row.name] == {
+                "near": pytest.approx(sum(every) / len(every))
+            }
             assert f"# Avg bus bandwidth    : {sum(every) / len(every):.4g}\n" in ended.out
             rounded = [line["size"] for line in lines]
             blocks = 1 if row.name in (*IN_PLACE, *ALIKE) else n
@@ -130,21 +143,22 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
 
 @needs_mpiexec
 @job("bench all -b 8 -e 3000 -f 16 -d bfloat16 --check -n 3 --repetitions 3 "
-     "--json $FOLDER/report.json", ranks=2)  # fmt: skip
+     "--json $FOLDER/report.json", ranks=2, site=STILL)  # fmt: skip
 def test_all_primitives_on_two_ranks(ended: Ended) -> None:
     check_table(ended, 2, 2, [8, 128, 2048], root=0)
 
 
 @needs_mpiexec
 @job("bench all -b 100 -e 90K -i 70000 -d double -r 2 -o avg -c 1 -w 0 -a 1 --async "
-     "--json $FOLDER/report.json", ranks=3)  # fmt: skip
+     "--json $FOLDER/report.json", ranks=3, site=STILL)  # fmt: skip
 def test_all_primitives_on_three_ranks(ended: Ended) -> None:
     check_table(ended, 3, 8, [100, 70100], root=2)
     assert "the mean of the ranks" in ended.out and "async_op=True" in ended.out
 
 
 @needs_mpiexec
-@job("bench all_reduce reduce -b 65K -e 65K -d all -o all -c -n 1 -w 0 --repetitions 1", ranks=3)
+@job("bench all_reduce reduce -b 65K -e 65K -d all -o all -c -n 1 -w 0 --repetitions 1", ranks=3,
+     site=STILL)  # fmt: skip
 def test_all_dtypes_and_operations(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
     names = {"PRODUCT": "prod"}
@@ -157,12 +171,13 @@ def test_all_dtypes_and_operations(ended: Ended) -> None:
 
 
 @needs_mpiexec
-@job("bench gather barrier -b 64 -e 64 --latency -n 25 --json $FOLDER/report.json", ranks=2)
+@job("bench gather barrier -b 64 -e 64 --latency -n 25 --json $FOLDER/report.json", ranks=2,
+     site=STILL)  # fmt: skip
 def test_latency(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
     names = ["min", "p50", "p90", "p99", "max"]
     heads = [line.split()[1:] for line in ended.out.splitlines() if re.match("# +size", line)]
-    assert heads[0][4:] == ["root", *names, "#wrong", *names, "#wrong"]
+    assert heads[0][4:] == ["root", *names, "#wrong", *names, "#wrong", "distance"]
     gather, barrier = ended.report["results"]
     for told in (gather["out_of_place"], gather["in_place"], barrier["out_of_place"]):
         values = [told[name] for name in names]
@@ -171,13 +186,65 @@ def test_latency(ended: Ended) -> None:
     assert "Avg bus bandwidth" not in ended.out and "Out of bounds" not in ended.out
 
 
+#: Ranks that move between the 13th measurement of their distance and the next one.
+MOVING = """
+from mpicoll.cli.distance import Distance
+def measure(self):
+    self._comm.Barrier()
+    self.count = getattr(self, "count", -1) + 1
+    return 45.0 if self.count < 13 else 165.0
+Distance.measure = measure
+Distance._share = lambda self, n: ""
+"""
+
+
+@needs_mpiexec
+@job("bench broadcast all_reduce -b 64 -e 64 --compare mpi4py -n 1 --repetitions 3 -c "
+     "--json $FOLDER/report.json", ranks=2, site=MOVING)  # fmt: skip
+def test_near_and_far(ended: Ended) -> None:
+    """Two calls take turns, with three measurements in a turn: three turns of broadcast are near.
+    Of all_reduce one is, too few for a line, so that three more are taken; during a sample of the
+    second the ranks move.
+    """
+    assert (ended.code, ended.err) == (0, ""), ended
+    near, far = ended.report["results"]
+    assert (near["distance"], far["distance"]) == ("near", "far")
+    assert [cells[-1] for cells in ended.lines] == ["near", "far"]
+    found = [sorted(len(one["times"]) for one in (line["in_place"], line["compare"]["mpi4py"]))
+             for line in (near, far)]  # fmt: skip
+    assert found == [[3, 3], [4, 5]]
+    assert ended.report["average_busbw"]["broadcast"].keys() == {"near"}
+    assert ended.report["average_busbw"]["all_reduce"].keys() == {"far"}
+    told = ["near (45 ns) in 8 of 18 samples", "far (165 ns) in 9 of 18 samples",
+            "dropped: 1, during which it changed"]  # fmt: skip
+    assert f"# distance of the ranks: {'; '.join(told)}\n" in ended.out
+
+
+def test_a_case_at_two_distances() -> None:
+    """Each has its line and its ratio; elements are checked once."""
+    results = [
+        {"distance": distance, "in_place": {"busbw": busbw, "wrong": wrong}, "out_of_place": None,
+         "compare": {}, "primitive": "all_reduce", "type": "float32"}
+        for distance, busbw, wrong in (("near", 3.0, 2), ("far", 1.0, None), ("near", 5.0, 0))
+    ]  # fmt: skip
+    assert bench_table.foot(results, True, False) == [
+        "# Out of bounds values : 2 FAILED",
+        "# Avg bus bandwidth    : 4 (near)",
+        "# Avg bus bandwidth    : 1 (far)",
+    ]
+    assert bench_table.averages(results[:1]) == {"near": 3.0}
+    (group, titles, _) = bench_table.heads(bench_table.columns(False, 8, ["mpi4py"]))
+    assert group.split() == ["#", "out-of-place", "in-place", "mpi4py"]
+    assert group.index("mpi4py") > titles.index("#wrong", titles.index("#wrong") + 1)
+
+
 # --- others beside ------------------------------------------------------------------------------
 
 
 @needs_mpiexec
 @needs_torch
 @job("bench all_reduce scatter -b 64 -e 64 -d bfloat16 --compare mpi4py,gloo -n 2 "
-     "--json $FOLDER/report.json", ranks=2)  # fmt: skip
+     "--json $FOLDER/report.json", ranks=2, site=STILL)  # fmt: skip
 def test_others_in_the_same_run(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
     reduced, scattered = ended.report["results"]
@@ -188,13 +255,13 @@ def test_others_in_the_same_run(ended: Ended) -> None:
                 assert told["time"] == statistics.median(told["times"])
                 assert told["ratio"] == pytest.approx(told["time"] / line[own]["time"]), name
     gloo, raw = reduced["compare"]["gloo"], scattered["compare"]["mpi4py"]
-    assert ended.lines[0][13:] == ["-", "-", f"{gloo['time']:.2f}", f"{gloo['ratio']:.2f}"]
+    assert ended.lines[0][13:-1] == ["-", "-", f"{gloo['time']:.2f}", f"{gloo['ratio']:.2f}"]
     assert ended.lines[1][13:15] == [f"{raw['time']:.2f}", f"{raw['ratio']:.2f}"]
 
 
 @needs_mpiexec
 @job("bench all_reduce scatter -b 64 -e 4K -f 64 -d float,bfloat16 --compare mpi4py --short -n 2 "
-     "-c --json $FOLDER/report.json", ranks=3)  # fmt: skip
+     "-c --json $FOLDER/report.json", ranks=3, site=STILL)  # fmt: skip
 def test_a_short_table(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
     for line, result in zip(ended.lines, ended.report["results"], strict=True):
@@ -204,9 +271,9 @@ def test_a_short_table(ended: Ended) -> None:
         assert line[:4] == [*size.split(), result["type"], f"{own:.2f}"]
         other = result["compare"]["mpi4py"]
         if reduces and result["type"] == "bfloat16":
-            assert other is None and line[4:] == ["refused", "-"]
+            assert other is None and line[4:] == ["refused", "-", "near"]
         else:
-            assert line[4:] == [f"{other['time']:.2f}", f"{other['ratio']:.2f}"]
+            assert line[4:] == [f"{other['time']:.2f}", f"{other['ratio']:.2f}", "near"]
     assert ended.out.count("# refused: MPI alone has no all_reduce of bfloat16\n") == 1
     assert "refused: MPI alone has no scatter" not in ended.out
     assert ended.out.count("0 OK") == 2 and "Avg" not in ended.out
@@ -277,7 +344,7 @@ collectives.all_reduce = all_reduce
 
 @needs_mpiexec
 @job("bench all_reduce broadcast -b 4 -e 64K -f 128 -d int16 -c -n 1 --json $FOLDER/report.json",
-     ranks=3, site=BREAK)  # fmt: skip
+     ranks=3, site=STILL + BREAK)  # fmt: skip
 def test_wrong_elements_are_counted(ended: Ended) -> None:
     assert ended.code == 1 and "Traceback" not in ended.err, ended
     assert [cells[12] for cells in ended.lines] == ["1"] * 3 + ["0"] * 3
@@ -329,7 +396,7 @@ def test_the_tolerance_is_narrow(name: str) -> None:
     (right,) = bench_check.expected(case_of("all_reduce", dtype, ReduceOp.SUM, n, 0, count))
     assert right.high is not None
     eps = 2.0**-7 if name == "bfloat16" else np.finfo(dtype.numpy).eps
-    low, high = (one.astype(np.complex128) for one in right)
+    low, high = (one.astype(np.complex128) for one in (right.low, right.high))
     assert (abs(high - low) <= np.sqrt(2) * (4 * n + 1) * eps * 2 * n).all()
     assert (low != 0).all()
 
@@ -368,7 +435,7 @@ def test_a_plot(ended: Ended) -> None:
 
 def measured(primitive: str, size: int, **told: Any) -> dict[str, Any]:
     line = {"primitive": primitive, "size": size, "type": "float32", "redop": "none",
-            "out_of_place": None, "in_place": None, "compare": {}}  # fmt: skip
+            "distance": "near", "out_of_place": None, "in_place": None, "compare": {}}  # fmt: skip
     return line | told
 
 
@@ -396,6 +463,14 @@ def test_lines_of_a_plot() -> None:
     }  # fmt: skip
     points = [(1 << 10, 0.25e9, 0.25e9), (1 << 20, 0.25e9, 0.25e9)]
     assert all(one == points for lines in found.values() for one in lines.values())
+
+
+def test_lines_of_a_plot_at_two_distances() -> None:
+    report = plotted()
+    report["results"] += [each | {"distance": "far"} for each in report["results"]]
+    (lines, _) = bench_plot._lines(report, bench_plot._measure(report)).values()
+    assert {line.label for line in lines} >= {"mpi4py, float32 near", "mpi4py, float32 far"}
+    assert len({line.kind for line in lines}) == 2
 
 
 @pytest.mark.parametrize(
@@ -535,7 +610,7 @@ def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
 
 @needs_mpiexec
 @job("bench all_reduce gather all_to_all barrier -b 4K -e 4K --device cuda --routes all -c -n 2 "
-     "--compare copy --json $FOLDER/report.json", ranks=2, site=SIMULATED_CUPY,
+     "--compare copy --json $FOLDER/report.json", ranks=2, site=STILL + SIMULATED_CUPY,
      environment={"MPICOLL_CUDA_AWARE": "full"})  # fmt: skip
 def test_routes_of_devices(ended: Ended) -> None:
     """Each in a group that takes it; what a rank lacks for the others is said."""
@@ -582,7 +657,7 @@ def test_the_group_of_a_route_takes_it(ended: Ended) -> None:
 
 @needs_mpiexec
 @job("bench all_reduce broadcast all_to_all_single -b 64K -e 64K -d float,bfloat16 --routes all "
-     "-c -n 2 --json $FOLDER/report.json", ranks=2)  # fmt: skip
+     "-c -n 2 --json $FOLDER/report.json", ranks=2, site=STILL)  # fmt: skip
 def test_routes_of_the_host(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
     found: dict[tuple[str, str], set[str]] = {}
@@ -617,7 +692,7 @@ registry.HOST["exchange"] = replace(exchange, build=build)
 
 @needs_mpiexec
 @job("bench all_reduce -b 64 -e 64 -d int32 --routes exchange,mpi -c -n 2 "
-     "--json $FOLDER/report.json", ranks=2, site=BREAK_EXCHANGE)  # fmt: skip
+     "--json $FOLDER/report.json", ranks=2, site=STILL + BREAK_EXCHANGE)  # fmt: skip
 def test_a_route_is_the_one_that_is_named(ended: Ended) -> None:
     """What goes wrong in it alone is counted, and ends the bench with 1."""
     assert ended.code == 1, ended

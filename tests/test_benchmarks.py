@@ -157,15 +157,51 @@ def test_mpis_side_by_side() -> None:
     lines = report.section_table([one, other], "sizes", ("primitive", "bytes"))
     assert len({len(line) for line in lines}) == 1
     assert [cells(line) for line in lines if "---" not in line] == [
-        ["primitive", "bytes", "MPICH: mpi4py", "MPICH: mpicoll", "Open MPI: mpicoll"],
-        ["broadcast", "1 KiB", "2 us 8%", "3 us 8%", "5 us 8%"],
-        ["broadcast", "1 MiB", "-", "-", "4 ms 8%"],
+        ["primitive", "bytes", "distance", "MPICH: mpi4py", "MPICH: mpicoll", "Open MPI: mpicoll"],
+        ["broadcast", "1 KiB", "-", "2 us 8%", "3 us 8%", "5 us 8%"],
+        ["broadcast", "1 MiB", "-", "-", "-", "4 ms 8%"],
     ]
     rows = {cells(line)[0]: cells(line)[1:] for line in report.aims_table([one, other])}
-    assert rows["two ranks"] == ["aim", "MPICH 5.0.2", "Open MPI 5.0.11"]
+    assert rows["two ranks"] == ["distance", "aim", "MPICH 5.0.2", "Open MPI 5.0.11"]
     name = "reduce_scatter_single 16 MiB: MPI's / mpicoll"
-    assert rows[name] == ["at least 5 x", "-", "not measured"]
+    assert rows[name] == ["-", "at least 5 x", "-", "not measured"]
     assert "left out" not in "\n".join(report.report([one, other]))
+
+
+def test_near_and_far() -> None:
+    """Each has its rows, with an aim for each; ratios are of samples of one turn."""
+    near, far = {"distance": "near"}, {"distance": "far"}
+    ours = measured("mpicoll", "all_reduce", 64 * MIB, 10e-3, **near)
+    one = results(
+        measured("mpi4py", "all_reduce", 64 * MIB, 30e-3, **near), ours,
+        measured("mpi4py", "all_reduce", 64 * MIB, 15e-3, **far),
+        measured("mpicoll", "all_reduce", 64 * MIB, 10e-3, **far),
+        measured("mpicoll", "broadcast", MIB, 1e-3, **far),
+    )  # fmt: skip
+    other = results(
+        measured("mpicoll", "broadcast", MIB, 2e-3, **near), mpi="Open MPI 5.0.11",
+    )  # fmt: skip
+    every = [cells(line) for line in report.section_table([one, other], "sizes",
+                                                          ("primitive", "bytes"))]  # fmt: skip
+    assert [row[2:] for row in every[2:]] == [
+        ["near", "30 ms 8%", "10 ms 8%", "-"], ["far", "15 ms 8%", "10 ms 8%", "-"],
+        ["near", "-", "-", "2 ms 8%"], ["far", "-", "1 ms 8%", "-"],
+    ]  # fmt: skip
+    name = "all_reduce 64 MiB: MPI_Allreduce / mpicoll"
+    rows = [cells(line)[1:] for line in report.aims_table([one, other]) if name in line]
+    assert rows == [
+        ["near", "at least 1.7 x", "3.00 +-0.00 met", "not measured"],
+        ["far", "at least 1.7 x", "1.50 +-0.00 MISSED", "-"],
+    ]
+    name = "all_reduce 256 MiB: MPI_Allreduce / mpicoll"
+    assert [cells(line)[1] for line in report.aims_table([one, other]) if name in line] == ["near"]
+    (row,) = map(cells, report.times_table([one], ("bytes",), **near)[2:])
+    assert row == ["64 MiB", "near", "30 ms", "10 ms", "3.00 ±0.00"]
+    assert "near in 1 measurements; far did not occur" in "\n".join(report.about(other))
+    ours["turns"] = [5, 6, 7, 8, 0]  # one turn is in both: too few for a ratio
+    few = results(*one.measurements[:1], ours)
+    (row,) = map(cells, report.times_table([few], ("bytes",))[2:])
+    assert row == ["64 MiB", "near", "30 ms", "10 ms", "-"]
 
 
 def test_the_pages_have_the_marks(tmp_path: Path) -> None:
@@ -188,11 +224,11 @@ def test_the_pages_have_the_marks(tmp_path: Path) -> None:
         (tmp_path / name).read_text() for name in ("performance.md", "pytorch.md")
     )
     rows = [cells(line) for line in performance.splitlines()]
-    assert ["all_reduce", "1 MiB", "6 ms", "2 ms", "3.00 ±0.00"] in rows
-    assert ["bfloat16", "1 MiB", "-", "3 ms", "-"] in rows
+    assert ["all_reduce", "1 MiB", "-", "6 ms", "2 ms", "3.00 ±0.00"] in rows
+    assert ["bfloat16", "1 MiB", "-", "-", "3 ms", "-"] in rows
     assert not any("512 KiB" in row for row in rows)  # not of the sizes that are shown
     (row,) = (row for row in map(cells, torch.splitlines()) if row[0] == "all_reduce 1 MiB")
-    assert row[1:4] == ["8 ms", "2 ms", "4.00 ±0.00"]
+    assert row[1:5] == ["-", "8 ms", "2 ms", "4.00 ±0.00"]
     assert report.publish([one], tmp_path) == set()
     assert (tmp_path / "performance.md").read_text() == performance
     slower = {"median": 9e-3, "seconds": [9e-3] * 5}
@@ -275,7 +311,8 @@ def test_a_small_run(tmp_path: Path) -> None:
     for one in record["measurements"]:
         assert one["median"] == pytest.approx(statistics.median(one["seconds"]), rel=1e-3)
         assert one["median"] > 0 and one["spread"] >= 0 and one["ranks"] == 2
-        assert len(one["seconds"]) >= 5
+        assert len(one["turns"]) == len(one["seconds"]) >= 5
+        assert one["distance"] in ("near", "far", "unknown", "mixed")
         key = one["primitive"], one["bytes"], one["dtype"]
         kinds.setdefault(f"{one['section']} {one['case']}", set()).add(key)
     blocks = {"all_reduce": 1, "broadcast": 1, "all_gather_single": 2, "reduce_scatter_single": 2,
@@ -331,7 +368,7 @@ def test_memory_of_one_call(tmp_path: Path) -> None:
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("subject", ["calls", "reduction"])
+@pytest.mark.parametrize("subject", ["calls", "reduction", "reproducible"])
 def test_overhead(subject: str) -> None:
     done = subprocess.run(
         [*MPIEXEC, "-n", "1", sys.executable, ROOT / "benchmarks" / "overhead.py", subject,
@@ -339,7 +376,7 @@ def test_overhead(subject: str) -> None:
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    name = {"calls": "all_gather_single", "reduction": "np.add"}[subject]
+    name = {"calls": "all_gather_single", "reduction": "np.add", "reproducible": "exact"}[subject]
     found = [line for line in done.stdout.splitlines() if line.startswith(name)]
     assert found and all(" us" in line for line in found), done
 

@@ -27,9 +27,11 @@ from whole_jobs import made_by
 import mpicoll
 from mpicoll import cli
 from mpicoll.cli import doctor
+from mpicoll.cli.distance import Pair
 from mpicoll.cli.doctor_advice import advise
 from mpicoll.cli.doctor_facts import Findings
-from mpicoll.cli.doctor_machine import Place, format_ranges
+from mpicoll.cli.doctor_machine import Place, describe_distance, format_ranges
+from mpicoll.kernels.library import kernels
 from mpicoll.primitives import PRIMITIVES
 
 pytest_plugins = ["whole_jobs"]
@@ -278,6 +280,9 @@ def test_doctor_on_ranks(ended: Ended) -> None:
     assert each["NumPy"] == np.__version__ and each["ml_dtypes"] == ml_dtypes.__version__
     crowded = any("they take turns" in each["text"] for each in found["advice"])
     assert crowded == (allowed < 3)
+    (distance,) = {each["distance"] for each in found["ranks"]}
+    expected = " ns" if not crowded else "unknown: there are more ranks than processors"
+    assert expected in distance or "C library" in distance or "busy" in distance
     assert not any("alone" in each["text"] for each in found["advice"])
     assert found["routes"]["device"] == {}
     routes = found["routes"]["host"]
@@ -412,6 +417,36 @@ def test_advice(seen: Findings, wrong: bool | None, words: str) -> None:
     given = advise(seen)
     assert [bad for bad, _ in given] == ([] if wrong is None else [wrong]), given
     assert all(words in text for _, text in given), given
+
+
+def pair(a: int, b: int, *latencies: float) -> Pair:
+    return Pair((a, b), list(latencies))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ("why", "unknown: why"),
+        ([pair(0, 1, 44, 45, 170)], "45 ns between ranks 0 and 1: they share a cache (near)"),
+        ([pair(0, 1, 45), pair(0, 2, 50)], "50 ns between ranks 0 and 2: all ranks share a cache"),
+        ([pair(0, 1, 45), pair(4, 5, 165)], "165 ns between ranks 4 and 5: they share no"),
+        (
+            [pair(0, 1, 45, 160, 44, 165), pair(0, 2, 300)],
+            "44 to 165 ns: ranks 0-1 move between processors that share a cache (near) and others",
+        ),
+    ],
+)  # fmt: skip
+def test_distance_in_words(pairs: list[Pair] | str, words: str) -> None:
+    if kernels is not None:
+        assert describe_distance(pairs).startswith(words)
+
+
+def test_advice_to_ranks_that_move() -> None:
+    seen = Findings([facts()] * 3, places=[place(0, 1), place(2), place(0, 1)], moving={0, 1})
+    ((bad, text),) = advise(seen)
+    assert not bad and text.startswith("rank 0: they move between near and far processors")
+    seen.moving = {1}
+    assert not advise(seen), "it is bound"
 
 
 def test_facts_that_differ_are_told_by_rank() -> None:

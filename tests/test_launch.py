@@ -205,7 +205,7 @@ def test_cycles_in_one_process(ended: Ended) -> None:
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[list[str], list[str]]]:
+def nodes() -> Iterator[tuple[list[str], ...]]:
     """What starts a command on each of two nodes: network namespaces with host names of their own,
     at 10.77.0.1 and 10.77.0.2.
     """
@@ -245,7 +245,7 @@ def nodes() -> Iterator[tuple[list[str], list[str]]]:
 @pytest.mark.parametrize(
     "how", ["'tcp://10.77.0.1:$PORT'", "'file://$FOLDER/meet'"], ids=["tcp", "file"]
 )
-def test_two_nodes(how: str, nodes: tuple[list[str], list[str]], tmp_path: Path) -> None:
+def test_two_nodes(how: str, nodes: tuple[list[str], ...], tmp_path: Path) -> None:
     script = f"""
     import socket
     dist.init_process_group(init_method={how}, timeout=30)

@@ -115,7 +115,8 @@ open(sys.argv[1], "w").write('"went on"')
 def _run(script: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(script)
     told = tmp_path / "told"
-    command = [*MPIEXEC, *SURVIVES, "-n", "5", sys.executable, tmp_path / "job.py", told]
+    command: list[str | Path] = [*MPIEXEC, *SURVIVES, "-n", "5", sys.executable]
+    command += [tmp_path / "job.py", told]
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
     )

@@ -81,7 +81,7 @@ def test_bytes_in_caches_and_in_memory() -> None:
     assert model.moved(10, byte, model.CACHE, 1) == pytest.approx(20)
     assert model.moved(10, byte, 1e15, 1) == pytest.approx(30)
     # As many ranks as memory cannot serve share it.
-    ranks = 10 * model.MEMORY
+    ranks = round(10 * model.MEMORY)
     assert model.moved(10, byte, 1e15, ranks) == pytest.approx(10 * 2 * 10)
 
 

@@ -23,7 +23,9 @@ class Hold(ctypes.Structure):
     _fields_ = (
         ("base", ctypes.c_void_p),
         ("slot", ctypes.c_size_t),
-        *((name, ctypes.c_uint32) for name in ("n", "me", "round", "calls", "looks")),
+        *((name, ctypes.c_uint32) for name in ("n", "me", "round", "calls", "looks", "left")),
+        *((name, ctypes.c_uint32) for name in ("measurements", "latency", "far")),
+        ("until", ctypes.c_uint64),
     )
 
 

@@ -15,7 +15,7 @@ from mpicoll.primitives import by_name as primitives
 pytestmark = pytest.mark.any_mpi
 
 
-def test_every_kind_has_its_own_number():
+def test_every_kind_has_its_own_number() -> None:
     dtypes = [None, by_name["float32"], by_name["int8"]]
     kinds = {
         signature.encode_kind(primitive, dtype, op, root, on_device)
@@ -30,7 +30,7 @@ def test_every_kind_has_its_own_number():
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "barrier", "all_to_all"])
-def test_words(name):
+def test_words(name: str) -> None:
     row = primitives[name]
     op = ReduceOp.SUM if row.reduces else None
     dtype = None if name == "barrier" else by_name["int8"]
@@ -46,7 +46,7 @@ def test_words(name):
     )
 
 
-def test_words_of_lists_and_tasks():
+def test_words_of_lists_and_tasks() -> None:
     kind = signature.encode_kind(primitives["all_reduce"], by_name["int8"], None, signature.LIST)
     number = signature.encode_list([4, 4, 9])
     assert signature.describe(kind, number).endswith("a list of int8 with 2 x 4, 1 x 9 elements")
@@ -56,13 +56,13 @@ def test_words_of_lists_and_tasks():
     assert signature.describe(signature.with_root(kind, -1), number) == "gather_object"
 
 
-def test_threads_have_the_sizes_of_lists_in_common():
+def test_threads_have_the_sizes_of_lists_in_common() -> None:
     """Each thread may have a group of its own."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    wrong = []
+    wrong: list[BaseException] = []
 
-    def work(first):
+    def work(first: int) -> None:
         try:
             for i in range(30000):
                 signature.encode_list([first, i])

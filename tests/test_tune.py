@@ -47,15 +47,24 @@ pytestmark = pytest.mark.any_mpi
 SIZES = [0, *(16 << i for i in range(10))]
 
 
-def figures(spread=0.0, sizes=SIZES, **times):
-    """By size and route, from the times of each route in microseconds, one for each size."""
+def figures(spread=0.0, sizes=SIZES, distance="near", **times):
+    """By size, distance and route, from the times of each route in microseconds, one for each
+    size.
+    """
     return {
         size: {
-            route: Figure(*(1e-6 * took[i] * part for part in (1 - spread, 1, 1 + spread)))
-            for route, took in times.items()
+            distance: {
+                route: Figure(*(1e-6 * took[i] * part for part in (1 - spread, 1, 1 + spread)))
+                for route, took in times.items()
+            }
         }
         for i, size in enumerate(sizes)
     }
+
+
+def near_and_far(near, far):
+    """Both, where both were measured."""
+    return {size: near.get(size, {}) | far.get(size, {}) for size in sorted({*near, *far})}
 
 
 FLAT = [10.0] * 11
@@ -146,8 +155,9 @@ def cost(found, way, usual):
     """By the words of the rule, of one way through all sizes; and how many are not as usual."""
     total = 0.0
     for size, route in zip(found, way, strict=True):
-        best = min(found[size].values(), key=lambda one: one.median)
-        own = found[size][route]
+        (by_route,) = found[size].values()
+        best = min(by_route.values(), key=lambda one: one.median)
+        own = by_route[route]
         if own.median > CLEAR * best.median and own.low > best.high:
             total += min(log(own.median / best.median), MOST * log(WORTH))
     ways, usuals = (pairwise([usual[0], *each]) for each in (way, usual))
@@ -172,8 +182,8 @@ def test_no_other_way_costs_less():
         steps = choose_steps(found, before)
         way = [tuning.route_at(steps, size) for size in sizes]
         allowed = [
-            [route for route in "abc" if found[size][route].median
-             <= CLEAR * found[size][default].median]
+            [route for route in "abc" if found[size]["near"][route].median
+             <= CLEAR * found[size]["near"][default].median]
             for size, default in zip(sizes, usual, strict=True)
         ]  # fmt: skip
         least = min(cost(found, each, usual) for each in product(*allowed))
@@ -225,14 +235,57 @@ def test_what_changed():
         found, default, ((0, "shared"), (64, "mpi"), (256, "shared"), (4096, "mpi"))
     )
     assert told == [
-        Change(0, 64, "mpi", "shared", pytest.approx(1.26, abs=0.01)),
-        Change(256, 1024, "mpi", "shared", pytest.approx(1)),
-        Change(4096, None, "shared", "mpi", pytest.approx(1)),
+        Change(0, 64, "mpi", "shared", {"near": pytest.approx(1.26, abs=0.01)}),
+        Change(256, 1024, "mpi", "shared", {"near": pytest.approx(1)}),
+        Change(4096, None, "shared", "mpi", {"near": pytest.approx(1)}),
     ]
     assert find_changes(found, default, default) == []
     had = figures(mpi=FLAT, exchange=FLAT)
     told = find_changes(had, ((0, "shared"), (64, "mpi")), ((0, "exchange"),))
-    assert told == [Change(0, None, "mpi", "exchange", pytest.approx(1))]
+    assert told == [Change(0, None, "mpi", "exchange", {"near": pytest.approx(1)})]
+
+
+def test_the_smallest_regret_over_both_distances():
+    """Of routes that the default does not have, since none may be slower than it: here it is slow.
+    At the first five sizes shared is 4 times slower than mpi when far, and mpi 3 times slower than
+    shared when near; from then on the other way round.
+    """
+    near = figures(a=[90.0] * 11, mpi=[30.0] * 5 + [40.0] * 6, shared=FLAT)
+    far = figures(distance="far", a=[90.0] * 11, mpi=FLAT, shared=[40.0] * 5 + [30.0] * 6)
+    usual = ((0, "a"),)
+    costly = {size: {**by} for size, by in near_and_far(near, far).items()}
+    # More than MOST steps count alike: the ratios have to be small to be told apart.
+    small = {
+        size: {
+            distance: {
+                route: Figure(*((one.median ** 0.1,) * 3)) for route, one in by_route.items()
+            }
+            for distance, by_route in by.items()
+        }
+        for size, by in costly.items()
+    }  # fmt: skip
+    assert choose_steps(small, usual) == ((0, "mpi"), (SIZES[5], "shared"))
+    assert choose_steps({s: {"near": by["near"]} for s, by in small.items()}, usual) == (
+        (0, "shared"),
+    )
+    assert choose_steps({s: {"far": by["far"]} for s, by in small.items()}, usual) == ((0, "mpi"),)
+
+
+def test_never_slower_than_the_default_at_either_distance():
+    """However much faster at the other."""
+    near = figures(mpi=FLAT, shared=[2.0] * 11)
+    far = figures(distance="far", mpi=FLAT, shared=[CLEAR * 10.1] * 11)
+    assert choose_steps(near_and_far(near, far), ((0, "mpi"),)) == ((0, "mpi"),)
+    assert choose_steps(near, ((0, "mpi"),)) == ((0, "shared"),)
+    some = near_and_far(near, {size: far[size] for size in SIZES[4:]})
+    assert choose_steps(some, ((0, "mpi"),)) == ((0, "shared"), (SIZES[4], "mpi"))
+
+
+def test_what_changed_at_each_distance():
+    near = figures(mpi=FLAT, shared=[5.0] * 11)
+    far = figures(sizes=SIZES[:3], distance="far", mpi=FLAT, shared=[8.0] * 11)
+    (change,) = find_changes(near_and_far(near, far), ((0, "mpi"),), ((0, "shared"),))
+    assert change.gains == {"near": pytest.approx(2), "far": pytest.approx(1.25)}
 
 
 def test_how_far_times_spread():
@@ -257,7 +310,7 @@ class Written:
     def end(self, by_kind, last, sizes=(8, 8192), **options):
         """The exit code of the end of a run."""
         given = {"json": None, "force": False, "dry_run": False, "sizes": list(sizes), **options}
-        outcome = Outcome(by_kind, dict.fromkeys(by_kind, last), 5)
+        outcome = Outcome(by_kind, dict.fromkeys(by_kind, last), 5, "distance: told")
         target = tune._Target(self.path, True, True)
         kinds = list(by_kind) or ["gather"]
         return tune._finish(SETTING, outcome, kinds, argparse.Namespace(**given), target)
@@ -274,13 +327,18 @@ def written(tmp_path, monkeypatch):
 
 
 def any_figures(kind, sizes, chance):
-    """Of every route, at random: ties, small and large differences, narrow and wide spreads."""
+    """Of every route, at random: ties, small and large differences, narrow and wide spreads, one
+    or two distances of the ranks.
+    """
     return {
         size: {
-            route: Figure(took * (1 - spread), took, took * (1 + spread))
-            for route in tuning.eligible_routes(kind, "node")
-            for took, spread in [(chance.choice([10, 10.3, 11, 13, 20]) * chance.uniform(0.9, 1.1),
-                                  chance.choice([0, 0.02, 0.2]))]
+            distance: {
+                route: Figure(took * (1 - spread), took, took * (1 + spread))
+                for route in tuning.eligible_routes(kind, "node")
+                for took, spread in [(chance.choice([10, 10.3, 11, 13, 20])
+                                      * chance.uniform(0.9, 1.1), chance.choice([0, 0.02, 0.2]))]
+            }
+            for distance in chance.choice([["near"], ["far"], ["near", "far"], ["unknown"]])
         }
         for size in sizes
     }  # fmt: skip
@@ -309,9 +367,10 @@ def test_no_table_has_a_route_that_was_measured_as_slower(written, monkeypatch, 
     for kind, figures in found.items():
         steps = written.table().row(kind, 2)["node"]
         for size in sizes:
-            median = {route: one.median for route, one in figures[size].items()}
-            most = CLEAR * median[tuning.route_at(usual[kind], size)]
-            assert median[tuning.route_at(steps, size)] <= most
+            for by_route in figures[size].values():
+                median = {route: one.median for route, one in by_route.items()}
+                most = CLEAR * median[tuning.route_at(usual[kind], size)]
+                assert median[tuning.route_at(steps, size)] <= most
         for size in {0, 98, 99, max(first - 1, 0), last + 1, 2 * last, 1 << 40}:
             if not first <= size <= last:
                 assert tuning.route_at(steps, size) == tuning.route_at(usual[kind], size), (
@@ -329,6 +388,20 @@ def test_no_table_has_a_route_that_was_measured_as_slower(written, monkeypatch, 
 #: Of a kind for which the default is memory that the ranks share.
 CALM = {"all_reduce": figures(0.02, mpi=[5.0] * 11, shared=FLAT)}
 NOISY = {"all_reduce": figures(0.12, mpi=[5.0] * 11, shared=FLAT)}
+
+
+def test_both_distances_are_told(written, capsys):
+    far = figures(0.02, distance="far", mpi=[8.0] * 11, shared=FLAT)
+    both = {"all_reduce": near_and_far(CALM["all_reduce"], far),
+            "gather": figures(0.02, mpi=[5.0] * 11, shared=FLAT)}  # fmt: skip
+    assert written.end(both, 8192) == 0
+    head, reduced, gathered, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[-4:] == ["faster,", "near", "faster,", "far"]
+    assert reduced.split()[-4:] == ["2.00", "x", "1.25", "x"]
+    assert gathered.split()[-3:] == ["2.00", "x", "-"]
+    assert json.loads(written.path.read_text())["measured"]["2"]["distance of the ranks"] == (
+        "near and far"
+    )
 
 
 @pytest.mark.parametrize("before", [None, '{"ranks": {}}'])
@@ -513,10 +586,11 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
         (place,) = rows[2][kind]
         assert place == report["place"] in ("node", "apart")
         for one in report["figures"][kind]:
-            routes = set(one) - {"bytes"}
+            assert one["distance"] in ("near", "far", "unknown", "mixed")
+            routes = set(one) - {"bytes", "distance"}
             assert routes <= set(tuning.eligible_routes(kind, place)) and len(routes) > 1
             assert all(0 < one[r]["low"] <= one[r]["median"] <= one[r]["high"] for r in routes)
-        sizes = [one["bytes"] for one in report["figures"][kind]]
+        sizes = list(dict.fromkeys(one["bytes"] for one in report["figures"][kind]))
         assert sizes == [0, *(8 << i for i in range(1, len(sizes)))]
         assert rows[2][kind][place][-1] == ((sizes[-1] or 8) + 1, "default")
     assert ended.after is not None and ended.after.code == 0, ended

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
+from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.groups import ProcessGroup, resolve
 from mpicoll.core.work import Future, Work, parse_timeout
 from mpicoll.dispatch.execute import find_root, run, run_all, run_fast, run_in_order, warn_outside
@@ -61,7 +61,7 @@ _SCATTER = by_name["scatter"]
 
 
 def broadcast(
-    tensor: Any,
+    tensor: AnyArray,
     src: int | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -84,11 +84,11 @@ def broadcast(
     MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     root = find_root("broadcast", group, "src", src, group_src, default=0)
-    return run_fast(_BROADCAST, group, async_op, tensor, root=root)
+    return run_fast(_BROADCAST, group, async_op, tensor, None, None, root)
 
 
 def all_reduce(
-    tensor: Any,
+    tensor: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -109,12 +109,12 @@ def all_reduce(
     a dtype, layout or device that is refused, and an operation that has no meaning for the dtype.
     MismatchError, MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    return run_fast(_ALL_REDUCE, group, async_op, tensor, None, op)
+    return run_fast(_ALL_REDUCE, group, async_op, tensor, None, op, 0)
 
 
 def scan(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -137,12 +137,12 @@ def scan(
     that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
     what goes wrong between the ranks.
     """
-    return run_fast(_SCAN, group, async_op, output, input, op)
+    return run_fast(_SCAN, group, async_op, output, input, op, 0)
 
 
 def exscan(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -165,11 +165,11 @@ def exscan(
     that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
     what goes wrong between the ranks.
     """
-    return run_fast(_EXSCAN, group, async_op, output, input, op)
+    return run_fast(_EXSCAN, group, async_op, output, input, op, 0)
 
 
 def reduce(
-    tensor: Any,
+    tensor: AnyArray,
     dst: int | None = None,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
@@ -199,8 +199,8 @@ def reduce(
 
 
 def all_gather(
-    tensor_list: Sequence[Any],
-    tensor: Any,
+    tensor_list: Sequence[AnyArray],
+    tensor: AnyArray,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -223,8 +223,8 @@ def all_gather(
 
 
 def all_gather_single(
-    output_tensor: Any,
-    input_tensor: Any,
+    output_tensor: AnyArray,
+    input_tensor: AnyArray,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -243,12 +243,12 @@ def all_gather_single(
     (a ValueError) for a dtype, layout or device that is refused. MismatchError, MPIError and
     CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    return run_fast(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor)
+    return run_fast(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor, None, 0)
 
 
 def all_gather_into_tensor(
-    output_tensor: Any,
-    input_tensor: Any,
+    output_tensor: AnyArray,
+    input_tensor: AnyArray,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -264,8 +264,8 @@ def all_gather_into_tensor(
 
 
 def gather(
-    tensor: Any,
-    gather_list: Sequence[Any] | None = None,
+    tensor: AnyArray,
+    gather_list: Sequence[AnyArray] | None = None,
     dst: int | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -294,8 +294,8 @@ def gather(
 
 
 def scatter(
-    tensor: Any,
-    scatter_list: Sequence[Any] | None = None,
+    tensor: AnyArray,
+    scatter_list: Sequence[AnyArray] | None = None,
     src: int | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -324,8 +324,8 @@ def scatter(
 
 
 def reduce_scatter(
-    output: Any,
-    input_list: Sequence[Any],
+    output: AnyArray,
+    input_list: Sequence[AnyArray],
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -351,8 +351,8 @@ def reduce_scatter(
 
 
 def reduce_scatter_single(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -374,12 +374,12 @@ def reduce_scatter_single(
     that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
     what goes wrong between the ranks.
     """
-    return run_fast(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op)
+    return run_fast(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op, 0)
 
 
 def reduce_scatter_tensor(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -396,8 +396,8 @@ def reduce_scatter_tensor(
 
 
 def all_to_all_single(
-    output: Any,
-    input: Any,
+    output: AnyArray,
+    input: AnyArray,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
@@ -421,14 +421,14 @@ def all_to_all_single(
     MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
     if output_split_sizes is None and input_split_sizes is None:
-        return run_fast(_ALL_TO_ALL_SINGLE, group, async_op, output, input)
+        return run_fast(_ALL_TO_ALL_SINGLE, group, async_op, output, input, None, 0)
     splits = (output_split_sizes, input_split_sizes)
     return run(_ALL_TO_ALL_SINGLE, group, async_op, output, input, splits=splits)
 
 
 def all_to_all(
-    output_tensor_list: Sequence[Any],
-    input_tensor_list: Sequence[Any],
+    output_tensor_list: Sequence[AnyArray],
+    input_tensor_list: Sequence[AnyArray],
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -471,7 +471,7 @@ def barrier(
     """
     limit = parse_timeout(timeout, None, "barrier")
     if limit is None:
-        return run(_BARRIER, group, async_op)
+        return run_fast(_BARRIER, group, async_op, None, None, None, 0)
     work = run(_BARRIER, group, True)
     if work is None:
         return None
@@ -528,7 +528,7 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
 # --- many at once -------------------------------------------------------------------------------
 
 
-def _tensors(name: str, argument: str, tensors: Any) -> None:
+def _tensors(name: str, argument: str, tensors: object) -> None:
     if not isinstance(tensors, (list, tuple)):
         raise ArgumentTypeError(
             f"{name}: {argument}: expected a list, got {type(tensors).__name__}"
@@ -538,7 +538,7 @@ def _tensors(name: str, argument: str, tensors: Any) -> None:
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[Any],
+    tensors: Sequence[AnyArray],
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -563,8 +563,8 @@ def all_reduce_coalesced(
 
 
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Sequence[Any]],
-    input_tensor_list: Sequence[Any],
+    output_tensor_lists: Sequence[Sequence[AnyArray]],
+    input_tensor_list: Sequence[AnyArray],
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future | None:
@@ -593,8 +593,11 @@ def all_gather_coalesced(
 
 
 def coalesced_outputs(
-    name: str, output_lists: Any, inputs: Any, group: ProcessGroup
-) -> list[list[Any]]:
+    name: str,
+    output_lists: Sequence[Sequence[AnyArray]],
+    inputs: Sequence[AnyArray],
+    group: ProcessGroup,
+) -> list[list[AnyArray]]:
     """The outputs of each input: of ``output_lists[rank][i]`` the [i] of all ranks."""
     _tensors(name, "input_tensor_list", inputs)
     _tensors(name, "output_tensor_lists", output_lists)

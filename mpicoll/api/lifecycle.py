@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 from mpicoll import communicators, launch, settings
 from mpicoll.api import windows
 from mpicoll.core import backends, groups
+from mpicoll.core import reproducible as levels
 from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.work import parse_timeout
@@ -167,6 +168,7 @@ def init_process_group(
     _ranks: list[int] | None = None,
     *,
     comm: MPI.Intracomm | None = None,
+    reproducible: str | None = None,
 ) -> AbstractContextManager[ProcessGroup]:
     """Start MPI and make the default group of all ranks. Every rank calls.
 
@@ -190,6 +192,9 @@ def init_process_group(
     comm: a communicator of mpi4py: its ranks, numbered as it numbers them, are all ranks, and no
         others call; None for all that MPI has started. mpicoll makes its own of the same ranks,
         and never frees this one.
+    reproducible: "order": reductions give the same bits whatever the size, the route and the nodes;
+        "exact": sums and averages also for any order and number of ranks; the same on all ranks.
+        None: what MPICOLL_REPRODUCIBLE says.
 
     Returns a context manager, which may be ignored: ``with init_process_group() as group:``
     destroys all groups when the block ends; after an exception without waiting for other ranks.
@@ -197,8 +202,8 @@ def init_process_group(
     Raises ArgumentError (a ValueError) when called twice and for an impossible value,
     ArgumentTypeError (a TypeError) for a timeout, rank, size or comm of the wrong type,
     UnsupportedError (a ValueError) for store, _ranks and another init_method, LaunchError (a
-    ValueError) where launcher, arguments and MPI disagree, and CollectiveTimeoutError where ranks
-    do not come.
+    ValueError) where launcher, arguments and MPI disagree, MismatchError where ranks disagree about
+    reproducible, and CollectiveTimeoutError where ranks do not come.
     """
     where = "init_process_group"
     if state.forked:
@@ -207,6 +212,7 @@ def init_process_group(
         raise ArgumentError(f"{where}: the default process group exists already")
     chosen = backends.parse_backend(backend, where)
     limit = parse_timeout(timeout, DEFAULT_TIMEOUT, where)
+    level = levels.parse(reproducible, None, where)
     if store is not None or _ranks is not None:
         raise UnsupportedError(f"{where}: store and _ranks have no use: MPI is the rendezvous")
     backends.warn_about_options(pg_options, where)
@@ -224,7 +230,15 @@ def init_process_group(
     rendezvous = launch.find_rendezvous(init_method, given, wait)
     values = {"rank": given.rank, "world_size": given.world_size}
     expected = {what: (given.names[what], n) for what, n in values.items() if n is not None}
-    begin(chosen, limit, group_name or "0", rendezvous=rendezvous, expected=expected, comm=comm)
+    begin(
+        chosen,
+        limit,
+        group_name or "0",
+        rendezvous=rendezvous,
+        expected=expected,
+        comm=comm,
+        reproducible=level,
+    )
     return _until_the_end()
 
 
@@ -236,6 +250,7 @@ def begin(
     rendezvous: launch.Rendezvous | None = None,
     expected: dict[str, tuple[str, int]] | None = None,
     comm: MPI.Intracomm | None = None,
+    reproducible: str | None = None,
 ) -> ProcessGroup:
     """Start MPI and create the default group of all ranks.
 
@@ -243,9 +258,11 @@ def begin(
     meeting:  where ranks without a launcher of MPI find each other.
     expected: without a meeting, the rank and size that were given, and the names of their sources.
     comm:     the program's communicator, if its ranks are all ranks.
+    reproducible: the group's level; None is what the environment says.
     """
     global _watchdog
     settings.check()
+    level = levels.from_environment() if reproducible is None else reproducible
     with launch.start(rendezvous, limit, comm) as world:
         if rendezvous is None:
             whose = "MPI" if comm is None else "comm"
@@ -262,6 +279,7 @@ def begin(
         launch.call_before_finalize(_finalizing)
         try:
             agree(world)
+            levels.agree(world, level, "init_process_group")
             inner, messages = (
                 communicators.create_private(world),
                 communicators.create_private(world),
@@ -271,7 +289,9 @@ def begin(
             state.made = 0
             given = plain(world)
             state.default = groups.register(
-                ProcessGroup(inner, messages, ranks, backend, limit, name, "default_pg", given)
+                ProcessGroup(
+                    inner, messages, ranks, backend, limit, name, "default_pg", given, level
+                )
             )
         except BaseException:
             _watchdog.remove()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpicoll.arrays import adapters
+from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.groups import ProcessGroup, default_group, resolve
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
@@ -24,7 +25,7 @@ __all__ = [
 
 
 def send(
-    tensor: Any,
+    tensor: AnyArray,
     dst: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -54,7 +55,7 @@ def send(
 
 
 def recv(
-    tensor: Any,
+    tensor: AnyArray,
     src: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -86,7 +87,7 @@ def recv(
 
 
 def isend(
-    tensor: Any,
+    tensor: AnyArray,
     dst: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -115,7 +116,7 @@ def isend(
 
 
 def irecv(
-    tensor: Any,
+    tensor: AnyArray,
     src: int | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
@@ -164,7 +165,7 @@ class P2POp:
     def __init__(
         self,
         op: Callable[..., Work | None],
-        tensor: Any,
+        tensor: AnyArray,
         peer: int | None = None,
         group: ProcessGroup | None = None,
         tag: int = 0,
@@ -174,7 +175,7 @@ class P2POp:
             raise ArgumentError(f"P2POp: op: expected mpicoll.isend or mpicoll.irecv, got {op!r}")
         adapters.build_view(tensor, op is irecv, "P2POp: tensor")
         self.op = op
-        self.tensor = tensor
+        self.tensor: Any = tensor
         self.group = default_group() if group is None else group
         self.tag = tag
         self.group_peer = execute.find_root("P2POp", self.group, "peer", peer, group_peer)

@@ -235,6 +235,7 @@ class Reconfigurable:
             inner=self._without_parent(members, name) if lost_ranks.is_fault_tolerant() else None,
             backend=self.base.backend,
             timeout=self.base.timeout,
+            reproducible=self.base.reproducible,
             name=name,
             description=self.base.group_desc,
         )

@@ -12,6 +12,7 @@ from mpicoll.api.lifecycle import end, give_up, leave, node_size, resolve_member
 from mpicoll.core import backends, groups
 from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
@@ -42,6 +43,8 @@ def new_group(
     group_desc: str | None = None,
     device_id: object = None,
     sort_ranks: bool = True,
+    *,
+    reproducible: str | None = None,
 ) -> ProcessGroup | int | None:
     """Make the group of some global ranks.
 
@@ -58,18 +61,23 @@ def new_group(
     group_desc: a description for humans.
     device_id: a GPU of this process, such as 1 or "cuda:1"; checked, otherwise unused.
     sort_ranks: order the ranks in the group by their global ranks; False: as ranks has them.
+    reproducible: "order": reductions give the same bits whatever the size, the route and the nodes;
+        "exact": sums and averages also for any order and number of ranks. None for the default
+        group's. The same on all members.
 
     Returns the group, on a rank that is not a member GroupMember.NON_GROUP_MEMBER.
 
     Raises NotInitializedError (a ValueError) before init_process_group, ArgumentError (a
     ValueError) for ranks that are given twice or do not exist, for a communicator that this process
-    is not in, between two groups, or with ranks outside the default group, and for another backend,
-    and ArgumentTypeError (a TypeError) for ranks that are no ints.
+    is not in, between two groups, or with ranks outside the default group, for another backend and
+    another reproducible, ArgumentTypeError (a TypeError) for ranks that are no ints, and
+    MismatchError on all members if reproducible is not the same.
     """
     where = "new_group"
     world = default_group()
     chosen = world.backend if backend is None else backends.parse_backend(backend, where)
     limit = parse_timeout(timeout, world.timeout, where)
+    level = parse_reproducible(reproducible, world.reproducible, where)
     backends.warn_about_options(pg_options, where)
     backends.check_device(device_id, where)
     size = world.size()
@@ -108,6 +116,7 @@ def new_group(
             members,
             backend=chosen,
             timeout=limit,
+            reproducible=level,
             name=name,
             description=group_desc or "undefined",
             given=given,
@@ -293,6 +302,7 @@ def split_group(
             [parent.ranks[r] for r in mine],
             backend=chosen,
             timeout=limit,
+            reproducible=parent.reproducible,
             name=name,
             description=group_desc or f"{parent.group_desc}:split:{parent.splits - 1}",
         ),
@@ -369,6 +379,7 @@ def shrink_group(
             range(len(staying)) if is_default else [old.ranks[r] for r in staying],
             backend=old.backend,
             timeout=old.timeout,
+            reproducible=old.reproducible,
             name=f"{old.group_name}:shrunk:{old.splits}",
             description="default:shrunken" if is_default else f"{old.group_name}:shrunk",
         )

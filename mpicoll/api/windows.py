@@ -14,11 +14,12 @@ import operator
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
 from mpicoll.arrays import adapters
+from mpicoll.arrays.protocols import AnyArray
 from mpicoll.arrays.views import Array, View
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Work
@@ -76,7 +77,7 @@ class Window:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def register(self, tensor: Any, owning: bool = True) -> None:
+    def register(self, tensor: AnyArray, owning: bool = True) -> None:
         """Let the others write into an array. Every member calls, with an array of its own.
 
         tensor: a writable contiguous array in host memory of any shape and dtype; the ranks' may
@@ -151,7 +152,7 @@ class Window:
     # --- calls ------------------------------------------------------------------------------------
 
     def put(
-        self, tensor: Any, dst: int, offset: int, async_op: bool, limit: float | None = None
+        self, tensor: AnyArray, dst: int, offset: int, async_op: bool, limit: float | None = None
     ) -> Work | None:
         """Write an array into the memory of a rank; return when it is there.
 

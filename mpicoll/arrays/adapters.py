@@ -7,7 +7,6 @@ imported: if there is an array of a library, the library is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 __all__ = ["ADAPTERS", "build_view", "build_view_list", "check_same_device", "fast_views"]
 
 
-def build_view(array: Any, writable: bool, where: str) -> View:
+def build_view(array: object, writable: bool, where: str) -> View:
     """Return the view of any array, on the host or on a CUDA device.
 
     array:    a NumPy or CuPy array, a torch tensor, or an object with the buffer protocol, the
@@ -32,7 +31,7 @@ def build_view(array: Any, writable: bool, where: str) -> View:
     return _builders[array.__class__](array, writable, where)
 
 
-def build_view_list(arrays: Any, writable: bool, where: str, length: int) -> ViewList:
+def build_view_list(arrays: object, writable: bool, where: str, length: int) -> ViewList:
     """Return the view of a list of ``length`` arrays of one dtype.
 
     Raises ArgumentTypeError if ``arrays`` is no list or tuple, ArgumentError for another length and
@@ -73,7 +72,7 @@ def _place(view: View) -> str:
 
 #: One row for each kind of array: it returns the adapter of an array of that kind, else None. The
 #: first adapter counts.
-ADAPTERS: tuple[Callable[[Any], Adapter | None], ...] = (
+ADAPTERS: tuple[Callable[[object], Adapter | None], ...] = (
     torch_tensors.find_adapter,
     numpy_arrays.find_adapter,
     jax_arrays.find_adapter,
@@ -95,7 +94,7 @@ _builders = _Builders({np.ndarray: numpy_arrays.build_view})
 fast_views: dict[type, FastView] = {np.ndarray: numpy_arrays.fast_view}
 
 
-def _find_and_build(array: Any, writable: bool, where: str) -> View:
+def _find_and_build(array: object, writable: bool, where: str) -> View:
     kind = type(array)
     adapter = next(filter(None, (find(array) for find in ADAPTERS)), None)
     if adapter is None:

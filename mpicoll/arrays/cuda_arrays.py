@@ -5,11 +5,10 @@ https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html (version 2
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import numpy as np
 
 from mpicoll.arrays.checks import check_distinct_elements, dtype_error, read_only_error
+from mpicoll.arrays.protocols import SupportsCudaArrayInterface
 from mpicoll.arrays.views import Adapter, DeviceView, View
 from mpicoll.cuda import runtime
 from mpicoll.cuda.runtime import UNKNOWN
@@ -17,14 +16,6 @@ from mpicoll.dtypes import DType, Kind, by_numpy
 from mpicoll.errors import UnsupportedError
 
 __all__ = ["build_device_view", "find_adapter", "get_runtime"]
-
-
-class SupportsCudaArrayInterface(Protocol):
-    """An array of any library that has the interface."""
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Address, shape, strides, dtype and stream."""
 
 
 def find_adapter(array: object) -> Adapter | None:

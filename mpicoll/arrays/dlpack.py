@@ -7,11 +7,12 @@ table. Structures as in DLPack 1.1 (https://dmlc.github.io/dlpack/latest/c_api.h
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpicoll.arrays import cuda_arrays, numpy_arrays
+from mpicoll.arrays.protocols import SupportsDlpack
 from mpicoll.arrays.views import Adapter, Alias, Array, View
 from mpicoll.cuda.runtime import LEGACY, UNKNOWN
 from mpicoll.dtypes import DType, by_dlpack
@@ -28,16 +29,6 @@ _DEVICE_NAMES = {
     13: "cuda_managed", 14: "oneapi",
 }  # fmt: skip
 _READ_ONLY = 1
-
-
-class SupportsDlpack(Protocol):
-    """An array of any library that has DLPack."""
-
-    def __dlpack__(self, **options: Any) -> object:
-        """Return a capsule."""
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the type and the number of the device."""
 
 
 def find_adapter(array: object) -> Adapter | None:

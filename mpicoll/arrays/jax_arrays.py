@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from mpicoll.arrays import dlpack
+from mpicoll.arrays.protocols import SupportsDlpack
 from mpicoll.arrays.views import Adapter, View
 from mpicoll.errors import ArgumentError
 
@@ -18,7 +18,7 @@ def find_adapter(array: object) -> Adapter | None:
     return Adapter(_build_view) if jax is not None and isinstance(array, jax.Array) else None
 
 
-def _build_view(array: Any, writable: bool, where: str) -> View:
+def _build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
     # JAX promises that an array never changes, which its capsules cannot say.
     if writable:
         raise ArgumentError(

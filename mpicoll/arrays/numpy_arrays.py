@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from mpicoll.arrays.checks import check_distinct_elements, dtype_error, read_only_error
-from mpicoll.arrays.views import CARRIERS, Adapter, Array, View, from_numpy
+from mpicoll.arrays.views import CARRIERS, Adapter, Array, Buffer, View, from_numpy
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import ArgumentTypeError, UnsupportedError
 
@@ -25,7 +23,7 @@ def find_adapter(array: object) -> Adapter | None:
     return Adapter(_refuse_scalar) if isinstance(array, np.generic) else None
 
 
-def fast_view(array: Array) -> tuple[DType, Any, int] | None:
+def fast_view(array: Array) -> tuple[DType, Buffer, int] | None:
     """Return dtype, buffer and count of an array that may be written to; None for unusual ones."""
     dtype = by_numpy.get(array.dtype)
     # carray: C-contiguous, aligned and writeable, in one look.

@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpicoll.arrays.checks import check_distinct_elements
 from mpicoll.arrays.cuda_arrays import build_device_view
-from mpicoll.arrays.views import Adapter, Alias, Array, View
+from mpicoll.arrays.views import Adapter, Alias, Array, Buffer, View
 from mpicoll.cuda.runtime import LEGACY
 from mpicoll.dtypes import DType, Kind, by_name
 from mpicoll.errors import UnsupportedError
+from mpicoll.kernels.calls import add_tensor_type
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["find_adapter"]
 
@@ -41,19 +45,19 @@ def _build_adapter(torch: ModuleType) -> Adapter:
     rows = {getattr(torch, name): row for name, row in by_name.items() if hasattr(torch, name)}
     plain_types = _plain_types(torch)
 
-    def alias(tensor: Any) -> Array:
+    def alias(tensor: Tensor) -> Array:
         """Not Tensor.numpy(), after which storage cannot be resized any more, which FSDP does."""
         row, shape = rows[tensor.dtype], tuple(tensor.shape)
         if not tensor.numel():
             return np.empty(shape, row.numpy)
         steps = tensor.stride()
         last = sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True))
-        memory: Any = from_address(tensor.data_ptr(), (last + 1) * row.itemsize)
+        memory: Buffer = from_address(tensor.data_ptr(), (last + 1) * row.itemsize)
         strides = [step * row.itemsize for step in steps]
         found: Array = np.ndarray(shape, row.numpy, memory, strides=strides)
         return found
 
-    def refuse(tensor: Any, where: str, writable: bool) -> None:
+    def refuse(tensor: Tensor, where: str, writable: bool) -> None:
         kind = type(tensor)
         if (
             kind not in plain_types
@@ -85,7 +89,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
     # Complex tensors may be lazy conjugates: they have no fast view.
     real = {kind: row for kind, row in rows.items() if row.kind is not Kind.COMPLEX}
 
-    def fast_view(tensor: Any) -> tuple[DType, Any, int] | None:
+    def fast_view(tensor: Tensor) -> tuple[DType, Buffer, int] | None:
         row = real.get(tensor.dtype)
         if row is None or not tensor.is_cpu or tensor.is_neg():
             return None
@@ -97,7 +101,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
         except (RuntimeError, ValueError):  # not one block of memory, or none at all
             return None
 
-    def build_view(tensor: Any, writable: bool, where: str) -> View:
+    def build_view(tensor: Tensor, writable: bool, where: str) -> View:
         if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor: a result on its way
             tensor = tensor.trigger_wait()
         seen = fast_view(tensor) if type(tensor) in plain_types else None
@@ -124,4 +128,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
         held = tensor.detach()  # keeps the memory, whatever is assigned to tensor.data meanwhile
         return Alias(tensor, row, count, buffer, lambda _: alias(held))
 
+    for kind in plain_types:
+        exchange = getattr(kind, "__dlpack_c_exchange_api__", None)
+        add_tensor_type(kind, exchange, torch.Tensor.is_neg)
     return Adapter(build_view, fast_view)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,7 @@ __all__ = [
     "Adapter",
     "Alias",
     "Array",
+    "Buffer",
     "BuildView",
     "DeviceView",
     "FastView",
@@ -35,6 +36,10 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
+
+#: One block of memory on the host, as mpi4py takes it: a NumPy array, or an MPI.buffer. Any, for
+#: what they share is the buffer protocol, which has a type from Python 3.12 on only.
+Buffer: TypeAlias = Any
 
 #: The NumPy dtypes, by size, for elements whose own dtype NumPy's buffers cannot express.
 CARRIERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
@@ -54,7 +59,7 @@ class View:
     __slots__ = ("buffer", "count", "dtype", "owner")
     device: int | None = None
 
-    def __init__(self, owner: object, dtype: DType, count: int, buffer: Any) -> None:
+    def __init__(self, owner: object, dtype: DType, count: int, buffer: Buffer | None) -> None:
         self.owner = owner
         self.dtype = dtype
         self.count = count
@@ -116,7 +121,12 @@ class Alias(View):
     __slots__ = ("_array", "_make")
 
     def __init__(
-        self, owner: object, dtype: DType, count: int, buffer: Any, make: Callable[[Any], Array]
+        self,
+        owner: object,
+        dtype: DType,
+        count: int,
+        buffer: Buffer | None,
+        make: Callable[[Any], Array],
     ) -> None:
         self.owner = owner
         self.dtype = dtype
@@ -279,7 +289,7 @@ class ViewList(View):
         return [0, *accumulate(self.counts[:-1])]
 
 
-def memory_at(address: int, nbytes: int) -> Any:
+def memory_at(address: int, nbytes: int) -> Buffer:
     """Return memory as mpi4py takes it."""
     from mpi4py import MPI
 
@@ -293,7 +303,7 @@ def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 def from_numpy(array: Array, dtype: DType) -> View:
     """Return the view of a C-contiguous NumPy array whose dtype row is known."""
-    buffer: Array = array if dtype.buffers else array.view(CARRIERS[dtype.itemsize])
+    buffer = array if dtype.buffers else array.view(CARRIERS[dtype.itemsize])
     return View(array, dtype, array.size, buffer)
 
 
@@ -331,14 +341,14 @@ def address(view: View) -> int:
     buffer = view.buffer
     if isinstance(buffer, np.ndarray):
         return buffer.__array_interface__["data"][0]  # type: ignore[no-any-return]
-    return buffer.address  # type: ignore[no-any-return]
+    return buffer.address  # type: ignore[no-any-return, union-attr]  # contiguous
 
 
 #: Builds the view of an array: the array, whether it will be written to, and what messages call it.
 BuildView = Callable[[Any, bool, str], View]
 #: Returns dtype, buffer and count of an array that may be written to if it is one contiguous block
 #: with nothing unusual about it, else None. Never raises.
-FastView = Callable[[Any], "tuple[DType, Any, int] | None"]
+FastView = Callable[[Any], "tuple[DType, Buffer, int] | None"]
 
 
 class Adapter(NamedTuple):

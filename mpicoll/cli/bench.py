@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -65,7 +65,11 @@ class _NotTaken(argparse.Action):
     """The refusal of a flag, with the reason."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, flag: Any = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        flag: str | None = None,
     ) -> NoReturn:
         reason = _NOT_TAKEN[tuple(self.option_strings)]
         parser.error(f"{flag}: a flag of nccl-tests that is not taken: {reason}")

@@ -10,16 +10,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 import mpicoll
+from mpicoll.arrays.views import Array
 from mpicoll.cli.timing import Call
 from mpicoll.cuda import binding, runtime
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import UnsupportedError
 from mpicoll.primitives import Layout, Primitive
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
     "PLACES",
@@ -27,6 +32,7 @@ __all__ = [
     "Case",
     "Host",
     "Place",
+    "PlacedArray",
     "Side",
     "allocate_zeros",
     "block_count",
@@ -117,6 +123,10 @@ def variants(row: Primitive) -> tuple[str, ...]:
 # --- where arrays are ---------------------------------------------------------------------------
 
 
+#: An array in the memory of a Place: NumPy's, or CuPy's, which has no types.
+PlacedArray: TypeAlias = Any
+
+
 class Place(Protocol):
     """The memory that arrays are in.
 
@@ -129,13 +139,13 @@ class Place(Protocol):
     memory: str
     device: str
 
-    def empty(self, count: int, dtype: DType) -> Any:
+    def empty(self, count: int, dtype: DType) -> PlacedArray:
         """Allocate an array of shape (count,). Raises UnsupportedError for unknown dtypes."""
 
-    def put(self, array: Any) -> Any:
+    def put(self, array: Array) -> PlacedArray:
         """Return a NumPy array of unsigned integers in this memory."""
 
-    def get(self, array: Any) -> Any:
+    def get(self, array: PlacedArray) -> Array:
         """Return an array of unsigned integers as a NumPy array."""
 
     def settle(self) -> None:
@@ -154,15 +164,15 @@ class Host:
         self.name = "host memory, NumPy arrays"
         self.memory = socket.gethostname()
 
-    def empty(self, count: int, dtype: DType) -> Any:
+    def empty(self, count: int, dtype: DType) -> PlacedArray:
         """Allocate with NumPy."""
         return np.empty(count, dtype.numpy)
 
-    def put(self, array: Any) -> Any:
+    def put(self, array: Array) -> PlacedArray:
         """Return the array."""
         return array
 
-    def get(self, array: Any) -> Any:
+    def get(self, array: Array) -> Array:
         """Return the array."""
         return array
 
@@ -193,24 +203,25 @@ class Gpu:
             raise UnsupportedError("arrays on a GPU: CuPy finds no GPU on this host")
         import cupy
 
-        self._cupy: Any = cupy
+        self._cupy: ModuleType = cupy
         self.name = f"GPU memory, CuPy {cupy.__version__} arrays, rank 0 on {cuda.name(index)}"
         self.memory = f"GPU {cuda.pci_bus_id(index)} of {socket.gethostname()}"
 
-    def empty(self, count: int, dtype: DType) -> Any:
+    def empty(self, count: int, dtype: DType) -> PlacedArray:
         """Allocate with CuPy."""
         try:
             return self._cupy.empty(count, dtype.numpy)
         except (TypeError, ValueError, KeyError, NotImplementedError) as error:
             raise UnsupportedError(f"CuPy has no arrays of {dtype}: {error}") from error
 
-    def put(self, array: Any) -> Any:
+    def put(self, array: Array) -> PlacedArray:
         """Copy to the GPU."""
         return self._cupy.asarray(array)
 
-    def get(self, array: Any) -> Any:
+    def get(self, array: PlacedArray) -> Array:
         """Copy to the host."""
-        return self._cupy.asnumpy(array)
+        copy: Array = self._cupy.asnumpy(array)
+        return copy
 
     def settle(self) -> None:
         """Wait for the current stream."""
@@ -235,8 +246,8 @@ class Side(NamedTuple):
     blocks: its blocks, one for each rank or a single one.
     """
 
-    given: Any
-    blocks: list[Any]
+    given: PlacedArray | list[PlacedArray]
+    blocks: list[PlacedArray]
 
 
 class Buffers:
@@ -271,7 +282,7 @@ def _side(kind: str, case: Case, place: Place) -> Side | None:
     return Side(whole, [whole[i * case.count :][: case.count] for i in range(n)])
 
 
-def allocate_zeros(count: int, dtype: DType, place: Place) -> Any:
+def allocate_zeros(count: int, dtype: DType, place: Place) -> PlacedArray:
     """Allocate and write: memory never written is one page of zeros."""
     array = place.empty(count, dtype)
     array.view(np.uint8).fill(0)
@@ -299,7 +310,11 @@ def needed_bytes(case: Case, others: Sequence[str], routes: int = 0) -> int:
 
 
 def own_call(
-    case: Case, buffers: Buffers, variant: str, waits: bool = False, group: Any = None
+    case: Case,
+    buffers: Buffers,
+    variant: str,
+    waits: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Call:
     """Return mpicoll's call. ``waits``: with async_op, and an immediate wait."""
     input, output = buffers.of(case, variant)
@@ -311,7 +326,12 @@ def own_call(
 
 
 def named_call(
-    api: Any, case: Case, input: Any, output: Any, waits: bool = False, group: Any = None
+    api: ModuleType,
+    case: Case,
+    input: object,
+    output: object,
+    waits: bool = False,
+    group: object = None,
 ) -> partial[Any]:
     """Return the call of a module with torch.distributed's names."""
     row = case.row

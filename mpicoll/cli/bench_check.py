@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.cli.bench_calls import Case
+from mpicoll.cli.bench_calls import Case, PlacedArray
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.primitives import Layout
 
@@ -164,12 +164,14 @@ def _between(op: ReduceOp, dtype: DType, terms: Iterable[Array]) -> Expected:
 # --- arrays -------------------------------------------------------------------------------------
 
 
-def _words(array: Any, dtype: DType) -> Any:
+def _words(array: PlacedArray, dtype: DType) -> PlacedArray:
     """Return the array's memory as unsigned integers."""
     return array.view(np.dtype(f"u{min(dtype.itemsize, 8)}"))
 
 
-def fill(array: Any, pattern: Array, dtype: DType, put: Callable[[Array], Any]) -> None:
+def fill(
+    array: PlacedArray, pattern: Array, dtype: DType, put: Callable[[Array], PlacedArray]
+) -> None:
     """Fill the array with the pattern; ``put`` copies it to the array's memory."""
     words, period = _words(array, dtype), put(_words(pattern, dtype))
     if not len(period):
@@ -179,7 +181,9 @@ def fill(array: Any, pattern: Array, dtype: DType, put: Callable[[Array], Any]) 
     words[whole:] = period[: len(words) - whole]
 
 
-def wrong(array: Any, right: Expected, dtype: DType, get: Callable[[Any], Array]) -> int:
+def wrong(
+    array: PlacedArray, right: Expected, dtype: DType, get: Callable[[PlacedArray], Array]
+) -> int:
     """Return the number of wrong elements; ``get`` copies a part of the array to the host."""
     step = _AT_A_TIME * PERIOD
     found = 0

@@ -72,12 +72,16 @@ class Bench:
             self._print(["#", f"# {row.name}", *bench_table.heads(columns)])
             start = len(results)
             for case in lines:
-                results.append(self._line(case))
-                self._print(["".join(column.text(results[-1]) for column in columns)])
+                found = self._lines(case)
+                results += found
+                self._print(["".join(column.text(one) for column in columns) for one in found])
             self._print(bench_table.foot(results[start:], self._options.check, short))
-            averages[row.name] = bench_table.average(results[start:])
+            averages[row.name] = bench_table.averages(results[start:])
+        distance = self._timer.describe_distances()
+        self._print(self._comments([distance]))
         return {
             **facts,
+            "distance": distance,
             "latency": self._options.latency,
             "results": results,
             "average_busbw": averages,
@@ -93,9 +97,10 @@ class Bench:
         if self._first:
             cli.show_progress(text)
 
-    # --- one line -------------------------------------------------------------------------------
+    # --- one case -------------------------------------------------------------------------------
 
-    def _line(self, case: Case) -> Result:
+    def _lines(self, case: Case) -> list[Result]:
+        """Return a line for each distance of the ranks that occurred."""
         self._progress(f"{case.row.name} of {case.size} bytes")
         buffers = Buffers(case, self._place)
         own = variants(case.row)
@@ -106,17 +111,25 @@ class Bench:
             call = other.call(case, buffers)
             if works_on_all(call, self._comm) and call is not None:
                 calls[name] = call
-        figures = {name: self._figures(case, times) for name, times in self._measure(calls).items()}
+        lines: dict[str, dict[str, Result]] = {}
+        for name, times in self._measure(calls).items():
+            for distance, one in times.split().items():
+                lines.setdefault(distance, {})[name] = self._figures(case, one)
+        first, *_ = lines.values()
         if self._options.check and case.dtype is not None:
             routes = [name for name, other in self._others.items() if isinstance(other, Route)]
             for name in (*own, *(name for name in routes if name in calls)):
                 variant = name if name in own else own[0]
                 found = count_wrong(calls[name], case, buffers, variant, self._place)
-                figures[name]["wrong"] = self._comm.allreduce(found)
+                first[name]["wrong"] = self._comm.allreduce(found)
+        return [self._line(case, *line) for line in lines.items()]
+
+    def _line(self, case: Case, distance: str, figures: Mapping[str, Result]) -> Result:
         typical = "p50" if self._options.latency else "time"
+        first = variants(case.row)[0]
         for name in self._others:
             if name in figures:
-                figures[name]["ratio"] = figures[name][typical] / figures[own[0]][typical]
+                figures[name]["ratio"] = figures[name][typical] / figures[first][typical]
         return {
             "primitive": case.row.name,
             "size": case.size,
@@ -124,6 +137,7 @@ class Bench:
             "type": case.dtype.name if case.dtype else "none",
             "redop": op_name(case.op) if case.op else "none",
             "root": case.root if case.row.root else -1,
+            "distance": distance,
             "out_of_place": figures.get("out_of_place"),
             "in_place": figures.get("in_place"),
             "compare": {name: figures.get(name) for name in self._others},
@@ -209,8 +223,10 @@ class Bench:
         )
         if self._others:
             lines.append("ratio: the other's time over mpicoll's")
-        lines += [*self._notes, *facts["crowded"]]
-        if options.short:
+        return self._comments([*lines, *self._notes, *facts["crowded"]])
+
+    def _comments(self, lines: Sequence[str]) -> list[str]:
+        if self._options.short:
             lines = [part for line in lines for part in textwrap.wrap(line, 98)]
         return [f"# {line}" for line in lines]
 

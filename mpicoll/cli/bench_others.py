@@ -17,6 +17,7 @@ from mpicoll.cli.bench_calls import (
     Case,
     Host,
     Place,
+    PlacedArray,
     Side,
     allocate_zeros,
     named_call,
@@ -120,7 +121,7 @@ class Mpi4py:
 class TorchApi:
     """torch.distributed's functions in one of its groups, on tensors of the same memory."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: object = None) -> None:
         import torch
         import torch.distributed as api
 
@@ -140,7 +141,7 @@ class TorchApi:
         input, output = (self._tensors(case, side and side.given) for side in sides)
         return named_call(self.api, case, input, output, group=self.group)
 
-    def _tensors(self, case: Case, given: Any) -> Any:
+    def _tensors(self, case: Case, given: PlacedArray | list[PlacedArray] | None) -> Any:
         if isinstance(given, list):
             return [self._tensors(case, array) for array in given]
         if given is None or case.dtype is None:

@@ -6,9 +6,13 @@ import importlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll.output import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["COLOURS", "draw", "figure_of", "obstacle"]
 
@@ -18,14 +22,14 @@ COLOURS = {"mpicoll": "#0072b2", "mpi4py": "#555555", "gloo": "#d55e00", "copy":
 _ROUTE_COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999933")
 #: What is measured of mpicoll, and its line.
 _OWN = {"out_of_place": ("out of place", "-"), "in_place": ("in place", "--")}
-#: A mark for each dtype and operation.
+#: A mark for each dtype, operation and distance.
 _MARKS = "osv^D*PX<>"
 #: Ticks on the axis of sizes, at the most.
 _TICKS = 9
 
 
 class _Line(NamedTuple):
-    """One line of a diagram; ``kind``: dtype and operation."""
+    """One line of a diagram; ``kind``: dtype, operation, and how far the ranks were apart."""
 
     caller: str
     style: str
@@ -39,7 +43,7 @@ _Lines = dict[_Line, list[tuple[int, float, float]]]
 def obstacle(path: Path) -> str:
     """Return why there can be no such image; "" if there can."""
     try:
-        library: Any = importlib.import_module("matplotlib.backend_bases")
+        library = importlib.import_module("matplotlib.backend_bases")
     except ImportError as error:
         return f"--plot needs matplotlib ({error}): pip install mpicoll[bench]"
     known = sorted(library.FigureCanvasBase.filetypes)
@@ -53,16 +57,18 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure_of(report).savefig(path, dpi=120)
 
 
-def figure_of(report: dict[str, Any]) -> Any:
+def figure_of(report: dict[str, Any]) -> Figure:
     """Draw bandwidth, or with --latency the median time up to the 99th percentile, by size; one
     diagram for each primitive that has sizes.
     """
-    library: Any = importlib.import_module("matplotlib.figure")
+    library = importlib.import_module("matplotlib.figure")
     measure = _measure(report)
     found = _lines(report, measure)
     columns = min(2, max(1, len(found)))
     rows = math.ceil(len(found) / columns) or 1
-    figure = library.Figure(figsize=(1.5 + 5 * columns, 1.5 + 3.2 * rows), layout="constrained")
+    figure: Figure = library.Figure(
+        figsize=(1.5 + 5 * columns, 1.5 + 3.2 * rows), layout="constrained"
+    )
     figure.suptitle(f"{report['ranks']} ranks, {report['MPI']}, {report['machine']}", fontsize=9)
     kinds = list(dict.fromkeys(line.kind for lines in found.values() for line in lines))
     callers = dict.fromkeys(line.caller for lines in found.values() for line in lines)
@@ -117,9 +123,13 @@ def _measure(report: dict[str, Any]) -> _Measure:
 def _lines(report: dict[str, Any], measure: _Measure) -> dict[str, _Lines]:
     """Return by primitive what is measured: size, value, and its upper end."""
     found: dict[str, _Lines] = {}
-    several = len({result["redop"] for result in report["results"]} - {"none"}) > 1
+    ops, distances = (
+        {result[key] for result in report["results"]} for key in ("redop", "distance")
+    )
     for result in report["results"]:
-        kind = result["type"] + (f" {result['redop']}" if several else "")
+        kind = result["type"]
+        kind += f" {result['redop']}" * (len(ops - {"none"}) > 1)
+        kind += f" {result['distance']}" * (len(distances) > 1)
         curves = {
             _Line("mpicoll", style, kind, f"mpicoll {how}, {kind}"): result[name]
             for name, (how, style) in _OWN.items()
@@ -134,9 +144,9 @@ def _lines(report: dict[str, Any], measure: _Measure) -> dict[str, _Lines]:
     return found
 
 
-def _scales(axes: Any, sizes: Sequence[int], unit: str) -> None:
+def _scales(axes: Axes, sizes: Sequence[int], unit: str) -> None:
     """Make both axes logarithmic: sizes in KiB and MiB, values in decimal units."""
-    ticker: Any = importlib.import_module("matplotlib.ticker")
+    ticker = importlib.import_module("matplotlib.ticker")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     first, last = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
+from mpicoll.cli.distance import DISTANCES, UNKNOWN
 from mpicoll.output import format_bytes
 
 __all__ = [
     "PERCENTILES",
     "Column",
     "Result",
-    "average",
+    "averages",
     "columns",
     "foot",
     "heads",
@@ -33,8 +35,12 @@ _BANDWIDTH = (("time", "(us)"), ("algbw", "(GB/s)"), ("busbw", "(GB/s)"))
 _LATENCY = tuple((name, "(us)") for name in PERCENTILES)
 
 
-def _form(value: Any) -> str:
+def _form(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _form_distance(value: str) -> str:
+    return "-" if value == UNKNOWN else value
 
 
 class Column(NamedTuple):
@@ -62,6 +68,10 @@ class Column(NamedTuple):
         return (self.none if value is None else self.form(value)).rjust(self.width)
 
 
+#: The last, so that readers of nccl-tests' tables find theirs.
+_DISTANCE = Column("", "distance", "", 10, ("distance",), _form_distance)
+
+
 def columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
     """Return the columns.
 
@@ -84,7 +94,7 @@ def columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
     for name in others:
         built.append(Column(name, title, "(us)", 11, ("compare", name, title)))
         built.append(Column(name, "ratio", "", 8, ("compare", name, "ratio")))
-    return built
+    return [*built, _DISTANCE]
 
 
 def short_columns(variant: str, longest: int, others: Sequence[str]) -> list[Column]:
@@ -98,16 +108,14 @@ def short_columns(variant: str, longest: int, others: Sequence[str]) -> list[Col
         path = ("compare", name, "time")
         built.append(Column(_NAMES.get(name, name), "time", "(us)", 12, path, none="refused"))
         built.append(Column(_NAMES.get(name, name), "ratio", "", 8, ("compare", name, "ratio")))
-    return built
+    return [*built, _DISTANCE]
 
 
 def heads(columns: Sequence[Column]) -> list[str]:
     """Return what is above the lines."""
-    groups: dict[str, int] = {}
-    for column in columns:
-        groups[column.group] = groups.get(column.group, 0) + column.width
+    groups = groupby(columns, lambda column: column.group)
     lines = [
-        "".join(group.center(width) for group, width in groups.items()),
+        "".join(group.center(sum(each.width for each in own)) for group, own in groups),
         "".join(column.title.rjust(column.width) for column in columns),
         "".join(column.unit.rjust(column.width) for column in columns),
     ]
@@ -120,8 +128,11 @@ def foot(results: Sequence[Result], check: bool, short: bool) -> list[str]:
     lines = [f"# Out of bounds values : {found} {'FAILED' if found else 'OK'}"] if check else []
     if short:
         return lines + _refused(results)
-    mean = average(results)
-    return lines if mean is None else [*lines, f"# Avg bus bandwidth    : {mean:.4g}"]
+    means = averages(results)
+    return lines + [
+        f"# Avg bus bandwidth    : {mean:.4g}" + f" ({distance})" * (len(means) > 1)
+        for distance, mean in means.items()
+    ]
 
 
 def _refused(results: Sequence[Result]) -> list[str]:
@@ -144,11 +155,13 @@ def wrong(result: Result) -> int:
     return sum(found.get("wrong") or 0 for found in (*_own(result), *others))
 
 
-def average(results: Sequence[Result]) -> float | None:
-    """Return the mean bus bandwidth of all lines; None where there is none."""
-    every = [found.get("busbw") for result in results for found in _own(result)]
-    found = [one for one in every if one is not None]
-    return statistics.fmean(found) if found else None
+def averages(results: Sequence[Result]) -> dict[str, float]:
+    """Return the mean bus bandwidth of all lines, by how far the ranks were apart."""
+    found: dict[str, list[float]] = {distance: [] for distance in DISTANCES}
+    for result in results:
+        every = [one.get("busbw") for one in _own(result)]
+        found[result["distance"]] += [one for one in every if one is not None]
+    return {distance: statistics.fmean(every) for distance, every in found.items() if every}
 
 
 def _own(result: Result) -> list[Result]:

@@ -103,6 +103,18 @@ def _not_copied(seen: Findings) -> Sequence[str]:
     return [f"large messages that are only moved are copied twice, not once ({why}): {remedy}"]
 
 
+def _moving(seen: Findings) -> Sequence[str]:
+    """Advise to bind ranks that move, if they are not bound."""
+    unbound = [rank for rank in sorted(seen.moving) if len(seen.places[rank].allowed) > 1]
+    if not unbound:
+        return []
+    return [
+        f"{name_ranks(unbound)}: they move between near and far processors, and when far, calls "
+        "through shared memory take longer: bind each to a processor (mpirun --bind-to core, srun "
+        "--cpu-bind=cores); in a virtual machine its processors may move all the same"
+    ]
+
+
 def _remedies(seen: Findings) -> Sequence[str]:
     """Advise how to get a better device route, where there are GPUs."""
     from mpicoll.cuda.capabilities import CudaSupport
@@ -172,6 +184,7 @@ ADVICE: tuple[Advice, ...] = (
     Advice(False, _remedies),
     Advice(False, lambda seen: seen.idle),
     Advice(False, lambda seen: find_crowded(seen.places)),
+    Advice(False, _moving),
     Advice(False, lambda seen: find_small_memory(seen.places)),
     Advice(False, _alone),
 )  # fmt: skip

@@ -10,12 +10,22 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mpicoll import settings
-from mpicoll.cli.doctor_machine import Place, describe_memory, describe_system
+from mpicoll.cli.distance import Pair, measure_pairs
+from mpicoll.cli.doctor_machine import (
+    Place,
+    describe_distance,
+    describe_memory,
+    describe_system,
+    find_moving,
+)
+from mpicoll.launch.host_identity import node
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.cuda.capabilities import Capabilities
 
@@ -44,6 +54,7 @@ class Findings:
     places: where each rank runs.
     misspelt: by rank, the settings that are wrong, and why.
     bad_route: why MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE cannot be followed.
+    moving: the ranks that move between near and far processors.
     shared: whether all_reduce goes through shared memory; None if unknown or on several nodes.
     apart:  by rank, why it cannot copy from the memory of others on its node; "" for nothing.
     host, device: the route of arrays there, by primitive.
@@ -56,6 +67,7 @@ class Findings:
     places: list[Place] = field(default_factory=list)
     misspelt: list[dict[str, str]] = field(default_factory=list)
     bad_route: str = ""
+    moving: set[int] = field(default_factory=set)
     shared: bool | None = None
     apart: list[str] = field(default_factory=list)
     host: Routes = field(default_factory=dict)
@@ -100,6 +112,9 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
             if row.layout is not Layout.EMPTY
         }
     facts = describe_process() | before | _describe_mpi(seen, me)
+    pairs = _measure_distances(group.inner)
+    facts["distance"] = describe_distance(pairs)
+    seen.moving = set().union(*group.inner.allgather(find_moving(pairs)))
     torch = group.inner.bcast(describe_torch() if me == 0 else "", 0)  # its import takes long
     if torch.startswith(facts["torch"]):
         facts["torch"] = torch
@@ -110,6 +125,21 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
         each["/dev/shm"] = shared
     dist.destroy_process_group()
     return me == 0, seen
+
+
+def _measure_distances(comm: MPI.Intracomm) -> list[Pair] | str:
+    """Return the pairs of ranks on this node between which distances were measured, or why none
+    could be. All ranks call.
+    """
+    nodes = comm.allgather(node())
+    own = nodes[comm.Get_rank()]
+    ranks = [rank for rank, name in enumerate(nodes) if name == own]
+    here = cast("MPI.Intracomm", comm.Split(nodes.index(own)))
+    pairs = here.bcast(measure_pairs(here))
+    here.Free()
+    if isinstance(pairs, str):
+        return pairs
+    return [pair._replace(ranks=(ranks[pair.ranks[0]], ranks[pair.ranks[1]])) for pair in pairs]
 
 
 def describe_process() -> Facts:
@@ -128,6 +158,7 @@ def describe_process() -> Facts:
         "MPI": "not running",
         "launcher": "",
         "ranks": "",
+        "distance": "",
         "threads": "",
         "NumPy": _find_version("numpy"),
         "ml_dtypes": _find_version("ml_dtypes"),

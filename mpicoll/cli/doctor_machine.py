@@ -12,12 +12,15 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from mpicoll import machine
+from mpicoll.cli.distance import FAR, NEAR, Pair, classify
 
 __all__ = [
     "Place",
+    "describe_distance",
     "describe_memory",
     "describe_system",
     "find_crowded",
+    "find_moving",
     "find_small_memory",
     "format_ranges",
     "name_ranks",
@@ -82,6 +85,36 @@ def _format_shared(place: Place) -> str:
 def _format_bytes(count: int) -> str:
     unit, name = (1 << 30, "GiB") if count >= 1 << 30 else (1 << 20, "MiB")
     return f"{count / unit:.3g} {name}"
+
+
+def describe_distance(pairs: Sequence[Pair] | str) -> str:
+    """Describe how far the ranks of a node are apart, by those that are farthest; or why that is
+    unknown.
+    """
+    if isinstance(pairs, str):
+        return f"unknown: {pairs}"
+    moving = find_moving(pairs)
+    if moving:
+        latencies = [latency for pair in pairs for latency in pair.latencies if pair.moves]
+        return (
+            f"{min(latencies):.0f} to {max(latencies):.0f} ns: {name_ranks(sorted(moving))} move "
+            f"between processors that share a cache ({NEAR}) and others ({FAR})"
+        )
+    farthest = max(pairs, key=lambda pair: pair.median)
+    found = classify(farthest.median, farthest.median)
+    a, b = farthest.ranks
+    if found == FAR:
+        what = f"they share no cache ({FAR})"
+    else:
+        what = f"{'they' if len(pairs) == 1 else 'all ranks'} share a cache ({found})"
+    return f"{farthest.median:.0f} ns between ranks {a} and {b}: {what}"
+
+
+def find_moving(pairs: Sequence[Pair] | str) -> set[int]:
+    """Return the ranks that are near each other at times and far at others."""
+    if isinstance(pairs, str):
+        return set()
+    return {rank for pair in pairs if pair.moves for rank in pair.ranks}
 
 
 def format_ranges(numbers: Iterable[int]) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import __version__, cli, machine, settings
+from mpicoll.cli.distance import DISTANCES, UNKNOWN
 from mpicoll.cli.tune_steps import choose_steps, find_changes, find_noise, splice
 from mpicoll.core.groups import default_group
 from mpicoll.errors import ArgumentError
@@ -363,9 +364,11 @@ def _finish(
             "sizes": " to ".join(map(format_bytes, (options.sizes[0], max(outcome.last.values())))),
             "repetitions": outcome.samples,
             "noise": f"{noise:.1%}",
+            "distance of the ranks": " and ".join(_distances(outcome)),
         }
         table = tuning_files.join(text, setting.mpi, setting.ranks, rows, about)
         lines = [*_changes(setting, outcome, text, table), *_missing(outcome, kinds, options.sizes)]
+        lines.append(f"# {outcome.distance}")
         print("\n".join(lines), flush=True)
         print(f"# times vary by {noise:.1%}; {_NOISIEST:.0%} is the most for a table", flush=True)
         if options.dry_run:
@@ -409,17 +412,26 @@ def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> li
         tuning.job.table.holding(tuning_files.parse(text) if text else {})
         for text in (before, after)
     )
-    lines = []
+    lines, distances = [], _distances(outcome)
     for kind, figures in outcome.figures.items():
         steps = (table.row(kind, setting.ranks)[setting.place] for table in (was, now))
         for each in find_changes(figures, *steps):
             end = format_bytes(outcome.last[kind] if each.end is None else each.end)
+            gains = [f"{each.gains[d]:.2f} x" if d in each.gains else "-" for d in distances]
             lines.append(
                 f"{kind:<26}{format_bytes(each.first):<11}{end:<11}{each.was:<10}{each.now:<10}"
-                f"{each.gain:.2f} x"
+                + "".join(map("{:<14}".format, gains)).rstrip()
             )
-    head = f"{'kind of call':<26}{'from':<11}{'to':<11}{'before':<10}{'now':<10}faster"
+    faster = [f"faster, {d}" if d != UNKNOWN else "faster" for d in distances]
+    head = f"{'kind of call':<26}{'from':<11}{'to':<11}{'before':<10}{'now':<10}"
+    head += "".join(map("{:<14}".format, faster)).rstrip()
     return [head, *lines] if lines else ["# nothing is faster than what is done now"]
+
+
+def _distances(outcome: Outcome) -> list[str]:
+    """Return the distances of the ranks that occurred, in the order of ``DISTANCES``."""
+    sizes = [at_size for figures in outcome.figures.values() for at_size in figures.values()]
+    return [distance for distance in DISTANCES if any(distance in each for each in sizes)]
 
 
 def _missing(outcome: Outcome, kinds: Sequence[str], sizes: Sequence[int]) -> list[str]:
@@ -443,10 +455,16 @@ def _report(setting: _Setting, outcome: Outcome, noise: float, rows: Rows) -> di
         "mpicoll": __version__,
         "repetitions": outcome.samples,
         "noise": noise,
+        "distance": outcome.distance,
         "figures": {
             kind: [
-                {"bytes": size, **{name: one._asdict() for name, one in at_size.items()}}
+                {
+                    "bytes": size,
+                    "distance": distance,
+                    **{name: one._asdict() for name, one in by_route.items()},
+                }
                 for size, at_size in figures.items()
+                for distance, by_route in at_size.items()
             ]
             for kind, figures in outcome.figures.items()
         },

@@ -6,14 +6,16 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mpicoll.arrays import views
 from mpicoll.cli.bench_calls import block_count
-from mpicoll.cli.timing import Call, Effort, Figure, Timer, Times
+from mpicoll.cli.timing import Call, Effort, Figure, Sample, Taken, Timer, keep
+from mpicoll.cli.tune_steps import Figures
 from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.pickles import Bytes
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.dtypes import DType, ReduceOp, by_name
 from mpicoll.output import format_bytes
@@ -80,14 +82,16 @@ def array_bytes(kinds: Sequence[Kind], n: int, largest: int) -> int:
 class Outcome(NamedTuple):
     """The measurements with at least the effort's fewest samples.
 
-    figures: by kind, bytes (0 for the smallest call there is) and route.
-    last:    by kind, the bytes of the largest size.
-    samples: of what was measured least often.
+    figures:  by kind.
+    last:     by kind, the bytes of the largest size.
+    samples:  of what was measured least often, at whatever distance of the ranks.
+    distance: how far the ranks were apart, in words.
     """
 
-    figures: dict[str, dict[int, dict[str, Figure]]]
+    figures: dict[str, Figures]
     last: dict[str, int]
     samples: int
+    distance: str
 
 
 def measure(
@@ -121,7 +125,7 @@ class _Case:
     calls:       one by each route.
     once:        seconds of a call by each route, the slowest rank's.
     turn:        seconds of a sample of all routes, as rank 0 measured them.
-    samples:     seconds of a call by each route, the slowest rank's.
+    samples:     of each route, turn by turn.
     """
 
     kind: Kind
@@ -131,7 +135,7 @@ class _Case:
     calls: list[Call] = field(default_factory=list)
     once: list[float] = field(default_factory=list)
     turn: float = 0.0
-    samples: list[list[float]] = field(default_factory=list)
+    samples: list[list[Sample]] = field(default_factory=list)
 
 
 def _cases(kind: Kind, sizes: Sequence[int], n: int) -> list[_Case]:
@@ -229,7 +233,7 @@ class _Run:
         kind, count = case.kind, case.count
         group, row, n = self._group, kind.primitive, self._group.size()
 
-        def buffer(memory: Any, elements: int) -> Any:
+        def buffer(memory: Bytes, elements: int) -> views.Buffer:
             array = memory[: elements * kind.dtype.itemsize].view(kind.dtype.numpy)
             return views.from_numpy(array, kind.dtype).buffer
 
@@ -273,7 +277,7 @@ class _Run:
         self, number: int, order: Sequence[_Case], chance: random.Random, end: float
     ) -> int:
         """Take a sample of each case; return the number taken before ``end`` seconds."""
-        took: list[list[float]] = []
+        took: list[list[Taken]] = []
         for case in order:
             left = max(0.0, self._effort.seconds - self._spent())
             self._progress(
@@ -287,21 +291,22 @@ class _Run:
                 self._timer.turn(case.calls, list(map(self._effort.calls, case.once)), chance)
             )
             case.turn = self._spent() - begin
-        slowest = iter(self._timer.combine([one for times in took for one in times]))
-        for case, times in zip(order, took, strict=False):
-            case.samples.append([next(slowest) for _ in times])
+        for case, samples in zip(order, self._timer.agree(took), strict=False):
+            case.samples.append(samples)
         return len(took)
 
     def outcome(self) -> Outcome:
         """Return the figures of what was measured often enough."""
-        figures: dict[str, dict[int, dict[str, Figure]]] = {}
+        figures: dict[str, dict[int, dict[str, dict[str, Figure]]]] = {}
         for case in self.cases:
-            routes = zip(case.kind.candidates, zip(*case.samples, strict=True), strict=True)
-            figures.setdefault(case.kind.name, {})[case.least] = {
-                route: Times(list(samples)).figure for route, samples in routes
-            }
+            at_size = figures.setdefault(case.kind.name, {}).setdefault(case.least, {})
+            every = keep(case.samples, self._effort.fewest)
+            for route, times in zip(case.kind.candidates, every, strict=True):
+                for distance, one in times.split().items():
+                    at_size.setdefault(distance, {})[route] = one.figure
         last = {case.kind.name: case.last for case in self.cases}
-        return Outcome(figures, last, min((len(case.samples) for case in self.cases), default=0))
+        fewest = min((len(case.samples) for case in self.cases), default=0)
+        return Outcome({**figures}, last, fewest, self._timer.describe_distances())
 
     def _late(self, ahead: float, end: float) -> bool:
         """Return whether ``ahead`` more seconds end after ``end``, by rank 0's clock."""

@@ -37,8 +37,11 @@ MOST = 1.9
 _OTHER = 1e-9
 
 
-#: By bytes, 0 for the smallest call there is, and by route; the same routes for all sizes.
-Figures = Mapping[int, Mapping[str, Figure]]
+#: By route, the same ones at all sizes.
+ByRoute = Mapping[str, Figure]
+#: By bytes, 0 for the smallest call there is, and by how far the ranks were apart: each of the
+#: distances that occurred at that size.
+Figures = Mapping[int, Mapping[str, ByRoute]]
 
 
 def choose_steps(figures: Figures, default: Steps) -> Steps:
@@ -47,16 +50,18 @@ def choose_steps(figures: Figures, default: Steps) -> Steps:
     default: the steps that stay if nothing speaks against them.
 
     At each size a route costs the logarithm of how many times slower it is than the fastest, at
-    most ``MOST`` steps, and nothing if it is not clearly slower. Each step from route to route that
-    the default does not have costs the logarithm of ``WORTH``. The cheapest way through all sizes
-    is taken, by dynamic programming over its last route (R. Bellman, Dynamic Programming, 1957), of
-    those that nowhere take a route that is slower than the default's.
+    most ``MOST`` steps, and nothing if it is not clearly slower; of several distances of the ranks
+    the one counts where it is slowest. (A job cannot know at which it will run: of all routes this
+    one's regret is the smallest.) Each step from route to route that the default does not have
+    costs the logarithm of ``WORTH``. The cheapest way through all sizes is taken, by dynamic
+    programming over its last route (R. Bellman, Dynamic Programming, 1957), of those that nowhere
+    take a route that is slower than the default's, at any distance.
     """
     sizes = sorted(figures)
-    below = _in_force(default, max(sizes[0] - 1, 0), figures[sizes[0]])
+    below = _in_force(default, max(sizes[0] - 1, 0), _routes(figures[sizes[0]]))
     best: dict[str | None, tuple[float, list[str]]] = {below: (0.0, [])}
     for size in sizes:
-        usual = _in_force(default, size, figures[size])
+        usual = _in_force(default, size, _routes(figures[size]))
         ways: dict[str | None, tuple[float, list[str]]] = {}
         for route in _no_slower(figures[size], usual):
             here = _slower(figures[size], route) + _OTHER * (route != usual)
@@ -81,12 +86,22 @@ def splice(before: Steps, steps: Steps, last: int) -> Steps:
     )
 
 
-def _no_slower(at_size: Mapping[str, Figure], usual: str | None) -> list[str]:
-    """Return the routes hardly slower than the default's; all if there is none."""
+def _routes(at_size: Mapping[str, ByRoute]) -> list[str]:
+    """Return the routes that were measured at a size."""
+    first, *_ = at_size.values()
+    return list(first)
+
+
+def _no_slower(at_size: Mapping[str, ByRoute], usual: str | None) -> list[str]:
+    """Return the routes hardly slower than the default's at any distance; all if there is none."""
+    routes = _routes(at_size)
     if usual is None:
-        return list(at_size)
-    most = CLEAR * at_size[usual].median
-    return [route for route, figure in at_size.items() if figure.median <= most]
+        return routes
+    return [
+        route
+        for route in routes
+        if all(one[route].median <= CLEAR * one[usual].median for one in at_size.values())
+    ]
 
 
 def _step(step: tuple[str | None, str], usual: tuple[str | None, str | None]) -> float:
@@ -94,9 +109,14 @@ def _step(step: tuple[str | None, str], usual: tuple[str | None, str | None]) ->
     return 0.0 if step[0] in (None, step[1]) or step == usual else math.log(WORTH)
 
 
-def _slower(at_size: Mapping[str, Figure], route: str) -> float:
+def _slower(at_size: Mapping[str, ByRoute], route: str) -> float:
     """Return the cost of a route at a size."""
-    own, best = at_size[route], min(at_size.values(), key=attrgetter("median"))
+    return max(_slower_at(by_route, route) for by_route in at_size.values())
+
+
+def _slower_at(by_route: ByRoute, route: str) -> float:
+    """Return the cost of a route at one distance of the ranks."""
+    own, best = by_route[route], min(by_route.values(), key=attrgetter("median"))
     clearly = own.median > CLEAR * best.median and own.low > best.high
     return min(math.log(own.median / best.median), MOST * math.log(WORTH)) if clearly else 0.0
 
@@ -114,21 +134,22 @@ class Change(NamedTuple):
 
     first, end: bytes, ``end`` excluded; None up to the largest size that was measured.
     was, now:   the routes.
-    gain:       how many times faster the route now is, the geometric mean over the sizes.
+    gains:      how many times faster the route now is, the geometric mean over the sizes, by how
+                far the ranks were apart.
     """
 
     first: int
     end: int | None
     was: str
     now: str
-    gain: float
+    gains: dict[str, float]
 
 
 def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
     """Return where steps differ, among the measured sizes."""
     sizes = sorted(figures)
     routes = [
-        (_in_force(before, size, figures[size]), _in_force(after, size, figures[size]))
+        tuple(_in_force(steps, size, _routes(figures[size])) for steps in (before, after))
         for size in sizes
     ]
     found = []
@@ -136,9 +157,13 @@ def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
         if was is None or now is None or was == now:
             continue
         span = [size for size, _ in group]
-        logs = [math.log(figures[s][was].median / figures[s][now].median) for s in span]
+        gains: dict[str, list[float]] = {}
+        for size in span:
+            for distance, one in figures[size].items():
+                gains.setdefault(distance, []).append(one[was].median / one[now].median)
         end = next((s for s in sizes if s > span[-1]), None)
-        found.append(Change(span[0], end, was, now, math.exp(sum(logs) / len(logs))))
+        means = {distance: statistics.geometric_mean(own) for distance, own in gains.items()}
+        found.append(Change(span[0], end, was, now, means))
     return found
 
 
@@ -148,6 +173,7 @@ def find_noise(figures: Iterable[Figures]) -> float:
         one.spread / one.median
         for by_size in figures
         for at_size in by_size.values()
-        for one in at_size.values()
+        for by_route in at_size.values()
+        for one in by_route.values()
     ]
     return statistics.median(spreads) if spreads else 0.0

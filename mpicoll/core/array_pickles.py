@@ -115,7 +115,7 @@ def _describe_dtype(dtype: np.dtype[Any]) -> Any:
     return dtype.names, specs, offsets, dtype.itemsize, dtype.isalignedstruct
 
 
-def rebuild_dtype(spec: Any) -> np.dtype[Any]:
+def rebuild_dtype(spec: object) -> np.dtype[Any]:
     """Return the dtype, without objects, that ``_describe_dtype`` described.
 
     Raises RefusedPickleError, or NumPy's errors, for any other ``spec``.
@@ -142,7 +142,7 @@ def rebuild_dtype(spec: Any) -> np.dtype[Any]:
     raise RefusedPickleError(f"a received array has no dtype that can be rebuilt: {spec!r:.99}")
 
 
-def _count_elements(shape: Any) -> int:
+def _count_elements(shape: object) -> int:
     """Return the number of elements of a shape; raise RefusedPickleError if it is not a shape."""
     if type(shape) is tuple:
         for n in shape:
@@ -153,7 +153,7 @@ def _count_elements(shape: Any) -> int:
     raise RefusedPickleError(f"a received array has a shape that cannot be: {shape!r:.99}")
 
 
-def rebuild_array(spec: Any, shape: Any, fortran: Any, data: Any) -> np.ndarray[Any, Any]:
+def rebuild_array(spec: object, shape: Any, fortran: object, data: Any) -> np.ndarray[Any, Any]:
     """Return the array whose bytes are ``data``, on the same memory."""
     dtype, size = rebuild_dtype(spec), memoryview(data).nbytes
     # If elements had no bytes, a shape of any size would fit.
@@ -165,6 +165,6 @@ def rebuild_array(spec: Any, shape: Any, fortran: Any, data: Any) -> np.ndarray[
     return array
 
 
-def rebuild_scalar(spec: Any, data: Any) -> Any:
+def rebuild_scalar(spec: object, data: Any) -> Any:
     """Return the scalar whose bytes are ``data``."""
     return rebuild_array(spec, (), False, bytearray(memoryview(data)))[()]

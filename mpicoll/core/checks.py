@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays import adapters
+from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View, ViewList
 from mpicoll.core.plan import Blocks, Extent
 from mpicoll.dtypes import OPERATIONS, DType, Kind, ReduceOp
@@ -33,8 +34,8 @@ Splits = tuple[Sequence[int] | None, Sequence[int] | None]
 def build_views(
     primitive: Primitive,
     group: ProcessGroup,
-    output: Any,
-    input: Any,
+    output: Arrays,
+    input: Arrays,
     root: int,
     splits: Splits | None,
 ) -> Views:
@@ -64,7 +65,7 @@ def reads(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
 _LARGEST = int(sys.float_info.max)
 
 
-def check_operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
+def check_operation(primitive: Primitive, op: object, dtype: DType) -> ReduceOp:
     """Return the reduce operation meant by ``op``, see ``row_of``, if it fits a dtype.
 
     Raises UnsupportedError if it has no meaning for the dtype or its factor does not fit it,
@@ -90,7 +91,7 @@ def check_operation(primitive: Primitive, op: Any, dtype: DType) -> ReduceOp:
     return found
 
 
-def find_operation(op: Any, where: str) -> ReduceOp:
+def find_operation(op: object, where: str) -> ReduceOp:
     """Return the ReduceOp for ``op``: mpicoll's, torch.distributed's, or an operation of mpi4py.
 
     where: operation and argument, for the message.
@@ -104,7 +105,7 @@ def find_operation(op: Any, where: str) -> ReduceOp:
     return found
 
 
-def _of_mpi(op: Any, where: str) -> ReduceOp | None:
+def _of_mpi(op: object, where: str) -> ReduceOp | None:
     """Return the table's first row for an operation of MPI; None for anything else."""
     mpi = sys.modules.get("mpi4py.MPI")  # an operation of it is there only if it is loaded
     if mpi is None or not isinstance(op, mpi.Op):
@@ -122,7 +123,7 @@ def _of_mpi(op: Any, where: str) -> ReduceOp | None:
     )
 
 
-def _of_torch(op: Any) -> ReduceOp | None:
+def _of_torch(op: object) -> ReduceOp | None:
     """Return the row of a ReduceOp or RedOpType of torch.distributed."""
     if type(op).__module__.partition(".")[0] != "torch":
         return None
@@ -161,8 +162,8 @@ def _multiple(primitive: Primitive, whole: View, names: tuple[str, str], one: Vi
 def _in_place(
     primitive: Primitive,
     group: ProcessGroup,
-    output: Any,
-    input: Any,
+    output: Arrays,
+    input: Arrays,
     root: int,
     splits: Splits | None,
 ) -> Views:
@@ -173,8 +174,8 @@ def _in_place(
 def _per_rank(
     primitive: Primitive,
     group: ProcessGroup,
-    output: Any,
-    input: Any,
+    output: Arrays,
+    input: Arrays,
     root: int,
     splits: Splits | None,
 ) -> Views:
@@ -239,8 +240,8 @@ def _own_fits(
 def _alike(
     primitive: Primitive,
     group: ProcessGroup,
-    output: Any,
-    input: Any,
+    output: Arrays,
+    input: Arrays,
     root: int,
     splits: Splits | None,
 ) -> Views:
@@ -258,8 +259,8 @@ def _alike(
 def _exchanged(
     primitive: Primitive,
     group: ProcessGroup,
-    output: Any,
-    input: Any,
+    output: Arrays,
+    input: Arrays,
     root: int,
     splits: Splits | None,
 ) -> Views:
@@ -314,8 +315,8 @@ def _blocks(view: View, splits: Sequence[int] | None, n: int, where: str, name: 
 def _empty(
     primitive: Primitive,
     group: ProcessGroup,
-    output: Any,
-    input: Any,
+    output: Arrays,
+    input: Arrays,
     root: int,
     splits: Splits | None,
 ) -> Views:

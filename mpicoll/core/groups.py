@@ -10,6 +10,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, launch
+from mpicoll.core import reproducible as levels
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
 from mpicoll.errors import (
@@ -17,8 +18,10 @@ from mpicoll.errors import (
     ArgumentTypeError,
     DistBackendError,
     ForkedError,
+    MismatchError,
     NotInitializedError,
 )
+from mpicoll.kernels.calls import Calls
 from mpicoll.launch.serialized_mpi import plain
 
 if TYPE_CHECKING:
@@ -41,28 +44,29 @@ __all__ = [
 ]
 
 
-class ProcessGroup:
+class ProcessGroup(Calls):
     """A group of ranks that call collectives together. Made by init_process_group and new_group.
+
+    Of its calls, see Calls. Beside these:
 
     inner:    the communicator of the collectives and of the exchanges inside them.
     messages: the communicator of the user's own messages, so that no tags collide.
     ranks:    the global ranks, in the order of the ranks in the group.
     timeout:  seconds after which an operation has failed; None never.
+    reproducible: how far reductions give the same bits again: None, "order" or "exact"; see
+              reproducible.py.
     in_flight: the user's messages that are not complete.
     pending:  the asynchronous collectives that are not done.
     statuses: where other ranks are among the group's calls; see watch/rank_status.py.
     object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
               are below them.
-    lock:     held while a collective runs.
-    worker:   carries asynchronous collectives out; None before the first.
     plans:    the plan of each (primitive, dtype, operation) met so far.
     resources: what routes and others keep for the group; see resources.py.
     windows:  memory that ranks of the group put into; see windows.py.
-    sequence: number of collectives begun that are compared between the ranks.
     formed:   number of the others: groups made of this one.
     keeps_time: the collective inside MPI watches its own timeout.
-    recent:   the calls since the ranks' calls were last compared; see watch/consistency.py.
-    next_check: the number of the call before which they are compared next.
+    agree:    compares one call, of a kind and sizes, with the other ranks' through the memory that
+              they share; None if they share none, or it is not known yet. See watch/consistency.py.
     broken:   why the group can no longer be used; None if it can.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
     """
@@ -77,7 +81,9 @@ class ProcessGroup:
         name: str,
         description: str,
         given: MPI.Intracomm | None = None,
+        reproducible: str | None = None,
     ) -> None:
+        super().__init__(threading.Lock())
         for one in (inner, messages):
             return_errors(one)
         self._given = given
@@ -87,19 +93,16 @@ class ProcessGroup:
         self.ranks = tuple(ranks)
         self.backend = backend
         self.timeout = timeout
+        self.reproducible = reproducible
         self.group_name = name
         self.group_desc = description
-        self.lock = threading.Lock()
         self._giving = threading.Lock()
-        self.worker: Worker | None = None
         self.plans: dict[Any, Any] = {}
         self.resources = Resources()
         self.windows: list[Any] = []
-        self.sequence = 0
+        self.agree: Callable[[int, int], None] | None = None
         self.formed = 0
         self.keeps_time = False
-        self.recent = [(0, 0, 0, 0)]
-        self.next_check = 0
         self.broken: DistBackendError | None = None
         self.monitored = 0
         self.splits = 0
@@ -200,6 +203,8 @@ class ProcessGroup:
         """Make every later call on the group raise ``error``."""
         self.closed = error
         self.plans = {}
+        self.agree = None
+        self.forget()
 
     def __repr__(self) -> str:
         return (
@@ -302,7 +307,7 @@ class GroupMember(metaclass=_WorldMeta):
     NON_GROUP_MEMBER = -100
 
 
-def resolve(candidate: Any) -> ProcessGroup | None:
+def resolve(candidate: object) -> ProcessGroup | None:
     """Return the group meant by a ``group`` argument; None on a rank outside of it.
 
     Raises NotInitializedError without a default group, ArgumentTypeError for anything but a group.
@@ -331,6 +336,7 @@ def create(
     *,
     backend: str,
     timeout: float | None,
+    reproducible: str | None,
     name: str,
     description: str,
     given: MPI.Intracomm | None = None,
@@ -341,17 +347,26 @@ def create(
     ranks: the global ranks of the members. given: the program's communicator of the same. inner:
            the group's own, if it exists already. Only members call (MPI_Comm_create_group, MPI-4.1
            section 7.4.2), each with the same arguments.
+
+    Raises MismatchError, on all members, if ``reproducible`` is not the same.
     """
     if inner is None:
         with communicators.subset(parent.inner, members) as chosen:
             # The tag separates groups that two threads make at once out of the same parent.
             inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
+    try:
+        levels.agree(inner, reproducible, f"group {name}")
+    except MismatchError:
+        inner.Free()
+        raise
     messages = inner.Dup()
-    made = ProcessGroup(inner, messages, ranks, backend, timeout, name, description, given)
+    made = ProcessGroup(
+        inner, messages, ranks, backend, timeout, name, description, given, reproducible
+    )
     return register(made)
 
 
-def _registered(candidate: Any, where: str) -> ProcessGroup:
+def _registered(candidate: object, where: str) -> ProcessGroup:
     found = resolve(candidate)
     if found is None or found.closed is not None:
         raise ArgumentError(f"{where}: {candidate!r} is not a group that this rank is in")

@@ -27,7 +27,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def encode(obj: Any) -> Bytes:
+def encode(obj: object) -> Bytes:
     """Return an object as bytes: sizes, pickle, and the buffers that the pickle refers to.
 
     Raises what pickle raises for objects that cannot be pickled.

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from mpicoll.core.reproducible import EXACT, depends_on_order
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
 
 if TYPE_CHECKING:
-    from mpicoll.arrays.views import View
+    from mpicoll.arrays.views import Buffer, DeviceView, View
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Blocks", "CallKind", "Extent", "Implementation", "Plan", "Run", "Task", "agreed_sizes"]
+__all__ = [
+    "Blocks",
+    "CallKind",
+    "Extent",
+    "Implementation",
+    "Plan",
+    "Run",
+    "Short",
+    "Task",
+    "add_short",
+    "agreed_sizes",
+    "find_short",
+]  # fmt: skip
 
 
 class Blocks(NamedTuple):
@@ -26,14 +39,46 @@ class Blocks(NamedTuple):
 #: How much a call moves: the count of a block where all blocks are alike, else those of each rank.
 Extent = int | Blocks
 
-#: An implementation: of the send and the receive buffer, the extent, the root's rank in the group.
-#: Buffers are contiguous: on the host what mpi4py takes as a buffer, or a list of such; on a device
-#: a DeviceView. Send is None if the call is in place or this rank sends nothing; recv is None if it
-#: receives nothing.
-Implementation = Callable[[Any, Any, Extent, int], None]
+#: One side of a call as implementations get it, contiguous: on the host a buffer, or a list of such
+#: if the arrays of a list stay where they are; on a device a DeviceView.
+Contiguous: TypeAlias = "Buffer | list[Buffer] | DeviceView"
+
+#: An implementation: of the send and the receive side, the extent, the root's rank in the group.
+#: Send is None if the call is in place or this rank sends nothing; recv is None if it receives
+#: nothing. Any, for each declares the part of Contiguous, None and Extent that its own calls have.
+Implementation = Callable[[Any, Any, Any, int], None]
 
 #: The same for views of arrays, however these lie in memory.
 Run = Callable[["View | None", "View | None", Extent, int], None]
+
+
+class Short(NamedTuple):
+    """How calls are carried out without Python, see ``kernels/src/calls.c``.
+
+    owner:    keeps the memory that ``argument`` is in; its ``failure()`` returns why a call failed.
+    shape:    which arguments the function takes, one of ``mpicoll.kernels.calls``.
+    function, argument: addresses, of a function of the C library and its first argument.
+    fewest, end: counts of a block that this is for.
+    """
+
+    owner: Any
+    shape: int
+    function: int
+    argument: int
+    fewest: int = 0
+    end: int = 1 << 62
+
+
+def add_short(route: Implementation, find: Callable[[], Sequence[Short]]) -> Implementation:
+    """Return an implementation that has short ways; ``find`` returns those known by now."""
+    route.find_short = find  # type: ignore[attr-defined]
+    return route
+
+
+def find_short(route: Implementation) -> Sequence[Short]:
+    """Return the short ways of an implementation, as far as they are known."""
+    find: Callable[[], Sequence[Short]] | None = getattr(route, "find_short", None)
+    return () if find is None else find()
 
 
 class CallKind(NamedTuple):
@@ -49,6 +94,20 @@ class CallKind(NamedTuple):
         """Return the ranks whose elements are combined on this rank, if it gets a result."""
         return self.primitive.combined(self.group.rank(), self.group.size())
 
+    @property
+    def level(self) -> str | None:
+        """Return the level of reproducibility that such calls have to keep: the group's, None if
+        they give the same bits in any order.
+        """
+        if self.op is None or self.dtype is None or not depends_on_order(self.op, self.dtype):
+            return None
+        return self.group.reproducible
+
+    @property
+    def exact(self) -> bool:
+        """Return whether sums are exact ones."""
+        return self.level == EXACT
+
 
 class Plan:
     """The plan of all calls of one kind in one group.
@@ -62,10 +121,13 @@ class Plan:
     run:       the same on views: the route, with packing, cutting and unpacking around it.
     kind:      the signature of such calls, without the root; see mpicoll.core.signature.
     even:      the count of a block is the same on all ranks, and part of the signature.
+    compares:  where each call of the group is compared by itself, the route does it.
+    learnt:    the group can carry out such calls without Python, where that is possible.
     """
 
     __slots__ = (
-        "dtype", "even", "group", "kind", "name", "on_device", "op", "primitive", "route", "run",
+        "compares", "dtype", "even", "group", "kind", "learnt", "name", "on_device", "op",
+        "primitive", "route", "run",
     )  # fmt: skip
 
     def __init__(self, kind: CallKind, on_device: bool, route: Implementation, run: Run) -> None:
@@ -76,6 +138,8 @@ class Plan:
         self.run = run
         self.kind = encode_kind(self.primitive, self.dtype, self.op, 0, on_device)
         self.even = self.primitive.even
+        self.compares = not on_device and self.dtype is not None
+        self.learnt = False
 
 
 class Task(NamedTuple):
@@ -85,6 +149,7 @@ class Task(NamedTuple):
     name: str
     kind: int
     even: bool = False
+    compares: bool = False
 
 
 def agreed_sizes(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:

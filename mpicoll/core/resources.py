@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeVar
 
 __all__ = ["Resources"]
 
-
 T = TypeVar("T")
 
 

@@ -73,17 +73,17 @@ class _RestrictedUnpickler(pickle._Unpickler):
         except KeyError:
             raise RefusedPickleError(_describe_refusal(module, name)) from None
 
-    def add_created(self, obj: Any) -> None:
+    def add_created(self, obj: object) -> None:
         """Let the pickle change an object from now on."""
         self._created[id(obj)] = obj
 
-    def check(self, obj: Any) -> None:
+    def check(self, obj: object) -> None:
         """Raise RefusedPickleError for an object that the pickle may not change."""
         if id(obj) not in self._created:
             what = obj.__name__ if isinstance(obj, type) else f"an object: {type(obj).__name__}"
             raise RefusedPickleError(f"a received pickle changes {what}, which it has not made")
 
-    def call(self, named: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, named: object, function: Callable[..., Any], args: object, kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)``; ``named`` is what the pickle calls."""
         if id(named) not in self._callable_ids or type(args) is not tuple:
             raise RefusedPickleError(
@@ -120,7 +120,7 @@ class _RestrictedUnpickler(pickle._Unpickler):
         raise RefusedPickleError("the bytes received are no pickle of protocol 5")
 
 
-def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> tuple[Any, int]:
     """Return a function's result, and the number of references to it."""
     result = function(*args, **kwargs)
     return result, sys.getrefcount(result)
@@ -247,7 +247,7 @@ class restricted_pickle:
     numpy.ndarray.
     """
 
-    def __init__(self, *types: Any) -> None:
+    def __init__(self, *types: Callable[..., Any]) -> None:
         global _allowed
         allowed = dict(_SAFE_BUILTINS)
         for one in types:

@@ -50,7 +50,7 @@ class Future:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._done = False
-        self._value: Any = None
+        self._value: object = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Future], Any]] = []
 
@@ -115,7 +115,7 @@ class Future:
                 return
         callback(self)
 
-    def set_result(self, value: Any) -> None:
+    def set_result(self, value: object) -> None:
         """End the Future with a value.
 
         value: what ``wait()`` returns.
@@ -133,7 +133,7 @@ class Future:
         """
         self._end(None, error)
 
-    def _end(self, value: Any, error: BaseException | None) -> None:
+    def _end(self, value: object, error: BaseException | None) -> None:
         with self._condition:
             if self._done:
                 raise ArgumentError("Future: it already has a value")

@@ -8,13 +8,16 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, NcclCommunicator, StridedMemory
-from mpicoll.dtypes import DType
+from mpicoll.dtypes import DType, Factor
 from mpicoll.errors import UnsupportedError
 from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
 from mpicoll.kernels.reduction import Loop
+
+if TYPE_CHECKING:
+    import cupy
 
 __all__ = ["CupyRuntime"]
 
@@ -22,7 +25,7 @@ __all__ = ["CupyRuntime"]
 class _CupyEvent:
     """An event of CuPy, which is destroyed with its last reference, and its device."""
 
-    def __init__(self, index: int, event: Any) -> None:
+    def __init__(self, index: int, event: cupy.cuda.Event) -> None:
         self.index = index
         self.event = event
 
@@ -79,7 +82,7 @@ class CupyRuntime:
 
     def on(self, index: int) -> AbstractContextManager[object]:
         """Return a context in which a device is current; on mpicoll's own threads it stays so."""
-        current: Any = self._cupy.cuda.Device(index)
+        current: cupy.cuda.Device = self._cupy.cuda.Device(index)
         if threading.current_thread().name.startswith("mpicoll-"):
             # Going back to device 0, where threads begin, would set it up in every rank.
             current.use()
@@ -184,8 +187,9 @@ class CupyRuntime:
             self._kernels_of(index).combine(by, sources, out, count, divisor, stream)
 
     def scale(
-        self, index: int, dtype: DType, source: int, factor: Any, out: int, count: int, stream: int
-    ) -> None:
+        self, index: int, dtype: DType, source: int, factor: Factor, out: int, count: int,
+        stream: int,
+    ) -> None:  # fmt: skip
         """Enqueue a kernel."""
         if count:
             self._kernels_of(index).scale(dtype, source, factor, out, count, stream)

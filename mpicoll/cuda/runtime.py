@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpicoll.dtypes import DType
+from mpicoll.dtypes import DType, Factor
 from mpicoll.kernels.reduction import Loop
 
 __all__ = [
@@ -178,8 +178,9 @@ class Runtime(Protocol):
         """Enqueue ``out = (source op source ...) / divisor``; as reduction.combine."""
 
     def scale(
-        self, index: int, dtype: DType, source: int, factor: Any, out: int, count: int, stream: int
-    ) -> None:
+        self, index: int, dtype: DType, source: int, factor: Factor, out: int, count: int,
+        stream: int,
+    ) -> None:  # fmt: skip
         """Enqueue ``out = source * factor`` in the dtype of sums; as reduction.scale."""
 
     def narrow(

@@ -91,7 +91,7 @@ _TABLES: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Return whether it is only numbers, strings and containers of such: alike if written alike."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))

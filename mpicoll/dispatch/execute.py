@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from mpicoll.arrays.adapters import fast_views
+from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
-from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes
+from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, find_short
 from mpicoll.core.signature import LIST, encode_list, encode_sizes, encode_task, with_root
 from mpicoll.core.work import Work
 from mpicoll.cuda.streams import StreamOrder
@@ -23,6 +24,7 @@ from mpicoll.errors import (
     MpicollError,
     MPIError,
 )
+from mpicoll.kernels.calls import short_way
 from mpicoll.output import warn
 from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency
@@ -32,10 +34,10 @@ __all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", 
 
 def run(
     primitive: Primitive,
-    group: Any,
+    group: ProcessGroup | None,
     async_op: bool,
-    output: Any = None,
-    input: Any = None,
+    output: Arrays = None,
+    input: Arrays = None,
     op: ReduceOp | None = None,
     root: int = 0,
     splits: checks.Splits | None = None,
@@ -48,7 +50,7 @@ def run(
     Returns a Work if ``async_op``, else None once the result is there: on a device, for what the
     current stream gets from then on. A Work is done when the result is there for every stream.
     """
-    member = state.default if group is None else group
+    member: Any = state.default if group is None else group
     if member.__class__ is not ProcessGroup:
         member = resolve(group)
         if member is None:
@@ -63,6 +65,8 @@ def run(
     carry, orders = _placed(plan, send, recv)
     sizes = encode_sizes(agreed_sizes(primitive, extent))
     waits = not async_op and not member.busy()
+    if first is None and member.compared and not plan.learnt:
+        _teach(plan, op)
     return _dispatch(
         plan, async_op, waits, output, sizes, root, carry, send, recv, extent, orders, at_once
     )
@@ -82,13 +86,13 @@ def _dispatch(
     plan: Plan,
     async_op: bool,
     waits: bool,
-    output: Any,
+    output: object,
     sizes: int,
     root: int,
     carry: Carry,
-    send: Any,
-    recv: Any,
-    how: Any,
+    send: object,
+    recv: object,
+    how: object,
     orders: Sequence[StreamOrder] = (),
     at_once: bool = True,
     name: str = "",
@@ -131,20 +135,21 @@ def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
     return bool(shared and shared.should_run_inline(with_root(plan.kind, root), sizes))
 
 
-def run_fast(
+def _run_fast(
     primitive: Primitive,
-    group: Any,
+    group: ProcessGroup | None,
     async_op: bool,
     output: Any,
-    input: Any = None,
-    op: ReduceOp | None = None,
-    root: int = 0,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
 ) -> Work | None:
-    """Carry out a call as ``run`` does, by a short way if nothing about it is unusual.
+    """Carry out a call as ``run`` does, with little Python if nothing about it is unusual.
 
     For primitives in place, and those of one input and one output. The group has made such a call
     before, nothing is pending, and a fast view shows each array to be one block of memory.
-    Everything else, errors too, goes by ``run``.
+    Everything else, errors too, goes by ``run``. The group learns how such calls are carried out
+    without Python, where they can be.
     """
     member: Any = state.default if group is None else group
     send = route = None
@@ -180,6 +185,8 @@ def run_fast(
     sizes = count if plan.even else 0
     if not async_op:
         perform(plan, sizes, root, route, send, recv, count)
+        if not plan.learnt and member.compared:
+            _teach(plan, op)
         return None
     if not _should_run_inline(
         plan, root, sizes
@@ -192,13 +199,36 @@ def run_fast(
 _NOTHING_SEEN = None, None, 0
 
 
+def _teach(plan: Plan, op: ReduceOp | None) -> None:
+    """Let the plan's group carry out such calls without Python; op: as callers give it."""
+    primitive = plan.primitive
+    for short in find_short(plan.route):
+        plan.learnt = True
+        plan.group.learn(
+            primitive, plan.dtype, op, short.owner, plan.kind, short.fewest, short.end,
+            plan.group.size(), short.function, short.argument, short.shape, primitive.many_in,
+            primitive.many_out, bool(primitive.input), plan.even, bool(primitive.root),
+        )  # fmt: skip
+
+
+def _raise_failure(group: ProcessGroup, owner: Any) -> None:
+    """Raise why a call that was carried out without Python failed; with the group's lock held."""
+    group.drop_last()
+    raise owner.failure()
+
+
+#: Carries a call out: ``run_fast(primitive, group, async_op, output, input, op, root)``; without
+#: Python where the group has learnt how, and as ``_run_fast`` does.
+run_fast = short_way(_run_fast, state, ProcessGroup, _raise_failure)
+
+
 def run_all(
     name: str,
     primitive: Primitive,
-    group: Any,
+    group: ProcessGroup | None,
     async_op: bool,
-    outputs: Sequence[Any],
-    inputs: Sequence[Any] | None = None,
+    outputs: Sequence[Arrays],
+    inputs: Sequence[Arrays] | None = None,
     op: ReduceOp | None = None,
 ) -> Work | None:
     """Check a collective call on each output and its input, then carry all out as one Work.
@@ -231,7 +261,7 @@ def _carry_out_all(
     fused must be the same on all.
     """
     group, ready = how
-    if len(group.recent) > 1:  # it has not just been compared
+    if not group.compared and len(group.recent) > 1:  # it has not just been compared
         consistency.check(group)
     for carry, out, into, extent in ready:
         group.sequence += 1
@@ -244,7 +274,7 @@ Carry = Callable[[Any, Any, Any, int], None]
 
 
 def perform(
-    call: Plan | Task, sizes: int, root: int, carry: Carry, send: Any, recv: Any, how: Any
+    call: Plan | Task, sizes: int, root: int, carry: Carry, send: object, recv: object, how: object
 ) -> None:
     """Carry out a collective, in the one place where that happens: put it on the group's record,
     compare it with the other ranks' when that is due, and call ``carry(send, recv, how, root)``.
@@ -257,10 +287,10 @@ def perform(
     group = call.group
     group.lock.acquire()  # a with statement would take three times as long
     try:
-        group.sequence = sequence = group.sequence + 1
-        group.recent.append((sequence, call.kind, sizes, root))
-        if sequence >= group.next_check:
-            consistency.check(group)
+        if group.begin(call.kind, sizes, root):
+            _check(group)
+        elif group.agree is not None and (root == LIST or not call.compares):
+            group.agree(with_root(call.kind, root), sizes)
         carry(send, recv, how, root)
     except Exception as error:
         _look_at(error, call)
@@ -269,6 +299,15 @@ def perform(
         raise _explained(error, call.name, group) from error
     finally:
         group.lock.release()
+
+
+def _check(group: ProcessGroup) -> None:
+    """Compare the group's latest calls with the other ranks'; all are in a call of that number."""
+    if group.sequence == consistency.FIRST and group.size() > 1:
+        from mpicoll.routes import select  # loads MPI, which importing this module must not
+
+        select.share_memory(group)
+    consistency.check(group)
 
 
 def _look_at(error: Exception, call: Plan | Task) -> None:
@@ -374,7 +413,7 @@ def run_in_order(
     group.check_open()
     result: list[Any] = []
 
-    def carry(send: Any = None, recv: Any = None, how: Any = None, root: int = 0) -> None:
+    def carry(send: object = None, recv: object = None, how: object = None, root: int = 0) -> None:
         group.keeps_time = keeps_time
         try:
             result.append(task())
@@ -419,7 +458,7 @@ def warn_outside(name: str) -> None:
 
 def find_root(
     name: str,
-    group: Any,
+    group: ProcessGroup | None,
     argument: str,
     global_rank: int | None,
     group_rank: int | None,

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpicoll.arrays import views
 from mpicoll.arrays.adapters import check_same_device, fast_views
-from mpicoll.arrays.views import CARRIERS, Alias, DeviceView, View, ViewList
+from mpicoll.arrays.views import CARRIERS, Alias, Array, Buffer, DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.checks import Views
 from mpicoll.core.plan import agreed_sizes
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused"]
-
-Array = np.ndarray[Any, Any]
 
 #: Bytes of the larger side of a call up to which it is fused with others.
 SMALL = 16 * 1024
@@ -169,7 +167,7 @@ class _Entries:
         extent = sum(widths)
         if self._layout is Layout.IN_PLACE:
             return None, _side(outputs, widths, 1, self.dtype), extent
-        inputs: Any = [self._views[place][0] for place in batch]
+        inputs = [self._views[place][0] for place in batch]
         outward, inward = 1, self._ranks
         if self._layout is Layout.SCATTERED:
             outward, inward = inward, outward
@@ -208,11 +206,11 @@ _dtype, _plain, _size = attrgetter("dtype"), attrgetter("flags.carray"), attrget
 _HOLDING = {np.ndarray: fast_views[np.ndarray]}
 
 
-def _nothing(array: Any) -> None:
+def _nothing(array: object) -> None:
     """Return None: an array of this kind has no fast view."""
 
 
-def _carried(buffer: Any, dtype: DType) -> Array:
+def _carried(buffer: Buffer, dtype: DType) -> Array:
     """Return the elements in a buffer, as NumPy's buffers have them."""
     if isinstance(buffer, np.ndarray):
         return buffer
@@ -281,7 +279,7 @@ class _OnHost(_Side):
         self._addresses = array("L", map(sys.modules["mpi4py.MPI"].Get_address, buffers))
         self._counts = array("L", self._widths)
 
-    def _buffer(self, one: View) -> Any:
+    def _buffer(self, one: View) -> Buffer:
         if one.buffer is None:
             beside = views.empty(self.dtype, one.count)
             self._scattered.append((one, beside))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
+from mpicoll.dtypes import DType, Factor, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.kernels.reduction import Loop, factor_of, find_loop
 
@@ -89,7 +89,7 @@ class DeviceKernels:
         self._launch("combine", line, arguments, cut, stream)
 
     def scale(
-        self, dtype: DType, source: int, factor: Any, out: int, count: int, stream: int
+        self, dtype: DType, source: int, factor: Factor, out: int, count: int, stream: int
     ) -> None:
         """Enqueue ``out = source * factor``, as ``reduction.scale``.
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Kernels:
     """The functions of the C library at ``path``; OSError or AttributeError if it is not ours.
 
-    See ``src/reduction.c``, ``packing.c``, ``shared.c``, ``single_copy.c``, ``latency.c`` and
-    ``limit.c`` for what they do. ``short_combine`` is combine with the GIL held.
+    See ``src/reduction.c``, ``exact.c``, ``packing.c``, ``shared.c``, ``single_copy.c``,
+    ``latency.c`` and ``limit.c`` for what they do. ``short_combine`` is combine with the GIL held.
     """
 
     def __init__(self, path: str) -> None:
@@ -39,6 +39,7 @@ class Kernels:
             library, "latency", pointer, pointer, integer, ctypes.c_uint32, ctypes.c_uint64,
             result=ctypes.c_uint32,
         )  # fmt: skip
+        self.far = _function(library, "far", result=ctypes.c_uint32)
         self.shared_region = _function(library, "shared_region", size, size, result=size)
         self.shared_ask = _function(
             library, "shared_ask", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,

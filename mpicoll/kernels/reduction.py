@@ -11,31 +11,37 @@ into blocks nor on what computes. For narrow floats that takes a rule for NaN, b
 operands processors and compilers keep the one or the other: **a NaN that is rounded to a narrow
 float becomes the NaN that** ``float32("nan")`` **becomes**, without its sign and payload.
 
+Exact sums (``src/exact.c``) do not depend on the order either, nor on zeros among the operands: the
+exact sum is rounded once. A sum that is zero is 0.0, and NaN has one form for all dtypes.
+
 Everything here may be called from several threads at once.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.dtypes import DTYPES, DType, Kind, ReduceOp, by_numpy
+from mpicoll.dtypes import DTYPES, DType, Factor, Kind, ReduceOp, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels.library import Kernels, kernels
 
-__all__ = ["Loop", "combine", "factor_of", "find_loop", "narrow", "scale"]
+__all__ = ["Loop", "combine", "factor_of", "find_loop", "narrow", "rounds_sums", "scale"]
 
 Array = npt.NDArray[Any]
 
 _FLOAT32 = np.dtype(np.float32)
+_FLOAT64 = np.dtype(np.float64)
 _INTP = np.dtype(np.intp)
 _UINT32 = np.dtype(np.uint32)
 
@@ -50,7 +56,12 @@ _SHORT = 1 << 10
 
 
 def combine(
-    op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int = 1
+    op: ReduceOp,
+    dtype: DType,
+    sources: Sequence[Array],
+    out: Array,
+    divisor: int = 1,
+    exact: bool = False,
 ) -> None:
     """Reduce ``sources`` into ``out``: ``((s0 op s1) op s2) ...``, then divided by ``divisor``.
 
@@ -61,6 +72,8 @@ def combine(
              sources; it must not overlap any in part.
     divisor: the number of ranks for AVG; for floats and complex numbers only. The division happens
              before the rounding.
+    exact:   sums of floats and complex numbers are correctly rounded, narrow floats' to float32
+             first; a divisor divides what was rounded to ``dtype.accumulate``. Else no matter.
 
     Narrow floats are accumulated in float32 and rounded once, to nearest even. Integers wrap. bool
     uses the logical operations. MIN and MAX propagate NaN; of 0.0 and -0.0 they take the later
@@ -79,16 +92,19 @@ def combine(
     count = _check_out(out, dtype.numpy)
     for source in sources:
         _check(source, dtype.numpy, count)
-    by = find_loop(op, dtype)
+    exact = exact and rounds_sums(op, dtype)
+    by = find_loop(op, dtype, exact)
     if _compiled is not None and by is not None:
         _compiled.combine(by, sources, out, divisor)
+    elif exact:
+        _sum_exactly(dtype, sources, out, divisor)
     elif dtype.kind is Kind.NARROW_FLOAT:
         _numpy.combine(op, dtype, sources, out, divisor)
     else:
         _combine_wide(op, dtype, sources, out, divisor)
 
 
-def scale(dtype: DType, source: Array, factor: Any, out: Array) -> None:
+def scale(dtype: DType, source: Array, factor: Factor, out: Array) -> None:
     """``out = source * factor``, for PREMUL_SUM.
 
     source: shape (count,), C-contiguous, of ``dtype``.
@@ -108,20 +124,20 @@ def scale(dtype: DType, source: Array, factor: Any, out: Array) -> None:
     count = _check_out(out, dtype.numpy if rounds else dtype.accumulate)
     _check(source, dtype.numpy, count)
     with np.errstate(all="ignore"):
-        factor = factor_of(dtype, factor)
+        number = factor_of(dtype, factor)
         if dtype.kind is Kind.NARROW_FLOAT:
             converter, scratch = _converter(dtype), _scratch(_ACCUMULATOR)
             for block in _blocks(count):
                 target = scratch[: block.stop - block.start] if rounds else out[block]
                 converter.widen(dtype, source[block], target)
-                np.multiply(target, factor, out=target)
+                np.multiply(target, number, out=target)
                 if rounds:
                     converter.narrow(dtype, target, out[block])
-        elif dtype.kind is Kind.COMPLEX and not np.iscomplexobj(factor):
+        elif dtype.kind is Kind.COMPLEX and not np.iscomplexobj(number):
             # A real factor must not meet the imaginary part's zeros: inf * 0 is NaN.
-            np.multiply(_parts(source), factor, out=_parts(out))
+            np.multiply(_parts(source), number, out=_parts(out))
         else:
-            np.multiply(source, factor, out=out)
+            np.multiply(source, number, out=out)
 
 
 def narrow(source: Array, out: Array) -> None:
@@ -186,7 +202,7 @@ def _parts(array: Array) -> Array:
     return array.view(array.real.dtype)
 
 
-def factor_of(dtype: DType, factor: Any) -> Any:
+def factor_of(dtype: DType, factor: Factor) -> Any:
     """Return the factor in the type that numbers of ``dtype`` are multiplied by.
 
     Raises ArgumentTypeError for a factor that does not fit.
@@ -194,7 +210,7 @@ def factor_of(dtype: DType, factor: Any) -> Any:
     try:
         if dtype.kind is Kind.INTEGER:
             # Wrapping is what a multiplication of the residue does.
-            residue = operator.index(factor) % (1 << 8 * dtype.itemsize)
+            residue = operator.index(factor) % (1 << 8 * dtype.itemsize)  # type: ignore[arg-type]
             return np.array(residue, f"u{dtype.itemsize}").view(dtype.numpy)
         if dtype.kind is Kind.COMPLEX and not np.iscomplexobj(factor):
             return np.finfo(dtype.numpy).dtype.type(factor)
@@ -233,6 +249,88 @@ def _combine_wide(
                 np.divide(parts, parts.dtype.type(divisor), out=parts)
 
 
+def rounds_sums(op: ReduceOp, dtype: DType) -> bool:
+    """Return whether ``op`` adds elements of ``dtype`` and may have to round: there are exact sums
+    of these.
+    """
+    return op.ufunc is np.add and dtype.kind not in (Kind.BOOL, Kind.INTEGER)
+
+
+def _sum_exactly(dtype: DType, sources: Sequence[Array], out: Array, divisor: int) -> None:
+    """``combine`` for exact sums: the algorithm of ``src/exact.c``, with Python's fractions in the
+    place of its integers.
+    """
+    narrow = dtype.kind is Kind.NARROW_FLOAT
+    if dtype.kind is Kind.COMPLEX:
+        sources, out = [_parts(source) for source in sources], _parts(out)
+    with np.errstate(all="ignore"):
+        for block in _blocks(out.size, _FLOAT64):
+            terms = [_float64_of(dtype, source[block]) for source in sources]
+            total, rest = terms[0], np.zeros_like(terms[0])
+            lost = ~np.isfinite(total)
+            for term in terms[1:]:
+                total, error = _two_sum(total, term)
+                rest, rounded_away = _two_sum(rest, error)
+                lost |= rounded_away != 0  # as of NaN, which follows on infinity
+            if lost.any():
+                total, rest = total.copy(), rest.copy()
+                for i in np.flatnonzero(lost):
+                    total[i], rest[i] = _sum_of_fractions([term[i].item() for term in terms])
+            if out.dtype == _FLOAT64:
+                result = total + rest
+            else:
+                result = _rounded_to_odd(*_two_sum(total, rest)).astype(np.float32)
+            result += 0.0  # which turns -0.0 into 0.0
+            result[np.isnan(result)] = np.nan
+            if divisor != 1:
+                result /= result.dtype.type(divisor)
+            if narrow:
+                _converter(dtype).narrow(dtype, result, out[block])
+            else:
+                out[block] = result
+
+
+def _float64_of(dtype: DType, source: Array) -> Array:
+    if dtype.kind is Kind.NARROW_FLOAT:
+        wide = np.empty(source.size, np.float32)
+        _converter(dtype).widen(dtype, source, wide)
+        source = wide
+    return source.astype(np.float64, copy=False)
+
+
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """Return the rounded sum and what was rounded away."""
+    total = a + b
+    from_b = total - a
+    return total, (a - (total - from_b)) + (b - from_b)
+
+
+def _rounded_to_odd(nearest: Array, correction: Array) -> Array:
+    """Return ``nearest``, or where it is not exact that neighbour of the exact number whose last
+    bit is set.
+    """
+    beyond = np.nextafter(nearest, np.copysign(np.inf, correction))
+    even = nearest.view(np.int64) % 2 == 0
+    return np.where(even & (abs(correction) > 0), beyond, nearest)
+
+
+def _sum_of_fractions(terms: Sequence[float]) -> tuple[float, float]:
+    """Return the sum, correctly rounded, and a trifle in the place of what was rounded away."""
+    if not all(map(math.isfinite, terms)):
+        return sum(term for term in terms if not math.isfinite(term)), 0.0
+    total = sum(map(Fraction, terms), Fraction())
+    try:
+        nearest = float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf, 0.0
+    # Of what was rounded away the sign alone counts, for rounding to odd.
+    return nearest, ((total > nearest) - (total < nearest)) * _LEAST
+
+
+#: The least float64: rounded away wherever it is added to what is not exact.
+_LEAST = math.ulp(0.0)
+
+
 class Loop(NamedTuple):
     """A loop of the C library.
 
@@ -247,15 +345,23 @@ class Loop(NamedTuple):
 
 
 @cache
-def find_loop(op: ReduceOp, dtype: DType) -> Loop | None:
+def find_loop(op: ReduceOp, dtype: DType, exact: bool = False) -> Loop | None:
     """Return the C library's loop for ``op`` on ``dtype``; None: NumPy combines them.
+
+    exact: sums that round are exact ones; see ``combine``.
 
     The result is the same on every rank, with or without the library.
     """
+    operation = _OPERATIONS.get(op.logical if dtype.kind is Kind.BOOL else op.ufunc)
+    if exact and rounds_sums(op, dtype):
+        operation = _EXACT_SUM
     if dtype.kind is Kind.COMPLEX:
         part = {8: "float32", 16: "float64"}.get(dtype.itemsize)
-        return Loop(part, _OPERATIONS[np.add], 2) if part and op.ufunc is np.add else None
-    operation = _OPERATIONS.get(op.logical if dtype.kind is Kind.BOOL else op.ufunc)
+        return (
+            Loop(part, operation, 2)
+            if part and operation is not None and op.ufunc is np.add
+            else None
+        )
     return (
         None if operation is None or dtype.name not in FORMATS else Loop(dtype.name, operation, 1)
     )
@@ -283,6 +389,7 @@ _OPERATIONS: dict[np.ufunc | None, int] = {
     np.bitwise_xor: 6,
     np.logical_xor: 6,
 }
+_EXACT_SUM = 7
 
 
 class _Converter(Protocol):

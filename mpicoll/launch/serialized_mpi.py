@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpicoll.arrays.views import Buffer
+
 __all__ = ["create_window", "plain", "serialize"]
 
 _lock = threading.RLock()
@@ -32,7 +34,7 @@ def plain(comm: MPI.Intracomm) -> MPI.Intracomm:
     return comm._comm if isinstance(comm, _Communicator) else comm
 
 
-def create_window(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
+def create_window(memory: Buffer, comm: MPI.Intracomm) -> MPI.Win:
     """Create a window of ``memory``, in bytes, under the lock if the communicator is.
 
     A flush moves the messages that others wait for, so blocking in it holds no rank up for good.
@@ -69,13 +71,13 @@ class _Request:
 class _Locked:
     """An object of MPI whose every call is under the lock, and blocks with it held."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: object) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
 
-        def locked(*args: Any, **kwargs: Any) -> Any:
+        def locked(*args: object, **kwargs: object) -> Any:
             with _lock:
                 return method(*args, **kwargs)
 
@@ -90,42 +92,42 @@ class _Communicator(_Locked):
 
     @property
     def _comm(self) -> MPI.Intracomm:
-        return self._inner  # type: ignore[no-any-return]
+        return self._inner  # type: ignore[return-value]
 
-    def _start(self, call: Callable[..., MPI.Request], *args: Any) -> _Request:
+    def _start(self, call: Callable[..., MPI.Request], *args: object) -> _Request:
         with _lock:
             return _Request(call(*args))
 
-    def Create(self, *args: Any) -> _Communicator:
+    def Create(self, group: MPI.Group) -> _Communicator:
         with _lock:
-            return _Communicator(cast("MPI.Intracomm", self._comm.Create(*args)))
+            return _Communicator(self._comm.Create(group))
 
-    def Create_group(self, *args: Any) -> _Communicator:
+    def Create_group(self, group: MPI.Group, tag: int) -> _Communicator:
         with _lock:
-            return _Communicator(self._comm.Create_group(*args))
+            return _Communicator(self._comm.Create_group(group, tag))
 
     def Dup(self) -> _Communicator:
         with _lock:
             return _Communicator(self._comm.Dup())
 
-    def Isend(self, *args: Any) -> _Request:
+    def Isend(self, *args: object) -> _Request:
         return self._start(self._comm.Isend, *args)
 
-    def Irecv(self, *args: Any) -> _Request:
+    def Irecv(self, *args: object) -> _Request:
         return self._start(self._comm.Irecv, *args)
 
-    def Send(self, *args: Any) -> None:
+    def Send(self, *args: object) -> None:
         self._start(self._comm.Isend, *args).Wait()
 
-    def Recv(self, recv: Any, source: int, tag: int, status: MPI.Status) -> None:
+    def Recv(self, recv: object, source: int, tag: int, status: MPI.Status) -> None:
         self._start(self._comm.Irecv, recv, source, tag).Wait(status)
 
     def Sendrecv(
         self,
-        send: Any,
+        send: object,
         dest: int,
         sendtag: int,
-        recv: Any,
+        recv: object,
         source: int,
         recvtag: int,
         status: MPI.Status | None,
@@ -140,29 +142,29 @@ class _Communicator(_Locked):
     def Barrier(self) -> None:
         self.Ibarrier().Wait()
 
-    def Bcast(self, *args: Any) -> None:
+    def Bcast(self, *args: object) -> None:
         self._start(self._comm.Ibcast, *args).Wait()
 
-    def Reduce(self, *args: Any) -> None:
+    def Reduce(self, *args: object) -> None:
         self._start(self._comm.Ireduce, *args).Wait()
 
-    def Allreduce(self, *args: Any) -> None:
+    def Allreduce(self, *args: object) -> None:
         self._start(self._comm.Iallreduce, *args).Wait()
 
-    def Reduce_scatter_block(self, *args: Any) -> None:
+    def Reduce_scatter_block(self, *args: object) -> None:
         self._start(self._comm.Ireduce_scatter_block, *args).Wait()
 
-    def Alltoall(self, *args: Any) -> None:
+    def Alltoall(self, *args: object) -> None:
         self._start(self._comm.Ialltoall, *args).Wait()
 
-    def Gather(self, *args: Any) -> None:
+    def Gather(self, *args: object) -> None:
         self._start(self._comm.Igather, *args).Wait()
 
-    def Scatter(self, *args: Any) -> None:
+    def Scatter(self, *args: object) -> None:
         self._start(self._comm.Iscatter, *args).Wait()
 
-    def Allgather(self, *args: Any) -> None:
+    def Allgather(self, *args: object) -> None:
         self._start(self._comm.Iallgather, *args).Wait()
 
-    def Allgatherv(self, *args: Any) -> None:
+    def Allgatherv(self, *args: object) -> None:
         self._start(self._comm.Iallgatherv, *args).Wait()

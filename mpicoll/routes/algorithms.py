@@ -19,11 +19,10 @@ device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from mpicoll.arrays.views import View
 from mpicoll.core.checks import writes
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.core.plan import Blocks, CallKind, Contiguous, Extent, Implementation
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.routes.messages import Scope
 from mpicoll.routes.moves import all_gather, all_to_all, broadcast, gather, scatter
@@ -55,12 +54,13 @@ def build(kind: CallKind, space: Space) -> Implementation:
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
-    scope = Scope(
-        group, space, op, n, me, [primitive.combined(rank, n) for rank in range(n)], primitive.code
-    )
+    combined = [primitive.combined(rank, n) for rank in range(n)]
+    scope = Scope(group, space, op, kind.exact, n, me, combined, primitive.code)
     sent, received = (n if many else 1 for many in (primitive.many_in, primitive.many_out))
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
         if isinstance(extent, int):
             blocks = Blocks([extent] * sent, [extent] * received)
         else:
@@ -86,7 +86,7 @@ def premultiplied(
                rank order, and rounded once at the end.
     """
     primitive, group, op, dtype = kind
-    assert op is not None and dtype is not None
+    assert op is not None and op.factor is not None and dtype is not None
     me, factor = group.rank(), op.factor
     n = group.size() if primitive.many_in else 1
     wide = by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT else dtype
@@ -97,7 +97,7 @@ def premultiplied(
         space.scale(view, factor, product)
         return product
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(send: Contiguous | None, recv: Contiguous, extent: Extent, root: int) -> None:
         if isinstance(extent, int):
             sends, mine = [extent] * n, extent
         else:

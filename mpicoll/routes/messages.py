@@ -90,6 +90,7 @@ class Scope(NamedTuple):
     """The scope of the algorithms of one kind of call: the group, its memory, the operation.
 
     op: None if nothing is combined.
+    exact: sums are exact ones.
     combined: the ranks whose elements make the result of each rank.
     tag:   of the messages, so that calls of different primitives do not take each other's.
     """
@@ -97,6 +98,7 @@ class Scope(NamedTuple):
     group: ProcessGroup
     space: Space
     op: ReduceOp | None
+    exact: bool
     n: int
     me: int
     combined: Sequence[range]

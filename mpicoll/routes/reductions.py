@@ -218,7 +218,7 @@ class _Terms:
         self.factor = op.factor
         self.dtype = _travelling(op, dtype)
         self._op = op if op.factor is None else ReduceOp.SUM
-        self._averages = op is ReduceOp.AVG
+        self._averages, self._exact = op is ReduceOp.AVG, scope.exact
 
     def take(self, source: View, into: View) -> None:
         """Write the terms of this rank's elements into ``into``."""
@@ -230,7 +230,7 @@ class _Terms:
     def combine(self, terms: Sequence[View], own: View, out: View, n: int) -> None:
         """Combine the terms of n ranks; if they are widened, ``own`` is overwritten."""
         target = out if out.dtype is self.dtype else own
-        self._space.combine(self._op, terms, target, n if self._averages else 1)
+        self._space.combine(self._op, terms, target, n if self._averages else 1, self._exact)
         if target is not out:
             self._space.narrow(target, out)
 

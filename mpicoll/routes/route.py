@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from mpicoll.core.plan import Implementation
+from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
@@ -40,12 +40,14 @@ class Route:
     build:      makes the implementation for a kind of call; None if the group cannot have it. Gets
                 the CallKind, and for device memory what the group has agreed on (see
                 routes/device/select.py). All ranks call it.
+    reproducible: the levels of reproducibility (core/reproducible.py) that its reductions keep.
     scales:     it applies the factor of PREMUL_SUM itself.
     uneven:     the names of the primitives of which it serves blocks of different sizes.
     place:      where the ranks have to be, see routes/tuning.py; "" anywhere.
     needs:      what it requires, in words.
     lacks:      of a device route, what a rank lacks for it, in words; "" for nothing.
     on_demand:  it is taken only on request.
+    compares:   its calls are compared between the ranks where each call of the group is.
     lists:      it takes lists of buffers where a primitive has one array for each rank.
     instead:    the name of the route that serves in its place where a group cannot have it, "" for
                 what the tables say of smaller messages.
@@ -57,19 +59,36 @@ class Route:
     primitives: tuple[str, ...]
     build: Callable[..., Implementation | None]
     combines: Callable[[ReduceOp, DType], bool] = lambda op, dtype: True
+    reproducible: tuple[str, ...] = ()
     scales: bool = False
     uneven: tuple[str, ...] = ()
     place: str = ""
     needs: str = ""
     lacks: Callable[[Capabilities], str] = lambda own: ""
     on_demand: bool = False
+    compares: bool = False
     lists: bool = False
     instead: str = ""
 
-    def serves(self, primitive: Primitive, op: ReduceOp | None, dtype: DType | None) -> bool:
-        """Return whether it serves such calls, if the group can have it."""
+    def serves(
+        self,
+        primitive: Primitive,
+        op: ReduceOp | None,
+        dtype: DType | None,
+        level: str | None = None,
+    ) -> bool:
+        """Return whether it serves such calls, if the group can have it.
+
+        level: of reproducibility; see CallKind.
+        """
         if primitive.name not in self.primitives:
             return False
         if op is None or dtype is None:
             return True
-        return (self.scales or op.op is not ReduceOp.PREMUL_SUM) and self.combines(op, dtype)
+        if op.op is ReduceOp.PREMUL_SUM and not self.scales:
+            return False
+        return (level is None or level in self.reproducible) and self.combines(op, dtype)
+
+    def serves_kind(self, kind: CallKind) -> bool:
+        """Return whether it serves calls of a kind, in their group, if that can have it."""
+        return self.serves(kind.primitive, kind.op, kind.dtype, kind.level)

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mpicoll.core.plan import CallKind, Implementation
+from mpicoll.core.reproducible import EXACT, ORDER
+from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.errors import UnsupportedError
+from mpicoll.kernels.reduction import rounds_sums
 from mpicoll.routes.device import select as device
 from mpicoll.routes.host import select as host
 
-__all__ = ["choose"]
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["choose", "share_memory"]
 
 
 def choose(kind: CallKind, on_device: bool) -> Implementation:
-    """Return the implementation of a kind of call on host or device memory."""
+    """Return the implementation of a kind of call on host or device memory.
+
+    Raises UnsupportedError for what has to be rounded in some order, if the group is to be exact.
+    """
+    if kind.exact and not _is_exact(kind.op, kind.dtype):
+        raise UnsupportedError(
+            f"{kind.primitive.name}: {kind.op} of {kind.dtype} is rounded at every rank in turn, "
+            f"and group {kind.group.group_name} has reproducible={EXACT!r}; use a group with "
+            f"reproducible={ORDER!r}"
+        )
     return device.choose(kind) if on_device else host.choose(kind)
+
+
+def share_memory(group: ProcessGroup) -> None:
+    """Let the ranks of a group share memory, if they can. All ranks call."""
+    host.place(group)
+
+
+def _is_exact(op: ReduceOp | None, dtype: DType | None) -> bool:
+    """Return whether there are exact sums, or nothing is rounded at all."""
+    assert op is not None and dtype is not None
+    return rounds_sums(op, dtype) or op in (ReduceOp.MIN, ReduceOp.MAX)

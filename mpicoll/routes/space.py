@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from mpicoll.arrays.views import View, ViewList, empty, from_numpy
+from mpicoll.arrays.views import Buffer, View, ViewList, empty, from_numpy
 from mpicoll.core.pickles import Bytes
-from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.core.plan import Contiguous
+from mpicoll.dtypes import DType, Factor, ReduceOp
 from mpicoll.kernels import reduction
 
 __all__ = ["Host", "PooledHost", "Space"]
@@ -37,10 +38,10 @@ class Space(Protocol):
     stack: int
     mpi: bool
 
-    def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
+    def view(self, buffer: Contiguous, dtype: DType, counts: Sequence[int]) -> View:
         """Return the view of a buffer as implementations get it, or of a list of them."""
 
-    def buffer(self, view: View) -> Any:
+    def buffer(self, view: View) -> Contiguous:
         """Return the buffer that implementations get of a contiguous view."""
 
     def empty(self, dtype: DType, count: int) -> View:
@@ -61,10 +62,12 @@ class Space(Protocol):
         else:
             source.copy_to(into)
 
-    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+    def combine(
+        self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int, exact: bool = False
+    ) -> None:
         """Apply ``reduction.combine`` to views of one dtype."""
 
-    def scale(self, source: View, factor: Any, out: View) -> None:
+    def scale(self, source: View, factor: Factor, out: View) -> None:
         """Apply ``reduction.scale``; ``out`` is float32 if ``source`` is of narrow floats."""
 
     def narrow(self, source: View, out: View) -> None:
@@ -82,7 +85,7 @@ class Host(Space):
     stack = STACK
     mpi = True
 
-    def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
+    def view(self, buffer: Buffer | list[Buffer], dtype: DType, counts: Sequence[int]) -> View:
         """Return the view of what mpi4py takes as a buffer."""
         if isinstance(buffer, list):
             parts = [self.view(one, dtype, [n]) for one, n in zip(buffer, counts, strict=True)]
@@ -92,7 +95,7 @@ class Host(Space):
             return empty(dtype, 0)
         return from_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
 
-    def buffer(self, view: View) -> Any:
+    def buffer(self, view: View) -> Buffer:
         """Return the view's own."""
         return view.buffer
 
@@ -100,11 +103,14 @@ class Host(Space):
         """Return new memory."""
         return empty(dtype, count)
 
-    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+    def combine(
+        self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int, exact: bool = False
+    ) -> None:
         """Combine by the C library, or NumPy."""
-        reduction.combine(op, out.dtype, [source.flat for source in sources], out.flat, divisor)
+        flat = [source.flat for source in sources]
+        reduction.combine(op, out.dtype, flat, out.flat, divisor, exact)
 
-    def scale(self, source: View, factor: Any, out: View) -> None:
+    def scale(self, source: View, factor: Factor, out: View) -> None:
         """Scale by NumPy."""
         reduction.scale(source.dtype, source.flat, factor, out.flat)
 

@@ -68,25 +68,25 @@ def transfer_of(
     return _TRANSFERS[kind.primitive.name](kind, send, recv, extent, root)
 
 
-def _broadcast(kind: CallKind, send: Any, recv: Any, count: Any, root: int) -> Transfer:
+def _broadcast(kind: CallKind, send: None, recv: int, count: int, root: int) -> Transfer:
     mine = kind.group.rank() == root
     puts = [Put(recv, count)] if mine else []
     gets = [] if mine else [Get(root, 0, recv, count)]
     return Transfer(1, count, count, puts, gets)
 
 
-def _reduce(kind: CallKind, send: Any, recv: Any, count: Any, root: int) -> Transfer:
+def _reduce(kind: CallKind, send: None, recv: int, count: int, root: int) -> Transfer:
     ranks = range(kind.group.size()) if kind.group.rank() == root else ()
     gets = [Get(rank, 0, recv, count) for rank in ranks]
     return Transfer(1, count, count, [Put(recv, count)], gets)
 
 
-def _prefix(kind: CallKind, send: Any, recv: Any, count: Any, root: int) -> Transfer:
+def _prefix(kind: CallKind, send: int, recv: int, count: int, root: int) -> Transfer:
     gets = [Get(rank, 0, recv, count) for rank in kind.combined]
     return Transfer(1, count, count, [Put(send, count)], gets)
 
 
-def _gather(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Transfer:
+def _gather(kind: CallKind, send: int, recv: int | None, extent: Extent, root: int) -> Transfer:
     n, me = kind.group.size(), kind.group.rank()
     if isinstance(extent, int):
         counts, total = [extent] * n, n * extent
@@ -96,13 +96,13 @@ def _gather(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> 
     return Transfer(1, max(counts), total, [Put(send, counts[me])], gets)
 
 
-def _scatter(kind: CallKind, send: Any, recv: Any, count: Any, root: int) -> Transfer:
+def _scatter(kind: CallKind, send: int | None, recv: int, count: int, root: int) -> Transfer:
     n, me = kind.group.size(), kind.group.rank()
     puts = [] if send is None else [put for _, put in _cut(kind, send, [count] * n)]
     return Transfer(n, count, count, puts, [Get(root, me, recv, count)])
 
 
-def _reduce_scatter(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Transfer:
+def _reduce_scatter(kind: CallKind, send: int, recv: int, extent: Extent, root: int) -> Transfer:
     n, me = kind.group.size(), kind.group.rank()
     if isinstance(extent, int):
         counts, total = [extent] * n, extent
@@ -113,7 +113,7 @@ def _reduce_scatter(kind: CallKind, send: Any, recv: Any, extent: Extent, root: 
     return Transfer(n, max(counts), total, puts, gets)
 
 
-def _all_to_all(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Transfer:
+def _all_to_all(kind: CallKind, send: int, recv: int, extent: Extent, root: int) -> Transfer:
     """Exchange the sizes, which only their senders know, and return this rank's part."""
     n, me = kind.group.size(), kind.group.rank()
     blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent

@@ -1,7 +1,8 @@
 """Which route carries messages of which size: a table for each MPI, and what was measured here.
 
 A table gives, for a kind of call, the route from each size on. Kinds are the primitives; where
-elements are combined, those that MPI combines rightly and, as "all_reduce of others", all others.
+elements are combined, those that MPI combines rightly and, as "all_reduce of others", all others,
+such as those of groups whose reductions are reproducible.
 Sizes are bytes of the larger array of a rank, the one that holds the blocks of all ranks if there
 is one. Routes depend on where the ranks of a group are:
 
@@ -63,45 +64,30 @@ def _row(node: Steps, nodes: Steps, apart: Steps) -> dict[str, Steps]:
 _MPI: Steps = ((0, "mpi"),)
 _EXCHANGE: Steps = ((0, "exchange"),)
 _SHARED: Steps = ((0, "shared"),)
-#: From where on what is only moved goes by one copy or by slots, whichever has been faster lately:
-#: near and far, on small pages and on huge ones.
-_COPIED = (512 * _KIB, "single_copy")
+#: What is only moved: in large messages by one copy or by slots, whichever was the faster lately, on
+#: near or far processors and on small or huge pages.
+_MOVED: Steps = ((0, "shared"), (512 * _KIB, "single_copy"))
 
-#: On one node as measured by ``tune`` on two ranks, with the libraries from PyPI; elsewhere as the
-#: cost model has it, see docs/model.md.
-_MPICH: Rows = {
-    "broadcast": _row(((0, "mpi"), (8 * _KIB, "shared"), _COPIED), _MPI, _MPI),
+#: On one node as measured on two ranks, on processors that share a cache and on others, with the
+#: libraries from PyPI; elsewhere as the cost model has it, see docs/model.md.
+_OPEN_MPI: Rows = {
+    "broadcast": _row(_MOVED, _MPI, _MPI),
     "all_reduce": _row(
         _SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), ((0, "mpi"), (8 * _MIB, "mpi_chunked"))
     ),
     "all_reduce of others": _row(_SHARED, ((0, "exchange"), (512, "hierarchical")), _EXCHANGE),
     "reduce": _row(_SHARED, _MPI, _MPI),
     "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
-    "all_gather": _row(((0, "shared"), _COPIED), _MPI, _MPI),
-    "gather": _row(((0, "shared"), (64 * _KIB, "mpi"), _COPIED), _MPI, _MPI),
-    "scatter": _row(((0, "mpi"), (16 * _KIB, "shared"), _COPIED), _MPI, _MPI),
+    "all_gather": _row(_MOVED, _MPI, _MPI),
+    "gather": _row(_MOVED, _MPI, _MPI),
+    "scatter": _row(_MOVED, _MPI, _MPI),
     "reduce_scatter": _row(
         _SHARED, ((0, "mpi"), (4 * _MIB, "hierarchical")), ((0, "mpi"), (4 * _MIB, "exchange"))
     ),
     "reduce_scatter of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
 }
-_OPEN_MPI: Rows = {
-    **_MPICH,
-    **{
-        kind: {**_MPICH[kind], "node": steps}
-        for kind, steps in {
-            "broadcast": ((0, "mpi"), (512, "shared"), _COPIED),
-            "all_reduce": (
-                (0, "mpi"), (512, "shared"), (2 * _MIB, "mpi_chunked"), (32 * _MIB, "shared"),
-            ),
-            "reduce": ((0, "mpi"), (512, "shared")),
-            "all_gather": ((0, "mpi"), (1 * _KIB, "shared"), _COPIED),
-            "gather": ((0, "mpi"), (1 * _KIB, "shared"), (32 * _KIB, "mpi"), _COPIED),
-            "scatter": ((0, "mpi"), (1 * _KIB, "shared"), _COPIED),
-            "reduce_scatter": ((0, "mpi"), (1 * _KIB, "shared")),
-        }.items()
-    },
-}  # fmt: skip
+#: Nothing measured so far is best by another route.
+_MPICH: Rows = _OPEN_MPI
 
 
 def _for_many(rows: Rows) -> Rows:

@@ -171,7 +171,7 @@ def join(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) 
     return _lines({**_origin(mpi), **said, **_origin(mpi), "measured": notes, **ordered}, 3) + "\n"
 
 
-def _lines(value: Any, depth: int) -> str:
+def _lines(value: object, depth: int) -> str:
     """Return JSON with a line end after each entry down to a depth."""
     if depth == 0 or not isinstance(value, dict) or not value:
         return json.dumps(value)

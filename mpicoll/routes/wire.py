@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import communicators
+from mpicoll.arrays.views import Buffer
 from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, by_name
 from mpicoll.errors import MismatchError, MPIError
@@ -60,7 +61,7 @@ def operation(name: str) -> MPI.Op:
     return found
 
 
-def message(buffer: Any, count: int, dtype: DType, start: int = 0) -> Message:
+def message(buffer: Buffer, count: int, dtype: DType, start: int = 0) -> Message:
     """Return ``count`` elements of ``buffer`` from element ``start`` on, as mpi4py takes them.
 
     A count beyond a C int becomes one element of a derived datatype, which every MPI moves.

@@ -10,10 +10,16 @@ import atexit
 import os
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mpicoll import settings
 from mpicoll.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+
+    from mpicoll.torch.backend import BackedGroup, TorchBackend
+    from mpicoll.torch.group import TorchGroup
 
 __all__ = ["NAME", "RUN_OPTION", "autoload", "install_as", "register"]
 
@@ -85,7 +91,9 @@ def install_as(names: str) -> None:
     aliases.install(set(valid.split(",")))
 
 
-def _create(options: Any, pg_options: object) -> Any:
+def _create(
+    options: _DistributedBackendOptions, pg_options: object
+) -> TorchGroup | BackedGroup | TorchBackend:
     from mpicoll.torch.creation import create
 
     return create(options, pg_options)

@@ -7,21 +7,39 @@ Most methods take either an Options object or what would be in it:
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch.distributed as c10d
 
 from mpicoll.dtypes import OPERATIONS, ReduceOp
 from mpicoll.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
 __all__ = [
-    "OPERATION_BY_HASH", "DefaultOptions", "convert_op", "fill_options", "fill_timeout",
-    "unwrap_list", "unwrap_tensor",
+    "OPERATION_BY_HASH", "CallOptions", "DefaultOptions", "Operation", "Tensors", "convert_op",
+    "fill_options", "fill_timeout", "unwrap_list", "unwrap_tensor",
 ]  # fmt: skip
+
+SomeOptions = TypeVar("SomeOptions")
+
+Tensors: TypeAlias = "Sequence[Tensor]"
+#: An operation as torch passes it.
+Operation: TypeAlias = "c10d.ReduceOp | c10d.ReduceOp.RedOpType"
 
 #: The core's operation of each of torch's. A ReduceOp and its RedOpType hash to their number, and
 #: looking a number up takes a tenth of the time that comparing two of torch's enums takes.
 OPERATION_BY_HASH = {hash(getattr(c10d.ReduceOp.RedOpType, row.name)): row for row in OPERATIONS}
+
+
+class CallOptions(Protocol):
+    """What the options of all calls have: torch's, or the defaults."""
+
+    asyncOp: bool
+    timeout: timedelta
 
 
 class DefaultOptions:
@@ -30,7 +48,11 @@ class DefaultOptions:
     __slots__ = ("asyncOp", "reduceOp", "rootRank", "timeout")
 
     def __init__(
-        self, *, op: Any = c10d.ReduceOp.SUM, root: int = 0, timeout: timedelta | None = None
+        self,
+        *,
+        op: Operation = c10d.ReduceOp.SUM,
+        root: int = 0,
+        timeout: timedelta | None = None,
     ) -> None:
         self.asyncOp = True
         self.reduceOp = op
@@ -38,13 +60,18 @@ class DefaultOptions:
         self.timeout = timedelta(milliseconds=-1) if timeout is None else timeout
 
 
-def convert_op(op: Any) -> ReduceOp:
+def convert_op(op: Operation) -> ReduceOp:
     """Return the core's operation for torch's ReduceOp, or for its RedOpType."""
     row = OPERATION_BY_HASH[hash(op)]
     return row if row is not ReduceOp.PREMUL_SUM else row(op.factor)
 
 
-def fill_options(kind: type, opts: Any, first: str, **arguments: Any) -> Any:
+def fill_options(
+    kind: type[SomeOptions],
+    opts: SomeOptions | Operation | int | None,
+    first: str,
+    **arguments: Any,
+) -> SomeOptions | DefaultOptions:
     """Return the options object, or one filled from single arguments.
 
     first: the argument that may stand in the place of the options.
@@ -54,14 +81,16 @@ def fill_options(kind: type, opts: Any, first: str, **arguments: Any) -> Any:
     return DefaultOptions(**(arguments if opts is None else arguments | {first: opts}))
 
 
-def fill_timeout(opts: Any, timeout: timedelta | None = None) -> Any:
+def fill_timeout(
+    opts: SomeOptions | timedelta | None, timeout: timedelta | None = None
+) -> SomeOptions | DefaultOptions:
     """Return the options object, or one filled with a timeout."""
     if opts is None or isinstance(opts, timedelta):
         return DefaultOptions(timeout=timeout if opts is None else opts)
     return opts
 
 
-def unwrap_tensor(name: str, tensors: Any, opts: Any = None) -> Any:
+def unwrap_tensor(name: str, tensors: Tensor | Tensors, opts: object = None) -> Tensor:
     """Return the tensor of a list of one, or the tensor itself.
 
     opts: its rootTensor, if it has one, has to be the first.
@@ -79,8 +108,8 @@ def unwrap_tensor(name: str, tensors: Any, opts: Any = None) -> Any:
     return tensors
 
 
-def unwrap_list(name: str, lists: Any) -> Any:
+def unwrap_list(name: str, lists: Tensors | Sequence[Tensors]) -> Tensors:
     """Return the list of tensors of a list of one list, or the list itself."""
     if lists and isinstance(lists[0], (list, tuple)):
-        return unwrap_tensor(name, lists)
+        return unwrap_tensor(name, lists)  # type: ignore[no-any-return]
     return lists

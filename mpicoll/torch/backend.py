@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as c10d
@@ -31,6 +31,9 @@ from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.compilation import disable_compile
 from mpicoll.torch.devices import device_types
 from mpicoll.torch.windows import TorchWindow
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
 
 __all__ = ["HAS_PYTHON_BACKENDS", "SUCCESS", "BackedGroup", "TorchBackend"]
 
@@ -75,7 +78,7 @@ class _DispatchedCall:
     def __init__(self, backend: TorchBackend, name: str) -> None:
         self.backend = backend
         self.name = name
-        self.work: Any = None
+        self.work: c10d.Work | None = None
 
 
 class _ThreadState(threading.local):
@@ -111,7 +114,7 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
         """
         return TorchWindow(self.core, tensor)
 
-    def supports_tensor_alloc(self, device: Any) -> bool:
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return False: tensors need no special memory."""
         return False
 
@@ -119,10 +122,10 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
         """Return torch's ErrorType: COMM_ERROR if the group is broken, else SUCCESS."""
         return C.ErrorType.COMM_ERROR if self.core.broken else SUCCESS
 
-    def eager_connect_single_device(self, device: Any) -> None:
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Do nothing: the ranks are connected when the group has been created."""
 
-    def perform_nocolor_split(self, device: Any) -> None:
+    def perform_nocolor_split(self, device: torch.device) -> None:
         """Do nothing: only members take part in the creation of a group."""
 
     def abort(self) -> None:
@@ -160,14 +163,20 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
                 "members call, or use new_group"
             )
         global_ranks = [self.core.ranks[rank] for rank in ranks]
-        return TorchBackend(core_groups.create_subgroup(global_ranks, limit, name))
+        return TorchBackend(
+            core_groups.create_subgroup(global_ranks, limit, name, self.core.reproducible)
+        )
 
-    def split(self, store: Any, ranks: Sequence[int], opts: Any) -> TorchBackend:
+    def split(
+        self, store: c10d.Store, ranks: Sequence[int], opts: Backend.Options | None
+    ) -> TorchBackend:
         """Create the backend of a new group of some ranks, for torch's split_group."""
         limit = self.core.timeout if opts is None else opts._timeout.total_seconds()
         return self.create_subgroup(ranks, limit, "" if opts is None else opts.group_name)
 
-    def shrink(self, excluded: Sequence[int], flags: int = 0, opts: Any = None) -> TorchBackend:
+    def shrink(
+        self, excluded: Sequence[int], flags: int = 0, opts: Backend.Options | None = None
+    ) -> TorchBackend:
         """Create the backend of the remaining ranks, for torch's shrink_group; only they call.
 
         flags: 1 abandons pending operations.
@@ -278,10 +287,10 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
         self,
         new_ranks: Sequence[int],
         timeout: timedelta | None = None,
-        opts: Any = None,
+        opts: Backend.Options | None = None,
         group_name: str | None = None,
         group_desc: str | None = None,
-        device_types: Any = None,
+        device_types: Sequence[torch.device] | None = None,
     ) -> BackedGroup | None:
         """Create the group of some ranks of this one; only they call. Returns None on others."""
         if self.rank() not in new_ranks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as c10d
 from torch import Tensor
@@ -26,7 +26,10 @@ from mpicoll.primitives import PRIMITIVES, Primitive, by_name
 from mpicoll.torch import NAME, core_groups, profiling, sparse
 from mpicoll.torch.arguments import (
     OPERATION_BY_HASH,
+    CallOptions,
     DefaultOptions,
+    Operation,
+    Tensors,
     convert_op,
     fill_options,
     fill_timeout,
@@ -34,12 +37,21 @@ from mpicoll.torch.arguments import (
     unwrap_tensor,
 )
 from mpicoll.torch.compilation import disable_compile
-from mpicoll.torch.options import Options
-from mpicoll.torch.works import CompletedWork, PendingWork, ReceiveWork, flatten, join_works
+from mpicoll.torch.options import GroupOptions
+from mpicoll.torch.works import (
+    CompletedWork,
+    Outputs,
+    PendingWork,
+    ReceiveWork,
+    flatten,
+    join_works,
+)
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import AllgatherOptions
 
 __all__ = ["Collectives"]
 
-Tensors = Sequence[Tensor]
 #: The rows of each rank, of the output and of the input.
 Splits = tuple[Sequence[int], Sequence[int]]
 
@@ -91,9 +103,9 @@ class Collectives:
         self.core.timeout = parse_timeout(timeout, None, "set_timeout")
 
     @property
-    def options(self) -> Options:
+    def options(self) -> GroupOptions:
         """The options of the group; its timeout can be set."""
-        return Options(self.core)
+        return GroupOptions(self.core)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
@@ -125,9 +137,9 @@ class Collectives:
     def _call(
         self,
         primitive: Primitive,
-        options: Any,
-        output: Any,
-        input: Any = None,
+        options: CallOptions,
+        output: Tensor | Tensors | None,
+        input: Tensor | Tensors | None = None,
         op: ReduceOp | None = None,
         root: int = 0,
         splits: Splits | None = None,
@@ -158,8 +170,8 @@ class Collectives:
         self,
         primitive: Primitive,
         asynchronous: bool,
-        output: Any,
-        input: Any,
+        output: Tensor | Tensors | None,
+        input: Tensor | Tensors | None,
         op: ReduceOp | None,
         root: int,
         splits: Splits | None,
@@ -172,8 +184,8 @@ class Collectives:
         self,
         name: str,
         primitive: Primitive,
-        options: Any,
-        outputs: Sequence[Any],
+        options: CallOptions,
+        outputs: Sequence[Tensor | Tensors],
         inputs: Tensors | None = None,
         op: ReduceOp | None = None,
     ) -> c10d.Work:
@@ -205,7 +217,7 @@ class Collectives:
         begin: Callable[[], Work | None],
         asynchronous: bool,
         limit: timedelta,
-        inputs: Any,
+        inputs: Outputs,
     ) -> c10d.Work:
         """Begin a call that is asynchronous or has a timeout.
 
@@ -223,7 +235,7 @@ class Collectives:
                 pending.wait()
         return pending
 
-    def _record_event(self, name: str, inputs: Any) -> AbstractContextManager[Any]:
+    def _record_event(self, name: str, inputs: Outputs) -> AbstractContextManager[Any]:
         """Return a context manager that records the call in the profiler, if there is one."""
         if not _profiler_enabled():
             return _NO_EVENT
@@ -253,21 +265,25 @@ class Collectives:
     # --- collectives -----------------------------------------------------------------------------
 
     def broadcast(
-        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
+        self,
+        tensors: Tensor | Tensors,
+        opts: c10d.BroadcastOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int = 0,
     ) -> c10d.Work:
         """Broadcast the root's tensor."""
-        opts = fill_options(c10d.BroadcastOptions, opts, "root", root=root, timeout=timeout)
-        return self._call(
-            _BROADCAST, opts, unwrap_tensor("broadcast", tensors, opts), root=opts.rootRank
-        )
+        options = fill_options(c10d.BroadcastOptions, opts, "root", root=root, timeout=timeout)
+        tensor = unwrap_tensor("broadcast", tensors, options)
+        return self._call(_BROADCAST, options, tensor, root=options.rootRank)
 
     def allreduce(
         self,
-        tensors: Any,
-        opts: Any = None,
+        tensors: Tensor | Tensors,
+        opts: Any = None,  # AllreduceOptions, an Operation or None: the short path tells by class
         timeout: timedelta | None = None,
         *,
-        op: Any = c10d.ReduceOp.SUM,
+        op: Operation = c10d.ReduceOp.SUM,
     ) -> c10d.Work:
         """Run all_reduce on one tensor."""
         # The short path of the most frequent call: synchronous, without profiler and timeout.
@@ -280,23 +296,25 @@ class Collectives:
         ):
             tensor, row = tensors[0], OPERATION_BY_HASH[hash(opts.reduceOp)]
             if row is not _PREMUL_SUM and not tensor.is_sparse:
-                run_fast(_ALL_REDUCE, self.core, False, tensor, None, row)
+                run_fast(_ALL_REDUCE, self.core, False, tensor, None, row, 0)
                 return _complete(tensor)
-        opts = fill_options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
-        tensor, row = unwrap_tensor("allreduce", tensors), convert_op(opts.reduceOp)
+        options = fill_options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
+        tensor, row = unwrap_tensor("allreduce", tensors), convert_op(options.reduceOp)
         if tensor.is_sparse:
             return self._begin(
                 "all_reduce",
                 lambda: sparse.all_reduce(self.core, tensor, row),
-                opts.asyncOp,
-                opts.timeout,
+                options.asyncOp,
+                options.timeout,
                 tensor,
             )
-        return self._call(_ALL_REDUCE, opts, tensor, op=row)
+        return self._call(_ALL_REDUCE, options, tensor, op=row)
 
     allreduce_sparse = allreduce
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> c10d.Work:
+    def allreduce_coalesced(
+        self, tensors: Tensors, opts: c10d.AllreduceCoalescedOptions | None = None
+    ) -> c10d.Work:
         """Run all_reduce on each tensor of a list."""
         opts = opts or DefaultOptions()
         return self._call_all(
@@ -305,25 +323,29 @@ class Collectives:
 
     def reduce(
         self,
-        tensors: Any,
-        opts: Any = None,
-        op: Any = c10d.ReduceOp.SUM,
+        tensors: Tensor | Tensors,
+        opts: c10d.ReduceOptions | int | None = None,
+        op: Operation = c10d.ReduceOp.SUM,
         timeout: timedelta | None = None,
         *,
         root: int = 0,
     ) -> c10d.Work:
         """Reduce one tensor to the root."""
-        opts = fill_options(c10d.ReduceOptions, opts, "root", op=op, root=root, timeout=timeout)
+        options = fill_options(c10d.ReduceOptions, opts, "root", op=op, root=root, timeout=timeout)
         return self._call(
             _REDUCE,
-            opts,
-            unwrap_tensor("reduce", tensors, opts),
-            op=convert_op(opts.reduceOp),
-            root=opts.rootRank,
+            options,
+            unwrap_tensor("reduce", tensors, options),
+            op=convert_op(options.reduceOp),
+            root=options.rootRank,
         )
 
     def allgather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, **kwargs: Any
+        self,
+        output_tensors: Tensors | Sequence[Tensors],
+        input_tensors: Tensor | Tensors,
+        opts: AllgatherOptions | timedelta | None = None,
+        **kwargs: timedelta | None,
     ) -> c10d.Work:
         """Run all_gather into a list of tensors, one per rank."""
         output, input = (
@@ -332,14 +354,19 @@ class Collectives:
         )
         return self._call(_ALL_GATHER, fill_timeout(opts, **kwargs), output, input)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
+    def _allgather_base(
+        self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
+    ) -> c10d.Work:
         """Run all_gather into one tensor."""
         return self._call(_ALL_GATHER_SINGLE, opts or DefaultOptions(), output, input)
 
     all_gather_single = _allgather_base
 
     def allgather_coalesced(
-        self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
+        self,
+        output_lists: Sequence[Tensors],
+        input_list: Tensors,
+        opts: AllgatherOptions | None = None,
     ) -> c10d.Work:
         """Gather each tensor of a list: ``output_lists[rank][i]`` for ``input_list[i]``."""
         name = "all_gather_coalesced"
@@ -347,7 +374,7 @@ class Collectives:
         return self._call_all(name, _ALL_GATHER, opts or DefaultOptions(), outputs, input_list)
 
     def allgather_into_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+        self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions | None = None
     ) -> c10d.Work:
         """Run all_gather into one tensor, for each pair of tensors."""
         name = "all_gather_single_coalesced"
@@ -357,24 +384,25 @@ class Collectives:
 
     def gather(
         self,
-        output_tensors: Any,
-        input_tensors: Any,
-        opts: Any = None,
+        output_tensors: Tensors | Sequence[Tensors],
+        input_tensors: Tensor | Tensors,
+        opts: c10d.GatherOptions | int | None = None,
         timeout: timedelta | None = None,
         *,
         root: int = 0,
     ) -> c10d.Work:
         """Gather to the root; on other ranks the list of outputs is empty."""
-        opts = fill_options(c10d.GatherOptions, opts, "root", root=root, timeout=timeout)
+        options = fill_options(c10d.GatherOptions, opts, "root", root=root, timeout=timeout)
         output = unwrap_list("gather", output_tensors) if len(output_tensors) else None
-        return self._call(
-            _GATHER, opts, output, unwrap_tensor("gather", input_tensors), root=opts.rootRank
-        )
+        input = unwrap_tensor("gather", input_tensors)
+        return self._call(_GATHER, options, output, input, root=options.rootRank)
 
-    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
+    def gather_single(
+        self, output: Tensor, input: Tensor, opts: c10d.GatherOptions | None = None
+    ) -> c10d.Work:
         """Gather to the root into one tensor; on other ranks the output is ignored."""
         opts = opts or DefaultOptions()
-        blocks: Any = None
+        blocks = None
         if opts.rootRank == self.core.rank():
             size = self.core.size()
             if output.numel() != size * input.numel() or not output.is_contiguous():
@@ -390,35 +418,37 @@ class Collectives:
 
     def scatter(
         self,
-        output_tensors: Any,
-        input_tensors: Any,
-        opts: Any = None,
+        output_tensors: Tensor | Tensors,
+        input_tensors: Tensors | Sequence[Tensors],
+        opts: c10d.ScatterOptions | int | None = None,
         timeout: timedelta | None = None,
         *,
         root: int = 0,
     ) -> c10d.Work:
         """Scatter from the root; on other ranks the list of inputs is empty."""
-        opts = fill_options(c10d.ScatterOptions, opts, "root", root=root, timeout=timeout)
+        options = fill_options(c10d.ScatterOptions, opts, "root", root=root, timeout=timeout)
         input = unwrap_list("scatter", input_tensors) if len(input_tensors) else None
         output = unwrap_tensor("scatter", output_tensors)
-        return self._call(_SCATTER, opts, output, input, root=opts.rootRank)
+        return self._call(_SCATTER, options, output, input, root=options.rootRank)
 
     def reduce_scatter(
         self,
-        output_tensors: Any,
-        input_tensors: Any,
-        opts: Any = None,
+        output_tensors: Tensor | Tensors,
+        input_tensors: Tensors | Sequence[Tensors],
+        opts: c10d.ReduceScatterOptions | Operation | None = None,
         timeout: timedelta | None = None,
         *,
-        op: Any = c10d.ReduceOp.SUM,
+        op: Operation = c10d.ReduceOp.SUM,
     ) -> c10d.Work:
         """Run reduce_scatter on a list of tensors, one per rank."""
-        opts = fill_options(c10d.ReduceScatterOptions, opts, "op", op=op, timeout=timeout)
+        options = fill_options(c10d.ReduceScatterOptions, opts, "op", op=op, timeout=timeout)
         output = unwrap_tensor("reduce_scatter", output_tensors)
         input = unwrap_list("reduce_scatter", input_tensors)
-        return self._call(_REDUCE_SCATTER, opts, output, input, convert_op(opts.reduceOp))
+        return self._call(_REDUCE_SCATTER, options, output, input, convert_op(options.reduceOp))
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
+    def _reduce_scatter_base(
+        self, output: Tensor, input: Tensor, opts: c10d.ReduceScatterOptions | None = None
+    ) -> c10d.Work:
         """Run reduce_scatter on one tensor."""
         opts = opts or DefaultOptions()
         op = convert_op(opts.reduceOp)
@@ -427,7 +457,7 @@ class Collectives:
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+        self, outputs: Tensors, inputs: Tensors, opts: c10d.ReduceScatterOptions | None = None
     ) -> c10d.Work:
         """Run reduce_scatter on one tensor, for each pair of tensors."""
         opts = opts or DefaultOptions()
@@ -448,8 +478,8 @@ class Collectives:
         input: Tensor,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
-        opts: Any = None,
-        **kwargs: Any,
+        opts: c10d.AllToAllOptions | timedelta | None = None,
+        **kwargs: timedelta | None,
     ) -> c10d.Work:
         """Run all_to_all on one tensor; split sizes count rows of dimension 0, none: evenly."""
         has_splits = len(output_split_sizes) or len(input_split_sizes)
@@ -461,12 +491,17 @@ class Collectives:
     all_to_all_single = alltoall_base
 
     def alltoall(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: Tensors,
+        opts: c10d.AllToAllOptions | None = None,
     ) -> c10d.Work:
         """Run all_to_all on lists of tensors, one per rank."""
         return self._call(_ALL_TO_ALL, opts or DefaultOptions(), output_tensors, input_tensors)
 
-    def barrier(self, opts: Any = None, **kwargs: Any) -> c10d.Work:
+    def barrier(
+        self, opts: c10d.BarrierOptions | timedelta | None = None, **kwargs: timedelta | None
+    ) -> c10d.Work:
         """Wait for all ranks."""
         return self._call(_BARRIER, fill_timeout(opts, **kwargs), None)
 
@@ -485,16 +520,16 @@ class Collectives:
 
     # --- messages --------------------------------------------------------------------------------
 
-    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> c10d.Work:
+    def send(self, tensors: Tensor | Tensors, dstRank: int, tag: int = 0) -> c10d.Work:
         """Begin to send one tensor to a rank in the group."""
         tensor = unwrap_tensor("send", tensors)
         return self._post_message("send", tensor, dstRank, tag)
 
-    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> c10d.Work:
+    def recv(self, tensors: Tensor | Tensors, srcRank: int, tag: int = 0) -> c10d.Work:
         """Begin to receive one tensor from a rank in the group."""
         return self._post_message("recv", unwrap_tensor("recv", tensors), srcRank, tag)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> c10d.Work:
+    def recv_anysource(self, tensors: Tensor | Tensors, tag: int = 0) -> c10d.Work:
         """Begin to receive one tensor from any rank."""
         return self._post_message(
             "recvAnySource", unwrap_tensor("recv_anysource", tensors), None, tag
@@ -508,7 +543,7 @@ class Collectives:
         return pending
 
 
-def _complete(output: Any) -> CompletedWork:
+def _complete(output: Outputs) -> CompletedWork:
     """Return the Work of a call that is complete."""
     work = CompletedWork()
     work.output = output

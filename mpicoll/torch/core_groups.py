@@ -25,20 +25,28 @@ _stores: list[c10d.Store] = []
 
 
 def create_default(
-    store: c10d.Store, rank: int, size: int, limit: float | None, name: str
+    store: c10d.Store,
+    rank: int,
+    size: int,
+    limit: float | None,
+    name: str,
+    reproducible: str | None = None,
 ) -> ProcessGroup:
     """Create the group of all ranks; the first one starts MPI.
 
     limit: seconds after which an operation has failed, None for never.
+    reproducible: the group's level, None for the default.
     """
     if state.default is not None:
-        return create_subgroup(range(size), limit, name)
+        return create_subgroup(range(size), limit, name, reproducible)
     if rank == 0:
         versions.warn_if_newer()  # once a job
         _stores.append(store)
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
     rendezvous = launch.Rendezvous(store, rank, size, host=launch.loopback(_find_host(store)))
-    return lifecycle.begin(NAME, limit, "0", rendezvous=rendezvous, expected=expected)
+    return lifecycle.begin(
+        NAME, limit, "0", rendezvous=rendezvous, expected=expected, reproducible=reproducible
+    )
 
 
 def _find_host(store: c10d.Store) -> str:
@@ -48,10 +56,13 @@ def _find_host(store: c10d.Store) -> str:
     return str(getattr(store, "host", ""))
 
 
-def create_subgroup(ranks: Sequence[int], limit: float | None, name: str) -> ProcessGroup:
+def create_subgroup(
+    ranks: Sequence[int], limit: float | None, name: str, reproducible: str | None = None
+) -> ProcessGroup:
     """Create the group of some of the core's global ranks; only they call.
 
     name: the same on all of them.
+    reproducible: the group's level, None for the default group's.
     """
     default = groups.default_group()
     return execute.run_in_order(  # type: ignore[no-any-return]
@@ -63,6 +74,7 @@ def create_subgroup(ranks: Sequence[int], limit: float | None, name: str) -> Pro
             ranks,
             backend=NAME,
             timeout=limit,
+            reproducible=default.reproducible if reproducible is None else reproducible,
             name=f"torch:{name}",
             description="undefined",
         ),
@@ -71,9 +83,16 @@ def create_subgroup(ranks: Sequence[int], limit: float | None, name: str) -> Pro
 
 
 def create(
-    store: c10d.Store, rank: int, ranks: Sequence[int], limit: float | None, name: str
+    store: c10d.Store,
+    rank: int,
+    ranks: Sequence[int],
+    limit: float | None,
+    name: str,
+    reproducible: str | None = None,
 ) -> ProcessGroup:
     """Create the group of some of torch's global ranks; only they call.
+
+    reproducible: the group's level, None for the default.
 
     Raises UnsupportedError if it is the first group and does not hold all ranks: it starts MPI.
     """
@@ -88,7 +107,7 @@ def create(
                 "init_process_group('mpicoll')"
             )
         _base = create_default(store, rank, world, limit, name)
-    return create_subgroup(ranks, limit, name)
+    return create_subgroup(ranks, limit, name, reproducible)
 
 
 def shrink(group: ProcessGroup, excluded: Sequence[int], flags: int) -> ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as c10d
@@ -16,30 +16,40 @@ from mpicoll.torch import NAME, core_groups
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS, BackedGroup, TorchBackend
 from mpicoll.torch.caller_frames import find_variable
 from mpicoll.torch.group import TorchGroup
+from mpicoll.torch.options import GroupOptions, Options
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
 
 __all__ = ["create"]
 
 
-def create(options: Any, pg_options: object) -> TorchGroup | BackedGroup | TorchBackend:
+def create(
+    options: _DistributedBackendOptions, pg_options: object
+) -> TorchGroup | BackedGroup | TorchBackend:
     """Create the group that torch's ``_DistributedBackendOptions`` describe; only members call.
 
-    If the group has other backends as well, return only mpicoll's backend. pg_options have no
-    effect, as with torch's Gloo.
+    If the group has other backends as well, return only mpicoll's backend. Of pg_options only
+    mpicoll's own have an effect.
 
     Raises UnsupportedError before torch 2.15 for several backends, and for a subset of the ranks
     if it is the first group and the default group has another backend.
     """
     requested = str(find_variable("_new_process_group_helper", "backend") or NAME)
     mixed = _is_mixed(requested)
-    backends.warn_about_options(pg_options, "mpicoll")
+    level = None
+    if isinstance(pg_options, (Options, GroupOptions)):
+        level = pg_options.reproducible
+    else:
+        backends.warn_about_options(pg_options, "mpicoll")
     _enable_flight_recorder()
     limit = parse_timeout(options.timeout, None, "timeout")
     ranks = list(options.global_ranks_in_group)
     rank, size, group = options.group_rank, options.group_size, options.group_id
     if ranks:
-        core = core_groups.create(options.store, rank, ranks, limit, group)
+        core = core_groups.create(options.store, rank, ranks, limit, group, level)
     else:
-        core = core_groups.create_default(options.store, rank, size, limit, group)
+        core = core_groups.create_default(options.store, rank, size, limit, group, level)
     if not HAS_PYTHON_BACKENDS:
         return TorchGroup(core, options.store)
     if options.enable_reconfigure:

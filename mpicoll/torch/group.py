@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as c10d
@@ -18,8 +18,8 @@ from mpicoll.torch.windows import TorchWindow
 __all__ = ["TorchGroup"]
 
 
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(self: TorchGroup, *_: Any, **__: Any) -> Any:
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: TorchGroup, *_: object, **__: object) -> NoReturn:
         raise UnsupportedError(
             f"{name}: torch {torch.__version__} has it for backends in C++ alone; expected 2.15 or "
             "newer"

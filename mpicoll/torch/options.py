@@ -1,28 +1,46 @@
-"""torch's ``Backend.Options`` of a group: backend, ranks and the timeout, which can be set."""
+"""torch's ``Backend.Options``: what groups are made with, and those of a group."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 from torch._C._distributed_c10d import Backend
 
 from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
+from mpicoll.torch import NAME
 
-__all__ = ["Options"]
+__all__ = ["GroupOptions", "Options"]
 
-_Base: Any = Backend.Options
 #: A hundred years in seconds: C++ counts milliseconds, and cannot express an infinite timeout.
 _MAX_TIMEOUT = 3e9
 
 
-class Options(_Base):  # type: ignore[misc]
-    """torch's ``Backend.Options`` of a group."""
+class Options(Backend.Options):  # type: ignore[misc]
+    """The ``pg_options`` of ``init_process_group`` and ``new_group``, the same on all ranks.
+
+    reproducible: "order": reductions give the same bits whatever the size, the route and the nodes;
+        "exact": sums and averages also for any order and number of ranks. None: as the default
+        group has it, which has it from MPICOLL_REPRODUCIBLE.
+
+    Raises ArgumentError (a ValueError) for another value.
+    """
+
+    def __init__(self, reproducible: str | None = None) -> None:
+        super().__init__(NAME)
+        self.reproducible = parse_reproducible(reproducible, None, "Options")
+
+
+class GroupOptions(Backend.Options):  # type: ignore[misc]
+    """The options of a group: backend, ranks, how far reductions give the same bits again, and the
+    timeout, which can be set.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group.backend, _get_timeout(group))
         self._group = group
+        self.reproducible = group.reproducible
         self.global_ranks_in_group = list(group.ranks)
         self.group_name = group.group_name
 

@@ -19,4 +19,4 @@ def record(name: str, inputs: list[torch.Tensor]) -> AbstractContextManager[Any]
     The event ends with the ``with`` statement: torch cannot end an event later, on a thread that
     Python started, and an event that ends after the profiler crashes it.
     """
-    return _RecordFunctionFast(f"{NAME}:{name}", inputs, {})
+    return _RecordFunctionFast(f"{NAME}:{name}", inputs, {})  # type: ignore[no-any-return]

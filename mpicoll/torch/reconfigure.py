@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as c10d
 
@@ -14,6 +14,9 @@ from mpicoll.errors import DistBackendError
 from mpicoll.torch.backend import SUCCESS, BackedGroup, TorchBackend
 from mpicoll.torch.compilation import disable_compile
 from mpicoll.torch.works import CompletedWork
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ReconfigureOptions  # from torch 2.15 on
 
 __all__ = ["ReconfigurableBackend", "ReconfigurableGroup"]
 
@@ -58,7 +61,7 @@ class ReconfigurableBackend(TorchBackend):
         """Return the handle of this process for ``reconfigure``."""
         return self._groups.handle()
 
-    def reconfigure(self, opts: Any) -> CompletedWork:
+    def reconfigure(self, opts: ReconfigureOptions) -> CompletedWork:
         """Create the group of the processes with ``opts.handles``; only they call.
 
         Raises the errors of ``mpicoll.api.reconfigure.Reconfigurable.reconfigure``.
@@ -113,6 +116,6 @@ class ReconfigurableGroup(BackedGroup):
         """Return the handle of this process for ``reconfigure``."""
         return self.backend.get_reconfigure_handle()
 
-    def reconfigure(self, opts: Any) -> c10d.Work:
+    def reconfigure(self, opts: ReconfigureOptions) -> c10d.Work:
         """Create the group of the processes with ``opts.handles``; only they call."""
         return self.backend.reconfigure(opts)

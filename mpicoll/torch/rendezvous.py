@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -27,7 +27,7 @@ __all__ = ["open_store", "register"]
 #: A store, this rank and the number of ranks.
 Rendezvous = tuple[c10d.Store, int, int]
 
-_original_env: Any = None
+_original_env: Callable[..., Iterator[Rendezvous]] | None = None
 
 
 def register() -> None:
@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def _handle_mpi(
-    url: str, timeout: timedelta = c10d.default_pg_timeout, **_: Any
+    url: str, timeout: timedelta = c10d.default_pg_timeout, **_: object
 ) -> Iterator[Rendezvous]:
     """Handle ``mpi://``: rank and size are MPI's own."""
     yield open_store(timeout, parse_qs(urlsplit(url).query))
@@ -55,7 +55,7 @@ def _handle_env(url: str, **settings: Any) -> Iterator[Rendezvous]:
     )
     backend = resolve_backend(str(find_variable("init_process_group", "backend")))
     if has_ranks or NAME not in {part.rpartition(":")[2] for part in backend.split(",")}:
-        return _original_env(url, **settings)  # type: ignore[no-any-return]
+        return _original_env(url, **settings)  # type: ignore[misc]
     return _handle_mpi("mpi://", **settings)
 
 

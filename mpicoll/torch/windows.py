@@ -10,17 +10,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mpicoll.api import windows
+from mpicoll.arrays.views import Array
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Work
 from mpicoll.errors import ArgumentError
 from mpicoll.torch.compilation import disable_compile
 from mpicoll.torch.works import CompletedWork, PendingWork
+
+if TYPE_CHECKING:
+    # From torch 2.14 on.
+    from torch._C._distributed_c10d import (
+        PutOptions,
+        SignalOptions,
+        WaitSignalOptions,
+        WindowAttr,
+    )
 
 __all__ = ["TorchWindow", "allocate_tensor"]
 
@@ -60,20 +70,20 @@ class TorchWindow:
         dst_rank: int,
         target_offset_nelems: int,
         async_op: bool,
-        opts: Any = None,
+        opts: PutOptions | None = None,
     ) -> CompletedWork | PendingWork:
         """Write a tensor into that of ``dst_rank``, from an element on; it is there at the end."""
         limit = _parse_limit(opts)
         return _wrap(self._core.put(tensor, dst_rank, target_offset_nelems, async_op, limit))
 
     def signal(
-        self, peer_rank: int, async_op: bool, opts: Any = None
+        self, peer_rank: int, async_op: bool, opts: SignalOptions | None = None
     ) -> CompletedWork | PendingWork:
         """Signal to a rank that all earlier puts have arrived."""
         return _wrap(self._core.signal(peer_rank, async_op, _parse_limit(opts)))
 
     def wait_signal(
-        self, peer_rank: int, async_op: bool, opts: Any = None
+        self, peer_rank: int, async_op: bool, opts: WaitSignalOptions | None = None
     ) -> CompletedWork | PendingWork:
         """Wait for the next signal of a rank."""
         return _wrap(self._core.wait_signal(peer_rank, async_op, _parse_limit(opts)))
@@ -94,7 +104,7 @@ class TorchWindow:
         memory, dtype, shape = self._core.mapped(rank)
         return _build_tensor(memory, getattr(torch, dtype), shape)
 
-    def get_attr(self, peer_rank: int) -> Any:
+    def get_attr(self, peer_rank: int) -> WindowAttr:
         """Return a WindowAttr: whether MPI keeps one copy of that rank's memory or two."""
         c10d: Any = torch._C._distributed_c10d  # has these from torch 2.15 on
         attributes, kinds = c10d.WindowAttr(), c10d.WindowAccessType
@@ -109,14 +119,14 @@ def allocate_tensor(size: int, dtype: torch.dtype) -> Tensor:
     return _build_tensor(windows.allocate(nbytes), dtype, (size,))
 
 
-def _build_tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _build_tensor(memory: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor on memory; an empty one has no memory."""
     if not memory.nbytes:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _parse_limit(opts: Any) -> float | None:
+def _parse_limit(opts: PutOptions | SignalOptions | WaitSignalOptions | None) -> float | None:
     """Return the timeout of an options object in seconds; None if it has none."""
     return opts.timeout.total_seconds() if opts is not None and opts.timeout > _UNSET else None
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.distributed import Work as TorchWork
 
 from mpicoll.core import work as core
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.torch.compilation import disable_compile
 
-__all__ = ["CompletedWork", "PendingWork", "ReceiveWork", "flatten", "join_works"]
+__all__ = ["CompletedWork", "Outputs", "PendingWork", "ReceiveWork", "flatten", "join_works"]
+
+#: A tensor, a list of tensors or nested lists; None where there is none.
+Outputs: TypeAlias = "Tensor | Sequence[Outputs] | None"
 
 _ZERO = timedelta(0)
 _WorkResult = torch._C._distributed_c10d.WorkResult
@@ -35,11 +39,11 @@ class PendingWork(TorchWork):  # type: ignore[misc]
     outputs: the tensors that the call fills.
     """
 
-    def __init__(self, works: Sequence[core.Work], outputs: Sequence[Any]) -> None:
+    def __init__(self, works: Sequence[core.Work], outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._works = works
         self._outputs = outputs
-        self._future: Any = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
         self._waited_for = False
 
     def __del__(self) -> None:
@@ -84,12 +88,12 @@ class PendingWork(TorchWork):  # type: ignore[misc]
         errors = (work.exception() for work in self._works)
         return next((error for error in errors if error is not None), None)
 
-    def result(self) -> list[Any]:
+    def result(self) -> list[Tensor]:
         """Wait, and return the output tensors."""
         self.wait()
         return list(self._outputs)
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a torch.futures.Future of the list of output tensors."""
         if self._future is None:
             self._future = _build_future(self._works, list(self._outputs))
@@ -112,7 +116,7 @@ class PendingWork(TorchWork):  # type: ignore[misc]
 class ReceiveWork(PendingWork):
     """A receive. Its source is a rank in the group, as in torch."""
 
-    def __init__(self, group: ProcessGroup, work: core.Work, outputs: Sequence[Any]) -> None:
+    def __init__(self, group: ProcessGroup, work: core.Work, outputs: Sequence[Tensor]) -> None:
         super().__init__((work,), outputs)
         self._group = group
 
@@ -127,7 +131,7 @@ class CompletedWork(TorchWork):  # type: ignore[misc]
     """A synchronous call, which is complete when it returns."""
 
     #: The output of the call: a tensor, or a list of tensors.
-    output: Any = ()
+    output: Outputs = ()
 
     def wait(self, timeout: timedelta = _ZERO) -> bool:
         """Return True."""
@@ -151,11 +155,11 @@ class CompletedWork(TorchWork):  # type: ignore[misc]
         """Return None: a synchronous call raises its errors."""
         return None
 
-    def result(self) -> list[Any]:
+    def result(self) -> list[Tensor]:
         """Return the output tensors."""
         return flatten(self.output)
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a completed torch.futures.Future of the list of output tensors."""
         return _build_future((), self.result())
 
@@ -172,18 +176,20 @@ def join_works(pending: Sequence[PendingWork]) -> PendingWork:
     )
 
 
-def flatten(output: Any) -> list[torch.Tensor]:
+def flatten(output: Outputs) -> list[Tensor]:
     """Return the tensors of an output: a tensor, a list, or nested lists."""
     if isinstance(output, (list, tuple)):
         return [tensor for one in output for tensor in flatten(one)]
     return [] if output is None else [output]
 
 
-def _build_future(works: Sequence[core.Work], outputs: list[Any]) -> Any:
+def _build_future(
+    works: Sequence[core.Work], outputs: list[Tensor]
+) -> torch.futures.Future[list[Tensor]]:
     """Return a torch Future of ``outputs`` that ends with all works, with an error if one has."""
     # A torch Future accepts only values on the devices that it was created with.
     devices = {one.device for one in outputs if one.is_cuda}
-    ended: Any = torch.futures.Future(devices=list(devices))
+    ended: torch.futures.Future[None] = torch.futures.Future(devices=list(devices))
     pending = list(works)
 
     def check_works(_: core.Future | None) -> None:
@@ -197,7 +203,7 @@ def _build_future(works: Sequence[core.Work], outputs: list[Any]) -> Any:
             pending.pop(0)
         ended.set_result(None)
 
-    def get_outputs(_: Any) -> Any:
+    def get_outputs(_: torch.futures.Future[None]) -> list[Tensor]:
         for work in pending:  # the first of these has failed
             error = work.exception()
             if error is not None:

@@ -10,6 +10,9 @@ Which calls begin with a comparison depends only on what all ranks know: the num
 the group, and the debug level agreed on in the previous comparison. Comparisons use the collectives
 of the communicator that otherwise carries the user's messages, so that they meet no data of ranks
 that are a call ahead or behind.
+
+Where the ranks of a group share memory, every call is compared in that before it begins, and no
+record is kept: by the route, if it goes through this memory anyhow, else by ``group.agree``.
 """
 
 from __future__ import annotations
@@ -69,12 +72,18 @@ def check(group: ProcessGroup) -> None:
     group.recent = [calls[-1] if agreed else (number, -1, 0, 0)]
     if not agreed:
         raise MismatchError(_describe_difference(group, calls))
+    if shared := group.resources.find("shared"):
+        group.agree = shared.agree
+        group.compare_each()
 
 
 def drop_last_call(group: ProcessGroup) -> None:
     """Take the last call off the record, after all ranks have raised an error for it because their
     calls differed. The calls before it are still to be compared.
     """
+    if group.compared:
+        group.drop_last()
+        return
     *calls, (number, *_) = group.recent
     if calls:  # else a comparison has found the difference, and begun a new record
         group.recent = [(number, -1, digest(tuple(calls)), 0)]

@@ -162,6 +162,8 @@ def describe_mismatch(group: ProcessGroup) -> str:
             )
         if ahead > 0:  # this rank may yet make the same calls
             continue
+        if ahead < 0 and group.compared:  # the calls before the last were alike
+            continue
         same_calls = tuple(call for call in calls if call[0] <= status.number)
         if digest(same_calls) != status.calls:
             return _describe_difference(group, rank, status, same_calls)

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpicoll import launch
 from mpicoll.core.groups import state
@@ -36,7 +36,7 @@ class _Exit(SystemExit):
     calls the functions of atexit. A caught one is deleted by Python code.
     """
 
-    final_code: Any = None
+    final_code: object = None
 
     def __del__(self) -> None:
         try:
@@ -45,7 +45,7 @@ class _Exit(SystemExit):
             _Exit.final_code = self.code
 
 
-def _exit(status: Any = None) -> NoReturn:
+def _exit(status: object = None) -> NoReturn:
     is_main = threading.get_ident() == threading.main_thread().ident
     raise (_Exit if is_main else SystemExit)(status)
 

@@ -59,8 +59,8 @@ class Late(Host):
     def copy(self, source, into):
         self.enqueued.append((HOST.copy, source, into))
 
-    def combine(self, op, sources, out, divisor):
-        self.enqueued.append((HOST.combine, op, list(sources), out, divisor))
+    def combine(self, op, sources, out, divisor, exact=False):
+        self.enqueued.append((HOST.combine, op, list(sources), out, divisor, exact))
 
     def scale(self, source, factor, out):
         self.enqueued.append((HOST.scale, source, factor, out))

@@ -318,7 +318,7 @@ def test_a_list_is_not_a_single_call(world, size):
         with pytest.raises(MismatchError, match=f"1 x {size} elements.*2 x {size} elements|"
                            f"2 x {size} elements.*1 x {size} elements"):  # fmt: skip
             dist.all_reduce_coalesced(lists, group=team.group)
-        with pytest.raises(MismatchError, match="all_reduce of a list of float32, SUM"):
+        with pytest.raises(MismatchError, match="a list of float32 with 1 x 5000 elements, SUM"):
             if team.me == odd:
                 dist.all_reduce_coalesced([whole], group=team.group)
             else:

@@ -102,7 +102,7 @@ def run_threads(name: str, flags: list[str]) -> None:
     """Build kernels_test.c with a sanitizer and run it."""
     program = BUILD / f"kernels_test-{name}"
     sources = [Path(__file__).parent / "kernels_test.c"]
-    sources += [SOURCES / each for each in ("reduction.c", "packing.c", "limit.c")]
+    sources += [SOURCES / each for each in ("reduction.c", "exact.c", "packing.c", "limit.c")]
     warnings = ["-Wall", "-Wextra", "-Werror"]
     run([*COMPILER, *FLAGS, "-O1", *warnings, *flags, "-pthread", f"-I{SOURCES}",
          *map(str, sources), "-o", str(program)])  # fmt: skip

@@ -179,6 +179,6 @@ INLINE uint32_t narrow_bfloat16(float value)
     X(uint32, uint32_t, uint32_t, INTEGER)                                                         \
     X(uint64, uint64_t, uint64_t, INTEGER)
 
-enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
+enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, EXACT_SUM };
 
 #endif

@@ -10,10 +10,18 @@
 #define EXPORT __attribute__((visibility("default")))
 
 EXPORT size_t mpicoll_size(int format);
+EXPORT void mpicoll_widen(int format, const void *source, void *out, size_t count);
+EXPORT void mpicoll_narrow(int format, const void *source, void *out, size_t count);
 EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
                             char *out, size_t count, double divisor);
 
+/* Nanoseconds from which on a rank is far: it shares no cache with this one. */
+enum { FAR = 80 };
+
+EXPORT uint32_t mpicoll_far(void);
 EXPORT uint32_t mpicoll_latency(atomic_uint *mine, const atomic_uint *other, int leads,
                                 uint32_t measurement, uint64_t patience);
+void mpicoll_exact_sum(int format, const char *const *sources, size_t n, char *out, size_t count,
+                       double divisor);
 
 #endif

@@ -81,3 +81,9 @@ EXPORT uint32_t mpicoll_latency(atomic_uint *mine, const atomic_uint *other, int
     }
     return (uint32_t)(least / TURNS / 2);
 }
+
+/* What counts as far, for those who cannot read kernels.h. */
+EXPORT uint32_t mpicoll_far(void)
+{
+    return FAR;
+}

@@ -15,25 +15,12 @@
 
 #include "formats.h"
 #include "kernels.h"
+#include "vectors.h"
 
 #include <stdint.h>
 #include <string.h>
-
-/* One library for several vector units: glibc picks the version of a function when it loads it.
- * Of AVX-512, elements of 16 bits need BW and VL as well, hence whole levels of the architecture
- * where the compiler knows them. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define DISPATCH 1
+#ifdef DISPATCH
 #include <immintrin.h>
-#ifdef __SANITIZE_THREAD__
-#define VECTORISED /* its runtime does not stand yet when glibc asks which version to take */
-#elif __GNUC__ >= 12
-#define VECTORISED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define VECTORISED __attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-#else
-#define VECTORISED
 #endif
 
 /* Elements of a block: two blocks of float32 leave most of a first-level cache to the sources. */
@@ -45,15 +32,6 @@ enum { BLOCK = 1024 };
 typedef uint8_t __attribute__((may_alias)) word8;
 typedef uint16_t __attribute__((may_alias, aligned(1))) word16;
 typedef float __attribute__((may_alias, aligned(1))) word32;
-
-/* The result may be exactly one of the operands, which compilers cannot guess. */
-#if defined(__GNUC__) && !defined(__clang__)
-#define INDEPENDENT _Pragma("GCC ivdep")
-#elif defined(__clang__)
-#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define INDEPENDENT
-#endif
 
 typedef void widen_loop(const void *source, word32 *out, size_t count);
 typedef void narrow_loop(const word32 *source, void *out, size_t count);
@@ -364,11 +342,16 @@ EXPORT void mpicoll_narrow(int format, const void *source, void *out, size_t cou
     formats[format].narrow(source, out, count);
 }
 
-/* out = (sources[0] op sources[1] op ...) / divisor, from the left. There are n >= 1 sources; out
- * may be one of them and overlaps the others nowhere. */
+/* out = (sources[0] op sources[1] op ...) / divisor, from the left; EXACT_SUM, of floats, as if in
+ * any order, see exact.c. There are n >= 1 sources; out may be one of them and overlaps the others
+ * nowhere. */
 EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
                             char *out, size_t count, double divisor)
 {
-    (format < COUNT ? combine_narrow : combine_wide)(format, operation, sources, n, out, count,
-                                                     divisor);
+    if (operation == EXACT_SUM)
+        mpicoll_exact_sum(format, sources, n, out, count, divisor);
+    else if (format < COUNT)
+        combine_narrow(format, operation, sources, n, out, count, divisor);
+    else
+        combine_wide(format, operation, sources, n, out, count, divisor);
 }

@@ -266,9 +266,9 @@ static int wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
  * rank counts as far away if any bit does in which its number differs. (Where nodes, sockets and
  * caches are filled in the order of the ranks, and where they are filled in turn, that is so.) */
 
-/* Nanoseconds from which on a rank is far; bytes of rounds between measurements; bytes from which
- * on a message is worth one; and those from which on a copy for a far rank goes past the caches. */
-enum { FAR = 80, MEASURE_EVERY = 4 << 20, MEASURED = 4096, PAST = 2048 };
+/* Bytes of rounds between measurements; bytes from which on a message is worth one; and those from
+ * which on a copy for a far rank goes past the caches. */
+enum { MEASURE_EVERY = 4 << 20, MEASURED = 4096, PAST = 2048 };
 
 /* Nanoseconds that a rank waits for another one's answer. */
 enum { PATIENCE = 20000 };

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpicoll.core.plan import CallKind, Implementation
+from mpicoll.core.reproducible import ORDER
 from mpicoll.cuda.capabilities import CudaSupport
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes import algorithms
@@ -28,6 +29,7 @@ ROUTE = Route(
     (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
     _build,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
+    reproducible=(ORDER,),
     scales=True,
     uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     needs="MPI that sends and receives device memory",

@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory
@@ -231,7 +232,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
     divisor = n if op is ReduceOp.AVG else 1
     signature = encode_kind(primitive, dtype, op, 0)
 
-    def all_reduce(send: Any, view: DeviceView, extent: Extent, root: int) -> None:
+    def all_reduce(send: None, view: DeviceView, extent: Extent, root: int) -> None:
         step = peers.room // size
         whole = view.nbytes <= WHOLE or n == 1
 
@@ -283,7 +284,9 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
     by = None if op is None else find_loop(op, dtype)
     divisor = max(1, len(kind.combined)) if op is ReduceOp.AVG else 1
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+    ) -> None:
         out, into = (None if one is None else one.address for one in (send, recv))
         transfer = transfer_of(kind, out, into, extent, root)
         room = peers.room // transfer.places // _LINE * _LINE
@@ -319,6 +322,7 @@ ROUTE = Route(
     ("all_reduce", *CARRIED),
     _build,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
+    reproducible=(ORDER,),
     scales=True,
     uneven=("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"),
     place="node",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import writes
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.cuda.capabilities import CudaSupport
@@ -23,12 +24,14 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
     inner = mpi.build(kind._replace(op=ReduceOp.SUM) if averages else kind)
     space, n = agreed.space, kind.group.size()
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+    ) -> None:
         inner(
             None if send is None else send.buffer, None if recv is None else recv.buffer,
             extent, root,
         )  # fmt: skip
-        if averages and writes(kind.primitive, kind.group, root):
+        if averages and recv is not None and writes(kind.primitive, kind.group, root):
             space.combine(ReduceOp.AVG, [recv], recv, n)
 
     return for_mpi(space, kind, carry_out)

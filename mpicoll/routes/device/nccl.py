@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.cuda.runtime import NcclCommunicator
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.launch.host_identity import node
@@ -47,7 +48,7 @@ class Nccl:
     context: this rank's device context.
     """
 
-    def __init__(self, group: ProcessGroup, context: DeviceContext, comm: Any) -> None:
+    def __init__(self, group: ProcessGroup, context: DeviceContext, comm: NcclCommunicator) -> None:
         self.group = group
         self.n, self.me = group.size(), group.rank()
         self.context = context
@@ -90,7 +91,9 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
         return None
     inner = _FUNCTIONS[kind.primitive.name](nccl, kind)
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+    ) -> None:
         with nccl.context.runtime.on(nccl.context.index):
             inner(send, recv, extent, root)
 
@@ -141,7 +144,7 @@ def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
 
 
 def _broadcast(nccl: Nccl, kind: CallKind) -> Implementation:
-    def broadcast(send: Any, recv: DeviceView, extent: Extent, root: int) -> None:
+    def broadcast(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
         moved, unit = _unit(recv.nbytes)
         count, at = recv.nbytes // unit, recv.address
         nccl.comm.broadcast(at, at, count, moved, root, nccl.context.work)
@@ -165,7 +168,7 @@ def _all_gather(nccl: Nccl, kind: CallKind) -> Implementation:
 
 
 def _gather(nccl: Nccl, kind: CallKind) -> Implementation:
-    def gather(send: DeviceView, recv: Any, count: Any, root: int) -> None:
+    def gather(send: DeviceView, recv: DeviceView | None, count: int, root: int) -> None:
         into = [] if recv is None else _cut(recv, [count] * nccl.n)
         _exchange(nccl, [(root, send.address, send.nbytes)], into)
 
@@ -173,7 +176,7 @@ def _gather(nccl: Nccl, kind: CallKind) -> Implementation:
 
 
 def _scatter(nccl: Nccl, kind: CallKind) -> Implementation:
-    def scatter(send: Any, recv: DeviceView, count: Any, root: int) -> None:
+    def scatter(send: DeviceView | None, recv: DeviceView, count: int, root: int) -> None:
         out = [] if send is None else _cut(send, [count] * nccl.n)
         _exchange(nccl, out, [(root, recv.address, recv.nbytes)])
 
@@ -181,7 +184,7 @@ def _scatter(nccl: Nccl, kind: CallKind) -> Implementation:
 
 
 def _all_to_all(nccl: Nccl, kind: CallKind) -> Implementation:
-    def all_to_all(send: DeviceView, recv: DeviceView, extent: Any, root: int) -> None:
+    def all_to_all(send: DeviceView, recv: DeviceView, extent: Blocks, root: int) -> None:
         _exchange(nccl, _cut(send, extent.sends), _cut(recv, extent.receives))
 
     return all_to_all
@@ -199,7 +202,7 @@ def _constants(kind: CallKind) -> tuple[int, int]:
 def _all_reduce(nccl: Nccl, kind: CallKind) -> Implementation:
     dtype, op = _constants(kind)
 
-    def all_reduce(send: Any, recv: DeviceView, count: Any, root: int) -> None:
+    def all_reduce(send: None, recv: DeviceView, count: int, root: int) -> None:
         nccl.comm.allReduce(recv.address, recv.address, count, dtype, op, nccl.context.work)
 
     return all_reduce
@@ -208,7 +211,7 @@ def _all_reduce(nccl: Nccl, kind: CallKind) -> Implementation:
 def _reduce(nccl: Nccl, kind: CallKind) -> Implementation:
     dtype, op = _constants(kind)
 
-    def reduce(send: Any, recv: DeviceView, count: Any, root: int) -> None:
+    def reduce(send: None, recv: DeviceView, count: int, root: int) -> None:
         nccl.comm.reduce(recv.address, recv.address, count, dtype, op, root, nccl.context.work)
 
     return reduce

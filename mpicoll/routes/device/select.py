@@ -5,7 +5,7 @@ its ranks exchange what they can do.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
@@ -88,7 +88,9 @@ def choose(kind: CallKind) -> Implementation:
     group = kind.group
     chosen: Implementation | None = None
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+    ) -> None:
         nonlocal chosen
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
@@ -108,13 +110,15 @@ def choose(kind: CallKind) -> Implementation:
 
 def _build(agreed: Agreed, kind: CallKind) -> Implementation:
     """Return the implementation by the best route that serves it."""
-    primitive, _, op, dtype = kind
+    primitive, group, op, dtype = kind
     for name in agreed.names:
         route = registry.DEVICE[name]
-        found = route.build(kind, agreed) if route.serves(primitive, op, dtype) else None
+        found = route.build(kind, agreed) if route.serves_kind(kind) else None
         if found is not None:
             return found
     raise UnsupportedError(
         f"{primitive.name}: MPICOLL_DEVICE_ROUTE={agreed.names[0]} does not serve "
-        f"{'' if op is None else f'{op.name} of '}{dtype}; unset it"
+        f"{'' if op is None else f'{op.name} of '}{dtype}"
+        f"{'' if group.reproducible is None else f' with reproducible={group.reproducible!r}'}"
+        "; unset it"
     )

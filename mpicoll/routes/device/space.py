@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mpicoll.arrays.views import DeviceView, View, address
 from mpicoll.core.checks import reads, writes
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
 from mpicoll.cuda.streams import DeviceContext
-from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.dtypes import DType, Factor, ReduceOp
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Layout
 from mpicoll.routes.space import Space
@@ -34,12 +33,12 @@ class DeviceSpace(Space):
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
 
-    def view(self, buffer: Any, dtype: DType, counts: Sequence[int]) -> View:
+    def view(self, buffer: Contiguous, dtype: DType, counts: Sequence[int]) -> View:
         """Return the buffer, which is a view."""
         assert isinstance(buffer, DeviceView)
         return buffer
 
-    def buffer(self, view: View) -> Any:
+    def buffer(self, view: View) -> Contiguous:
         """Return the view itself."""
         return view
 
@@ -50,9 +49,11 @@ class DeviceSpace(Space):
         blank.context = self.context
         return blank
 
-    def combine(self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int) -> None:
+    def combine(
+        self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int, exact: bool = False
+    ) -> None:
         """Enqueue a kernel."""
-        by = find_loop(op, out.dtype)
+        by = find_loop(op, out.dtype, exact)
         assert by is not None
         context = self.context
         addresses = [address(source) for source in sources]
@@ -60,7 +61,7 @@ class DeviceSpace(Space):
             context.index, by, addresses, address(out), out.count, divisor, context.work
         )
 
-    def scale(self, source: View, factor: Any, out: View) -> None:
+    def scale(self, source: View, factor: Factor, out: View) -> None:
         """Enqueue a kernel."""
         context = self.context
         context.runtime.scale(
@@ -88,7 +89,9 @@ class DeviceSpace(Space):
 def at_home(home: DeviceContext, inner: Implementation) -> Implementation:
     """Return ``inner`` on one device of this process: arrays on others are copied there."""
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+    ) -> None:
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
         context = first.context
@@ -123,9 +126,12 @@ def for_mpi(space: DeviceSpace, kind: CallKind, inner: Implementation) -> Implem
     primitive, group = kind.primitive, kind.group
     in_place = primitive.layout is Layout.IN_PLACE
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+    ) -> None:
         runtime = space.context.runtime
-        out, into = send, recv
+        out: View | None = send
+        into: View | None = recv
         if send is not None and not runtime.is_plain(address(send)):
             out = send.contiguous()
         if recv is not None and not runtime.is_plain(address(recv)):
@@ -136,7 +142,9 @@ def for_mpi(space: DeviceSpace, kind: CallKind, inner: Implementation) -> Implem
             )
         space.synchronize()
         inner(out, into, extent, root)
-        if into is not recv and writes(primitive, group, root):
+        if recv is None or into is None or into is recv:
+            return
+        if writes(primitive, group, root):
             recv.copy_from(into)
 
     return carry_out

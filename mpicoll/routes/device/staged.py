@@ -7,11 +7,12 @@ copied to the host and the one before back to the device, on separate streams.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpicoll.arrays.views import DeviceView, View, from_numpy
 from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.reproducible import LEVELS
 from mpicoll.cuda import runtime
 from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import DeviceContext, StreamOrder
@@ -35,7 +36,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
     sent = n if primitive.layout is Layout.SCATTERED else 1
     received = n if primitive.layout is Layout.GATHERED else 1
 
-    def staged(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def staged(send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int) -> None:
         # No rank knows the sizes of others' blocks: such calls are one chunk.
         whole = not isinstance(extent, int)
         out = None if send is None else _Side(send, 1 if whole else sent)
@@ -185,6 +186,7 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     tuple(row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY),
     _build,
+    reproducible=LEVELS,  # as the routes of host memory keep them
     scales=True,
     uneven=tuple(row.name for row in PRIMITIVES if row.listed or not row.even),
 )

@@ -7,13 +7,13 @@ Python's, are written out here for NumPy arrays: the same steps, with the same b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from mpicoll.arrays.views import Array
+from mpicoll.arrays.views import Array, Buffer
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
+from mpicoll.core.reproducible import LEVELS
 from mpicoll.dtypes import ReduceOp
 from mpicoll.kernels.reduction import combine
 from mpicoll.routes import algorithms
@@ -36,7 +36,9 @@ def build(kind: CallKind) -> Implementation:
     one_chunk, n = short(_Short(kind, space)), kind.group.size()
     limit = chunk_of(space, n, kind.dtype) * (1 if kind.primitive.many_in else n)
 
-    def carry_out(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def carry_out(
+        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
         if isinstance(extent, int) and extent <= limit:
             one_chunk(send, recv, extent, root)
         else:
@@ -57,14 +59,15 @@ class _Short:
         assert kind.dtype is not None and kind.op is not None
         self.group, self.dtype, self.op = kind.group, kind.dtype, kind.op
         self.comm, self.n, self.me = kind.group.inner, kind.group.size(), kind.group.rank()
+        self.exact = kind.exact
         self.divisor = self.n if kind.op is ReduceOp.AVG else 1
         self.small, self.stack, self.tag = space.small, space.stack, kind.primitive.code
 
-    def array(self, buffer: Any, count: int) -> Array:
+    def array(self, buffer: Buffer, count: int) -> Array:
         """Return the elements of a buffer."""
         return np.frombuffer(buffer, self.dtype.numpy, count)
 
-    def everything(self, buffer: Any, count: int) -> list[Array]:
+    def everything(self, buffer: Buffer, count: int) -> list[Array]:
         """Return the elements of all ranks, on every rank."""
         element, n = datatype(self.dtype), self.n
         memory = scratch(self.group, n * count * self.dtype.itemsize)
@@ -72,14 +75,18 @@ class _Short:
         stack = memory.view(self.dtype.numpy)
         return [stack[r * count : (r + 1) * count] for r in range(n)]
 
-    def messages(self, buffer: Any, cut: Sequence[Span]) -> list[Message | None]:
+    def combine(self, sources: Sequence[Array], out: Array) -> None:
+        """Combine the elements of all ranks, in rank order."""
+        combine(self.op, self.dtype, sources, out, self.divisor, self.exact)
+
+    def messages(self, buffer: Buffer, cut: Sequence[Span]) -> list[Message | None]:
         """Return each other rank's share of a buffer as a message; None if it is empty."""
         return [
             message(buffer, count, self.dtype, start) if count and r != self.me else None
             for r, (start, count) in enumerate(cut)
         ]
 
-    def combine_own(self, buffer: Any, whole: Array, cut: Sequence[Span], out: Array) -> None:
+    def combine_own(self, buffer: Buffer, whole: Array, cut: Sequence[Span], out: Array) -> None:
         """Send each rank its share of a buffer, and combine this rank's of all into ``out``."""
         me, dtype = self.me, self.dtype
         start, mine = cut[me]
@@ -94,18 +101,18 @@ class _Short:
             stack = memory.view(dtype.numpy)
             sources = [stack[r * mine : (r + 1) * mine] for r in range(self.n)]
             sources[me] = whole[start : start + mine]
-            combine(self.op, dtype, sources, out, self.divisor)
+            self.combine(sources, out)
 
 
 def _all_reduce(short: _Short) -> Implementation:
     n, me, dtype = short.n, short.me, short.dtype
 
-    def all_reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+    def all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
         if not count:
             return
         whole, nbytes = short.array(recv, count), n * count * dtype.itemsize
         if nbytes <= short.small or (count < n and nbytes <= short.stack):
-            combine(short.op, dtype, short.everything(recv, count), whole, short.divisor)
+            short.combine(short.everything(recv, count), whole)
             return
         cut = shares_of(count, n)
         start, mine = cut[me]
@@ -119,7 +126,7 @@ def _all_reduce(short: _Short) -> Implementation:
 def _reduce(short: _Short) -> Implementation:
     n, me, dtype = short.n, short.me, short.dtype
 
-    def reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+    def reduce(send: None, recv: Buffer, count: int, root: int) -> None:
         if not count:
             return
         whole = short.array(recv, count)
@@ -145,7 +152,7 @@ def _reduce(short: _Short) -> Implementation:
 def _reduce_scatter(short: _Short) -> Implementation:
     n = short.n
 
-    def reduce_scatter(send: Any, recv: Any, count: Any, root: int) -> None:
+    def reduce_scatter(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if count:
             cut = [(r * count, count) for r in range(n)]
             whole = short.array(send, n * count)
@@ -168,5 +175,6 @@ ROUTE = Route(
     MemoryKind.HOST,
     (*REDUCTIONS, *PREFIXES, *EXCHANGES),
     build,
+    reproducible=LEVELS,
     uneven=("reduce_scatter", *EXCHANGES),
 )

@@ -27,12 +27,11 @@ elements of every rank travel, here those of a node.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.arrays.views import memory_at
+from mpicoll.arrays.views import Array, Buffer, memory_at
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
@@ -96,7 +95,7 @@ class _Arithmetic:
             narrow(combined, _array(into, self._dtype, count))
 
 
-def _array(at: int, dtype: DType, count: int) -> Any:
+def _array(at: int, dtype: DType, count: int) -> Array:
     return np.frombuffer(memory_at(at, count * dtype.itemsize), dtype.numpy, count)
 
 
@@ -124,7 +123,7 @@ def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
         result = at + begin * dtype.itemsize if everywhere else scratch + whole
         return source, source + begin * wide.itemsize if by.widens else result, result
 
-    def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
+    def carry_out(send: None, recv: Buffer, count: int, root: int) -> None:
         home, place = hierarchy.places[root]
         gathers = everywhere or hierarchy.me.node == home
         with hierarchy.call(kind, root, count) as call:
@@ -164,7 +163,7 @@ def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     rail, mine, width = hierarchy.rail, hierarchy.me.place, dtype.itemsize
     step = max(1, min(hierarchy.rails * CHUNK, TOGETHER) // width)
 
-    def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
+    def carry_out(send: None, recv: Buffer, count: int, root: int) -> None:
         home, place = hierarchy.places[root]
         rooted = hierarchy.group.rank() == root
         with hierarchy.call(kind, root, count) as call:
@@ -202,7 +201,7 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | No
     along = exchange.build(CallKind(primitive, rail, by.op, wide))
     step = _of_a_block(hierarchy, wide)
 
-    def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
+    def carry_out(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         with hierarchy.call(kind, 0, count) as call:
             for start in range(0, max(count, 1), step):
                 size = min(step, count - start)
@@ -244,7 +243,7 @@ def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
     fits = INT_MAX // hierarchy.group.size()
     rest = mpi.build(kind)
 
-    def carry_out(send: Any, recv: Any, count: Any, root: int) -> None:
+    def carry_out(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if count > fits:  # displacements are C ints in most MPIs
             rest(send, recv, count, root)
             return

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
@@ -56,7 +56,7 @@ def _broadcast(kind: CallKind, chunk: int) -> Implementation:
     dtype = _dtype(kind)
     bcast, element = kind.group.inner.Bcast, datatype(dtype)
 
-    def broadcast(send: Any, recv: Any, count: Any, root: int) -> None:
+    def broadcast(send: None, recv: Buffer, count: int, root: int) -> None:
         if count <= INT_MAX:
             bcast([recv, count, element], root)
         else:
@@ -70,13 +70,13 @@ def _all_gather(kind: CallKind, chunk: int) -> Implementation:
     dtype, comm, me = _dtype(kind), kind.group.inner, kind.group.rank()
     allgather, element = comm.Allgather, datatype(dtype)
 
-    def all_gather(send: Any, recv: Any, count: Any, root: int) -> None:
+    def all_gather(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if count <= INT_MAX:
             allgather([send, count, element], [recv, count, element])
         else:
             allgather(message(send, count, dtype), message(recv, count, dtype))
 
-    def all_gather_any(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def all_gather_any(send: Buffer, recv: Buffer, extent: Extent, root: int) -> None:
         if not isinstance(extent, Blocks):
             all_gather(send, recv, extent, root)
             return
@@ -98,7 +98,7 @@ def _gather(kind: CallKind, chunk: int) -> Implementation:
     """Build MPI_Gather (MPI-4.1 section 6.5)."""
     dtype, comm = _dtype(kind), kind.group.inner
 
-    def gather(send: Any, recv: Any, count: Any, root: int) -> None:
+    def gather(send: Buffer, recv: Buffer | None, count: int, root: int) -> None:
         into = None if recv is None else message(recv, count, dtype)
         comm.Gather(message(send, count, dtype), into, root)
 
@@ -109,7 +109,7 @@ def _scatter(kind: CallKind, chunk: int) -> Implementation:
     """Build MPI_Scatter (MPI-4.1 section 6.6)."""
     dtype, comm = _dtype(kind), kind.group.inner
 
-    def scatter(send: Any, recv: Any, count: Any, root: int) -> None:
+    def scatter(send: Buffer | None, recv: Buffer, count: int, root: int) -> None:
         out = None if send is None else message(send, count, dtype)
         comm.Scatter(out, message(recv, count, dtype), root)
 
@@ -118,10 +118,11 @@ def _scatter(kind: CallKind, chunk: int) -> Implementation:
 
 def _barrier(kind: CallKind, chunk: int) -> Implementation:
     """Build MPI_Barrier (MPI-4.1 section 6.3)."""
-    comm_barrier = kind.group.inner.Barrier
+    group, comm_barrier = kind.group, kind.group.inner.Barrier
 
-    def barrier(send: Any, recv: Any, extent: Extent, root: int) -> None:
-        comm_barrier()
+    def barrier(send: None, recv: None, extent: Extent, root: int) -> None:
+        if not group.compared:  # else the comparison has waited for all ranks
+            comm_barrier()
 
     return barrier
 
@@ -137,7 +138,7 @@ def _all_reduce(kind: CallKind, chunk: int) -> Implementation:
     in_place, averages = MPI.IN_PLACE, op is ReduceOp.AVG
     step = min(MOST, chunk // dtype.itemsize)
 
-    def all_reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+    def all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
         if count <= step:
             reduce_all(in_place, [recv, count, element], combined)
         else:
@@ -156,7 +157,7 @@ def _reduce(kind: CallKind, chunk: int) -> Implementation:
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     step = min(MOST, chunk // dtype.itemsize)
 
-    def reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+    def reduce(send: None, recv: Buffer, count: int, root: int) -> None:
         for start in range(0, max(count, 1), step):
             part = [recv, min(step, count - start), start, element]
             if me == root:
@@ -179,7 +180,7 @@ def _reduce_scatter(kind: CallKind, chunk: int) -> Implementation:
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     fits = MOST // n
 
-    def reduce_scatter(send: Any, recv: Any, count: Any, root: int) -> None:
+    def reduce_scatter(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if count <= fits:
             # mpi4py wants a block's count on either side.
             reduce_scatter_block([send, count, element], [recv, count, element], combined)
@@ -201,7 +202,7 @@ def _prefix(kind: CallKind, chunk: int) -> Implementation:
     call = comm.Scan if kind.primitive.name == "scan" else comm.Exscan
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
 
-    def prefix(send: Any, recv: Any, count: Any, root: int) -> None:
+    def prefix(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if not before:  # MPI leaves open what it writes there, if anything
             recv = np.empty(min(MOST, count) * dtype.itemsize, np.uint8)
         for start in range(0, max(count, 1), MOST):
@@ -220,7 +221,7 @@ def _mpi_operation(op: ReduceOp, dtype: DType) -> MPI.Op:
     return operation(name)
 
 
-def _divide(buffer: Any, count: int, dtype: DType, n: int) -> None:
+def _divide(buffer: Buffer, count: int, dtype: DType, n: int) -> None:
     if count:
         flat = np.frombuffer(buffer, dtype.numpy, count)
         if dtype.kind is Kind.COMPLEX:  # by parts: a complex division makes nan of infinity

@@ -7,15 +7,27 @@ size the job's table names it (`mpicoll.routes.tuning`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import (
+    CallKind,
+    Contiguous,
+    Extent,
+    Implementation,
+    Short,
+    add_short,
+    agreed_sizes,
+    find_short,
+)
+from mpicoll.core.signature import encode_kind, encode_sizes, with_root
 from mpicoll.dtypes import ReduceOp
 from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.host import exchange, hierarchy, lists, mpi, shared
+from mpicoll.routes.route import Route
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:
@@ -35,7 +47,7 @@ def choose(kind: CallKind) -> Implementation:
         found = premultiplied(kind, space, lambda wide: _implementation(wide, row))
         return lists.packed(kind, found, lambda count: False) if primitive.listed else found
     if primitive.layout is Layout.EMPTY:
-        return mpi.build(kind)
+        return add_short(mpi.build(kind), partial(_short_agreement, kind.group))
     assert dtype is not None
     return _implementation(kind, _row(kind), primitive.listed)
 
@@ -45,34 +57,69 @@ def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False)
 
     listed: and for lists of buffers.
     """
-    primitive, _, op, dtype = kind
-    if not primitive.even:
+    if not kind.primitive.even:
         return _by_place(kind, row)
     sizes = _BySize(kind, row)
-    route = even = sizes.build()
-    routes = (r for r in registry.HOST.values() if primitive.name in r.uneven)
-    by = next((route for route in routes if route.serves(primitive, op, dtype)), None)
-    if by is not None:
-        uneven = by.build(kind)
-        assert uneven is not None
+    even = sizes.build()
+    route = _of_any_extent(kind, even)
+    if listed:
+        route = lists.packed(kind, route, sizes.takes_lists)
+    return add_short(route, lambda: find_short(even))
 
-        def route(send: Any, recv: Any, extent: Extent, root: int) -> None:
-            (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
-    return lists.packed(kind, route, sizes.takes_lists) if listed else route
+def _of_any_extent(kind: CallKind, even: Implementation) -> Implementation:
+    """Return an implementation for blocks of different sizes, too, where a route serves such."""
+    routes = (r for r in registry.HOST.values() if kind.primitive.name in r.uneven)
+    by = next((route for route in routes if route.serves_kind(kind)), None)
+    if by is None:
+        return even
+    built = by.build(kind)
+    assert built is not None
+    uneven = _compared(kind, by, built)
+
+    def any_extent(
+        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
+        (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
+
+    return any_extent
 
 
 def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:
     """Return the implementation of calls whose size no rank knows: by the route of large ones."""
     route: Implementation | None = None
 
-    def by_place(send: Any, recv: Any, extent: Extent, root: int) -> None:
+    def by_place(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
         nonlocal route
         if route is None:  # inside a call, in order of the group's calls
             *_, (_, _, route) = _served(kind, row, place(kind.group))
         route(send, recv, extent, root)
 
     return by_place
+
+
+def _short_agreement(group: ProcessGroup) -> list[Short]:
+    """Return what compares a group's calls, which waits for all ranks: a barrier."""
+    found: shared.Shared | None = group.resources.find("shared")
+    return [found.short_agreement] if found else []
+
+
+def _compared(kind: CallKind, by: Route, route: Implementation) -> Implementation:
+    """Return an implementation whose calls are compared before they begin, where each call of the
+    group is.
+    """
+    primitive, group, op, dtype = kind
+    if by.compares or group.size() == 1:
+        return route
+    signature = encode_kind(primitive, dtype, op, 0)
+
+    def compared(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
+        if group.agree is not None:
+            sizes = encode_sizes(agreed_sizes(primitive, extent))
+            group.agree(with_root(signature, root), sizes)
+        route(send, recv, extent, root)
+
+    return compared
 
 
 class _Step(NamedTuple):
@@ -106,7 +153,9 @@ class _BySize:
         few, first = _smallest(self._before, self._split)
         known = False
 
-        def by_size(send: Any, recv: Any, count: Any, root: int) -> None:
+        def by_size(
+            send: Contiguous | None, recv: Contiguous | None, count: int, root: int
+        ) -> None:
             nonlocal few, first, known
             if count < few:
                 first(send, recv, count, root)
@@ -116,7 +165,16 @@ class _BySize:
                 known, (few, first) = True, _smallest(self._steps, _NEVER)
             step.route(send, recv, count, root)
 
-        return by_size
+        return add_short(by_size, self._find_short)
+
+    def _find_short(self) -> list[Short]:
+        steps = self._steps or ()
+        ends = [_NEVER, *(step.fewest for step in steps)]
+        return [
+            short._replace(fewest=step.fewest, end=end)
+            for step, end in zip(steps, ends, strict=False)
+            for short in find_short(step.route)
+        ]
 
     def takes_lists(self, count: int) -> bool:
         """Return whether the route of ``count`` elements takes lists; inside a call, as above."""
@@ -153,7 +211,8 @@ def _named(kind: CallKind) -> str:
     """Return the name of such calls in tables."""
     primitive, _, op, dtype = kind
     assert dtype is not None
-    return name_kind(primitive, op is not None and not mpi.reducible(op, dtype))
+    by_mpi = op is None or (mpi.reducible(op, dtype) and kind.level is None)
+    return name_kind(primitive, not by_mpi)
 
 
 def _row(kind: CallKind) -> dict[str, Steps]:
@@ -168,10 +227,9 @@ def _served(
     A route that does not serve such calls is replaced by ``exchange``, and one that the group
     cannot have by what it declares.
     """
-    primitive, _, op, dtype = kind
     found: list[tuple[int, str, Implementation]] = []
     for least, name in row[place]:
-        if not registry.HOST[name].serves(primitive, op, dtype):
+        if not registry.HOST[name].serves_kind(kind):
             if registry.HOST[name].place:
                 continue
             name = "exchange"  # which serves every reduction, in rank order
@@ -180,7 +238,8 @@ def _served(
             name = registry.HOST[name].instead
             route = registry.HOST[name].build(kind)
         if route is not None:
-            found.append((least if found else 0, name, route))
+            compared = _compared(kind, registry.HOST[name], route)
+            found.append((least if found else 0, name, compared))
     return found or _served(kind, row, "apart")
 
 
@@ -198,6 +257,8 @@ _NEVER = 1 << 62
 
 def place(group: ProcessGroup) -> str:
     """Return where the ranks of the group are, as far as it matters. All ranks call."""
+    if group.resources.find("shared"):  # a rank may find out in a call that others do not make
+        return "node"
     if hierarchy.get_or_create(group):
         return "nodes"
     return "node" if shared.get_or_create(group) else "apart"
@@ -210,13 +271,11 @@ def candidates(kind: CallKind) -> dict[str, Implementation]:
     """Return the implementations of such calls in this group, as ``choose`` has them, by the names
     of the routes. All ranks call.
     """
-    primitive, group, op, dtype = kind
-    here = place(group)
+    here = place(kind.group)
     return {
         name: _implementation(kind, {**_row(kind), here: ((0, name),)})
         for name in eligible_routes(_named(kind), here)
-        if registry.HOST[name].serves(primitive, op, dtype)
-        and registry.HOST[name].build(kind) is not None
+        if registry.HOST[name].serves_kind(kind) and registry.HOST[name].build(kind) is not None
     }
 
 

@@ -14,10 +14,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.arrays.views import Buffer
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Short, add_short
+from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host.shared_segment import Segment, share
@@ -119,30 +122,46 @@ class Shared:
         at, group, address = ctypes.addressof(self._kind(kind)), self._group, MPI.Get_address
         all_reduce = self._kernels.shared_all_reduce
 
-        def shared_all_reduce(send: Any, recv: Any, count: Any, root: int) -> None:
+        def shared_all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
             if group.worker is not None:
                 self._look_as_often_as_is_good()
             if not all_reduce(at, address(recv), count, group.sequence):
-                raise self._failure()
+                raise self.failure()
 
-        return shared_all_reduce
+        return self._with_short(shared_all_reduce, ALL_REDUCE, all_reduce, at)
 
     def _build_blocks(self, kind: CallKind) -> Implementation:
         at, group, address = ctypes.addressof(self._kind(kind)), self._group, MPI.Get_address
         blocks = self._kernels.shared_blocks
 
-        def shared_blocks(send: Any, recv: Any, count: Any, root: int) -> None:
+        def shared_blocks(send: Buffer | None, recv: Buffer | None, count: int, root: int) -> None:
             if group.worker is not None:
                 self._look_as_often_as_is_good()
             here = None if recv is None else address(recv)
             there = here if send is None else address(send)
             if not blocks(at, there, here, count, root, group.sequence):
-                raise self._failure()
+                raise self.failure()
 
-        return shared_blocks
+        return self._with_short(shared_blocks, BLOCKS, blocks, at)
+
+    def _with_short(
+        self, route: Implementation, shape: int, function: Callable[..., Any], argument: int
+    ) -> Implementation:
+        short = self._short(shape, function, argument)
+        return add_short(route, lambda: (short,))
+
+    def _short(self, shape: int, function: Any, argument: int) -> Short:
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        assert address is not None
+        return Short(self, shape, address, argument)
+
+    @property
+    def short_agreement(self) -> Short:
+        """What compares a call of no array, in short."""
+        return self._short(AGREE, self._kernels.shared_agree, self.pointer)
 
     def _build_transfer(self, kind: CallKind) -> Implementation:
-        def shared_transfer(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        def shared_transfer(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
             transfer = transfer_of(kind, addresses(send), addresses(recv), extent, root)
             self.exchange(kind, transfer, root)
 
@@ -163,7 +182,7 @@ class Shared:
             transfer.total * parts,
         )  # fmt: skip
         if not done:
-            raise self._failure()
+            raise self.failure()
 
     def exchange_sizes(self, kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int | None]:
         """Exchange the sizes of blocks; see ``transfers``."""
@@ -173,7 +192,7 @@ class Shared:
             theirs.ctypes.data, self._group.sequence,
         )  # fmt: skip
         if most == _FAILED:
-            raise self._failure()
+            raise self.failure()
         return theirs, most if most >= 0 else None
 
     def call(self, function: Callable[..., int], *arguments: Any) -> int:
@@ -186,7 +205,7 @@ class Shared:
         self._look_as_often_as_is_good()
         result = function(*arguments, self._group.sequence)
         if not result:
-            raise self._failure()
+            raise self.failure()
         return result
 
     def _kind(self, kind: CallKind) -> _Kind:
@@ -200,7 +219,7 @@ class Shared:
     def _described(self, kind: CallKind) -> _Kind:
         primitive, _, op, dtype = kind
         assert dtype is not None
-        by = None if op is None else find_loop(op, dtype)
+        by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
         return _Kind(
             shared=self.pointer,
@@ -233,9 +252,20 @@ class Shared:
             return False
         self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
         number = (self._group.sequence + 1) & 0xFFFFFFFF
-        count *= 1 if is_list(kind) else parts_per_element(kind)
+        count *= _parts(kind)
         patience = round(1e9 * PATIENCE)
         return bool(self._kernels.shared_ask(self.pointer, number, kind, count, patience))
+
+    def agree(self, kind: int, count: int) -> None:
+        """Compare a call with the other ranks'; all have begun it when this returns.
+
+        kind: with the root; count: of elements, or whatever else the ranks have alike.
+        Raises MismatchError, on all ranks, if theirs differ.
+        """
+        self._look_as_often_as_is_good()
+        count *= _parts(kind)
+        if not self._kernels.shared_agree(self.pointer, self._group.sequence, kind, count):
+            raise self.failure()
 
     def compare(self, kind: int, number: int) -> bool:
         """Compare two numbers with all other ranks; see ``signature.compared``.
@@ -248,7 +278,7 @@ class Shared:
             return True
         if not self._hold.left and all(is_comparison(each) for each, _ in self._calls()):
             return False
-        raise self._failure()
+        raise self.failure()
 
     def _calls(self) -> list[tuple[int, int]]:
         """Return kind and numbers of each rank's call, after one that was not agreed on."""
@@ -267,15 +297,24 @@ class Shared:
         """
         self._hold.left = 1
 
-    def _failure(self) -> DistBackendError:
+    def failure(self) -> DistBackendError:
+        """Return why the last call was not carried out."""
         if self._hold.left:
             return self._group.failure()
-        texts = [describe(kind, count // parts_per_element(kind)) for kind, count in self._calls()]
+        calls = self._calls()
+        texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
         name = texts[self._hold.me].partition(" ")[0]
+        if any(is_list(kind) for kind, _ in calls):  # only its rank knows what a list's sizes are
+            texts = self._group.inner.allgather(texts[self._hold.me])
         return MismatchError(
             f"{name} on rank {self._hold.me} of group {self._group.group_name}: the ranks' calls "
             f"do not belong together: {describe_by_rank(texts)}"
         )
+
+
+def _parts(kind: int) -> int:
+    """Return how many numbers the C library counts for each that is counted elsewhere."""
+    return 1 if is_list(kind) else parts_per_element(kind)
 
 
 #: struct mpicoll_given and struct mpicoll_taken.
@@ -320,8 +359,10 @@ ROUTE = Route(
     MemoryKind.HOST,
     tuple(_FUNCTIONS),
     _build,
+    reproducible=LEVELS,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
     uneven=EXCHANGES,
     place="node",
     needs="all ranks on one node, and the C library",
+    compares=True,
 )

@@ -125,7 +125,7 @@ def attach(name: str, where: str) -> mmap.mmap | None:
 
 
 #: The mapping needs no open file, but before Python 3.13 it keeps one.
-_without_file: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+_without_file: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 def _bytes(words: list[Any]) -> Bytes:

@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
 from mpicoll.core.signature import encode_kind
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.library import kernels
@@ -110,7 +110,9 @@ class SingleCopy:
         if primitive.listed and even:
             by_slots = lists.packed(kind, by_slots, lambda count: False)
 
-        def single_copy(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        def single_copy(
+            send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+        ) -> None:
             assert len(histories) and described.size  # holds them
             total = extent if even else 0
             if isinstance(extent, int) and list not in (send.__class__, recv.__class__):
@@ -294,6 +296,7 @@ ROUTE = Route(
     uneven=EXCHANGES,
     place="node",
     needs="all ranks on one node, allowed to read and write each other's memory, and the C library",
+    compares=True,
     lists=True,
     instead="shared",
 )

@@ -4,10 +4,9 @@ ranks that the messages of `exchange` cost more than moving twice the bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.kernels.reduction import narrow, scale
@@ -32,7 +31,7 @@ def _build(kind: CallKind) -> Implementation:
     wide_sum = mpi.build(kind._replace(dtype=_FLOAT32))
     step = mpi.CHUNK // _FLOAT32.itemsize
 
-    def widened(send: Any, recv: Any, count: Any, root: int) -> None:
+    def widened(send: None, recv: Buffer, count: int, root: int) -> None:
         if not count:
             return
         elements = np.frombuffer(recv, dtype.numpy, count)

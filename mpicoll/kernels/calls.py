@@ -1,0 +1,186 @@
+"""The calls of a group: their number and their record, and the short way of some.
+
+The short way is a compiled module, ``src/calls.c``. Without it calls go the way in Python, to the
+same behaviour: where there was no C compiler or no header of Python, where Python runs without its
+lock, and with MPICOLL_CALLS=python.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from mpicoll import settings
+from mpicoll.dtypes import DTYPES, Kind
+from mpicoll.kernels.library import kernels
+
+if TYPE_CHECKING:
+    import threading
+    from types import ModuleType
+
+    from mpicoll.core.progress import Worker
+
+__all__ = [
+    "AGREE",
+    "ALL_REDUCE",
+    "BLOCKS",
+    "Calls",
+    "PythonCalls",
+    "add_tensor_type",
+    "describe",
+    "short_way",
+]
+
+#: The functions of ``src/shared.c`` that the short way calls, by their arguments.
+ALL_REDUCE, BLOCKS, AGREE = range(3)
+
+#: One call: its number in the group, its kind without the root, the number of its sizes, the root.
+RecordEntry = tuple[int, int, int, int]
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+#: Of the number of a call that none reaches.
+_NEVER = (1 << 63) - 1
+
+
+class PythonCalls:
+    """The calls of one group.
+
+    lock:     held while a collective runs.
+    sequence: number of collectives begun that are compared between the ranks.
+    worker:   the group's thread; None before the first asynchronous call.
+    next_check: the number of the call before which the ranks' records are compared next.
+    compared: each call is compared by what carries it out, so that no record is needed.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.lock = lock
+        self.sequence = 0
+        self.worker: Worker | None = None
+        self.next_check = 0
+        self.compared = False
+        self._record: list[RecordEntry] = [_NO_CALL]
+
+    def begin(self, kind: int, sizes: int, root: int) -> bool:
+        """Count a call and put it on the record; return whether that is to be compared now."""
+        self.sequence += 1
+        entry = (self.sequence, kind, sizes, root & 0xFFFFFFFF)
+        if self.compared:
+            self._record[-1] = entry
+        else:
+            self._record.append(entry)
+        return self.sequence >= self.next_check
+
+    @property
+    def recent(self) -> list[RecordEntry]:
+        """The calls since the ranks' were last compared; the last one if each is."""
+        return self._record
+
+    @recent.setter
+    def recent(self, record: list[RecordEntry]) -> None:
+        self._record = record
+        self.compared = False
+
+    def compare_each(self) -> None:
+        """Keep no record any more: each call is compared by what carries it out."""
+        self.compared = True
+        self.next_check = _NEVER
+        self._record = [_NO_CALL, self._record[-1]]
+
+    def drop_last(self) -> None:
+        """Strike the last call, which differed between the ranks, where each is compared."""
+        self._record[-1] = (self._record[-1][0], -1, 0, 0)
+
+    def learn(self, *way: Any) -> None:
+        """Carry such calls out by the short way, if there is one."""
+
+    def forget(self) -> None:
+        """Leave all calls to Python again."""
+
+
+#: Stands for the calls before the first.
+_NO_CALL: RecordEntry = (0, 0, 0, 0)
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    if settings.CALLS.is_set_to("python"):
+        return None, "MPICOLL_CALLS=python"
+    if kernels is None:
+        return None, "the C library is not used"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None, "Python runs without its lock"
+    try:
+        _calls = import_module("mpicoll.kernels._calls")
+    except ImportError as error:
+        return None, f"the module does not load: {error}"
+    for row in DTYPES:
+        # A complex tensor may be a lazy conjugate.
+        code, bits = (-1, 0) if row.kind is Kind.COMPLEX else row.dlpack
+        _calls.add_dtype(row, row.numpy, row.itemsize, code, bits)
+    _calls.set_numpy(np.ndarray)
+    if not _sees_arrays(_calls):
+        _calls.set_numpy(None)
+    return _calls, ""
+
+
+def _sees_arrays(module: ModuleType) -> bool:
+    """Return whether NumPy's arrays lie in memory as the module has them."""
+    for row in DTYPES:
+        whole = np.zeros((3, 5, 7), row.numpy)
+        fixed = whole[:2]
+        fixed.flags.writeable = False
+        for array in (whole, whole[1:], whole[1, 2, 3:], whole[0, 0, 0:1].reshape(()), fixed):
+            rows = array.shape[0] if array.ndim else 1
+            writable = int(array.flags.writeable)
+            if module.look(array) != (row, array.ctypes.data, array.size, rows, writable):
+                return False
+        strange = whole.T, whole[:, 1], whole[:0], whole.view(_Subclass)
+        if any(module.look(array) is not None for array in strange):
+            return False
+    return True
+
+
+class _Subclass(np.ndarray[Any, Any]):
+    pass
+
+
+_module, _why_not = _load()
+
+if TYPE_CHECKING:
+    Calls = PythonCalls
+else:
+    Calls = PythonCalls if _module is None else _module.Calls
+
+
+def describe() -> str:
+    """Return how calls are made, "compiled" or "python", and why."""
+    return f"python ({_why_not})" if _module is None else "compiled"
+
+
+def short_way(
+    run_fast: Function, state: object, group_type: type, raise_failure: Callable[..., object]
+) -> Function:
+    """Return a function that does what ``run_fast`` does, in short where it can.
+
+    state: its attribute ``default`` is the group of calls without one. group_type: of groups.
+    raise_failure: of a group and the owner of the memory that a call could not be carried out in.
+    """
+    if _module is None:
+        return run_fast
+    _module.set_up(state, group_type, run_fast, raise_failure)
+    found: Function = _module.run_fast
+    return found
+
+
+def add_tensor_type(kind: type, exchange: object, is_unusual: Callable[[Any], bool]) -> None:
+    """Let the short way see a type of tensors.
+
+    exchange: the capsule of DLPack's exchange API (DLPack 1.3), None if the type has none.
+    is_unusual: whether a tensor's memory is not its value.
+    """
+    if _module is not None and exchange is not None:
+        _module.add_type(kind, exchange, is_unusual)

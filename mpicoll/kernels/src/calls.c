@@ -1,0 +1,661 @@
+/* The short way of a call: look at the arrays, find the plan, count, and carry it out in the memory
+ * that the ranks share, without a line of Python. What is unusual about a call in any way, and every
+ * error, is left to the Python function that it takes the place of, mpicoll/dispatch/execute.py's
+ * run_fast, to the same behaviour.
+ *
+ * An extension module for CPython's limited API: one file serves all versions from 3.10 on.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+
+/* ---- Arrays ------------------------------------------------------------------------------------ */
+
+/* The beginning of NumPy's arrays, which is part of its binary interface (PyArrayObject_fields in
+ * numpy/ndarraytypes.h, the same from 1.7 to 2.x). mpicoll/kernels/calls.py tries it when it loads
+ * this module. */
+struct numpy_array {
+    PyObject_HEAD
+    char *data;
+    int dimensions;
+    Py_ssize_t *shape, *strides;
+    PyObject *base, *dtype;
+    int flags;
+};
+enum { C_CONTIGUOUS = 0x1, ALIGNED = 0x100, WRITEABLE = 0x400 };
+
+/* DLTensor of DLPack 1.x. */
+struct tensor {
+    char *data;
+    int32_t device_type, device_id, dimensions;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+};
+enum { ON_HOST = 1 };
+
+/* The beginning of DLPackExchangeAPI of DLPack 1.3: functions by which a type shows its tensors. */
+struct exchange {
+    uint32_t major, minor;
+    struct exchange *previous;
+    void *allocate, *managed_from_object, *object_from_managed;
+    int (*tensor_from_object)(void *object, struct tensor *out); /* borrows; may be NULL */
+};
+
+/* What is seen of an array that is one block of host memory. */
+struct seen {
+    PyObject *dtype; /* mpicoll's, borrowed */
+    char *data;
+    size_t count, itemsize, rows;
+    int writable;
+};
+
+enum { MOST_DTYPES = 64, MOST_TYPES = 8 };
+
+static struct {
+    PyObject *state;         /* of mpicoll.core.groups: its attribute `default` is the group */
+    PyObject *group_type;    /* ProcessGroup */
+    PyObject *python_way;    /* run_fast in Python */
+    PyObject *raise_failure; /* (group, owner): raises why a call was not carried out */
+    PyObject *numpy_type;
+    struct {
+        PyObject *numpy, *dtype;
+        size_t itemsize;
+        int code, bits;
+    } dtypes[MOST_DTYPES];
+    int n_dtypes;
+    struct {
+        PyObject *type, *is_unusual; /* a method: true for tensors whose memory is not their value */
+        struct exchange *exchange;
+    } types[MOST_TYPES];
+    int n_types;
+    PyObject *default_name, *no;
+} known;
+
+static int see_numpy(struct seen *seen, PyObject *object)
+{
+    const struct numpy_array *array = (const struct numpy_array *)object;
+    if ((array->flags & (C_CONTIGUOUS | ALIGNED)) != (C_CONTIGUOUS | ALIGNED))
+        return 0;
+    for (int i = 0; i < known.n_dtypes; i++)
+        if (array->dtype == known.dtypes[i].numpy) {
+            seen->dtype = known.dtypes[i].dtype;
+            seen->itemsize = known.dtypes[i].itemsize;
+            seen->data = array->data;
+            seen->writable = (array->flags & WRITEABLE) != 0;
+            seen->count = 1;
+            for (int k = 0; k < array->dimensions; k++)
+                seen->count *= (size_t)array->shape[k];
+            seen->rows = array->dimensions ? (size_t)array->shape[0] : 1;
+            return seen->count > 0;
+        }
+    return 0;
+}
+
+static int see_tensor(struct seen *seen, PyObject *object, int type)
+{
+    struct tensor tensor;
+    if (known.types[type].exchange->tensor_from_object(object, &tensor)) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (tensor.device_type != ON_HOST || tensor.lanes != 1 || !tensor.data)
+        return 0;
+    size_t count = 1;
+    for (int k = tensor.dimensions - 1; k >= 0; k--) {
+        if (tensor.strides && tensor.shape[k] != 1 && tensor.strides[k] != (int64_t)count)
+            return 0;
+        count *= (size_t)tensor.shape[k];
+    }
+    for (int i = 0; i < known.n_dtypes; i++)
+        if (tensor.code == known.dtypes[i].code && tensor.bits == known.dtypes[i].bits) {
+            PyObject *unusual =
+                PyObject_CallFunctionObjArgs(known.types[type].is_unusual, object, NULL);
+            const int usual = unusual == known.no;
+            Py_XDECREF(unusual);
+            PyErr_Clear();
+            seen->dtype = known.dtypes[i].dtype;
+            seen->itemsize = known.dtypes[i].itemsize;
+            seen->data = tensor.data + tensor.byte_offset;
+            seen->writable = 1;
+            seen->count = count;
+            seen->rows = tensor.dimensions ? (size_t)tensor.shape[0] : 1;
+            return usual && count > 0;
+        }
+    return 0;
+}
+
+static int see(struct seen *seen, PyObject *object)
+{
+    PyObject *type = (PyObject *)Py_TYPE(object);
+    if (type == known.numpy_type)
+        return see_numpy(seen, object);
+    for (int i = 0; i < known.n_types; i++)
+        if (type == known.types[i].type)
+            return see_tensor(seen, object, i);
+    return 0;
+}
+
+/* ---- A group's calls --------------------------------------------------------------------------- */
+
+typedef int all_reduce_function(const void *kind, char *array, size_t count, uint32_t number);
+typedef int blocks_function(const void *kind, const char *send, char *recv, size_t count,
+                            uint32_t root, uint32_t number);
+typedef int agree_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
+
+/* Which of these a way calls. */
+enum { ALL_REDUCE, BLOCKS, AGREE };
+
+/* How calls of one kind and of some sizes are carried out here. */
+struct way {
+    PyObject *primitive, *dtype, *op; /* objects of the tables: the same call has the same */
+    PyObject *owner;                  /* of the memory that `argument` is in */
+    uint64_t signature;               /* the call's, without the root */
+    size_t fewest, end;               /* counts of a block */
+    size_t n;                         /* ranks */
+    void *function;
+    const void *argument;
+    int shape;
+    int many_in, many_out; /* as many blocks as ranks */
+    int has_input, even, rooted;
+};
+
+typedef struct {
+    PyObject_HEAD
+    unsigned long long sequence;
+    PyObject *lock, *acquire, *release; /* the lock that is held during a call, and its methods */
+    PyObject *worker;                   /* the group's thread, or None */
+    PyObject *record;                   /* of the calls; see the attribute recent */
+    int compared;                       /* each call is compared by itself: only the last counts */
+    int dropped;                        /* and that differed */
+    unsigned long long number, kind, sizes, root;
+    unsigned long long next_check;
+    struct way *ways;
+    size_t n_ways;
+} Calls;
+
+static const struct way *find(const Calls *calls, PyObject *primitive, PyObject *dtype,
+                              PyObject *op, size_t count)
+{
+    for (size_t i = 0; i < calls->n_ways; i++) {
+        const struct way *way = &calls->ways[i];
+        if (way->primitive == primitive && way->dtype == dtype && way->op == op) {
+            const size_t block = way->many_out ? count / way->n : count;
+            if (block >= way->fewest && block < way->end)
+                return way;
+        }
+    }
+    return NULL;
+}
+
+/* Blocks of the input and of the output fit, do not overlap, and can be cut between rows. */
+static int fits(const struct way *way, const struct seen *in, const struct seen *out, size_t *block)
+{
+    const size_t n = way->n, blocks_in = way->many_in ? n : 1, blocks_out = way->many_out ? n : 1;
+    *block = in->count / blocks_in;
+    if (in->dtype != out->dtype || in->count != *block * blocks_in ||
+        out->count != *block * blocks_out)
+        return 0;
+    if (!way->even && (in->rows % n || out->rows % n))
+        return 0;
+    const ptrdiff_t distance = (ptrdiff_t)((uintptr_t)in->data - (uintptr_t)out->data);
+    return distance <= -(ptrdiff_t)(in->count * in->itemsize) ||
+           distance >= (ptrdiff_t)(out->count * out->itemsize);
+}
+
+/* Carries a call out: 1 if it did, -1 with an exception, 0 if it is not for here. */
+static int carry_out(Calls *calls, PyObject *const *args)
+{
+    PyObject *primitive = args[0], *output = args[3], *input = args[4], *op = args[5];
+    struct seen out = {Py_None, NULL, 0, 0, 0, 1}, in = out;
+    if (calls->n_ways == 0 || calls->worker != Py_None)
+        return 0;
+    if (output != Py_None && (!see(&out, output) || !out.writable))
+        return 0;
+    const struct way *found = find(calls, primitive, out.dtype, op, out.count);
+    if (!found)
+        return 0;
+    struct way way = *found; /* another thread may add to them */
+    size_t count = out.count;
+    if (way.has_input ? !see(&in, input) || !fits(&way, &in, &out, &count) : input != Py_None)
+        return 0;
+    const char *send = way.has_input ? in.data : out.data;
+    unsigned long root = 0;
+    if (way.rooted) {
+        root = PyLong_AsUnsignedLong(args[6]);
+        if (PyErr_Occurred()) {
+            PyErr_Clear();
+            return 0;
+        }
+    }
+    PyObject *got = PyObject_CallFunctionObjArgs(calls->acquire, known.no, NULL);
+    if (!got)
+        return -1;
+    Py_DECREF(got);
+    if (got == known.no) /* another thread is in a call */
+        return 0;
+
+    const uint32_t number = (uint32_t)(calls->number = ++calls->sequence);
+    calls->kind = way.signature;
+    calls->sizes = way.even ? count : 0;
+    calls->root = root;
+    calls->dropped = 0;
+    int done;
+    Py_INCREF(way.owner);
+    Py_BEGIN_ALLOW_THREADS;
+    if (way.shape == ALL_REDUCE)
+        done = ((all_reduce_function *)way.function)(way.argument, out.data, count, number);
+    else if (way.shape == BLOCKS)
+        done = ((blocks_function *)way.function)(way.argument, send, out.data, count,
+                                                 (uint32_t)root, number);
+    else
+        done = ((agree_function *)way.function)(way.argument, number, way.signature, 0);
+    Py_END_ALLOW_THREADS;
+    PyObject *type = NULL, *error = NULL, *traceback = NULL;
+    if (!done) { /* other ranks raise the same, and all find out together why */
+        Py_XDECREF(PyObject_CallFunctionObjArgs(known.raise_failure, (PyObject *)calls, way.owner,
+                                                NULL));
+        PyErr_Fetch(&type, &error, &traceback);
+    }
+    Py_DECREF(way.owner);
+    PyObject *released = PyObject_CallFunctionObjArgs(calls->release, NULL);
+    Py_XDECREF(released);
+    if (!done)
+        PyErr_Restore(type, error, traceback);
+    return done && released ? 1 : -1;
+}
+
+static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
+{
+    (void)module;
+    if (n != 7) {
+        PyErr_Format(PyExc_TypeError, "run_fast takes 7 arguments, not %zd", n);
+        return NULL;
+    }
+    if (args[2] == known.no) { /* not asynchronous */
+        PyObject *group = args[1];
+        if (group == Py_None)
+            group = PyObject_GetAttr(known.state, known.default_name);
+        else
+            Py_INCREF(group);
+        if (!group)
+            return NULL;
+        const int done = (PyObject *)Py_TYPE(group) == known.group_type
+                             ? carry_out((Calls *)group, args)
+                             : 0;
+        Py_DECREF(group);
+        if (done)
+            return done < 0 ? NULL : (Py_INCREF(Py_None), Py_None);
+    }
+    return PyObject_CallFunctionObjArgs(known.python_way, args[0], args[1], args[2], args[3],
+                                        args[4], args[5], args[6], NULL);
+}
+
+/* ---- The type ---------------------------------------------------------------------------------- */
+
+static void forget_ways(Calls *calls)
+{
+    struct way *ways = calls->ways;
+    const size_t n = calls->n_ways;
+    calls->ways = NULL;
+    calls->n_ways = 0;
+    for (size_t i = 0; i < n; i++) {
+        Py_DECREF(ways[i].primitive);
+        Py_DECREF(ways[i].dtype);
+        Py_DECREF(ways[i].op);
+        Py_DECREF(ways[i].owner);
+    }
+    PyMem_Free(ways);
+}
+
+static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    Calls *calls = (Calls *)self;
+    PyObject *lock;
+    (void)keywords;
+    if (!PyArg_ParseTuple(args, "O", &lock))
+        return -1;
+    PyObject *acquire = PyObject_GetAttrString(lock, "acquire");
+    PyObject *release = PyObject_GetAttrString(lock, "release");
+    PyObject *record = Py_BuildValue("[(iiii)]", 0, 0, 0, 0);
+    if (!acquire || !release || !record || calls->lock) {
+        Py_XDECREF(acquire);
+        Py_XDECREF(release);
+        Py_XDECREF(record);
+        if (calls->lock)
+            PyErr_SetString(PyExc_TypeError, "it is initialised already");
+        return -1;
+    }
+    Py_INCREF(lock);
+    Py_INCREF(Py_None);
+    calls->lock = lock;
+    calls->acquire = acquire;
+    calls->release = release;
+    calls->record = record;
+    calls->worker = Py_None;
+    return 0;
+}
+
+static int calls_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Calls *calls = (Calls *)self;
+    Py_VISIT((PyObject *)Py_TYPE(self));
+    Py_VISIT(calls->lock);
+    Py_VISIT(calls->acquire);
+    Py_VISIT(calls->release);
+    Py_VISIT(calls->worker);
+    Py_VISIT(calls->record);
+    for (size_t i = 0; i < calls->n_ways; i++) {
+        Py_VISIT(calls->ways[i].primitive);
+        Py_VISIT(calls->ways[i].dtype);
+        Py_VISIT(calls->ways[i].op);
+        Py_VISIT(calls->ways[i].owner);
+    }
+    return 0;
+}
+
+static int calls_clear(PyObject *self)
+{
+    Calls *calls = (Calls *)self;
+    forget_ways(calls);
+    Py_CLEAR(calls->acquire);
+    Py_CLEAR(calls->release);
+    Py_CLEAR(calls->lock);
+    Py_CLEAR(calls->worker);
+    Py_CLEAR(calls->record);
+    return 0;
+}
+
+static void calls_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    calls_clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* begin(kind, sizes, root): counts a call and puts it on the record. Returns whether the record is to
+ * be compared with the other ranks' now. */
+static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    Calls *calls = (Calls *)self;
+    if (n != 3) {
+        PyErr_SetString(PyExc_TypeError, "begin takes kind, sizes and root");
+        return NULL;
+    }
+    const unsigned long long kind = PyLong_AsUnsignedLongLong(args[0]);
+    const unsigned long long sizes = PyLong_AsUnsignedLongLong(args[1]);
+    const uint32_t root = (uint32_t)PyLong_AsUnsignedLongLongMask(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    calls->sequence++;
+    if (calls->compared) {
+        calls->number = calls->sequence;
+        calls->kind = kind;
+        calls->sizes = sizes;
+        calls->root = root;
+        calls->dropped = 0;
+    } else {
+        PyObject *number = PyLong_FromUnsignedLongLong(calls->sequence);
+        PyObject *entry = number ? PyTuple_Pack(4, number, args[0], args[1], args[2]) : NULL;
+        const int failed = !entry || PyList_Append(calls->record, entry);
+        Py_XDECREF(number);
+        Py_XDECREF(entry);
+        if (failed)
+            return NULL;
+    }
+    return PyBool_FromLong(calls->sequence >= calls->next_check);
+}
+
+static PyObject *calls_get_recent(PyObject *self, void *closure)
+{
+    Calls *calls = (Calls *)self;
+    (void)closure;
+    if (calls->compared) {
+        return calls->dropped ? Py_BuildValue("[(iiii)(Kiii)]", 0, 0, 0, 0, calls->number, -1, 0, 0)
+                              : Py_BuildValue("[(iiii)(KKKK)]", 0, 0, 0, 0, calls->number,
+                                              calls->kind, calls->sizes, calls->root);
+    }
+    Py_INCREF(calls->record);
+    return calls->record;
+}
+
+static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
+{
+    Calls *calls = (Calls *)self;
+    (void)closure;
+    if (!value || !PyList_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "recent: expected a list");
+        return -1;
+    }
+    PyObject *before = calls->record;
+    Py_INCREF(value);
+    calls->record = value;
+    calls->compared = 0;
+    Py_DECREF(before);
+    return 0;
+}
+
+/* compare_each(): from now on each call is compared by what carries it out. */
+static PyObject *calls_compare_each(PyObject *self, PyObject *unused)
+{
+    Calls *calls = (Calls *)self;
+    (void)unused;
+    calls->compared = 1;
+    calls->number = calls->sequence;
+    calls->next_check = ~0ull >> 1;
+    Py_RETURN_NONE;
+}
+
+/* drop_last(): the last call differed between the ranks, which was reported. */
+static PyObject *calls_drop_last(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    ((Calls *)self)->dropped = 1;
+    Py_RETURN_NONE;
+}
+
+/* learn(primitive, dtype, op, owner, signature, fewest, end, n, function, argument, flags...):
+ * carry such calls out here. */
+static PyObject *calls_learn(PyObject *self, PyObject *args)
+{
+    Calls *calls = (Calls *)self;
+    struct way way;
+    unsigned long long signature, fewest, end, n, function, argument;
+    if (!PyArg_ParseTuple(args, "OOOOKKKKKKippppp", &way.primitive, &way.dtype, &way.op, &way.owner,
+                          &signature, &fewest, &end, &n, &function, &argument, &way.shape,
+                          &way.many_in, &way.many_out, &way.has_input, &way.even, &way.rooted))
+        return NULL;
+    struct way *ways = PyMem_Realloc(calls->ways, (calls->n_ways + 1) * sizeof way);
+    if (!ways)
+        return PyErr_NoMemory();
+    calls->ways = ways;
+    way.signature = signature;
+    way.fewest = (size_t)fewest;
+    way.end = (size_t)end;
+    way.n = (size_t)n;
+    way.function = (void *)(uintptr_t)function;
+    way.argument = (const void *)(uintptr_t)argument;
+    Py_INCREF(way.primitive);
+    Py_INCREF(way.dtype);
+    Py_INCREF(way.op);
+    Py_INCREF(way.owner);
+    ways[calls->n_ways++] = way;
+    Py_RETURN_NONE;
+}
+
+static PyObject *calls_forget(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    forget_ways((Calls *)self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef calls_methods[] = {
+    {"begin", (PyCFunction)(void (*)(void))calls_begin, METH_FASTCALL,
+     "begin(kind, sizes, root): count a call; return whether the record is to be compared now."},
+    {"compare_each", calls_compare_each, METH_NOARGS,
+     "compare_each(): from now on each call is compared by what carries it out."},
+    {"drop_last", calls_drop_last, METH_NOARGS,
+     "drop_last(): the last call differed, if each is compared by itself."},
+    {"learn", calls_learn, METH_VARARGS, "learn(...): carry such calls out without Python."},
+    {"forget", calls_forget, METH_NOARGS, "forget(): leave all calls to Python again."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef calls_members[] = {
+    {"sequence", T_ULONGLONG, offsetof(Calls, sequence), 0, NULL},
+    {"next_check", T_ULONGLONG, offsetof(Calls, next_check), 0, NULL},
+    {"lock", T_OBJECT_EX, offsetof(Calls, lock), READONLY, NULL},
+    {"worker", T_OBJECT_EX, offsetof(Calls, worker), 0, NULL},
+    {"compared", T_INT, offsetof(Calls, compared), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef calls_attributes[] = {
+    {"recent", calls_get_recent, calls_set_recent, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot calls_slots[] = {
+    {Py_tp_doc, "The calls of a group: their number, their record, and the short way of some."},
+    {Py_tp_init, calls_init},
+    {Py_tp_traverse, calls_traverse},
+    {Py_tp_clear, calls_clear},
+    {Py_tp_dealloc, calls_dealloc},
+    {Py_tp_methods, calls_methods},
+    {Py_tp_members, calls_members},
+    {Py_tp_getset, calls_attributes},
+    {0, NULL},
+};
+
+static PyType_Spec calls_spec = {
+    "mpicoll.kernels._calls.Calls", sizeof(Calls), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, calls_slots,
+};
+
+/* ---- The module -------------------------------------------------------------------------------- */
+
+static void keep(PyObject **place, PyObject *value)
+{
+    PyObject *before = *place;
+    Py_INCREF(value);
+    *place = value;
+    Py_XDECREF(before);
+}
+
+/* set_up(state, group_type, python_way, raise_failure): before the first call of run_fast. */
+static PyObject *set_up(PyObject *module, PyObject *args)
+{
+    PyObject *state, *type, *python_way, *raise_failure;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOO", &state, &type, &python_way, &raise_failure))
+        return NULL;
+    keep(&known.state, state);
+    keep(&known.group_type, type);
+    keep(&known.python_way, python_way);
+    keep(&known.raise_failure, raise_failure);
+    Py_RETURN_NONE;
+}
+
+/* add_dtype(dtype, numpy_dtype, itemsize, dlpack_code, dlpack_bits); code -1: not of tensors. */
+static PyObject *add_dtype(PyObject *module, PyObject *args)
+{
+    PyObject *dtype, *numpy;
+    unsigned long long itemsize;
+    int code, bits;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOKii", &dtype, &numpy, &itemsize, &code, &bits))
+        return NULL;
+    if (known.n_dtypes == MOST_DTYPES) {
+        PyErr_SetString(PyExc_ValueError, "too many dtypes");
+        return NULL;
+    }
+    const int i = known.n_dtypes++;
+    keep(&known.dtypes[i].dtype, dtype);
+    keep(&known.dtypes[i].numpy, numpy);
+    known.dtypes[i].itemsize = (size_t)itemsize;
+    known.dtypes[i].code = code;
+    known.dtypes[i].bits = bits;
+    Py_RETURN_NONE;
+}
+
+/* add_type(type, exchange_api, is_unusual): a type of tensors that show themselves through DLPack's
+ * exchange API. Returns whether that can be used. */
+static PyObject *add_type(PyObject *module, PyObject *args)
+{
+    PyObject *type, *capsule, *is_unusual;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOO", &type, &capsule, &is_unusual))
+        return NULL;
+    struct exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!exchange)
+        return NULL;
+    while (exchange && exchange->major > 1)
+        exchange = exchange->previous;
+    if (!exchange || exchange->major != 1 || !exchange->tensor_from_object ||
+        known.n_types == MOST_TYPES)
+        Py_RETURN_FALSE;
+    const int i = known.n_types++;
+    keep(&known.types[i].type, type);
+    keep(&known.types[i].is_unusual, is_unusual);
+    known.types[i].exchange = exchange;
+    Py_RETURN_TRUE;
+}
+
+/* look(array): (dtype, address, count, rows, writable) of an array that is seen here; else None. */
+static PyObject *look(PyObject *module, PyObject *array)
+{
+    struct seen seen;
+    (void)module;
+    if (!see(&seen, array))
+        Py_RETURN_NONE;
+    return Py_BuildValue("OKKKi", seen.dtype, (unsigned long long)(uintptr_t)seen.data,
+                         (unsigned long long)seen.count, (unsigned long long)seen.rows,
+                         seen.writable);
+}
+
+/* set_numpy(type): the type of NumPy's arrays; None: they are left to Python. */
+static PyObject *set_numpy(PyObject *module, PyObject *type)
+{
+    (void)module;
+    keep(&known.numpy_type, type);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"run_fast", (PyCFunction)(void (*)(void))run_fast, METH_FASTCALL,
+     "run_fast(primitive, group, async_op, output, input, op, root)"},
+    {"set_up", set_up, METH_VARARGS, "set_up(state, group_type, python_way, raise_failure)"},
+    {"set_numpy", set_numpy, METH_O, "set_numpy(type)"},
+    {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(dtype, numpy_dtype, itemsize, code, bits)"},
+    {"add_type", add_type, METH_VARARGS, "add_type(type, exchange_api, is_unusual)"},
+    {"look", look, METH_O, "look(array)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "mpicoll.kernels._calls", NULL, -1, functions, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__calls(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    PyObject *type = module ? PyType_FromSpec(&calls_spec) : NULL;
+    known.default_name = PyUnicode_InternFromString("default");
+    known.no = Py_False;
+    if (!type || !known.default_name || PyModule_AddObject(module, "Calls", type)) {
+        Py_XDECREF(type);
+        Py_XDECREF(module);
+        return NULL;
+    }
+    return module;
+}

@@ -1,0 +1,340 @@
+/* Correctly rounded sums: whatever the order of the summands, however many zeros are among them, and
+ * however a message is cut, the result is the exact sum rounded once, to nearest even, and so has
+ * the same bits.
+ *
+ * A sum of two is the processor's own. For more, an accumulator has two doubles, whose sum, as long
+ * as no addition to the second one is rounded, is exact: what the first rounds away, the second takes
+ * (TwoSum: Knuth, The Art of Computer Programming 2, section 4.2.2; cascaded: Ogita, Rump, Oishi,
+ * Accurate sum and dot product, SIAM J. Sci. Comput. 26(6), 2005). Summands whose magnitudes differ
+ * by less than 2^52, or for float32 2^81, over the number of ranks always fit. What the second would
+ * round away is noted for each element, and the few sums that lose anything are computed
+ * again with integers, in a fixed-point number that holds all of float64's range (a superaccumulator:
+ * Kulisch; in this form Neal, Fast exact summation using small and large superaccumulators, 2015). So
+ * are those of infinities and NaN, and those that come near the greatest number.
+ *
+ * Sums of float32 are rounded to odd first, whose last bit tells that something was rounded away, so
+ * that a second rounding to nearest gives what a single one would (Boldo, Melquiond, Emulation of FMA
+ * and correctly rounded sums, IEEE Trans. Comput. 57(4), 2008). Narrow floats are summed as float32
+ * and then rounded to their format.
+ *
+ * Binned sums (Demmel, Nguyen, Parallel reproducible summation, IEEE Trans. Comput. 64(7), 2015;
+ * Ahrens, Demmel, Nguyen, ACM Trans. Math. Softw. 46(3), 2020) give the same bits in any order as
+ * well, and accumulators that can be sent and added. Here all summands of an element come together
+ * anyway; then this takes about as many operations, and no more than one for a sum of two.
+ *
+ * Two bits are settled: a sum that is zero is 0.0, never -0.0, as -0.0 on one rank and zeros on
+ * others are; and NaN is the one without sign and payload.
+ *
+ * This is plain C for ctypes: it does not include Python.h and defines no module.
+ */
+
+#include "kernels.h"
+#include "vectors.h"
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* The error terms below are zero in real arithmetic. */
+#ifdef __FAST_MATH__
+#error "exact.c must not be compiled with -ffast-math"
+#endif
+
+/* Elements of a block: what is kept of them stays in the first-level cache. */
+enum { BLOCK = 512 };
+
+typedef float __attribute__((may_alias, aligned(1))) any_float32;
+typedef double __attribute__((may_alias, aligned(1))) any_float64;
+
+/* The sums of a block: sum + rest, unless something was lost. */
+struct sums {
+    _Alignas(64) double sum[BLOCK];
+    _Alignas(64) double rest[BLOCK];
+    _Alignas(64) uint64_t lost[BLOCK]; /* not zero: this one's is not exact, or not finite */
+};
+
+static inline uint64_t bits_of_double(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline double double_of_bits(uint64_t bits)
+{
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* *sum + *error = a + b exactly, *sum = a + b rounded. Where that is not finite, *error is not either. */
+static inline __attribute__((always_inline)) void two_sum(double a, double b, double *sum,
+                                                          double *error)
+{
+    const double s = a + b, from_b = s - a;
+    *error = (a - (s - from_b)) + (b - from_b);
+    *sum = s;
+}
+
+/* The double next to sum whose last bit is set, if sum, which is to be corrected by so little that it
+ * is its nearest, is not exact. */
+static inline __attribute__((always_inline)) double rounded_to_odd(double sum, double correction)
+{
+    const uint64_t bits = bits_of_double(sum), odd = bits & 1;
+    /* Bits count magnitudes up: of a negative number the other way. */
+    const uint64_t outward = sum < 0 ? (uint64_t)-1 : 1;
+    const uint64_t step = correction > 0 ? outward : correction < 0 ? -outward : 0;
+    return double_of_bits(bits + (odd ? 0 : step));
+}
+
+#define ROUND_float32(SUM, REST, OUT)                                                              \
+    double nearest, correction;                                                                    \
+    two_sum(SUM, REST, &nearest, &correction);                                                     \
+    const float OUT = (float)rounded_to_odd(nearest, correction) + 0.0f
+
+#define ROUND_float64(SUM, REST, OUT) const double OUT = (SUM + REST) + 0.0
+
+/* pair: out = left + right; out may be one of them. start: the sums of two; add: of one more, and
+ * whether any has lost something. finish: out = the sums. divide: out = out / divisor. */
+#define LOOPS(NAME, TYPE)                                                                          \
+    VECTORISED static void pair_##NAME(const void *left, const void *right, void *out,             \
+                                       size_t count)                                               \
+    {                                                                                              \
+        const any_##NAME *a = left, *b = right;                                                    \
+        any_##NAME *to = out;                                                                      \
+        INDEPENDENT for (size_t i = 0; i < count; i++)                                             \
+        {                                                                                          \
+            const TYPE sum = (a[i] + b[i]) + (TYPE)0;                                              \
+            to[i] = sum == sum ? sum : (TYPE)NAN;                                                  \
+        }                                                                                          \
+    }                                                                                              \
+    VECTORISED static void start_##NAME(struct sums *sums, const void *left, const void *right,    \
+                                        size_t count)                                              \
+    {                                                                                              \
+        const any_##NAME *a = left, *b = right;                                                    \
+        INDEPENDENT for (size_t i = 0; i < count; i++)                                             \
+        {                                                                                          \
+            two_sum(a[i], b[i], &sums->sum[i], &sums->rest[i]);                                    \
+            sums->lost[i] = 0;                                                                     \
+        }                                                                                          \
+    }                                                                                              \
+    VECTORISED static uint64_t add_##NAME(struct sums *sums, const void *source, size_t count)     \
+    {                                                                                              \
+        const any_##NAME *from = source;                                                           \
+        uint64_t any = 0;                                                                          \
+        INDEPENDENT for (size_t i = 0; i < count; i++)                                             \
+        {                                                                                          \
+            double error, lost;                                                                    \
+            two_sum(sums->sum[i], from[i], &sums->sum[i], &error);                                 \
+            two_sum(sums->rest[i], error, &sums->rest[i], &lost);                                  \
+            any |= sums->lost[i] |= bits_of_double(lost) << 1; /* without the sign */              \
+        }                                                                                          \
+        return any;                                                                                \
+    }                                                                                              \
+    VECTORISED static void finish_##NAME(const struct sums *sums, void *out, size_t count)         \
+    {                                                                                              \
+        any_##NAME *to = out;                                                                      \
+        INDEPENDENT for (size_t i = 0; i < count; i++)                                             \
+        {                                                                                          \
+            ROUND_##NAME(sums->sum[i], sums->rest[i], sum);                                        \
+            to[i] = sum == sum ? sum : (TYPE)NAN;                                                  \
+        }                                                                                          \
+    }                                                                                              \
+    VECTORISED static void divide_##NAME(void *out, double divisor, size_t count)                  \
+    {                                                                                              \
+        any_##NAME *to = out;                                                                      \
+        for (size_t i = 0; i < count; i++)                                                         \
+            to[i] /= (TYPE)divisor;                                                                \
+    }
+LOOPS(float32, float)
+LOOPS(float64, double)
+
+static const struct loops {
+    void (*pair)(const void *left, const void *right, void *out, size_t count);
+    void (*start)(struct sums *sums, const void *left, const void *right, size_t count);
+    uint64_t (*add)(struct sums *sums, const void *source, size_t count);
+    void (*finish)(const struct sums *sums, void *out, size_t count);
+    void (*divide)(void *out, double divisor, size_t count);
+} of_float32 = {pair_float32, start_float32, add_float32, finish_float32, divide_float32},
+  of_float64 = {pair_float64, start_float64, add_float64, finish_float64, divide_float64};
+
+/* ---- In integers ------------------------------------------------------------------------------- */
+
+/* A fixed-point number: limb i counts 2^(32 i) times the least double, 2^-1074; it has room for carries
+ * of 2^30 summands, which come to the limb above at the end. Two more limbs below are zero. */
+enum { BELOW = 2, LIMBS = BELOW + 68 };
+
+struct fixed {
+    int64_t limbs[LIMBS];
+    int low, high;                    /* the limbs that are not zero */
+    int nan, infinite, less_infinite; /* among the summands */
+};
+
+static void fixed_add(struct fixed *fixed, double value)
+{
+    const uint64_t bits = bits_of_double(value), fraction = bits & ((UINT64_C(1) << 52) - 1);
+    const int exponent = (int)(bits >> 52 & 0x7ff), negative = (int)(bits >> 63);
+
+    if (exponent == 0x7ff) {
+        if (fraction)
+            fixed->nan = 1;
+        else if (negative)
+            fixed->less_infinite = 1;
+        else
+            fixed->infinite = 1;
+        return;
+    }
+    const uint64_t mantissa = exponent ? fraction | UINT64_C(1) << 52 : fraction;
+    const int shift = exponent ? exponent - 1 : 0, at = BELOW + shift / 32;
+    const uint64_t lower = (mantissa & 0xffffffff) << shift % 32;
+    const uint64_t upper = (mantissa >> 32) << shift % 32;
+    const int64_t parts[3] = {(int64_t)(lower & 0xffffffff),
+                              (int64_t)((lower >> 32) + (upper & 0xffffffff)),
+                              (int64_t)(upper >> 32)};
+    if (!mantissa)
+        return;
+    for (int i = 0; i < 3; i++)
+        fixed->limbs[at + i] += negative ? -parts[i] : parts[i];
+    if (at < fixed->low)
+        fixed->low = at;
+    if (at + 3 > fixed->high)
+        fixed->high = at + 3; /* which carries reach */
+}
+
+/* Limbs of 32 bits; returns what is carried out of the highest. Shifts of negative numbers are
+ * arithmetic with all compilers that there are. */
+static int64_t carry(struct fixed *fixed, int64_t sign)
+{
+    int64_t carried = 0;
+    for (int i = fixed->low; i <= fixed->high; i++) {
+        const int64_t limb = sign * fixed->limbs[i] + carried;
+        fixed->limbs[i] = limb & 0xffffffff;
+        carried = limb >> 32;
+    }
+    return carried;
+}
+
+static double power_of_two(int exponent)
+{
+    return double_of_bits((uint64_t)(exponent + 1023) << 52);
+}
+
+/* The number as a double, rounded to nearest even, or else to odd. */
+static double fixed_rounded(struct fixed *fixed, int to_odd)
+{
+    double sign = 1;
+    uint64_t mantissa, rest;
+    int top, shift;
+
+    if (fixed->nan || (fixed->infinite && fixed->less_infinite))
+        return NAN;
+    if (fixed->infinite || fixed->less_infinite)
+        return fixed->infinite ? INFINITY : -INFINITY;
+    if (carry(fixed, 1)) { /* the two's complement of a negative number: take its magnitude */
+        sign = -1;
+        carry(fixed, -1);
+    }
+    for (top = fixed->high; top >= fixed->low && !fixed->limbs[top]; top--) {
+    }
+    if (top < fixed->low)
+        return 0;
+    /* The 64 highest bits; the last is set, too, if any below is. */
+    mantissa = (uint64_t)fixed->limbs[top] << 32 | (uint64_t)fixed->limbs[top - 1];
+    shift = __builtin_clzll(mantissa);
+    rest = (uint64_t)fixed->limbs[top - 2] << shift;
+    mantissa = mantissa << shift | rest >> 32;
+    rest &= 0xffffffff;
+    for (int i = top - 3; i >= fixed->low && !rest; i--)
+        rest = (uint64_t)fixed->limbs[i];
+    mantissa |= rest != 0;
+    if (to_odd)
+        mantissa = (mantissa & ~UINT64_C(0x7ff)) | (UINT64_C(0x800) * ((mantissa & 0x7ff) != 0));
+    /* In two steps, as 2^-1137 is no double. Nothing is rounded: sums are multiples of 2^-1074. */
+    const int exponent = 32 * (top - 1 - BELOW) - shift - 1074, half = exponent / 2;
+    return sign * (double)mantissa * power_of_two(half) * power_of_two(exponent - half);
+}
+
+/* ---- All formats ------------------------------------------------------------------------------- */
+
+/* Element i of a source, which is float64, float32 or a narrow float, by its size. */
+static double element(int format, size_t size, const char *source, size_t i)
+{
+    float value;
+    double wide;
+
+    source += i * size;
+    if (size == sizeof(double)) {
+        memcpy(&wide, source, sizeof wide);
+        return wide;
+    }
+    if (size == sizeof(float))
+        memcpy(&value, source, sizeof value);
+    else
+        mpicoll_widen(format, source, &value, 1);
+    return value;
+}
+
+/* Computes the sums that have lost something, of elements from the start-th on, with integers. */
+static void repair(struct sums *sums, int format, const char *const *sources, size_t n,
+                   size_t start, size_t count)
+{
+    const size_t size = mpicoll_size(format);
+    struct fixed fixed = {.low = LIMBS, .high = 0};
+
+    for (size_t i = 0; i < count; i++) {
+        if (!sums->lost[i])
+            continue;
+        for (size_t k = 0; k < n; k++)
+            fixed_add(&fixed, element(format, size, sources[k], start + i));
+        sums->sum[i] = fixed_rounded(&fixed, size != sizeof(double));
+        sums->rest[i] = 0;
+        while (fixed.low <= fixed.high)
+            fixed.limbs[fixed.low++] = 0;
+        fixed.low = LIMBS;
+        fixed.high = fixed.nan = fixed.infinite = fixed.less_infinite = 0;
+    }
+}
+
+/* out = (the sum of n sources) / divisor, of float32, float64 or narrow floats; the rest is as in
+ * mpicoll_combine. */
+void mpicoll_exact_sum(int format, const char *const *sources, size_t n, char *out, size_t count,
+                       double divisor)
+{
+    static const double zeros[BLOCK];
+    const size_t size = mpicoll_size(format);
+    const int narrow = size < sizeof(float);
+    const struct loops *loops = size == sizeof(double) ? &of_float64 : &of_float32;
+    _Alignas(64) float widened[2][BLOCK];
+    struct sums sums;
+
+    for (size_t start = 0; start < count; start += BLOCK) {
+        const size_t length = count - start < BLOCK ? count - start : BLOCK;
+        const void *before = NULL;
+        void *into = narrow ? (void *)widened[0] : out + start * size;
+        uint64_t lost = 0;
+
+        for (size_t k = 0; k < n || k < 2; k++) {
+            const void *from = k < n ? (const void *)(sources[k] + start * size) : zeros;
+            if (narrow && k < n) {
+                mpicoll_widen(format, from, widened[k % 2], length);
+                from = widened[k % 2];
+            }
+            if (k == 0)
+                before = from;
+            else if (n <= 2)
+                loops->pair(before, from, into, length);
+            else if (k == 1)
+                loops->start(&sums, before, from, length);
+            else
+                lost |= loops->add(&sums, from, length);
+        }
+        if (lost)
+            repair(&sums, format, sources, n, start, length);
+        if (n > 2)
+            loops->finish(&sums, into, length);
+        if (divisor != 1)
+            loops->divide(into, divisor, length);
+        if (narrow)
+            mpicoll_narrow(format, into, out + start * size, length);
+    }
+}

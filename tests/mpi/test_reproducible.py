@@ -1,0 +1,286 @@
+"""Groups whose reductions give the same bits again: by every route, at every size, in every place,
+and if they are exact on any number of ranks, in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import oracle
+import pytest
+import simulated
+from conftest import Team
+from driver import NAMES, Call
+from oracle import Between
+from test_devices import DeviceCall
+
+import mpicoll as dist
+from mpicoll.core.reproducible import LEVELS
+from mpicoll.cuda import capabilities, runtime
+from mpicoll.dtypes import Kind, ReduceOp, by_name
+from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
+from mpicoll.primitives import PRIMITIVES
+from mpicoll.routes import registry, tuning
+from mpicoll.routes.host import hierarchy
+
+KINDS = [
+    ("float32", ReduceOp.SUM), ("float32", ReduceOp.AVG), ("float32", ReduceOp.PREMUL_SUM),
+    ("float32", ReduceOp.MIN), ("float64", ReduceOp.SUM), ("float64", ReduceOp.AVG),
+    ("complex64", ReduceOp.SUM), ("complex128", ReduceOp.AVG), ("bfloat16", ReduceOp.SUM),
+    ("float16", ReduceOp.AVG), ("bfloat16", ReduceOp.PREMUL_SUM), ("float8_e5m2", ReduceOp.SUM),
+]  # fmt: skip
+IN_ORDER = [*KINDS, ("float64", ReduceOp.PRODUCT), ("float16", ReduceOp.PRODUCT)]
+ROWS = [row.name for row in PRIMITIVES if row.reduces]
+#: Everything for all ranks, or a share for each; and of few kinds also in several rounds.
+COUNTS, MANY = (5, 1000), 70000
+by_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def mixed(dtype, op, count, rank):
+    """Numbers of magnitudes that differ, so that sums depend on the order, and some zeros; their
+    exact sums are doubles, but those of float64.
+    """
+    rng = np.random.default_rng([dtype.code, op.code, count, rank])
+
+    def part():
+        if op is ReduceOp.PRODUCT:
+            return rng.normal(1, 0.2, count)
+        wide = dtype.accumulate.itemsize // (2 if dtype.kind is Kind.COMPLEX else 1) == 8
+        digits, range_ = (52, 60) if wide else (20, 12)
+        return rng.integers(-(2**digits), 2**digits, count) * 2.0 ** rng.integers(
+            -digits - range_, -digits + range_ // 2, count
+        )
+
+    made = part() + 1j * part() if dtype.kind is Kind.COMPLEX else part()
+    made[np.arange(count) % 29 == 27] = -0.0 if rank % 2 else 0.0
+    narrow = dtype.kind is Kind.NARROW_FLOAT
+    return oracle.rounded(made.astype(np.float32), dtype) if narrow else made.astype(dtype.numpy)
+
+
+def parts(array):
+    """Complex numbers as their parts."""
+    return array.view(array.real.dtype)
+
+
+def folded(op, terms):
+    """In the order of the ranks, one after the other."""
+    if op.name in ("MIN", "MAX"):
+        return oracle._extreme(op.name, terms)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total * term if op is ReduceOp.PRODUCT else total + term
+    return total
+
+
+def summed(terms):
+    """By Python's own exact sum."""
+    kind = terms[0].dtype
+    found = np.array([math.fsum(column) for column in zip(*map(parts, terms), strict=True)])
+    return (found + 0.0).astype(parts(terms[0]).dtype).view(kind)
+
+
+class Reproduced(Call):
+    """A call in a group of a level, whose results are one thing to the last bit."""
+
+    def given(self, rank):
+        many = self.row.layout.name == "SCATTERED"
+        count = self.count * (self.team.size if many else 1)
+        return mixed(self.dtype, self.op, count, self.team.ranks[rank])
+
+    def result(self):
+        dtype, op, wide = self.dtype, self.op, self.dtype.accumulate
+        terms = [self.given(rank).astype(wide) for rank in self.terms]
+        if op is ReduceOp.PREMUL_SUM:
+            by = [wide.type(oracle.number(f)) for f in oracle.factors(dtype, self.team.size)]
+            terms = [term * by[rank] for term, rank in zip(terms, self.terms, strict=True)]
+        exact = self.team.group.reproducible == "exact" and op is not ReduceOp.MIN
+        total = summed(terms) if exact else folded(op, terms)
+        if op is ReduceOp.AVG:
+            total = (parts(total) / parts(total).dtype.type(len(terms))).view(wide)
+        return Between(oracle.rounded(total, dtype) if total.dtype != dtype.numpy else total)
+
+
+class OnDevice(DeviceCall, Reproduced):
+    pass
+
+
+def group_of(level, ranks, name="all"):
+    ranks = tuple(ranks)
+    group = dist.new_group(list(ranks), sort_ranks=False, reproducible=level)
+    me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
+    return Team(f"{level} {name}", group, ranks, me)
+
+
+@pytest.fixture(params=LEVELS)
+def team(world, request):
+    """A group of all ranks."""
+    made = group_of(request.param, range(world.size))
+    yield made
+    dist.destroy_process_group(made.group)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one node", "several nodes"])
+@pytest.mark.parametrize("name", registry.HOST)
+def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
+    """Whatever route the table names: what rounds otherwise is not taken, and all others agree."""
+    if apart:
+        if world.size < 3:
+            pytest.skip("takes 3 ranks")
+        monkeypatch.setattr(hierarchy, "node_of", lambda: f"node {dist.get_rank() % 2}")
+    table = {
+        kind: {
+            place: ((0, name),)
+            for place in tuning.PLACES
+            if name in tuning.eligible_routes(kind, place)
+        }
+        for kind in tuning.KINDS
+    }
+    monkeypatch.setattr(tuning.job, "table", tuning.Table(False, {1: table}))
+    level, asked, route_named = team.group.reproducible, set(), registry.HOST[name]
+    for each, route in registry.HOST.items():
+
+        def build(kind, route=route):
+            assert level in route.reproducible, (route.name, kind)
+            asked.add(route.name)
+            return route.build(kind)
+
+        monkeypatch.setitem(registry.HOST, each, replace(route, build=build))
+    for row in ROWS:
+        for dtype, op in IN_ORDER if level == "order" else KINDS:
+            many = (dtype, op) in (("float32", ReduceOp.SUM), ("bfloat16", ReduceOp.SUM))
+            for count in (*COUNTS, MANY) if many else COUNTS:
+                Reproduced(row, team, by_name[dtype], count, op, count % team.size).run()
+    if level in route_named.reproducible and not (apart and route_named.place == "node"):
+        assert name in asked
+
+
+@by_level
+@pytest.mark.parametrize("name", [name for name in registry.DEVICE if name != "nccl"])
+def test_routes_of_device_memory(world, monkeypatch, name, level):
+    arrays = simulated.Arrays()
+    monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
+    monkeypatch.setattr(capabilities, "_known", None)
+    monkeypatch.setenv("MPICOLL_CUDA_AWARE", "full")
+    monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", name)
+    team = group_of(level, range(world.size), name)
+    route = registry.DEVICE[name]
+    with arrays.working():
+        for row in ROWS:
+            for dtype, op in KINDS:
+                call = OnDevice(arrays, row, team, by_name[dtype], 300, op, 300 % team.size)
+                if route.serves(NAMES[row], op, by_name[dtype], level):
+                    call.complete(False)
+                else:
+                    with pytest.raises(UnsupportedError, match=f"{name} does not serve"):
+                        call.start()
+    dist.destroy_process_group(team.group)
+
+
+@by_level
+def test_device_memory_goes_by_what_serves_it(world, monkeypatch, level):
+    """Without a route that is forced, nothing is refused."""
+    arrays = simulated.Arrays()
+    monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
+    monkeypatch.setattr(capabilities, "_known", None)
+    team = group_of(level, range(world.size), "any")
+    with arrays.working():
+        for dtype, op in KINDS:
+            OnDevice(arrays, "all_reduce", team, by_name[dtype], 300, op).complete(False)
+    dist.destroy_process_group(team.group)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "bfloat16"])
+def test_ranks_that_add_zeros_and_other_orders(world, dtype):
+    """The same summands on one rank, or two, or all, on whichever of them."""
+    row, count, n = by_name[dtype], 3000, world.size
+    groups = {}
+    for size in range(1, n + 1):
+        for ranks in (range(size), range(n - 1, n - 1 - size, -1)):
+            made = group_of("exact", ranks, f"{size}")
+            if made.me is not None:
+                groups[made.ranks] = made.group
+    for summands in (1, 2, 3):
+        if summands > n:
+            break
+        results = set()
+        for ranks, group in groups.items():
+            if len(ranks) < summands:
+                continue
+            for shift in range(len(ranks)):
+                which = (ranks.index(dist.get_rank()) + shift) % len(ranks)
+                zero = np.full(count, -0.0 if which % 2 else 0.0, np.float32).astype(row.numpy)
+                mine = mixed(row, ReduceOp.SUM, count, which) if which < summands else zero
+                array = mine.copy()
+                dist.all_reduce(array, group=group)
+                results.add(array.tobytes())
+        everybody = {one for some in world_gather(results) for one in some}
+        assert len(everybody) == 1
+    for group in groups.values():
+        dist.destroy_process_group(group)
+
+
+def world_gather(value):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def test_infinities_overflow_and_nan_are_those_of_the_sum(world):
+    """What comes in between does not matter."""
+    team = group_of("exact", range(world.size), "ends")
+    if world.size >= 3:
+        greatest = np.finfo(np.float64).max
+        terms = [[greatest, 1e300, np.inf, -0.0], [greatest, np.inf, -np.inf, -0.0]]
+        terms += [[-greatest, 1, 1, -0.0], *[[0.0] * 4] * (world.size - 3)]
+        array = np.array(terms[team.me])
+        dist.all_reduce(array, group=team.group)
+        assert array[:2].tolist() == [greatest, np.inf] and np.isnan(array[2])
+        assert array[3] == 0 and not np.signbit(array[3])
+    dist.destroy_process_group(team.group)
+
+
+def test_what_is_rounded_on_the_way_is_refused(world):
+    team = group_of("exact", range(world.size), "refusing")
+    for dtype in ("float32", "complex128", "bfloat16"):
+        array = np.ones(5, by_name[dtype].numpy)
+        with pytest.raises(UnsupportedError, match=r"PRODUCT of .*reproducible='exact'.*'order'"):
+            dist.all_reduce(array, dist.ReduceOp.PRODUCT, team.group)
+    for dtype, op in (("int32", "PRODUCT"), ("float32", "MAX"), ("bool", "PRODUCT")):
+        array = np.ones(5, by_name[dtype].numpy)
+        dist.all_reduce(array, getattr(dist.ReduceOp, op), team.group)
+        assert array.tolist() == [1] * 5
+    dist.destroy_process_group(team.group)
+
+
+def test_groups_of_groups_have_the_level(world):
+    everybody = list(range(world.size))
+    assert dist.group.WORLD.reproducible is None
+    made = dist.new_group(reproducible="EXACT")
+    split = dist.split_group(made, [everybody])
+    assert made.reproducible == split.reproducible == "exact"
+    assert dist.new_group().reproducible is None
+    if world.size > 1:
+        shrunk = dist.shrink_group([0], made) if world.me else None
+        assert shrunk is None or shrunk.reproducible == "exact"
+
+
+def test_a_value_that_is_none(world):
+    for value in ("exactly", "", 1, True):
+        with pytest.raises(
+            ArgumentError, match=r"reproducible: expected 'order' or 'exact', or None"
+        ):
+            dist.new_group(reproducible=value)
+
+
+def test_ranks_that_ask_for_different_levels(world):
+    if world.size < 2:
+        pytest.skip("takes 2 ranks")
+    mine = "order" if world.me == 0 else "exact"
+    others = "rank 1" if world.size == 2 else f"ranks {', '.join(map(str, range(1, world.size)))}"
+    with pytest.raises(MismatchError, match=f"'order' on rank 0, 'exact' on {others}; give"):
+        dist.new_group(reproducible=mine)
+    array = np.ones(3)
+    dist.all_reduce(array)  # and the job goes on
+    assert array.tolist() == [world.size] * 3

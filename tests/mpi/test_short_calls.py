@@ -1,0 +1,279 @@
+"""Calls that go their way without Python: that they do, what they see, and all that they leave."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from conftest import team as group_of
+from test_shared import share_all
+
+import mpicoll as dist
+from mpicoll.dispatch import execute
+from mpicoll.dtypes import DTYPES, Kind, ReduceOp, by_name
+from mpicoll.errors import ArgumentError, MismatchError
+from mpicoll.kernels import calls
+
+compiled = pytest.mark.skipif(calls._module is None, reason="the compiled module is not used")
+SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
+
+
+@contextmanager
+def python_way():
+    """Count the calls that Python carries out."""
+    seen = []
+
+    def counting(primitive, *others):
+        seen.append(primitive.name)
+        return execute._run_fast(primitive, *others)
+
+    state, group = execute.state, type(dist.group.WORLD)
+    calls.short_way(counting, state, group, execute._raise_failure)
+    try:
+        yield seen
+    finally:
+        calls.short_way(execute._run_fast, state, group, execute._raise_failure)
+
+
+@pytest.fixture(scope="module")
+def team(world):
+    """A group whose calls go through shared memory, past its first calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        share_all(patch)
+        made = group_of("short", range(world.size))
+        number = np.ones(1)
+        for _ in range(3):
+            dist.all_reduce(number, group=made.group)
+        if not made.group.compared:
+            pytest.skip("the ranks share no memory")
+        yield made
+    dist.destroy_process_group(made.group)
+
+
+def each_call(team, dtype="float32", count=3):
+    """Yield calls of each kind that can be short, with a function that checks the result."""
+    n, me = team.size, team.me
+    ranks = np.arange(n)
+
+    def blocks(first):
+        return ((np.arange(n * count) + first) % 7).astype(dtype)
+
+    one, whole, ones = blocks(me)[:count], np.zeros(n * count, dtype), np.ones(count, dtype)
+    mine, gathered = blocks(me), blocks(0)
+    total = ones * n
+    yield "all_reduce", lambda: dist.all_reduce(ones, group=team.group), (ones, total)
+    root = n - 1
+    array = np.full(count, me, dtype)
+    yield "broadcast", lambda: dist.broadcast(array, group=team.group, group_src=root), (
+        array, np.full(count, root, dtype),
+    )  # fmt: skip
+    part = np.ones(count, dtype)
+    yield "reduce", lambda: dist.reduce(part, group=team.group, group_dst=0), (
+        part, total if me == 0 else np.ones(count, dtype),
+    )  # fmt: skip
+    yield "all_gather_single", lambda: dist.all_gather_single(whole, one, team.group), (
+        whole, np.concatenate([blocks(rank)[:count] for rank in ranks]),
+    )  # fmt: skip
+    piece = np.zeros(count, dtype)
+    summed = sum(blocks(rank)[me * count : (me + 1) * count] for rank in ranks)
+    yield (
+        "reduce_scatter_single",
+        lambda: dist.reduce_scatter_single(piece, mine, group=team.group),
+        (piece, summed),
+    )
+    yield "all_to_all_single", lambda: dist.all_to_all_single(gathered, mine, group=team.group), (
+        gathered, np.concatenate([blocks(rank)[me * count : (me + 1) * count] for rank in ranks]),
+    )  # fmt: skip
+    yield "barrier", lambda: dist.barrier(team.group), (ones, ones)
+
+
+@compiled
+def test_no_python_once_it_is_learnt(team):
+    for name, call, _ in each_call(team):
+        call()
+        call()
+        with python_way() as seen:
+            call()
+        through_mpi = name == "all_to_all_single"  # shared memory does not carry it
+        assert seen == [name] * through_mpi, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "float16", "bfloat16"])
+def test_the_same_results(team, dtype):
+    """The first call is Python's, the later ones are not."""
+    if dtype == "bfloat16":
+        dtype = by_name[dtype].numpy
+    for count in (1, 3, 1000):
+        for time in range(3):
+            for name, call, (result, expected) in each_call(team, dtype, count):
+                call()
+                assert np.array_equal(result, expected), (name, dtype, count, time)
+
+
+@compiled
+def test_what_is_seen_of_arrays():
+    for row in DTYPES:
+        array = np.zeros((4, 6), row.numpy)
+        assert calls._module.look(array) == (row, array.ctypes.data, 24, 4, 1)
+        assert calls._module.look(array[1:]) == (row, array[1:].ctypes.data, 18, 3, 1)
+        array.flags.writeable = False
+        assert calls._module.look(array) == (row, array.ctypes.data, 24, 4, 0)
+    aligned = np.zeros(9, np.uint8)[1:].view(np.float32)
+    assert not aligned.flags.aligned
+    strange = (
+        np.zeros((4, 6))[:, :3], np.zeros((4, 6)).T, np.zeros(0), np.zeros(3, ">f4"), aligned,
+        np.zeros(3, "M8[s]"), np.ma.zeros(3), np.float32(1), [1.0], 1, None, b"abc", np.zeros,
+    )  # fmt: skip
+    for array in strange:
+        assert calls._module.look(array) is None, array
+
+
+@compiled
+def test_what_is_seen_of_tensors(team):
+    torch = pytest.importorskip("torch")
+    dist.all_reduce(torch.ones(1), group=team.group)  # so that tensors are known
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has no exchange API")
+    for row in DTYPES:
+        kind = getattr(torch, row.name, None)
+        if kind is None or row.kind is Kind.COMPLEX:
+            continue
+        tensor = torch.zeros((4, 6), dtype=kind)
+        assert calls._module.look(tensor) == (row, tensor.data_ptr(), 24, 4, 1), row
+        assert calls._module.look(tensor[1:]) == (row, tensor[1:].data_ptr(), 18, 3, 1), row
+    grown = torch.nn.Parameter(torch.zeros(3))
+    assert calls._module.look(grown)[1] == grown.data_ptr()
+    complex_ones = torch.zeros(3, dtype=torch.complex64)
+    strange = (
+        torch.zeros(4, 6).T, torch.zeros(4, 6)[:, :3], torch.zeros(1).expand(3), torch.zeros(0),
+        complex_ones, complex_ones.conj(), complex_ones.conj().imag, torch.zeros(3).to_sparse(),
+        torch.zeros(3, device="meta"), torch._efficientzerotensor(3),
+    )  # fmt: skip
+    for tensor in strange:
+        assert calls._module.look(tensor) is None, tensor
+
+
+def test_a_negated_tensor_is_not_what_lies_in_memory(team):
+    torch = pytest.importorskip("torch")
+    whole = torch.ones(3, dtype=torch.complex64) * (2 + 3j)
+    for _ in range(3):
+        gathered = torch.zeros(3 * team.size)
+        dist.all_gather_single(gathered, whole.conj().imag, team.group)
+        assert (gathered == -3).all()
+
+
+def test_what_is_unusual_is_refused_as_ever(team):
+    number = np.ones(4, np.float32)
+    for _ in range(3):
+        dist.all_reduce(number, group=team.group)
+    number.flags.writeable = False
+    with pytest.raises(ArgumentError, match="read-only"):
+        dist.all_reduce(number, group=team.group)
+    whole = np.zeros(4 * team.size, np.float32)
+    for _ in range(3):
+        dist.all_gather_single(whole, number, team.group)
+    with pytest.raises(ArgumentError, match=f"expected {team.size} x 3"):
+        dist.all_gather_single(whole, number[:3], team.group)
+    # The input lies inside the output: it is copied first.
+    whole[:] = team.me
+    dist.all_gather_single(whole, whole[:4], team.group)
+    assert np.array_equal(whole, np.repeat(np.arange(team.size), 4))
+    with pytest.raises(ArgumentError, match="not in the group"):
+        dist.broadcast(np.ones(4, np.float32), group=team.group, group_src=team.size)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("all_reduce", "barrier"),
+        ("all_reduce", "broadcast"),
+        ("reduce of rank 0", "reduce of another"),
+        ("sum", "maximum"),
+        ("3", "4"),
+        ("3", "300000"),
+        ("float32", "int32"),
+        ("objects", "all_reduce"),
+    ],
+)
+def test_ranks_in_different_calls(world, one, other):
+    """Past the first calls: by whatever route either goes, no rank waits, and the group goes on."""
+    if world.size == 1:
+        pytest.skip("takes two ranks")
+    team = group_of(f"{one} against {other}", range(world.size))
+    arrays = {
+        "int32": np.ones(3, np.int32),
+        "4": np.ones(4, np.float32),
+        "300000": np.ones(300000, np.float32),
+    }
+    usual = np.ones(3, np.float32)
+
+    def make(name):
+        if name == "barrier":
+            dist.barrier(team.group)
+        elif name == "broadcast":
+            dist.broadcast(usual, group=team.group, group_src=0)
+        elif name.startswith("reduce of"):
+            root = 0 if name == "reduce of rank 0" else team.size - 1
+            dist.reduce(usual, group=team.group, group_dst=root)
+        elif name == "objects":
+            dist.all_gather_object([None] * team.size, "x", team.group)
+        else:
+            op = MAX if name == "maximum" else SUM
+            dist.all_reduce(arrays.get(name, usual), op, team.group)
+
+    for name in (one, other):
+        make(name)
+    for _ in range(70):
+        dist.barrier(team.group)
+    if not team.group.compared:
+        return  # MPI would wait
+    for odd in range(team.size):
+        for _ in range(3):
+            with pytest.raises(MismatchError, match="do not belong together"):
+                make(one if team.me == odd else other)
+        for name in (one, other, one):
+            make(name)
+    dist.destroy_process_group(team.group)
+
+
+def test_threads_share_a_group(team):
+    """Calls of two threads of every rank come in one order, so they make the same call."""
+    results = []
+
+    def work():
+        for _ in range(200):
+            array = np.ones(5, np.float32)
+            dist.all_reduce(array, group=team.group)
+            results.append(set(array.tolist()))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 400 and all(each == {team.size} for each in results)
+
+
+def test_asynchronous_calls_come_first(team):
+    array = np.ones(3, np.float32)
+    for _ in range(3):
+        dist.all_reduce(array, group=team.group)
+    array[:] = 1
+    works = [dist.all_reduce(array, group=team.group, async_op=True) for _ in range(3)]
+    dist.all_reduce(array, group=team.group)
+    assert (array == float(team.size) ** 4).all()
+    for work in works:
+        work.wait()
+
+
+def test_a_destroyed_group_takes_no_call(world):
+    team = group_of("ends", range(world.size))
+    array = np.ones(3, np.float32)
+    for _ in range(70):
+        dist.all_reduce(array, MAX, team.group)
+    dist.destroy_process_group(team.group)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="destroyed"):
+            dist.all_reduce(array, MAX, team.group)

@@ -1,0 +1,205 @@
+"""Exact sums against fractions: no number is nearer to the sum than the result, in any order."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from mpicoll.dtypes import DTYPES, Kind, ReduceOp, by_name
+from mpicoll.kernels import library, reduction
+
+pytestmark = pytest.mark.any_mpi
+
+FLOATS = [by_name["float32"], by_name["float64"]]
+ROUNDED = [dtype for dtype in DTYPES if dtype.kind not in (Kind.BOOL, Kind.INTEGER)]
+by_float = pytest.mark.parametrize("dtype", FLOATS, ids=repr)
+
+
+@pytest.fixture(params=["compiled", "numpy"], name="kernels", autouse=True)
+def either(request, monkeypatch):
+    """Either implementation in turn."""
+    if request.param == "numpy":
+        monkeypatch.setattr(reduction, "_compiled", None)
+    elif not library.kernels:
+        pytest.skip(library.describe())
+    return request.param
+
+
+def exact_sum(dtype, sources, op=ReduceOp.SUM, divisor=1):
+    out = np.empty(len(sources[0]), dtype.numpy)
+    reduction.combine(op, dtype, sources, out, divisor, exact=True)
+    return out
+
+
+def bits(array):
+    return array.view(f"V{array.itemsize}").tobytes()
+
+
+# ---- The oracle ----------------------------------------------------------------------------------
+
+
+def is_nearest(dtype, got, terms):
+    """Whether no neighbour of ``got`` is nearer to the sum, nor as near and even."""
+    special = [term for term in terms if not math.isfinite(term)]
+    if special:
+        alike = set(special) in ({math.inf}, {-math.inf})
+        return bits(got) == bits(dtype.numpy.type(special[0] if alike else math.nan))
+    total, greatest = sum(map(Fraction, terms)), np.finfo(dtype.numpy).max
+    # What would be the number after the greatest.
+    beyond = 2 * Fraction(float(greatest)) - Fraction(float(np.nextafter(greatest, 0)))
+    limit = (Fraction(float(greatest)) + beyond) / 2
+    if math.isinf(got):
+        return abs(total) >= limit and (got > 0) == (total > 0)
+    if got == 0:
+        assert not np.signbit(got)
+    error = abs(total - Fraction(float(got)))
+    for to in (-math.inf, math.inf):
+        with np.errstate(over="ignore"):
+            neighbour = np.nextafter(got, dtype.numpy.type(to))
+        other = abs(total - (Fraction(float(neighbour)) if np.isfinite(neighbour) else
+                             (1 if to > 0 else -1) * beyond))  # fmt: skip
+        odd = int(np.array(got).view(f"u{dtype.itemsize}")) % 2
+        if other < error or (other == error and odd):
+            return False
+    return True
+
+
+def check(dtype, sources):
+    got = exact_sum(dtype, sources)
+    for i, result in enumerate(got):
+        terms = [float(source[i]) for source in sources]
+        assert is_nearest(dtype, result, terms), (i, terms, result)
+    return got
+
+
+# ---- Summands ------------------------------------------------------------------------------------
+
+
+def any_bits(dtype, count, rng):
+    return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype.numpy).copy()
+
+
+def similar(dtype, count, rng):
+    return rng.normal(0, 1, count).astype(dtype.numpy)
+
+
+def mixed(dtype, count, rng):
+    """Magnitudes over all of float32's range, or as much of float64's."""
+    return (rng.normal(0, 1, count) * 2.0 ** rng.integers(-140, 120, count)).astype(dtype.numpy)
+
+
+def few_bits(dtype, count, rng):
+    """Powers of two of either sign and zeros, so that sums are ties, and cancel."""
+    digits = np.finfo(dtype.numpy).nmant + 1
+    powers = rng.choice([0, 1, 2, digits - 1, digits, digits + 1, 2 * digits, 3 * digits], count)
+    return (rng.choice([-1.0, -0.0, 0.0, 1.0], count) * 2.0**-powers).astype(dtype.numpy)
+
+
+def at_the_ends(dtype, count, rng):
+    """The greatest numbers, the least, and infinities."""
+    finite = np.finfo(dtype.numpy)
+    greatest, least = finite.max, finite.smallest_subnormal
+    ulp = greatest - np.nextafter(greatest, dtype.numpy.type(0))
+    ends = [greatest, ulp, ulp / 2, ulp / 4, least, 3 * least, finite.tiny, 1, 0]
+    with np.errstate(all="ignore"):
+        made = rng.choice(np.array(ends, dtype.numpy), count) * rng.choice([-1, 1], count)
+    made[rng.random(count) < 0.02] = np.inf
+    made[rng.random(count) < 0.02] = -np.inf
+    return made.astype(dtype.numpy)
+
+
+KINDS = [any_bits, similar, mixed, few_bits, at_the_ends]
+by_kind = pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+
+
+def made_of(make, dtype, n, count, seed=0):
+    rng = np.random.default_rng([seed, n, dtype.code])
+    return [make(dtype, count, rng) for _ in range(n)]
+
+
+# ---- Tests ---------------------------------------------------------------------------------------
+
+
+@by_float
+@by_kind
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 40])
+def test_sums_are_the_nearest_numbers(dtype, make, n):
+    check(dtype, made_of(make, dtype, n, 600))
+
+
+@by_float
+@by_kind
+def test_neither_order_nor_zeros_matter(dtype, make):
+    sources = made_of(make, dtype, 5, 3000)
+    expected = bits(exact_sum(dtype, sources))
+    zeros, rng = np.zeros(3000, dtype.numpy), np.random.default_rng(1)
+    for more in range(4):
+        several = [*sources, *[-zeros if rng.random() < 0.5 else zeros for _ in range(more)]]
+        for _ in range(5):
+            order = rng.permutation(len(several))
+            assert bits(exact_sum(dtype, [several[k] for k in order])) == expected
+    # One rank alone, and with others that add nothing.
+    for one in sources:
+        padded = exact_sum(dtype, [zeros, -zeros, one])
+        assert (
+            bits(exact_sum(dtype, [one])) == bits(exact_sum(dtype, [-zeros, one])) == bits(padded)
+        )
+
+
+@pytest.mark.parametrize("dtype", ROUNDED, ids=repr)
+def test_every_dtype_in_any_order(dtype, kernels, monkeypatch):
+    """And the C library and NumPy agree; averages and small counts too."""
+    rng = np.random.default_rng(dtype.code)
+    sources = [any_bits(dtype, 2000, rng) for _ in range(4)]
+    if dtype.kind is Kind.COMPLEX:
+        sources = [mixed(by_name["float64"], 4000, rng).view(complex).astype(dtype.numpy)
+                   for _ in range(4)]  # fmt: skip
+    for op, divisor in ((ReduceOp.SUM, 1), (ReduceOp.AVG, 4), (ReduceOp.AVG, 7)):
+        for count in (1, 5, 2000):
+            some = [source[:count] for source in sources]
+            expected = exact_sum(dtype, some, op, divisor)
+            assert bits(exact_sum(dtype, some[::-1], op, divisor)) == bits(expected)
+            with monkeypatch.context() as patch:
+                patch.setattr(reduction, "_compiled", None)
+                assert bits(exact_sum(dtype, some[1:] + some[:1], op, divisor)) == bits(expected)
+
+
+def test_narrow_floats_are_sums_of_float32(kernels):
+    """What a sum in rank order would lose stays: 2**30 - 2**30 + 1."""
+    dtype = by_name["bfloat16"]
+    terms = [
+        np.full(3, value, np.float32).astype(dtype.numpy) for value in (2.0**30, 1, -(2.0**30))
+    ]
+    assert exact_sum(dtype, terms).tolist() == [1, 1, 1]
+    ordinary = np.empty(3, dtype.numpy)
+    reduction.combine(ReduceOp.SUM, dtype, terms, ordinary)
+    assert ordinary.tolist() == [0, 0, 0]
+
+
+@by_float
+def test_averages_divide_the_rounded_sum(dtype):
+    sources = made_of(mixed, dtype, 3, 1000)
+    expected = exact_sum(dtype, sources) / dtype.numpy.type(3)
+    assert bits(exact_sum(dtype, sources, ReduceOp.AVG, 3)) == bits(expected)
+
+
+@by_float
+@by_kind
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_out_may_be_a_source(dtype, make, n):
+    for aliased in range(n):
+        sources = made_of(make, dtype, n, 1500)
+        expected = bits(exact_sum(dtype, sources))
+        reduction.combine(ReduceOp.SUM, dtype, sources, sources[aliased], exact=True)
+        assert bits(sources[aliased]) == expected
+
+
+@pytest.mark.parametrize("name", ["int32", "uint8", "bool", "float32"])
+def test_what_is_never_rounded_is_combined_as_ever(name):
+    dtype, rng = by_name[name], np.random.default_rng(0)
+    sources = [rng.integers(0, 2, 100).astype(dtype.numpy) for _ in range(3)]
+    for op in (ReduceOp.MAX, ReduceOp.SUM) if name != "float32" else (ReduceOp.MAX,):
+        ordinary = np.empty(100, dtype.numpy)
+        reduction.combine(op, dtype, sources, ordinary)
+        assert bits(exact_sum(dtype, sources, op)) == bits(ordinary)

@@ -1,0 +1,103 @@
+"""The variable MPICOLL_REPRODUCIBLE, and torch's pg_options, in jobs of their own."""
+
+from __future__ import annotations
+
+import pytest
+from rank_scripts import job, needs_mpiexec, run
+
+pytest_plugins = ["whole_jobs"]
+
+pytestmark = needs_mpiexec
+__all__ = ["run"]
+
+
+@job(
+    """
+    dist.init_process_group()
+    group = dist.new_group()
+    other = dist.new_group(reproducible="order")
+    say(dist.group.WORLD.reproducible, group.reproducible, other.reproducible)
+    me, n = dist.get_rank(), dist.get_world_size()
+    x = np.full(5, [1e30, 1.0, -1e30][me], np.float32)
+    dist.all_reduce(x)
+    assert x.tolist() == [1] * 5, x
+    dist.all_reduce_coalesced([x, x.copy()], group=other)
+    try:
+        dist.all_reduce(x, dist.ReduceOp.PRODUCT)
+    except dist.UnsupportedError as error:
+        assert "reproducible='exact'" in str(error)
+    else:
+        say("a product of floats")
+    dist.destroy_process_group()
+    """,
+    ranks=3,
+    environment={"MPICOLL_REPRODUCIBLE": "EXACT"},
+)
+def test_the_variable_is_the_default(ended):
+    ended.in_good_order()
+    assert ended.lines == ["exact exact order"] * 3
+
+
+@job(
+    """
+    dist.init_process_group(reproducible="order")
+    say(dist.group.WORLD.reproducible)
+    dist.destroy_process_group()
+    """,
+    environment={"MPICOLL_REPRODUCIBLE": "exact"},
+)
+def test_the_argument_takes_precedence(ended):
+    ended.in_good_order()
+    assert ended.lines == ["order"] * 2
+
+
+@job(
+    """
+    import mpi4py.MPI as MPI
+    if MPI.COMM_WORLD.Get_rank() == 1:
+        os.environ["MPICOLL_REPRODUCIBLE"] = "exact"
+    try:
+        dist.init_process_group()
+    except dist.MismatchError as error:
+        say(error)
+    """
+)
+def test_ranks_whose_variables_differ(ended):
+    ended.in_good_order()
+    assert ended.lines == [
+        "init_process_group: reproducible (or MPICOLL_REPRODUCIBLE): expected the same on all "
+        "ranks, got None on rank 0, 'exact' on rank 1; give the same on every rank"
+    ] * 2  # fmt: skip
+
+
+@job(
+    """
+    import torch
+    import torch.distributed as c10d
+    from mpicoll.torch.options import Options
+
+    c10d.init_process_group("mpicoll", pg_options=Options("order"))
+
+    def level(group):
+        return group._get_backend(torch.device("cpu")).options.reproducible
+
+    everybody = list(range(c10d.get_world_size()))
+    plain = c10d.new_group(everybody)
+    exact = c10d.new_group(everybody, pg_options=Options(reproducible="exact"))
+    say(level(c10d.group.WORLD), level(plain), level(exact))
+    x = torch.full((5,), [1e30, 1.0, -1e30][c10d.get_rank()])
+    c10d.all_reduce(x, group=exact)
+    assert x.tolist() == [1] * 5, x
+    try:
+        Options("exactly")
+    except ValueError as error:
+        say(error)
+    c10d.destroy_process_group()
+    """,
+    ranks=3,
+)
+def test_options_of_torch(ended):
+    pytest.importorskip("torch")
+    ended.in_good_order()
+    refused = "Options: reproducible: expected 'order' or 'exact', or None for the default, got "
+    assert ended.lines == [refused + "'exactly'"] * 3 + ["order order exact"] * 3

@@ -72,7 +72,7 @@ class Ranks:
         self.words = np.zeros(n, np.uint64)
         self.tokens = self.words.ctypes.data + 8 * np.arange(n, dtype=np.uint64)
         at = self.memory.ctypes.data
-        self.holds = [Hold(at, slot, n, me) for me in range(n)]
+        self.holds = [Hold(at, slot, n, me, until=1 << 62) for me in range(n)]  # all count as near
         self.all = [
             Processes(
                 ctypes.addressof(self.holds[me]), self.pids[me].ctypes.data,

@@ -64,7 +64,7 @@ def _row(node: Steps, nodes: Steps, apart: Steps) -> dict[str, Steps]:
 _MPI: Steps = ((0, "mpi"),)
 _EXCHANGE: Steps = ((0, "exchange"),)
 _SHARED: Steps = ((0, "shared"),)
-#: What is only moved: in large messages by one copy or by slots, whichever was the faster lately, on
+#: What is only moved: large messages by one copy or by slots, whichever was the faster lately, on
 #: near or far processors and on small or huge pages.
 _MOVED: Steps = ((0, "shared"), (512 * _KIB, "single_copy"))
 

@@ -60,11 +60,11 @@ def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False)
     if not kind.primitive.even:
         return _by_place(kind, row)
     sizes = _BySize(kind, row)
-    even = sizes.build()
-    route = _of_any_extent(kind, even)
-    if listed:
-        route = lists.packed(kind, route, sizes.takes_lists)
-    return add_short(route, lambda: find_short(even))
+    route = _of_any_extent(kind, sizes.build())
+    if not listed:
+        return route
+    packed = lists.packed(kind, route, sizes.takes_lists)
+    return add_short(packed, lambda: find_short(route))
 
 
 def _of_any_extent(kind: CallKind, even: Implementation) -> Implementation:
@@ -82,7 +82,7 @@ def _of_any_extent(kind: CallKind, even: Implementation) -> Implementation:
     ) -> None:
         (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
-    return any_extent
+    return add_short(any_extent, lambda: find_short(even))
 
 
 def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:

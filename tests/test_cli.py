@@ -410,6 +410,15 @@ def facts(**others: str) -> dict[str, str]:
         (Findings([facts(torch="3; the backend mpicoll is not registered")]), False, "torch"),
         (Findings([facts(torch="3, which cannot be imported: x")]), True, "torch is installed"),
         (Findings([facts()], shared=False), False, "do not share memory"),
+        (Findings([facts()] * 2, shared=True, apart=["", ""]), None, ""),
+        (
+            Findings([facts()] * 2, shared=True, apart=["", "rank 0's memory cannot be read: no"]),
+            False, "(rank 1: rank 0's memory cannot be read: no): the node has to allow",
+        ),
+        (
+            Findings([facts()], shared=True, apart=["MPICOLL_SINGLE_COPY=0"]),
+            False, "unset MPICOLL_SINGLE_COPY",
+        ),
         (Findings([facts()], idle=["GPU 1 is idle"]), False, "GPU 1 is idle"),
     ],
 )  # fmt: skip

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["candidates", "choose", "describe", "place"]
 
 
-def choose(kind: CallKind) -> Implementation:
-    """Return the implementation for calls of this kind in this group."""
+def choose(kind: CallKind, listed: bool = False) -> Implementation:
+    """Return the implementation for calls of this kind in this group; ``listed``: where one array
+    for each rank may come as a list of buffers, instead of as one.
+    """
     primitive, _, op, dtype = kind
     if op is not None and op.op is ReduceOp.PREMUL_SUM:
         # A widened sum goes by the routes of the narrow dtype: MPI's own sums of float32 are not in
@@ -45,17 +47,17 @@ def choose(kind: CallKind) -> Implementation:
         row = _row(kind._replace(op=ReduceOp.SUM))
         space = exchange.get_space(kind.group)
         found = premultiplied(kind, space, lambda wide: _implementation(wide, row))
-        return lists.packed(kind, found, lambda count: False) if primitive.listed else found
+        return lists.packed(kind, found, lambda count: False) if listed else found
     if primitive.layout is Layout.EMPTY:
         return add_short(mpi.build(kind), partial(_short_agreement, kind.group))
     assert dtype is not None
-    return _implementation(kind, _row(kind), primitive.listed)
+    return _implementation(kind, _row(kind), listed)
 
 
 def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False) -> Implementation:
     """Return the implementation of a kind of call by a row of the tuning table, for any extent.
 
-    listed: and for lists of buffers.
+    listed: see ``choose``.
     """
     if not kind.primitive.even:
         return _by_place(kind, row)

@@ -65,12 +65,12 @@ def aims_table(found: Sequence[Results]) -> list[str]:
         cells = {
             distance: [each.get(distance, {}).get(name) for each in every] for distance in DISTANCES
         }
-        # One at which nothing was measured is not told of, unless there is no other.
         told = [d for d, own in cells.items() if any(a and a.met is not None for a in own)]
-        noted = [d for d, own in cells.items() if any(own)][:1]
-        for distance in told or noted:
+        asked = next(d for d, own in cells.items() if any(own))
+        for distance in told or [asked]:  # where nothing was measured, a row that says so
             texts = ["-" if each is None else aim_cell(each) for each in cells[distance]]
-            rows.append([name, key_cell("distance", distance), aim.asked, *texts])
+            shown = key_cell("distance", distance if told else UNKNOWN)
+            rows.append([name, shown, aim.asked, *texts])
     return table(heads, rows)
 
 

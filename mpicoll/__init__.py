@@ -20,7 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 #: The one place that says it: pyproject.toml reads it from here.
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 #: Where each public name lives.
 _HOMES = {

@@ -129,6 +129,14 @@ def test_sums_are_the_nearest_numbers(dtype, make, n):
 
 
 @by_float
+def test_thousands_of_summands(dtype):
+    """Of every alignment; their carries go on."""
+    large = (2.0 ** np.arange(80, 112) * (2 - 2.0**-20)).astype(dtype.numpy)
+    small = [np.full(32, size, dtype.numpy) for size in (2.0**-60, 2.0**-140)]
+    check(dtype, [large] * 6000 + small)
+
+
+@by_float
 @by_kind
 def test_neither_order_nor_zeros_matter(dtype, make):
     sources = made_of(make, dtype, 5, 3000)

@@ -180,13 +180,22 @@ def test_lint_leaves_the_files_of_users_alone(tmp_path: Path) -> None:
 
 
 def test_the_version_is_said_once() -> None:
-    """By ``mpicoll.__version__``: pyproject.toml reads it, the changelog begins with it."""
+    """By ``mpicoll.__version__``: pyproject.toml reads it, the changelog begins with it, or with
+    what is not released, in a development version.
+    """
     text = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in text
     assert 'version = { attr = "mpicoll.__version__" }' in text
     assert not re.search(r'^version = "', text, re.MULTILINE)
-    releases = re.findall(r"^## \[([\d.]+)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert releases[0] == mpicoll.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    first, *_ = re.findall(r"^## \[(.+)\]", changes, re.MULTILINE)
+    last, *_ = re.findall(r"^## \[([\d.]+)\] - ", changes, re.MULTILINE)
+    version, is_dev, _ = mpicoll.__version__.partition(".dev")
+    if is_dev:
+        assert first == "Unreleased"
+        assert tuple(map(int, version.split("."))) > tuple(map(int, last.split(".")))
+    else:
+        assert first == last == version
 
 
 def test_the_installed_version_is_that_of_the_checkout() -> None:

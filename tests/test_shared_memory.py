@@ -38,6 +38,7 @@ class Kind(ctypes.Structure):
         ("divisor", ctypes.c_double),
         *((name, ctypes.c_size_t) for name in ("size", "parts", "whole")),
         *((name, ctypes.c_int32) for name in ("format", "operation", "blocks", "giver", "taker")),
+        ("prefix", ctypes.c_int32),
     )
 
 
@@ -101,6 +102,8 @@ BLOCKS = {
     "scatter": {"giver": 1, "blocks": 1},
     "reduce_scatter": {"blocks": 1, "combines": True},
     "all_to_all": {"blocks": 1},
+    "scan": {"prefix": 1, "combines": True},
+    "exscan": {"prefix": 2, "combines": True},
 }
 
 
@@ -125,6 +128,10 @@ def test_blocks_of_n_threads(n, slot):
         "scatter": lambda me, root, block: 1000 * root + me + block,
         "reduce_scatter": lambda me, root, block: of_all + n * (me + block),
         "all_to_all": lambda me, root, block: 1000 * ranks + me + block,
+        "scan": lambda me, root, block: 1000 * (me * (me + 1) // 2) + (me + 1) * block,
+        "exscan": lambda me, root, block: (
+            1000 * (me * (me - 1) // 2) + me * block if me else np.full(len(block), -1)
+        ),
     }
 
     def rank(me):
@@ -142,7 +149,7 @@ def test_blocks_of_n_threads(n, slot):
                 recv = send if in_place else np.full((n, count), -1, np.int32)
                 done = kernels.shared_blocks(
                     ctypes.addressof(kind), send.ctypes.data, recv.ctypes.data, count,
-                    root if kind.giver or kind.taker else 0, 7 * call + at,
+                    root if kind.giver or kind.taker else 0, 9 * call + at,
                 )  # fmt: skip
                 if kind.taker and me != root:
                     right = (recv == (send if in_place else -1)).all()

@@ -77,10 +77,10 @@ def test_what_can_be_named(kind, place, routes):
 
 
 def test_kinds_without_a_row():
-    """MPI's own while messages are short; what it does not combine goes by shared memory."""
+    """Shared memory where there is, else MPI's own; what it does not combine goes by messages."""
     table = Table(False)
     assert table.row("scan", 4) == {
-        "node": ((0, "mpi"), (16 * KIB, "shared")), "nodes": ((0, "mpi"),), "apart": ((0, "mpi"),)
+        "node": ((0, "shared"),), "nodes": ((0, "mpi"),), "apart": ((0, "mpi"),)
     }  # fmt: skip
     assert table.row("exscan of others", 4) == {
         "node": ((0, "shared"),), "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),)

@@ -412,7 +412,10 @@ def test_a_noisy_machine_gets_no_table(written, capsys, before):
     assert written.end(NOISY, 8192) == 3
     assert (written.path.read_text() if written.path.exists() else None) == before
     told = capsys.readouterr()
-    assert "all_reduce                0 B        8 KiB      shared    mpi       2.00 x" in told.out
+    assert (
+        "all_reduce                0 B        8 KiB      shared       mpi          2.00 x"
+        in told.out
+    )
     assert "times vary by 12.0%; 10% is the most" in told.out and "written" not in told.out
     for words in ("error: times vary by 12.0%, more than 10%", "no table is written", "--seconds",
                   "--force"):  # fmt: skip
@@ -436,7 +439,8 @@ def test_a_dry_run(written, capsys, found, code):
     assert not written.path.exists()
     told = capsys.readouterr()
     assert (
-        "shared    mpi       2.00 x" in told.out and f"written to {written.path}\n" not in told.out
+        "shared       mpi          2.00 x" in told.out
+        and f"written to {written.path}\n" not in told.out
     )
     text = told.out[told.out.index("{") : told.out.rindex("}") + 1]
     assert tuning_files.parse(text)[2]["all_reduce"] == {"node": ((0, "mpi"), (8193, "default"))}
@@ -446,7 +450,7 @@ def test_a_dry_run(written, capsys, found, code):
     kept = written.path.read_text()
     opposite = {"all_reduce": figures(0.02, mpi=FLAT, shared=[8.0] * 11)}
     assert written.end(opposite, 8192, dry_run=True) == 0
-    assert "mpi       shared    1.25 x" in capsys.readouterr().out
+    assert "mpi          shared       1.25 x" in capsys.readouterr().out
     assert written.end(CALM, 8192, dry_run=True) == 0
     assert "nothing is faster than what is done now" in capsys.readouterr().out
     assert written.path.read_text() == kept

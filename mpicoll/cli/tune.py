@@ -419,11 +419,11 @@ def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> li
             end = format_bytes(outcome.last[kind] if each.end is None else each.end)
             gains = [f"{each.gains[d]:.2f} x" if d in each.gains else "-" for d in distances]
             lines.append(
-                f"{kind:<26}{format_bytes(each.first):<11}{end:<11}{each.was:<10}{each.now:<10}"
+                f"{kind:<26}{format_bytes(each.first):<11}{end:<11}{each.was:<13}{each.now:<13}"
                 + "".join(map("{:<14}".format, gains)).rstrip()
             )
     faster = [f"faster, {d}" if d != UNKNOWN else "faster" for d in distances]
-    head = f"{'kind of call':<26}{'from':<11}{'to':<11}{'before':<10}{'now':<10}"
+    head = f"{'kind of call':<26}{'from':<11}{'to':<11}{'before':<13}{'now':<13}"
     head += "".join(map("{:<14}".format, faster)).rstrip()
     return [head, *lines] if lines else ["# nothing is faster than what is done now"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from mpicoll.core.reproducible import EXACT, depends_on_order
+from mpicoll.core.reproducible import EXACT, needed
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
@@ -96,12 +96,10 @@ class CallKind(NamedTuple):
 
     @property
     def level(self) -> str | None:
-        """Return the level of reproducibility that such calls have to keep: the group's, None if
-        they give the same bits in any order.
-        """
-        if self.op is None or self.dtype is None or not depends_on_order(self.op, self.dtype):
+        """Return the level of reproducibility that such calls have to keep."""
+        if self.op is None or self.dtype is None:
             return None
-        return self.group.reproducible
+        return needed(self.group.reproducible, self.op, self.dtype, self.group.size())
 
     @property
     def exact(self) -> bool:

@@ -21,17 +21,21 @@ from mpicoll.errors import ArgumentError, MismatchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["EXACT", "LEVELS", "ORDER", "agree", "depends_on_order", "from_environment", "parse"]
+__all__ = ["EXACT", "LEVELS", "ORDER", "agree", "from_environment", "needed", "parse"]
 
 ORDER, EXACT = "order", "exact"
 LEVELS = (ORDER, EXACT)
 
 
-def depends_on_order(op: ReduceOp, dtype: DType) -> bool:
-    """Return whether the bits of a reduction may depend on the order of the ranks: by rounding, or
-    of two zeros or two NaN by which of them is taken.
+def needed(level: str | None, op: ReduceOp, dtype: DType, ranks: int) -> str | None:
+    """Return the level that reductions of so many ranks have to keep in a group of a level: None if
+    their bits are the same in any order.
     """
-    return dtype.kind not in (Kind.BOOL, Kind.INTEGER)
+    if dtype.kind in (Kind.BOOL, Kind.INTEGER):
+        return None
+    if level == ORDER and ranks <= 2 and op.ufunc is np.add:
+        return None  # a + b is b + a. (Exact sums settle more: the sign of zero, what NaN is.)
+    return level
 
 
 def parse(given: object, default: str | None, where: str) -> str | None:

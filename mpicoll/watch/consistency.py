@@ -11,7 +11,7 @@ the group, and the debug level agreed on in the previous comparison. Comparisons
 of the communicator that otherwise carries the user's messages, so that they meet no data of ranks
 that are a call ahead or behind.
 
-Where the ranks of a group share memory, every call is compared in that before it begins, and no
+Where up to ``EACH`` ranks share memory, every call is compared in that before it begins, and no
 record is kept: by the route, if it goes through this memory anyhow, else by ``group.agree``.
 """
 
@@ -30,12 +30,21 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "FIRST", "STRIDE", "RecordEntry", "check", "describe_by_rank", "describe_call", "digest",
+    "EACH",
+    "FIRST",
+    "STRIDE",
+    "RecordEntry",
+    "check",
+    "describe_by_rank",
+    "describe_call",
+    "digest",
     "drop_last_call",
-]  # fmt: skip
+]
 
 #: Each of a group's first calls is encode_comparison, then the record once in a stride of calls.
 FIRST, STRIDE = 64, 64
+#: The most ranks that compare each call in their memory: each looks at what each other announces.
+EACH = 16
 
 
 _DETAIL = int(DebugLevel.DETAIL)
@@ -72,7 +81,7 @@ def check(group: ProcessGroup) -> None:
     group.recent = [calls[-1] if agreed else (number, -1, 0, 0)]
     if not agreed:
         raise MismatchError(_describe_difference(group, calls))
-    if shared := group.resources.find("shared"):
+    if group.size() <= EACH and (shared := group.resources.find("shared")):
         group.agree = shared.agree
         group.compare_each()
 

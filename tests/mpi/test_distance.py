@@ -53,6 +53,38 @@ def test_partners(comm):
             assert 0 < every[partner][rank] < 50_000
 
 
+def test_both_ends_measure_together(comm, monkeypatch):
+    """One of them leads; each has the other's number, and that of the measurement."""
+    distance = Distance(comm)
+    if distance.problem:
+        pytest.skip(distance.problem)
+    calls = []
+
+    def record(own, other, leads, measurement, patience):
+        calls.append((own - start, other - start, leads, measurement))
+        return 45
+
+    start = distance._memory.ctypes.data
+    monkeypatch.setattr(kernels, "latency", record)
+    partners = list(distance.measure_partners())
+    distance.measure()
+    each = len(calls) // 2 // len(partners)
+    ends = {
+        (partner, i, again): calls[(again * len(partners) + at) * each + i]
+        for at, partner in enumerate(partners)
+        for i in range(each)
+        for again in range(2)
+    }
+    numbers = [call[3] for call in calls[:each]] + [call[3] for call in calls[-each:]]
+    assert numbers == list(range(2 * each)), "each measurement of a pair has its number"
+    every = comm.allgather(ends)
+    lines = {own for end in every for own, *_ in end.values()}
+    assert len(lines) == sum(len(end) for end in every) // (2 * each), "a line for each end"
+    for rank, end in enumerate(every):
+        for (partner, *which), (own, other, leads, number) in end.items():
+            assert every[partner][(rank, *which)] == (other, own, not leads, number)
+
+
 def test_more_ranks_than_processors(comm, mpi):
     if kernels is None or comm.size == 1 or not crowded(mpi):
         pytest.skip("needs the C library, and more ranks than processors")

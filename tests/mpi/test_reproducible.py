@@ -17,13 +17,14 @@ from oracle import Between
 from test_devices import DeviceCall
 
 import mpicoll as dist
+from mpicoll.core.plan import CallKind
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import registry, tuning
-from mpicoll.routes.host import hierarchy
+from mpicoll.routes.host import hierarchy, select
 
 KINDS = [
     ("float32", ReduceOp.SUM), ("float32", ReduceOp.AVG), ("float32", ReduceOp.PREMUL_SUM),
@@ -142,7 +143,7 @@ def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
     for each, route in registry.HOST.items():
 
         def build(kind, route=route):
-            assert level in route.reproducible, (route.name, kind)
+            assert kind.level in (None, *route.reproducible), (route.name, kind)
             asked.add(route.name)
             return route.build(kind)
 
@@ -152,7 +153,8 @@ def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
             many = (dtype, op) in (("float32", ReduceOp.SUM), ("bfloat16", ReduceOp.SUM))
             for count in (*COUNTS, MANY) if many else COUNTS:
                 Reproduced(row, team, by_name[dtype], count, op, count % team.size).run()
-    if level in route_named.reproducible and not (apart and route_named.place == "node"):
+    here = select.place(team.group)
+    if level in route_named.reproducible and route_named.place in ("", here):
         assert name in asked
 
 
@@ -170,7 +172,7 @@ def test_routes_of_device_memory(world, monkeypatch, name, level):
         for row in ROWS:
             for dtype, op in KINDS:
                 call = OnDevice(arrays, row, team, by_name[dtype], 300, op, 300 % team.size)
-                if route.serves(NAMES[row], op, by_name[dtype], level):
+                if route.serves_kind(CallKind(NAMES[row], team.group, op, by_name[dtype])):
                     call.complete(False)
                 else:
                     with pytest.raises(UnsupportedError, match=f"{name} does not serve"):

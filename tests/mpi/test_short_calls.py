@@ -86,6 +86,14 @@ def each_call(team, dtype="float32", count=3):
     yield "all_to_all_single", lambda: dist.all_to_all_single(gathered, mine, group=team.group), (
         gathered, np.concatenate([blocks(rank)[me * count : (me + 1) * count] for rank in ranks]),
     )  # fmt: skip
+    prefix = np.zeros(count, dtype)
+    yield "scan", lambda: dist.scan(prefix, one, group=team.group), (
+        prefix, sum(blocks(rank)[:count] for rank in range(me + 1)),
+    )  # fmt: skip
+    before = np.full(count, 9, dtype)
+    yield "exscan", lambda: dist.exscan(before, one, group=team.group), (
+        before, sum(blocks(rank)[:count] for rank in range(me)) if me else before.copy(),
+    )  # fmt: skip
     yield "barrier", lambda: dist.barrier(team.group), (ones, ones)
 
 

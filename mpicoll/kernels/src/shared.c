@@ -110,6 +110,7 @@ struct mpicoll_kind {
     int32_t operation;
     int32_t blocks;  /* as many blocks as ranks are given by each, instead of one */
     int32_t giver, taker; /* only the root gives, or takes */
+    int32_t prefix;  /* a rank takes from those before it, and, if 1, itself */
 };
 
 static size_t rounded(size_t size, size_t unit)
@@ -270,8 +271,9 @@ static int wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
  * which on a copy for a far rank goes past the caches. */
 enum { MEASURE_EVERY = 4 << 20, MEASURED = 4096, PAST = 2048 };
 
-/* Nanoseconds that a rank waits for another one's answer. */
-enum { PATIENCE = 20000 };
+/* Nanoseconds that a rank waits for another one's answer, for each look at a counter that it takes
+ * before it sleeps: not long where others want the processor. */
+enum { PATIENCE = 10 };
 
 static void measure(struct mpicoll_shared *shared)
 {
@@ -284,7 +286,7 @@ static void measure(struct mpicoll_shared *shared)
         const uint32_t took =
             mpicoll_latency(&header(shared, shared->me)->echoes[bit].number,
                             &header(shared, partner)->echoes[bit].number, shared->me < partner,
-                            number, PATIENCE);
+                            number, (uint64_t)PATIENCE * shared->looks);
         if (took > most)
             most = took;
         if (took >= FAR)
@@ -659,7 +661,8 @@ EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, const char *se
     const size_t numbers = count * kind->parts, bytes = numbers * kind->size;
     const size_t places = kind->blocks ? n : 1;
     const size_t n_puts = kind->giver && me != root ? 0 : places;
-    const size_t n_gets = kind->giver ? 1 : kind->taker && me != root ? 0 : n;
+    const size_t combined = kind->prefix ? me + (kind->prefix == 1) : n;
+    const size_t n_gets = kind->giver ? 1 : kind->taker && me != root ? 0 : combined;
     struct mpicoll_put puts[n];
     struct mpicoll_get gets[n];
 

@@ -85,6 +85,7 @@ class _Kind(ctypes.Structure):
         ("blocks", ctypes.c_int32),
         ("giver", ctypes.c_int32),
         ("taker", ctypes.c_int32),
+        ("prefix", ctypes.c_int32),
     )
 
 
@@ -233,6 +234,7 @@ class Shared:
             blocks=primitive.many_in,
             giver=primitive.root == "src",
             taker=primitive.root == "dst",
+            prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
         )
 
     def _look_as_often_as_is_good(self) -> None:
@@ -324,8 +326,8 @@ _GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")
 #: The C library's part, by the name of the primitive.
 _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
     "all_reduce": Shared._build_all_reduce,
-    **dict.fromkeys((*MOVES, *REDUCTIONS[1:]), Shared._build_blocks),
-    **dict.fromkeys((*PREFIXES, *EXCHANGES), Shared._build_transfer),
+    **dict.fromkeys((*MOVES, *REDUCTIONS[1:], *PREFIXES), Shared._build_blocks),
+    **dict.fromkeys(EXCHANGES, Shared._build_transfer),
 }
 
 

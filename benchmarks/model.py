@@ -287,6 +287,8 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
         "exchange": lambda: by_exchange(plain, place, m, byte, itemsize),
         "widened": lambda: best(plain, place, 2 * m, 2 * m) + moved(4 * m, COPIED, 2 * m, q),
         "shared": lambda: by_sharing(plain, place, m, byte),
+        # At most: it takes to shared memory where that is faster.
+        "single_copy": lambda: by_sharing(plain, place, m, byte),
         "hierarchical": lambda: by_levels(plain, place, m, factor),
     }
     return {route: OWN + ways[route]() for route in eligible_routes(kind, place.name)}

@@ -26,6 +26,7 @@ __all__ = [
     "SECRET",
     "SETTINGS",
     "SHARED_MEMORY",
+    "SINGLE_COPY",
     "TABLE",
     "TORCH_DEBUG",
     "Setting",
@@ -95,6 +96,10 @@ SHARED_MEMORY = _one_of(
     "MPICOLL_SHARED_MEMORY", ("0", "1"),
     "0, on any rank: no shared memory between the ranks of a node, only MPI messages",
 )  # fmt: skip
+SINGLE_COPY = _one_of(
+    "MPICOLL_SINGLE_COPY", ("0", "1"),
+    "0, on any rank: no rank of a node reads or writes another's memory; see performance.md",
+)  # fmt: skip
 KERNELS = _one_of(
     "MPICOLL_KERNELS", ("compiled", "numpy"),
     "numpy: reduces with NumPy instead of the C library, and shares no memory",
@@ -130,8 +135,8 @@ INSTALL_AS = Setting(
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
-    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, KERNELS, CALLS, REPRODUCIBLE, DEVICE_ROUTE,
-    CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS,
+    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
+    DEVICE_ROUTE, CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS,
 )  # fmt: skip
 
 

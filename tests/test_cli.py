@@ -286,10 +286,11 @@ def test_doctor_on_ranks(ended: Ended) -> None:
     assert not any("alone" in each["text"] for each in found["advice"])
     assert found["routes"]["device"] == {}
     routes = found["routes"]["host"]
-    assert routes["all_to_all"] == "messages over MPI"
+    copies = "(one copy by the kernel|shared memory|messages over MPI)"
+    assert re.fullmatch(copies, routes["all_to_all"])
     if "compiled" in found["ranks"][0]["C library"]:
         assert routes["all_reduce (bfloat16)"] == "shared memory"
-        route = "(MPI|MPI in chunks|shared memory)"
+        route = "(MPI|MPI in chunks|shared memory|one copy by the kernel)"
         for name in ("broadcast", "gather", "all_reduce (float32)"):
             steps = rf"{route}(; from \d+ (B|KiB|MiB) on {route})*"
             assert re.fullmatch(steps, routes[name]), routes
@@ -409,6 +410,15 @@ def facts(**others: str) -> dict[str, str]:
         (Findings([facts(torch="3; the backend mpicoll is not registered")]), False, "torch"),
         (Findings([facts(torch="3, which cannot be imported: x")]), True, "torch is installed"),
         (Findings([facts()], shared=False), False, "do not share memory"),
+        (Findings([facts()] * 2, shared=True, apart=["", ""]), None, ""),
+        (
+            Findings([facts()] * 2, shared=True, apart=["", "rank 0's memory cannot be read: no"]),
+            False, "(rank 1: rank 0's memory cannot be read: no): the node has to allow",
+        ),
+        (
+            Findings([facts()], shared=True, apart=["MPICOLL_SINGLE_COPY=0"]),
+            False, "unset MPICOLL_SINGLE_COPY",
+        ),
         (Findings([facts()], idle=["GPU 1 is idle"]), False, "GPU 1 is idle"),
     ],
 )  # fmt: skip

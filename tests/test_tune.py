@@ -601,7 +601,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     found = json.loads(ended.after.out)
     assert {each["routes"] for each in found["ranks"]} == {f"{path} (measured on 2 ranks)"}
     words = {"mpi": "MPI", "shared": "shared memory", "mpi_chunked": "MPI in chunks",
-             "exchange": "messages over MPI",
+             "exchange": "messages over MPI", "single_copy": "one copy by the kernel",
              "widened": "MPI in float32"}  # fmt: skip
     table = tuning_files.build_table("Open MPI" in said["mpi"], str(path), path.read_text())
     for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),

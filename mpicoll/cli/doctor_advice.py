@@ -84,6 +84,25 @@ def _not_shared(seen: Findings) -> Sequence[str]:
     ]
 
 
+def _not_copied(seen: Findings) -> Sequence[str]:
+    found: dict[str, list[int]] = {}
+    for rank, why in enumerate(seen.apart):
+        if why:
+            found.setdefault(why, []).append(rank)
+    if not seen.shared or not found:
+        return []
+    if any(settings.SINGLE_COPY.name in why for why in found):
+        remedy = f"unset {settings.SINGLE_COPY.name}"
+    else:
+        remedy = (
+            "the node has to allow process_vm_readv and process_vm_writev among processes of one "
+            "user: kernel.yama.ptrace_scope=0 (sysctl), and in a container no seccomp filter "
+            "against them (docker run --cap-add=SYS_PTRACE) and one PID namespace"
+        )
+    why = "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in found.items())
+    return [f"large messages that are only moved are copied twice, not once ({why}): {remedy}"]
+
+
 def _moving(seen: Findings) -> Sequence[str]:
     """Advise to bind ranks that move, if they are not bound."""
     unbound = [rank for rank in sorted(seen.moving) if len(seen.places[rank].allowed) > 1]
@@ -160,6 +179,7 @@ ADVICE: tuple[Advice, ...] = (
         ),
     ),
     Advice(False, _not_shared),
+    Advice(False, _not_copied),
     Advice(False, _no_cupy),
     Advice(False, _remedies),
     Advice(False, lambda seen: seen.idle),

@@ -56,6 +56,7 @@ class Findings:
     bad_route: why MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE cannot be followed.
     moving: the ranks that move between near and far processors.
     shared: whether all_reduce goes through shared memory; None if unknown or on several nodes.
+    apart:  by rank, why it cannot copy from the memory of others on its node; "" for nothing.
     host, device: the route of arrays there, by primitive.
     """
 
@@ -68,6 +69,7 @@ class Findings:
     bad_route: str = ""
     moving: set[int] = field(default_factory=set)
     shared: bool | None = None
+    apart: list[str] = field(default_factory=list)
     host: Routes = field(default_factory=dict)
     device: Routes = field(default_factory=dict)
 
@@ -81,6 +83,7 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     from mpicoll.errors import MpicollError
     from mpicoll.primitives import PRIMITIVES, Layout
     from mpicoll.routes.device.eligibility import eligible_routes, forced_route
+    from mpicoll.routes.host import single_copy
     from mpicoll.routes.registry import DEVICE
 
     group, n, me = default_group(), dist.get_world_size(), dist.get_rank()
@@ -101,6 +104,7 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     seen.host = _describe_host_routes(group)
     if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
         seen.shared = bool(group.resources.find("shared"))
+    seen.apart = group.inner.allgather(single_copy.find_obstacle(group))
     if any(own.gpus for own in seen.all_ranks) and names:
         seen.device = {
             row.name: next((n for n in names if row.name in DEVICE[n].primitives), "refused")

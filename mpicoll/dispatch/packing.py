@@ -22,9 +22,6 @@ from mpicoll.primitives import Layout
 
 __all__ = ["in_stream_order", "on_views", "stream_order"]
 
-#: Bytes of the arrays of a list that are packed at a time, all of them together.
-LISTED = 4 * 1024 * 1024
-
 
 def on_views(kind: CallKind, route: Implementation, on_device: bool) -> Run:
     """Return the implementation of a kind of call on views: a route in the wrappers it needs."""
@@ -33,11 +30,7 @@ def on_views(kind: CallKind, route: Implementation, on_device: bool) -> Run:
         return route
     if on_device or not primitive.listed:
         return _packed(kind, route, on_device)
-    if primitive.layout is Layout.EXCHANGED:
-        return _one_by_one(route)
-    assert kind.dtype is not None
-    step = max(1, LISTED // (kind.group.size() * kind.dtype.itemsize))
-    return _in_chunks(kind, _packed(kind, route, on_device), step)
+    return _one_by_one(route)
 
 
 def _packed(kind: CallKind, route: Implementation, on_device: bool) -> Run:
@@ -68,61 +61,26 @@ def _one_by_one(route: Implementation) -> Run:
     """Return a route for lists of buffers: the arrays of a list, in place where possible."""
 
     def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
-        assert send is not None and recv is not None
-        into = [one if one.buffer is not None else one.empty_like() for one in recv.parts]
-        out = [one if one.buffer is not None else one.contiguous() for one in send.parts]
+        to = () if recv is None else recv.parts
+        into = [one if one.buffer is not None else one.empty_like() for one in to]
+        out = [
+            one if one.buffer is not None else one.contiguous()
+            for one in (() if send is None else send.parts)
+        ]
         overlaps = views.find_overlapping(out, into)
         out = [one.contiguous() if both else one for one, both in zip(out, overlaps, strict=True)]
-        route([one.buffer for one in out], [one.buffer for one in into], extent, root)
-        for one, packed in zip(recv.parts, into, strict=True):
+        route(_buffers(send, out), _buffers(recv, into), extent, root)
+        for one, packed in zip(to, into, strict=True):
             if packed is not one:
                 one.copy_from(packed)
 
     return run
 
 
-def _in_chunks(kind: CallKind, whole: Run, step: int) -> Run:
-    """Return calls with equal blocks, in chunks of ``step`` elements of each block.
-
-    If this rank, or the root, has a list of arrays, no more of it is packed at once.
-    """
-    n, many_in = kind.group.size(), kind.primitive.many_in
-
-    def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
-        if not isinstance(extent, int) or extent <= step:
-            whole(send, recv, extent, root)
-            return
-        if send is not None and recv is not None and _meet(send, recv):
-            send = send.contiguous()  # a chunk that is received would be sent on
-            if many_in:
-                send = ViewList([send.part(r * extent, extent) for r in range(n)], send.dtype)
-        out = [one if one.buffer is not None else one.contiguous() for one in _parts(send)]
-        into = [one if one.buffer is not None else one.empty_like() for one in _parts(recv)]
-        for start in range(0, extent, step):
-            size = min(step, extent - start)
-            whole(_cut(out, start, size), _cut(into, start, size), size, root)
-        for one, filled in zip(_parts(recv), into, strict=True):
-            if filled is not one:
-                one.copy_from(filled)
-
-    return run
-
-
-def _parts(view: View | None) -> Sequence[View]:
-    return () if view is None else view.parts
-
-
-def _cut(parts: Sequence[View], start: int, count: int) -> View | None:
-    """Return the same elements of each array, as the view of one array or of a list."""
-    cut = [one.part(start, count) for one in parts]
-    return None if not cut else cut[0] if len(cut) == 1 else ViewList(cut, cut[0].dtype)
-
-
-def _meet(send: View, recv: View) -> bool:
-    """Return whether the two sides' memory overlaps. Arrays that lie apart are copied anyway."""
-    out = [one for one in send.parts if one.buffer is not None]
-    into = [one for one in recv.parts if one.buffer is not None]
-    return any(views.find_overlapping(out, into))
+def _buffers(view: View | None, parts: Sequence[View]) -> Any:
+    """Return what a route gets of a view that was made contiguous: a list if it was one."""
+    buffers = [part.buffer for part in parts]
+    return None if view is None else buffers if isinstance(view, ViewList) else buffers[0]
 
 
 def stream_order(send: View | None, recv: View | None) -> StreamOrder:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Kernels:
     """The functions of the C library at ``path``; OSError or AttributeError if it is not ours.
 
-    See ``src/reduction.c``, ``exact.c``, ``packing.c``, ``shared.c``, ``latency.c`` and ``limit.c``
-    for what they do. ``short_combine`` is combine with the GIL held.
+    See ``src/reduction.c``, ``exact.c``, ``packing.c``, ``shared.c``, ``single_copy.c``,
+    ``latency.c`` and ``limit.c`` for what they do. ``short_combine`` is combine with the GIL held.
     """
 
     def __init__(self, path: str) -> None:
@@ -62,6 +62,25 @@ class Kernels:
         self.shared_exchange = _function(
             library, "shared_exchange", pointer, size, size, pointer, size, pointer, size,
             ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, result=integer,
+        )  # fmt: skip
+        self.shared_sizes = _function(
+            library, "shared_sizes", pointer, ctypes.c_uint64, pointer, pointer, pointer,
+            ctypes.c_uint32, result=ctypes.c_int64,
+        )  # fmt: skip
+        self.single_copy_board = _function(library, "single_copy_board", size, result=size)
+        self.single_copy_histories = _function(library, "single_copy_histories", result=size)
+        self.single_copy_took = _function(library, "single_copy_took", pointer, ctypes.c_uint64)
+        self.single_copy_try = _function(
+            library, "single_copy_try", ctypes.c_int64, integer, pointer, pointer, size,
+            result=integer,
+        )  # fmt: skip
+        self.single_copy_blocks = _function(
+            library, "single_copy_blocks", pointer, pointer, pointer, size, ctypes.c_uint32,
+            ctypes.c_uint64, ctypes.c_uint32, result=integer,
+        )  # fmt: skip
+        self.single_copy_spans = _function(
+            library, "single_copy_spans", pointer, pointer, ctypes.c_uint32, ctypes.c_uint64,
+            ctypes.c_uint32, result=integer,
         )  # fmt: skip
         text = ctypes.c_char_p
         self.limit = _function(

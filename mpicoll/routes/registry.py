@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mpicoll.routes.device import direct, ipc, nccl, staged
 from mpicoll.routes.device import mpi as device_mpi
-from mpicoll.routes.host import exchange, hierarchical, mpi, shared, widened
+from mpicoll.routes.host import exchange, hierarchical, mpi, shared, single_copy, widened
 from mpicoll.routes.route import MemoryKind, Route
 
 __all__ = ["DEVICE", "HOST", "ROUTES"]
@@ -17,6 +17,7 @@ ROUTES: tuple[Route, ...] = (
     mpi.CHUNKED,
     exchange.ROUTE,
     widened.ROUTE,
+    single_copy.ROUTE,
     shared.ROUTE,
     hierarchical.ROUTE,
     ipc.ROUTE,

@@ -48,6 +48,9 @@ class Route:
     lacks:      of a device route, what a rank lacks for it, in words; "" for nothing.
     on_demand:  it is taken only on request.
     compares:   its calls are compared between the ranks where each call of the group is.
+    lists:      it takes lists of buffers where a primitive has one array for each rank.
+    instead:    the name of the route that serves in its place where a group cannot have it, "" for
+                what the tables say of smaller messages.
     """
 
     name: str
@@ -64,6 +67,8 @@ class Route:
     lacks: Callable[[Capabilities], str] = lambda own: ""
     on_demand: bool = False
     compares: bool = False
+    lists: bool = False
+    instead: str = ""
 
     def serves(
         self,

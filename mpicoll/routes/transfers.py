@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,11 @@ from mpicoll.core.plan import Blocks, CallKind, Extent
 from mpicoll.core.signature import encode_sizes
 from mpicoll.errors import MismatchError
 
-__all__ = ["CARRIED", "Get", "Put", "Transfer", "transfer_of"]
+__all__ = ["CARRIED", "Get", "Put", "Transfer", "addresses", "cut", "misfit", "transfer_of"]
+
+
+#: Of a buffer, or of each in a list.
+Address = int | Sequence[int] | None
 
 
 class Put(NamedTuple):
@@ -51,12 +56,12 @@ class Transfer(NamedTuple):
 
 
 def transfer_of(
-    kind: CallKind, send: int | None, recv: int | None, extent: Extent, root: int
+    kind: CallKind, send: Address, recv: Address, extent: Extent, root: int
 ) -> Transfer:
     """Return this rank's part of a call on contiguous buffers; every rank calls.
 
-    send, recv: the addresses of the buffers; None if this rank sends or receives nothing, and send
-                of calls in place.
+    send, recv: the addresses of the buffers, of all_to_all perhaps of a list of them; None if this
+                rank sends or receives nothing, and send of calls in place.
 
     Raises MismatchError, on all ranks, if blocks of all_to_all do not fit together.
     """
@@ -110,35 +115,65 @@ def _reduce_scatter(kind: CallKind, send: int, recv: int, extent: Extent, root: 
 
 def _all_to_all(kind: CallKind, send: int, recv: int, extent: Extent, root: int) -> Transfer:
     """Exchange the sizes, which only their senders know, and return this rank's part."""
-    group, n, me = kind.group, kind.group.size(), kind.group.rank()
+    n, me = kind.group.size(), kind.group.rank()
     blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
-    sends, theirs = np.array(blocks.sends, np.int64), np.empty(n, np.int64)
-    group.inner.Alltoall(sends, theirs)
-    wrong = np.flatnonzero(theirs != blocks.receives)
-    most = np.array([max(blocks.sends), len(wrong)], np.int64)
-    group.inner.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
-    if most[1]:
-        rank = int(wrong[0]) if len(wrong) else -1
-        raise MismatchError(
-            f"all_to_all on rank {me} of group {group.group_name}: "
-            + (
-                f"expected {blocks.receives[rank]} elements from rank {rank}, which sends "
-                f"{theirs[rank]}"
-                if len(wrong)
-                else "other ranks' block sizes do not fit together"
-            )
-        )
+    sends, receives = (np.array(side, np.int64) for side in blocks)
+    memory = kind.group.resources.find("shared")
+    exchange = memory.exchange_sizes if memory else _exchange_sizes
+    theirs, most = exchange(kind, sends, receives)
+    if most is None:
+        wrong = np.flatnonzero(theirs != receives)
+        rank = int(wrong[0]) if len(wrong) else None
+        raise misfit(kind, rank, *(() if rank is None else (receives[rank], theirs[rank])))
     puts = [put for _, put in _cut(kind, send, blocks.sends)]
     gets = [Get(rank, me, *put) for rank, put in _cut(kind, recv, blocks.receives)]
-    return Transfer(n, int(most[0]), 0, puts, gets)
+    return Transfer(n, most, 0, puts, gets)
 
 
-def _cut(kind: CallKind, start: int, counts: Sequence[int]) -> Iterator[tuple[int, Put]]:
-    """Yield the consecutive blocks of a buffer, each with its rank."""
+def _exchange_sizes(kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int | None]:
+    """Return what each rank sends to this one, and the most that any sends to any; None, on all
+    ranks, if some rank expects anything else. All ranks call.
+    """
+    theirs, comm = np.empty_like(sends), kind.group.inner
+    comm.Alltoall(sends, theirs)
+    most = np.array([sends.max(), (theirs != receives).any()], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
+    return theirs, None if most[1] else int(most[0])
+
+
+def misfit(kind: CallKind, rank: int | None, expected: int = 0, sent: int = 0) -> MismatchError:
+    """Return the error of block sizes that do not fit together: that of the one from ``rank`` to
+    this rank, or, if None, of other ranks'.
+    """
+    words = (
+        "other ranks' block sizes do not fit together"
+        if rank is None
+        else f"expected {expected} elements from rank {rank}, which sends {sent}"
+    )
+    group = kind.group
+    return MismatchError(
+        f"{kind.primitive} on rank {group.rank()} of group {group.group_name}: {words}"
+    )
+
+
+def _cut(kind: CallKind, start: Any, counts: Sequence[int]) -> Iterator[tuple[int, Put]]:
+    """Yield the blocks of a buffer, each with its rank."""
     assert kind.dtype is not None
-    for rank, count in enumerate(counts):
-        yield rank, Put(start, count)
-        start += count * kind.dtype.itemsize
+    return enumerate(cut(start, counts, kind.dtype.itemsize))
+
+
+def cut(start: int | Sequence[int], counts: Sequence[int], itemsize: int) -> Iterator[Put]:
+    """Yield the blocks of a buffer that begins at an address, or those of buffers of their own."""
+    if isinstance(start, int):
+        start = [start + before * itemsize for before in accumulate(counts[:-1], initial=0)]
+    return map(Put, start, counts)
+
+
+def addresses(buffer: Any) -> Any:
+    """Return the address of a buffer, the addresses of a list of buffers, or None for None."""
+    if isinstance(buffer, list):
+        return [MPI.Get_address(each) for each in buffer]
+    return None if buffer is None else MPI.Get_address(buffer)
 
 
 #: By the name of the primitive: all that this module knows how to carry.

@@ -8,9 +8,9 @@ from conftest import team as group_of
 from driver import Call, legal_operations
 
 import mpicoll as dist
-from mpicoll.dispatch import packing
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES
+from mpicoll.routes.host import lists
 
 LISTS = [row for row in PRIMITIVES if row.listed and row.even]
 
@@ -22,20 +22,18 @@ extents = []
 @pytest.fixture(scope="module")
 def small(world):
     """A group that packs a few elements at a time."""
-    build = packing._packed
+    build = lists.packed
 
-    def watched(*what):
-        packed = build(*what)
-
+    def watched(kind, route, takes):
         def run(send, recv, extent, root):
             extents.append(extent)
-            packed(send, recv, extent, root)
+            route(send, recv, extent, root)
 
-        return run
+        return build(kind, run, takes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "LISTED", 160 * world.size)
-        patch.setattr(packing, "_packed", watched)
+        patch.setattr(lists, "LISTED", 160 * world.size)
+        patch.setattr(lists, "packed", watched)
         yield group_of("small pieces", range(world.size))
 
 

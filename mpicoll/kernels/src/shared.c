@@ -25,6 +25,7 @@
  */
 
 #include "kernels.h"
+#include "shared.h"
 
 #include <sched.h>
 #include <stdatomic.h>
@@ -686,4 +687,124 @@ EXPORT int mpicoll_shared_exchange(const struct mpicoll_kind *kind, size_t place
 {
     return exchange(kind, places, most, puts, n_puts, gets, n_gets, number,
                     kind->what | (uint64_t)root << 24, total);
+}
+
+/* ---- Rounds for what goes by other ways, see shared.h ------------------------------------------ */
+
+/* Bytes of a copy during which a rank looks as often for another as it usually does. */
+enum { LOOKS_FOR = 512 << 10 };
+
+size_t mpicoll_board_size(const struct mpicoll_shared *shared)
+{
+    return shared->slot;
+}
+
+char *mpicoll_board(const struct mpicoll_shared *shared, uint32_t rank)
+{
+    return slot(shared, rank, shared->round);
+}
+
+void mpicoll_board_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t what,
+                         uint64_t total)
+{
+    announce(shared, number, what, total);
+}
+
+int mpicoll_board_publish(struct mpicoll_shared *shared)
+{
+    const uint32_t base = shared->round;
+    count_up(&header(shared, shared->me)->given, base + 1);
+    if (!wait_for_given(shared, base + 1))
+        return -1;
+    return agreed(shared) ? 1 : differed(shared, base);
+}
+
+void mpicoll_board_end(const struct mpicoll_shared *shared)
+{
+    count_up(&header(shared, shared->me)->combined, shared->round + 1);
+}
+
+int mpicoll_board_is_shown(const struct mpicoll_shared *shared, uint32_t rank)
+{
+    return reached(atomic_load(&header(shared, rank)->given.value), shared->round + 1);
+}
+
+int mpicoll_board_is_ended(const struct mpicoll_shared *shared, uint32_t rank)
+{
+    return reached(atomic_load(&header(shared, rank)->combined.value), shared->round + 1);
+}
+
+int mpicoll_board_wait(const struct mpicoll_shared *shared, size_t bytes)
+{
+    /* What takes long is waited for longer: a rank that sleeps wakes up too late. */
+    const uint64_t looks = (uint64_t)shared->looks * (bytes / LOOKS_FOR);
+
+    for (uint32_t i = 1; i < shared->n; i++) {
+        const uint32_t rank = (shared->me + i) % shared->n;
+        for (uint64_t k = 0; k < looks && !mpicoll_board_is_ended(shared, rank); k++)
+            relax();
+        if (!wait_for(shared, &header(shared, rank)->combined, shared->round + 1))
+            return 0;
+    }
+    return 1;
+}
+
+int mpicoll_is_any_far(const struct mpicoll_shared *shared)
+{
+    return any_far(shared);
+}
+
+void mpicoll_look_around(struct mpicoll_shared *shared, size_t bytes)
+{
+    look_around(shared, bytes);
+}
+
+void mpicoll_board_close(struct mpicoll_shared *shared)
+{
+    shared->round++;
+}
+
+int mpicoll_has_left(const struct mpicoll_shared *shared)
+{
+    return atomic_load(&shared->left) != 0;
+}
+
+void mpicoll_copy_past_caches(char *into, const char *from, size_t size)
+{
+    copy_past_caches(into, from, size);
+}
+
+enum { FAILED = -1, UNFIT = -2 };
+
+/* Sizes of blocks, where each rank knows its own alone: of the n that it sends, by receiver, and of
+ * the n that it expects, by sender. Writes into `theirs` what each sends to this rank. Returns the
+ * most that any sends to any, or, on all ranks, UNFIT if a rank expects anything else; FAILED as
+ * other calls return 0. */
+EXPORT int64_t mpicoll_shared_sizes(struct mpicoll_shared *shared, uint64_t what,
+                                    const int64_t *sends, const int64_t *receives, int64_t *theirs,
+                                    uint32_t number)
+{
+    const uint32_t n = shared->n, me = shared->me;
+    const size_t bytes = n * sizeof(int64_t);
+    int64_t most = 0;
+
+    mpicoll_board_begin(shared, number, what, 0);
+    memcpy(mpicoll_board(shared, me), sends, bytes);
+    memcpy(mpicoll_board(shared, me) + bytes, receives, bytes);
+    if (mpicoll_board_publish(shared) <= 0)
+        return FAILED;
+    for (uint32_t from = 0; from < n; from++) {
+        const int64_t *sent = (const int64_t *)mpicoll_board(shared, from);
+        theirs[from] = sent[me];
+        for (uint32_t to = 0; to < n; to++) {
+            const int64_t *expected = (const int64_t *)(mpicoll_board(shared, to) + bytes);
+            if (most != UNFIT && sent[to] > most)
+                most = sent[to];
+            if (expected[from] != sent[to])
+                most = UNFIT;
+        }
+    }
+    mpicoll_board_end(shared);
+    mpicoll_board_close(shared);
+    return most;
 }

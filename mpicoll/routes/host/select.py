@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import (
     CallKind,
     Contiguous,
@@ -27,7 +26,7 @@ from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import exchange, hierarchy, mpi, shared
+from mpicoll.routes.host import exchange, hierarchy, lists, mpi, shared
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:
@@ -36,8 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["candidates", "choose", "describe", "place"]
 
 
-def choose(kind: CallKind) -> Implementation:
-    """Return the implementation for calls of this kind in this group."""
+def choose(kind: CallKind, listed: bool = False) -> Implementation:
+    """Return the implementation for calls of this kind in this group; ``listed``: where one array
+    for each rank may come as a list of buffers, instead of as one.
+    """
     primitive, _, op, dtype = kind
     if op is not None and op.op is ReduceOp.PREMUL_SUM:
         # A widened sum goes by the routes of the narrow dtype: MPI's own sums of float32 are not in
@@ -45,16 +46,31 @@ def choose(kind: CallKind) -> Implementation:
         row = _row(kind._replace(op=ReduceOp.SUM))
         space = exchange.get_space(kind.group)
         summed = premultiplied(kind, space, lambda wide: _implementation(wide, row))
-        return _compared(kind, summed)  # what it sums is compared as a sum
+        summed = _compared(kind, summed)  # what it sums is compared as a sum
+        return lists.packed(kind, summed, lambda count: False) if listed else summed
     if primitive.layout is Layout.EMPTY:
         return add_short(mpi.build(kind), partial(_short_agreement, kind.group))
     assert dtype is not None
-    return _implementation(kind, _row(kind))
+    return _implementation(kind, _row(kind), listed)
 
 
-def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
-    """Return the implementation of a kind of call by a row of the tuning table, for any extent."""
-    even = _BySize(kind, row).build()
+def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False) -> Implementation:
+    """Return the implementation of a kind of call by a row of the tuning table, for any extent.
+
+    listed: see ``choose``.
+    """
+    if not kind.primitive.even:
+        return _by_place(kind, row)
+    sizes = _BySize(kind, row)
+    route = _of_any_extent(kind, sizes.build())
+    if not listed:
+        return route
+    packed = lists.packed(kind, route, sizes.takes_lists)
+    return add_short(packed, lambda: find_short(route))
+
+
+def _of_any_extent(kind: CallKind, even: Implementation) -> Implementation:
+    """Return an implementation for blocks of different sizes, too, where a route serves such."""
     routes = (r for r in registry.HOST.values() if kind.primitive.name in r.uneven)
     by = next((route for route in routes if route.serves_kind(kind)), None)
     if by is None:
@@ -69,6 +85,19 @@ def _implementation(kind: CallKind, row: dict[str, Steps]) -> Implementation:
         (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
     return add_short(any_extent, lambda: find_short(even))
+
+
+def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:
+    """Return the implementation of calls whose size no rank knows: by the route of large ones."""
+    route: Implementation | None = None
+
+    def by_place(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
+        nonlocal route
+        if route is None:  # inside a call, in order of the group's calls
+            *_, (_, _, route) = _served(kind, row, place(kind.group))
+        route(send, recv, extent, root)
+
+    return by_place
 
 
 def _short_agreement(group: ProcessGroup) -> list[Short]:
@@ -96,10 +125,11 @@ def _compared(kind: CallKind, route: Implementation) -> Implementation:
 
 
 class _Step(NamedTuple):
-    """The implementation of calls from ``fewest`` elements a block on."""
+    """The implementation of calls from ``fewest`` elements a block on; ``lists``: it takes such."""
 
     fewest: int
     route: Implementation
+    lists: bool
 
 
 class _BySize:
@@ -123,16 +153,18 @@ class _BySize:
         It is not kept here: a plan that is dropped lets go at once of the memory that it shares.
         """
         few, first = _smallest(self._before, self._split)
+        known = False
 
-        def by_size(send: Buffer | None, recv: Buffer | None, count: int, root: int) -> None:
-            nonlocal few, first
+        def by_size(
+            send: Contiguous | None, recv: Contiguous | None, count: int, root: int
+        ) -> None:
+            nonlocal few, first, known
             if count < few:
                 first(send, recv, count, root)
                 return
-            known = self._steps is not None
             step = self._step(count)
             if not known and self._steps is not None:
-                few, first = _smallest(self._steps, _NEVER)
+                known, (few, first) = True, _smallest(self._steps, _NEVER)
             step.route(send, recv, count, root)
 
         return add_short(by_size, self._find_short)
@@ -147,6 +179,10 @@ class _BySize:
             for step, end in zip(steps, ends, strict=False)
             for short in find_short(step.route) or ()
         ]
+
+    def takes_lists(self, count: int) -> bool:
+        """Return whether the route of ``count`` elements takes lists; inside a call, as above."""
+        return self._step(count).lists
 
     def _step(self, count: int) -> _Step:
         """Return the step for ``count`` elements; inside a call, in order of the group's calls."""
@@ -164,7 +200,10 @@ class _BySize:
     def _steps_at(self, place: str) -> list[_Step]:
         """Return the steps where the ranks are at ``place``, the last one first."""
         served = _served(self._kind, self._row, place)
-        return [_Step(-(-least // self._block), route) for least, _, route in reversed(served)]
+        return [
+            _Step(-(-least // self._block), route, registry.HOST[name].lists)
+            for least, name, route in reversed(served)
+        ]
 
 
 def _smallest(steps: list[_Step], end: int) -> tuple[int, Implementation]:
@@ -189,7 +228,8 @@ def _served(
 ) -> list[tuple[int, str, Implementation]]:
     """Return the available steps, from 0 on, each with its implementation. All ranks call.
 
-    A route that does not serve such calls is replaced by ``exchange``.
+    A route that does not serve such calls is replaced by ``exchange``, and one that the group
+    cannot have by what it declares.
     """
     found: list[tuple[int, str, Implementation]] = []
     for least, name in row[place]:
@@ -198,6 +238,9 @@ def _served(
                 continue
             name = "exchange"  # which serves every reduction, in rank order
         route = registry.HOST[name].build(kind)
+        if route is None and registry.HOST[name].instead:
+            name = registry.HOST[name].instead
+            route = registry.HOST[name].build(kind)
         if route is not None:
             compared = route if registry.HOST[name].compares else _compared(kind, route)
             found.append((least if found else 0, name, compared))

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpicoll import settings
 from mpicoll.arrays.views import Buffer
-from mpicoll.core.plan import CallKind, Implementation, Short, add_short
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Short, add_short
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import ReduceOp
@@ -24,8 +24,8 @@ from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host.shared_segment import Segment, share
-from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
-from mpicoll.routes.transfers import Transfer
+from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.transfers import Transfer, addresses, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ LOOKS, LOOKS_IN_A_CROWD = 2000, 50
 #: thread: the cost if that thread and the one that goes on computing take turns.
 PATIENCE = 1e-3
 
-_SLOTS = 4  # as in shared.c
+_SLOTS, _FAILED = 4, -1  # as in shared.c
 
 
 class _Hold(ctypes.Structure):
@@ -90,7 +90,11 @@ class _Kind(ctypes.Structure):
 
 
 class Shared:
-    """A group's hold on the memory that its ranks share."""
+    """A group's hold on the memory that its ranks share.
+
+    pointer: the C library's own description of it.
+    slot:    bytes of a slot.
+    """
 
     def __init__(self, group: ProcessGroup, segment: Segment, slot: int) -> None:
         assert kernels is not None
@@ -99,7 +103,8 @@ class Shared:
         self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as any rank may be inside
         n = group.size()
         self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank())
-        self._pointer = ctypes.addressof(self._hold)
+        self.pointer = ctypes.addressof(self._hold)
+        self.slot = slot
         self._kinds: dict[Any, _Kind] = {}  # the C library has their addresses
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
@@ -154,7 +159,14 @@ class Shared:
     @property
     def short_agreement(self) -> Short:
         """What compares a call of no array, in short."""
-        return self._short(AGREE, self._kernels.shared_agree, self._pointer)
+        return self._short(AGREE, self._kernels.shared_agree, self.pointer)
+
+    def _build_transfer(self, kind: CallKind) -> Implementation:
+        def shared_transfer(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
+            transfer = transfer_of(kind, addresses(send), addresses(recv), extent, root)
+            self.exchange(kind, transfer, root)
+
+        return shared_transfer
 
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
         """Carry out this rank's part of a call whose blocks may differ in size; see ``build``."""
@@ -173,6 +185,30 @@ class Shared:
         if not done:
             raise self.failure()
 
+    def exchange_sizes(self, kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int | None]:
+        """Exchange the sizes of blocks; see ``transfers``."""
+        theirs = np.empty_like(sends)
+        most = self._kernels.shared_sizes(
+            self.pointer, self._kind(kind).what, sends.ctypes.data, receives.ctypes.data,
+            theirs.ctypes.data, self._group.sequence,
+        )  # fmt: skip
+        if most == _FAILED:
+            raise self.failure()
+        return theirs, most if most >= 0 else None
+
+    def call(self, function: Callable[..., int], *arguments: Any) -> int:
+        """Call a function of the C library that makes the group's call at hand in this memory, and
+        takes its number last; return what it returns.
+
+        Raises MismatchError, on all ranks, if that is 0, and the group's own error if this rank
+        has left.
+        """
+        self._look_as_often_as_is_good()
+        result = function(*arguments, self._group.sequence)
+        if not result:
+            raise self.failure()
+        return result
+
     def _kind(self, kind: CallKind) -> _Kind:
         """Return the C library's description of a kind of call."""
         key = kind.primitive, kind.dtype, kind.op
@@ -187,7 +223,7 @@ class Shared:
         by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
         return _Kind(
-            shared=self._pointer,
+            shared=self.pointer,
             what=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
@@ -220,7 +256,7 @@ class Shared:
         number = (self._group.sequence + 1) & 0xFFFFFFFF
         count *= _parts(kind)
         patience = round(1e9 * PATIENCE)
-        return bool(self._kernels.shared_ask(self._pointer, number, kind, count, patience))
+        return bool(self._kernels.shared_ask(self.pointer, number, kind, count, patience))
 
     def agree(self, kind: int, count: int) -> None:
         """Compare a call with the other ranks'; all have begun it when this returns.
@@ -230,7 +266,7 @@ class Shared:
         """
         self._look_as_often_as_is_good()
         count *= _parts(kind)
-        if not self._kernels.shared_agree(self._pointer, self._group.sequence, kind, count):
+        if not self._kernels.shared_agree(self.pointer, self._group.sequence, kind, count):
             raise self.failure()
 
     def compare(self, kind: int, number: int) -> bool:
@@ -240,7 +276,7 @@ class Shared:
         some make a call that goes by this memory instead.
         """
         self._look_as_often_as_is_good()
-        if self._kernels.shared_agree(self._pointer, self._group.sequence, kind, number):
+        if self._kernels.shared_agree(self.pointer, self._group.sequence, kind, number):
             return True
         if not self._hold.left and all(is_comparison(each) for each, _ in self._calls()):
             return False
@@ -252,7 +288,7 @@ class Shared:
         found = []
         for rank in range(self._hold.n):
             self._kernels.shared_call(
-                self._pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
+                self.pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
             )
             found.append((what.value, count.value))
         return found
@@ -293,6 +329,7 @@ _GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")
 _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
     "all_reduce": Shared._build_all_reduce,
     **dict.fromkeys((*MOVES, *REDUCTIONS[1:], *PREFIXES), Shared._build_blocks),
+    **dict.fromkeys(EXCHANGES, Shared._build_transfer),
 }
 
 
@@ -328,6 +365,7 @@ ROUTE = Route(
     _build,
     reproducible=LEVELS,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
+    uneven=EXCHANGES,
     place="node",
     needs="all ranks on one node, and the C library",
     compares=True,

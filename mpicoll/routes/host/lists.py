@@ -1,0 +1,81 @@
+"""Lists of arrays, one for each rank, for routes that take one buffer for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.arrays.views import memory_at
+from mpicoll.core.checks import writes
+from mpicoll.core.pickles import Bytes
+from mpicoll.core.plan import CallKind, Extent, Implementation
+
+__all__ = ["packed"]
+
+#: Bytes of the arrays of a list that are packed at a time, all of them together.
+LISTED = 4 * 1024 * 1024
+
+
+def packed(kind: CallKind, route: Implementation, takes: Callable[[int], bool]) -> Implementation:
+    """Return a route for lists of buffers, on the ranks that have such: packed into one buffer,
+    chunk by chunk, except where the route takes them as they are.
+
+    takes: says so for a count of elements of each block; the same on all ranks.
+    """
+    primitive, group, _, dtype = kind
+    assert dtype is not None
+    n, me, itemsize = group.size(), group.rank(), dtype.itemsize
+    step = max(1, LISTED // (n * itemsize))
+
+    def run(send: Any, recv: Any, extent: Extent, root: int) -> None:
+        if isinstance(extent, int):
+            if takes(extent):
+                route(send, recv, extent, root)
+                return
+            counts = [extent] * n
+        else:
+            counts = list(extent.sends if primitive.many_in else extent.receives)
+        out, into = (_bytes(side, counts, me, itemsize) for side in (send, recv))
+        for size, cut in _chunks(extent, step, itemsize):
+            parts = [part[cut] for part in into]
+            whole = _whole(parts, lambda parts: np.empty(sum(map(len, parts)), np.uint8))
+            route(_whole([part[cut] for part in out], np.concatenate), whole, size, root)
+            if len(parts) > 1 and writes(primitive, group, root):
+                start = 0
+                for part in parts:
+                    part[:] = whole[start : start + len(part)]
+                    start += len(part)
+
+    return run
+
+
+def _chunks(extent: Extent, step: int, itemsize: int) -> Iterator[tuple[Extent, slice]]:
+    """Yield the extent of each chunk, and where in the bytes of a block it is; blocks of different
+    sizes are one chunk.
+    """
+    if not isinstance(extent, int):
+        yield extent, slice(None)
+        return
+    for start in range(0, max(extent, 1), step):
+        size = min(step, extent - start)
+        yield size, slice(start * itemsize, (start + size) * itemsize)
+
+
+def _bytes(buffers: Any, counts: Sequence[int], me: int, itemsize: int) -> list[Bytes]:
+    """Return the bytes of each buffer of a list, of this rank's alone, or of none."""
+    if buffers is None:
+        return []
+    listed = isinstance(buffers, list)
+    pairs = zip(buffers, counts, strict=True) if listed else [(buffers, counts[me])]
+    return [
+        np.frombuffer(memory_at(MPI.Get_address(buffer), count * itemsize), np.uint8)
+        for buffer, count in pairs
+    ]
+
+
+def _whole(parts: list[Bytes], join: Callable[[list[Bytes]], Bytes]) -> Any:
+    """Return the buffer of a route: None for no part, the only part, or what is made of several."""
+    return None if not parts else parts[0] if len(parts) == 1 else join(parts)

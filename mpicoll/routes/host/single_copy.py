@@ -1,0 +1,302 @@
+"""One copy by the kernel from process to process: for what is only moved among the ranks of a node.
+
+Linux lets a process read and write the memory of another of the same user (process_vm_readv), if
+nothing forbids it: containers filter the call, and Yama (kernel.yama.ptrace_scope) allows it among
+a process and its descendants only. So each rank tries it with each other before a group takes this
+route. Nothing is done about what forbids it: letting any process of the user in, as
+prctl(PR_SET_PTRACER) would, is not for a library to decide.
+
+The ranks tell each other through the memory that they share where their arrays are; the algorithm
+is in ``kernels/src/single_copy.c``. What cannot be copied so after all, such as memory of a device
+that a process has mapped, is moved through the slots of that memory, by all ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll import settings
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
+from mpicoll.core.signature import encode_kind
+from mpicoll.errors import MismatchError
+from mpicoll.kernels.library import kernels
+from mpicoll.routes.host import lists, shared
+from mpicoll.routes.route import EXCHANGES, MOVES, MemoryKind, Route
+from mpicoll.routes.transfers import Put, addresses, cut, misfit
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+    from mpicoll.routes.host.shared import Shared
+
+__all__ = ["ROUTE", "SingleCopy", "find_obstacle"]
+
+_UNMOVED, _UNFIT = 2, 3  # as in single_copy.c
+
+
+class _Processes(ctypes.Structure):
+    """struct mpicoll_processes of single_copy.c."""
+
+    _fields_ = (
+        ("shared", ctypes.c_void_p),
+        ("pids", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("n", ctypes.c_uint32),
+        ("me", ctypes.c_uint32),
+        ("misfit", ctypes.c_uint32),
+        ("found", ctypes.c_uint64),
+    )
+
+
+class _Copies(ctypes.Structure):
+    """struct mpicoll_copies of single_copy.c."""
+
+    _fields_ = (
+        ("processes", ctypes.c_void_p),
+        ("histories", ctypes.c_void_p),
+        ("what", ctypes.c_uint64),
+        ("size", ctypes.c_size_t),
+        ("blocks", ctypes.c_int32),
+        ("giver", ctypes.c_int32),
+        ("taker", ctypes.c_int32),
+    )
+
+
+class SingleCopy:
+    """A group whose ranks can read and write each other's memory.
+
+    memory: what they share.
+    """
+
+    def __init__(self, group: ProcessGroup, memory: Shared, peers: _Peers) -> None:
+        assert kernels is not None
+        self._group = group
+        self._memory = memory
+        self._peers = peers  # the C library has the addresses of its arrays
+        self._processes = _Processes(
+            memory.pointer, peers.pids.ctypes.data, peers.tokens.ctypes.data, group.size(),
+            group.rank(),
+        )  # fmt: skip
+        self._kernels = kernels
+
+    def build(self, kind: CallKind) -> Implementation:
+        """Return the implementation for calls of one kind.
+
+        It raises MismatchError, on all ranks, if they do not agree on primitive, count, dtype and
+        root, or if blocks of all_to_all do not have the sizes that their receivers expect.
+        """
+        primitive, _, _, dtype = kind
+        assert dtype is not None
+        histories = _make_histories()
+        described = _Copies(
+            ctypes.addressof(self._processes),
+            histories.ctypes.data,
+            encode_kind(primitive, dtype, None, 0),
+            dtype.itemsize,
+            primitive.many_in,
+            primitive.root == "src",
+            primitive.root == "dst",
+        )
+        at, address, memory = ctypes.addressof(described), MPI.Get_address, self._memory
+        by_blocks, by_spans = self._kernels.single_copy_blocks, self._kernels.single_copy_spans
+        record, even = self._kernels.single_copy_took, primitive.even
+        by_slots = memory.build(kind)
+        if primitive.listed and even:
+            by_slots = lists.packed(kind, by_slots, lambda count: False)
+
+        def single_copy(
+            send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+        ) -> None:
+            assert len(histories) and described.size  # holds them
+            total = extent if even else 0
+            if isinstance(extent, int) and list not in (send.__class__, recv.__class__):
+                here = None if recv is None else address(recv)
+                there = here if send is None else address(send)
+                result = memory.call(by_blocks, at, there, here, extent, root, total)
+            else:
+                spans = _spans(kind, send, recv, extent, root)
+                result = memory.call(by_spans, at, spans.ctypes.data, root, total)
+            if result == _UNMOVED:
+                start = perf_counter_ns()
+                by_slots(send, recv, extent, root)
+                record(at, perf_counter_ns() - start)
+            elif result == _UNFIT:
+                raise self._misfit(kind, extent)
+
+        return single_copy
+
+    def _misfit(self, kind: CallKind, extent: Extent) -> MismatchError:
+        rank = self._processes.misfit
+        if rank == self._group.size():
+            return misfit(kind, None)
+        assert kind.dtype is not None
+        expected = extent if isinstance(extent, int) else extent.receives[rank]
+        return misfit(kind, rank, expected, self._processes.found // kind.dtype.itemsize)
+
+
+def _make_histories() -> Any:
+    """Return the memory in which the C library keeps how long calls have taken."""
+    assert kernels is not None
+    return np.zeros(kernels.single_copy_histories(), np.uint8)
+
+
+def _spans(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Any:
+    """Return addresses and bytes of the blocks that this rank sends, by receiver, and of those that
+    it receives, by sender; 0 for none. Either buffer may be a list of one for each rank.
+    """
+    primitive, group, _, dtype = kind
+    assert dtype is not None
+    n, itemsize = group.size(), dtype.itemsize
+    sends, receives = ([extent] * n, [extent] * n) if isinstance(extent, int) else extent
+    everybody = not primitive.root
+    sides = (send, sends, primitive.many_in, everybody), (recv, receives, primitive.many_out, False)
+    found = []
+    for buffers, counts, many, to_all in sides:
+        start = addresses(buffers)
+        if start is None:
+            blocks = [Put(0, 0)] * n
+        elif many:
+            blocks = list(cut(start, counts, itemsize))
+        else:
+            blocks = [Put(start, counts[r] if to_all or r == root else 0) for r in range(n)]
+        found += [(at, count * itemsize) for at, count in blocks]
+    return np.array(found, np.uintp)
+
+
+# --- whether it is allowed ----------------------------------------------------------------------
+
+
+class _Peers(NamedTuple):
+    """The processes of a group's ranks. By rank: their numbers, the words that they are known by,
+    and where each process has its own; and what this one has: its own, and place for the others'.
+    """
+
+    pids: Any
+    words: Any
+    tokens: Any
+    own: Any
+
+
+class _Attempt(NamedTuple):
+    """The outcome on this rank: if one rank has no ``copies``, no rank has.
+
+    why: what keeps this rank from it, "" for nothing.
+    """
+
+    copies: SingleCopy | None
+    why: str
+
+
+def find_obstacle(group: ProcessGroup) -> str:
+    """Return what keeps this rank of a group from copying; "" if nothing does, or it is unknown."""
+    attempt = group.resources.find("single_copy")
+    return "" if attempt is None else attempt.why
+
+
+def _create(group: ProcessGroup) -> _Attempt:
+    """Try it with every other rank. All ranks call."""
+    memory = shared.get_or_create(group)
+    if memory is None:
+        return _Attempt(None, "the ranks share no memory")
+    peers = _find_peers(group)
+    # Reads first: nothing must be written into a process that is not the rank that it seems to be.
+    for attempt in (_allow, _read, _write, _compare):
+        why = attempt(memory, group.rank(), peers)
+        able = np.array([not why], np.uint8)
+        group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
+        if not able[0]:
+            return _Attempt(None, why)
+    return _Attempt(SingleCopy(group, memory, peers), "")
+
+
+def _find_peers(group: ProcessGroup) -> _Peers:
+    n, me = group.size(), group.rank()
+    own = np.zeros(n, np.uint64)
+    own[me] = secrets.randbits(64)
+    mine = np.array([os.getpid(), own.ctypes.data + 8 * me, own[me]], np.uint64)
+    everybody = np.empty((n, 3), np.uint64)
+    group.inner.Allgather(mine, everybody)
+    pids, tokens, words = (np.ascontiguousarray(column) for column in everybody.T)
+    return _Peers(pids, words, tokens, own)
+
+
+def _allow(memory: Shared, me: int, peers: _Peers) -> str:
+    """Return why this rank cannot even try."""
+    assert kernels is not None
+    if settings.SINGLE_COPY.is_set_to("0"):
+        return f"{settings.SINGLE_COPY.name}=0"
+    if kernels.single_copy_board(len(peers.pids)) > memory.slot:
+        return "the shared memory has no room for the addresses of so many ranks"
+    return ""
+
+
+def _read(memory: Shared, me: int, peers: _Peers) -> str:
+    """Return why this rank cannot read another's word."""
+    word = np.zeros(1, np.uint64)
+    for rank in _others(me, peers):
+        error = _copy(peers.pids[rank], False, word, peers.tokens[rank])
+        if error:
+            return f"rank {rank}'s memory cannot be read: {os.strerror(error)}"
+        if word[0] != peers.words[rank]:
+            return f"rank {rank} has another process number here: they are in different containers"
+    return ""
+
+
+def _write(memory: Shared, me: int, peers: _Peers) -> str:
+    """Return why this rank cannot write its word into another's place for it."""
+    for rank in _others(me, peers):
+        place = peers.tokens[rank] + np.uint64(8 * me) - np.uint64(8 * rank)
+        error = _copy(peers.pids[rank], True, peers.own[me : me + 1], place)
+        if error:
+            return f"rank {rank}'s memory cannot be written: {os.strerror(error)}"
+    return ""
+
+
+def _compare(memory: Shared, me: int, peers: _Peers) -> str:
+    """Return which word was not written into this rank's memory."""
+    for rank in _others(me, peers):
+        if peers.own[rank] != peers.words[rank]:
+            return f"what rank {rank} has written into this rank's memory is not there"
+    return ""
+
+
+def _others(me: int, peers: _Peers) -> list[int]:
+    return [rank for rank in range(len(peers.pids)) if rank != me]
+
+
+def _copy(pid: Any, writes: bool, word: Any, there: Any) -> int:
+    """Copy a word from or to another process; return 0, or the number of the system's error."""
+    assert kernels is not None
+    error: int = kernels.single_copy_try(
+        int(pid), writes, word.ctypes.data, int(there), word.nbytes
+    )
+    return error
+
+
+def _build(kind: CallKind) -> Implementation | None:
+    group = kind.group
+    attempt = group.resources.get_or_create(
+        "single_copy", lambda: _create(group), abandon=lambda _: None
+    )
+    return None if attempt.copies is None else attempt.copies.build(kind)
+
+
+ROUTE = Route(
+    "single_copy",
+    "one copy by the kernel",
+    MemoryKind.HOST,
+    (*MOVES, *EXCHANGES),
+    _build,
+    uneven=EXCHANGES,
+    place="node",
+    needs="all ranks on one node, allowed to read and write each other's memory, and the C library",
+    compares=True,
+    lists=True,
+    instead="shared",
+)

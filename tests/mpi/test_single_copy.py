@@ -1,0 +1,258 @@
+"""Moves by one copy from process to process: every size and layout, either way, and who cannot."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+
+import numpy as np
+import pytest
+from conftest import team as group_of
+from driver import MOVES, NAMES, Call
+
+import mpicoll as dist
+from mpicoll.dtypes import by_name
+from mpicoll.errors import MismatchError
+from mpicoll.kernels.library import kernels
+from mpicoll.routes import tuning
+from mpicoll.routes.host import single_copy
+
+KINDS = [kind for kind in tuning.KINDS if not tuning.parse_kind(kind)[0].reduces]
+
+
+def copy_all(patch):
+    """Moves of every size go by this route."""
+    rows = {kind: {"node": ((0, "single_copy"),)} for kind in KINDS}
+    patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+
+
+def preferring(way):
+    """Histories in which one way, 0 or 1, is always the faster one."""
+    made = np.zeros(kernels.single_copy_histories(), np.uint8)
+    each = made[: 128 * 32].view(np.uint64).reshape(-1, 4)
+    each[:, 1 - way] = 1 << 60
+    each[:, 2] = 2 | 2 << 32  # both have been tried
+    return made
+
+
+@pytest.fixture(scope="module", params=["kernel", "slots", "either"])
+def team(world, request):
+    """A group whose ranks copy, if they may; through slots; or each in turn."""
+    with pytest.MonkeyPatch.context() as patch:
+        copy_all(patch)
+        if request.param != "either" and kernels is not None:
+            way = ("kernel", "slots").index(request.param)
+            patch.setattr(single_copy, "_make_histories", lambda: preferring(way))
+        found = group_of(request.param, range(world.size))
+        dist.all_to_all_single(np.zeros(found.size), np.zeros(found.size), group=found.group)
+        if found.size > 1 and not copies(found):
+            pytest.skip(single_copy.find_obstacle(found.group) or "the ranks share no memory")
+        yield found
+
+
+def copies(team):
+    attempt = team.group.resources.find("single_copy")
+    return attempt is not None and attempt.copies is not None
+
+
+#: Elements around pages, the size from which on there is a choice, and pieces.
+COUNTS = (0, 1, 5, 1023, 1025, 32768, 32769, 70001)
+
+
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("dtype", ["float32", "bool", "complex128"])
+def test_sizes(team, name, dtype):
+    for count, root in itertools.product(COUNTS, {0, team.size - 1}):
+        Call(name, team, by_name[dtype], count, None, root).run()
+
+
+def test_several_pieces(team):
+    """More than the kernel copies in one call, of every primitive."""
+    for name in MOVES:
+        Call(name, team, by_name["uint8"], (9 << 20) + 77, None, team.size - 1).run()
+
+
+def test_lists_of_arrays_as_they_are(team):
+    """Arrays that lie apart, that are packed, and that are sent and received."""
+    n, me = team.size, team.me
+    for count in (10, 100000):
+        parts = [np.zeros((2, count)).T if r % 2 else np.zeros((count, 2)) for r in range(n)]
+        mine = np.arange(2.0 * count).reshape(count, 2) + 1000 * me
+        dist.all_gather(parts, mine, group=team.group)
+        for rank, part in enumerate(parts):
+            np.testing.assert_array_equal(part - 1000 * rank, mine - 1000 * me)
+        memory = np.arange(float(count + n)) + 1000 * me
+        outputs = [np.zeros(count) for _ in range(n)]
+        outputs[me] = memory[n : count + n]
+        dist.all_gather(outputs, memory[:count], group=team.group)
+        for rank, part in enumerate(outputs):
+            np.testing.assert_array_equal(part, np.arange(float(count)) + 1000 * rank)
+
+
+@pytest.mark.parametrize("start", [1, 3])
+def test_odd_addresses(team, start):
+    for count in (1000, 100003):
+        memory = np.full(8 * count + 16, 0xA5, np.uint8)
+        array = memory[start : start + 8 * count].view(np.int64)
+        array[:] = np.arange(count) * (team.me + 1)
+        dist.broadcast(array, group=team.group, group_src=team.size - 1)
+        assert (array == np.arange(count) * team.size).all()
+        assert (memory[:start] == 0xA5).all() and (memory[start + 8 * count :] == 0xA5).all()
+
+
+def uneven(n, number):
+    """Elements from each rank to each: some none, some ranks nothing at all."""
+    sizes = np.random.default_rng([n, number]).choice([0, 0, 1, 7, 1000, 40000, 600000], (n, n))
+    sizes[number % n] *= number % 3 > 0
+    sizes[:, number % n] *= number % 3 > 1
+    return sizes
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_uneven_splits(team, listed):
+    n, me = team.size, team.me
+    for number in range(12):
+        sizes = uneven(n, number)
+        made = [np.arange(sizes[me, r]) * (me + 1) + 10**7 * r for r in range(n)]
+        wanted = [np.arange(sizes[r, me]) * (r + 1) + 10**7 * me for r in range(n)]
+        if listed:
+            got = [np.zeros_like(each) for each in wanted]
+            dist.all_to_all(got, made, group=team.group)
+        else:
+            whole = np.zeros(sizes[:, me].sum(), np.int64)
+            splits = [list(map(int, each)) for each in (sizes[:, me], sizes[me])]
+            dist.all_to_all_single(whole, np.concatenate(made), *splits, group=team.group)
+            got = np.split(whole, np.cumsum(sizes[:, me])[:-1])
+        for mine, expected in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(mine, expected)
+
+
+def test_splits_on_some_ranks_only(team):
+    """Equal ones that are given mean the same as none; the own block may be of any size."""
+    n, me = team.size, team.me
+    for _ in range(3):
+        send, recv = np.arange(6.0 * n) + 100 * me, np.zeros(6 * n)
+        splits = ([6] * n, [6] * n) if me == 0 else ()
+        dist.all_to_all_single(recv, send, *splits, group=team.group)
+        assert (recv.reshape(n, 6) == np.arange(6) + 6 * me + 100 * np.arange(n)[:, None]).all()
+
+
+def test_sizes_that_do_not_fit(team):
+    """An error on every rank that names the two sizes on the one that expected another."""
+    n, me = team.size, team.me
+    if n == 1:
+        return
+    for count in (3, 60000):
+        sends, receives = [count] * n, [count] * n
+        if me == n - 1:
+            sends[0] += 1
+        words = (
+            f"expected {count} elements from rank {n - 1}, which sends {count + 1}"
+            if me == 0
+            else "other ranks' block sizes do not fit together"
+        )
+        with pytest.raises(MismatchError, match=words):
+            dist.all_to_all_single(
+                np.zeros(sum(receives)), np.zeros(sum(sends)), receives, sends, group=team.group
+            )
+        Call("all_to_all_single", team, by_name["float64"], count).run()
+
+
+def test_ranks_that_disagree(team):
+    """On the root, the size, the dtype or the primitive, past the calls that are all compared."""
+    if team.size == 1:
+        return
+    for _ in range(130):
+        dist.barrier(team.group)
+    odd, count = team.me == team.size - 1, 50000
+    for call, words in (
+        (lambda a: dist.broadcast(a, group=team.group, group_src=int(odd)), "src 1"),
+        (lambda a: dist.broadcast(a[: count - odd], group=team.group, group_src=0), "49999 elem"),
+        (lambda a: dist.broadcast(a.view("i8") if odd else a, group=team.group), "int64"),
+        (
+            lambda a: (
+                dist.all_gather_single(np.zeros(count * team.size), a, team.group)
+                if odd
+                else dist.broadcast(a, group=team.group)
+            ),
+            "all_gather_single",
+        ),
+        (
+            lambda a: (
+                dist.all_reduce(a, group=team.group) if odd else dist.broadcast(a, group=team.group)
+            ),
+            "all_reduce of 50000",
+        ),
+    ):
+        with pytest.raises(MismatchError, match=words):
+            call(np.zeros(count))
+        Call("broadcast", team, by_name["float32"], count, None, 0).run()
+
+
+def test_asynchronous_calls(team):
+    arrays = [np.full(40000 * (1 + i % 3), float(team.me + i)) for i in range(20)]
+    works = [
+        dist.broadcast(array, group=team.group, group_src=i % team.size, async_op=True)
+        for i, array in enumerate(arrays)
+    ]
+    for i, (work, array) in enumerate(zip(works, arrays, strict=True)):
+        assert work.wait() and (array == i % team.size + i).all()
+
+
+# ---- who cannot ---------------------------------------------------------------------------------
+
+
+def may_not_read(patch):
+    patch.setattr(single_copy, "_copy", lambda *_: errno.EPERM)
+
+
+def may_not_write(patch):
+    copy = single_copy._copy
+    patch.setattr(
+        single_copy, "_copy", lambda pid, writes, *at: errno.EPERM if writes else copy(pid, 0, *at)
+    )
+
+
+def is_another_process(patch):
+    patch.setattr(single_copy, "_copy", lambda *_: 0)  # as if it had read zeros
+
+
+def switched_off(patch):
+    patch.setenv("MPICOLL_SINGLE_COPY", "0")
+
+
+@pytest.mark.parametrize(
+    "failure", [may_not_read, may_not_write, is_another_process, switched_off],
+    ids=lambda failure: failure.__name__,
+)  # fmt: skip
+def test_one_rank_that_cannot_copy_is_enough(world, mpi, monkeypatch, failure):
+    """All take to shared memory then, and the rank knows why."""
+    copy_all(monkeypatch)
+    for unable in {0, world.size - 1}:
+        with pytest.MonkeyPatch.context() as patch:
+            if unable == world.me:
+                failure(patch)
+            team = group_of(f"without {unable}", range(world.size))
+            for name, count in itertools.product(MOVES, (5, 50000)):
+                Call(name, team, by_name["float32"], count, None, 0).run()
+        why = single_copy.find_obstacle(team.group)
+        assert not copies(team)
+        if world.size > 1 and team.group.resources.find("shared"):
+            reasons = mpi.allgather(why)
+            assert reasons[unable] and not any(
+                each for rank, each in enumerate(reasons) if rank != unable
+            )
+        dist.destroy_process_group(team.group)
+
+
+def test_the_default_takes_it(world):
+    """From some size on, where the ranks may."""
+    if world.size == 1 or kernels is None:
+        return
+    team = group_of("default", range(world.size))
+    for name in MOVES:
+        Call(name, team, by_name["float32"], 300000, None, 0).run()
+    if not single_copy.find_obstacle(team.group) and team.group.resources.find("shared"):
+        assert copies(team)
+    assert all(NAMES[name].name in single_copy.ROUTE.primitives for name in MOVES)
+    dist.destroy_process_group(team.group)

@@ -27,7 +27,7 @@ import mpicoll as dist
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import algorithms, messages, moves, reductions, wire
-from mpicoll.routes.host import select
+from mpicoll.routes.host import lists, select
 from mpicoll.routes.space import Host
 
 #: The host's memory, as algorithms see it.
@@ -80,17 +80,17 @@ def places(world):
     spaces = {}
     chosen = select.choose
 
-    def choose(kind):
+    def choose(kind, listed):
         space = spaces.get(kind.group.group_name)
         if space is None or kind.primitive.name not in algorithms.ALGORITHMS:
-            return chosen(kind)
+            return chosen(kind, listed)
         route = algorithms.build(kind, space)
 
         def settled(send, recv, extent, root):
             route(send, recv, extent, root)
             space.synchronize()
 
-        return settled
+        return lists.packed(kind, settled, lambda count: False) if listed else settled
 
     def made(name, ranks, space):
         team = group_of(name, ranks)

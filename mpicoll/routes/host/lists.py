@@ -35,10 +35,11 @@ def packed(kind: CallKind, route: Implementation, takes: Callable[[int], bool]) 
             if takes(extent):
                 route(send, recv, extent, root)
                 return
-            counts = [extent] * n
+            sends = receives = [extent] * n
         else:
-            counts = list(extent.sends if primitive.many_in else extent.receives)
-        out, into = (_bytes(side, counts, me, itemsize) for side in (send, recv))
+            sends = [*(extent.sends if primitive.many_in else extent.receives)]
+            receives = [*(extent.receives if primitive.many_out else extent.sends)]
+        out, into = _bytes(send, sends, me, itemsize), _bytes(recv, receives, me, itemsize)
         for size, cut in _chunks(extent, step, itemsize):
             parts = [part[cut] for part in into]
             whole = _whole(parts, lambda parts: np.empty(sum(map(len, parts)), np.uint8))

@@ -55,7 +55,7 @@ class Ranks(NamedTuple):
     """Numbers of ranks in the order in which they run, 0 for the plain tests.
 
     torch: those of the tests with torch.
-    settings: environment variables.
+    settings: environment variables on ranks.
     """
 
     mpi: Sequence[int]
@@ -66,9 +66,9 @@ class Ranks(NamedTuple):
 #: With the first MPI, with Intel MPI, which is of MPICH's family, and with any other.
 FIRST, INTEL, OTHER = range(3)
 RANKS = {
-    FIRST: Ranks([0, 1, 2, 4], [2, 4]),
-    INTEL: Ranks([2], [2], {"MPICOLL_CALLS": "python"}),
-    OTHER: Ranks([0, 3], [2]),
+    FIRST: Ranks([0, 1, 4], [2, 4]),
+    INTEL: Ranks([2], [2]),
+    OTHER: Ranks([0, 3], [2], {"MPICOLL_CALLS": "python"}),
 }
 FULL = Ranks([0, 1, 2, 3, 4], [2, 4])
 QUICK = Ranks([0, 2], [2])
@@ -270,7 +270,13 @@ def plan_launches(
         if number in chosen.mpi:
             parts |= {PLAIN, WAITS} if number == 0 else {MPI}
         launches += [
-            Launch(mpi, number, part, choose_marks(part, first, arguments.quick), chosen.settings)
+            Launch(
+                mpi,
+                number,
+                part,
+                choose_marks(part, first, arguments.quick),
+                chosen.settings if number else {},
+            )
             for part in PARTS
             if part in parts & named
         ]

@@ -163,6 +163,7 @@ def test_a_script_says_the_name_and_no_more():
     assert lines == [f"{r} 3 [6.0, 6.0] {r} 3 {r} 3" for r in range(3)]
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_a_newer_torch_is_warned_of_once():
     lines = on_ranks("""
@@ -206,6 +207,7 @@ def test_shrink_group(of):
     assert lines == ["4.0 4.0 0 2", "4.0 4.0 1 2"]
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @first_class
 @pytest.mark.parametrize("of", ["None", "dist.new_group([0, 1, 2])"])
@@ -238,6 +240,7 @@ def test_shrink_group_gives_up_what_is_pending(of):
     assert done.stdout.count("4.0 True") == 2, done.stdout + done.stderr
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @first_class
 @pytest.mark.parametrize("backend", ["mpicoll", "cpu:mpicoll,cuda:gloo"])
@@ -282,6 +285,7 @@ def test_the_facade_beside():
     assert lines == ["[3.0, 3.0] False"] * 2 + ["[6.0, 6.0] [2.0]"] * 2
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_mpi_rendezvous_for_another_backend():
     """Gloo's group gets its ranks from MPI; groups of mpicoll can be made beside."""
@@ -349,6 +353,7 @@ def test_in_place_of_torchs_own_backends(how):
     assert lines == sorted(told)
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_other_names_stay_torchs_own():
     lines = on_ranks(
@@ -365,6 +370,7 @@ def test_other_names_stay_torchs_own():
     assert lines == ["[2.0] gloo gloo"] * 2
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_what_torch_does_for_gloo_alone_is_there():
     """monitored_barrier, and a checkpoint with a group of its own."""
@@ -512,6 +518,7 @@ def test_run_says_that_ranks_were_alone(script, tmp_path):
     assert told == (script.endswith("\n")), done.stderr
 
 
+@pytest.mark.any_mpi
 def test_run_says_nothing_of_ranks_that_met_without_mpi(tmp_path):
     start = [*TORCHRUN, "2", "-m"]
     done = carried(STOCK, tmp_path, start, "--backend", "mpi", "train.py")
@@ -536,6 +543,7 @@ def test_run_refuses(words, environment, why, tmp_path):
 # ---- under mpiexec, refused ----------------------------------------------------------------------
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_refused_by_name():
     lines = on_ranks("""
@@ -567,6 +575,7 @@ def test_refused_by_name():
         assert sum(line.startswith(words) for line in lines) >= 2, (words, lines)
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_options_have_no_effect_and_one_warning():
     lines = on_ranks("""
@@ -646,6 +655,7 @@ def test_destroyed_on_the_way_of_an_exception():
     assert "KeyError: 'the reason'" in done.stderr, done.stderr
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_backward_knows_the_timeout():
     """DDP waits for futures, in C++: a rank that does not come is an error there.

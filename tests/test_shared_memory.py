@@ -24,7 +24,7 @@ class Hold(ctypes.Structure):
         ("base", ctypes.c_void_p),
         ("slot", ctypes.c_size_t),
         *((name, ctypes.c_uint32) for name in ("n", "me", "round", "calls", "looks", "left")),
-        *((name, ctypes.c_uint32) for name in ("measurements", "latency", "far")),
+        *((name, ctypes.c_uint32) for name in ("measurements", "latency", "far", "few")),
         ("until", ctypes.c_uint64),
     )
 
@@ -51,6 +51,11 @@ def kind_of(hold, whole=0, combines=True, **layout):
     )  # fmt: skip
 
 
+def holds_of(whole, slot, n, few):
+    """Each thread's hold on the memory, who waits for each other itself if n <= ``few``."""
+    return [Hold(whole.ctypes.data, slot, n, rank, few=few) for rank in range(n)]
+
+
 def on_threads(rank, n):
     """Calls ``rank(me)`` on n threads at once, and waits for all."""
     threads = [threading.Thread(target=rank, args=(me,), daemon=True) for me in range(n)]
@@ -62,18 +67,23 @@ def on_threads(rank, n):
 
 
 #: Numbers of threads of which two processors are soon tired.
-MANY = [pytest.param(n, marks=pytest.mark.slow) for n in (65, 100, 128)]
+MANY = [pytest.param(n, marks=pytest.mark.slow) for n in (65, 100, 256)]
+
+
+#: Signals are passed on in log2 n steps, or each rank waits for each other.
+WAYS = [pytest.param(0, id="passed-on"), pytest.param(256, id="each-by-each")]
 
 
 @pytest.mark.parametrize("slot", [64, 640, 4096])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, *MANY])
-def test_all_reduce_of_n_threads(n, slot):
+@pytest.mark.parametrize("few", WAYS)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 13, *MANY])
+def test_all_reduce_of_n_threads(n, few, slot):
     """Sums that shares and slots do not divide; what lies behind the segment stays as it is."""
     region = kernels.shared_region(slot, n)
     memory = mmap.mmap(-1, n * region + 4096)
     whole = np.frombuffer(memory, np.uint8)
     whole[n * region :] = 0xA5
-    holds = [Hold(whole.ctypes.data, slot, n, rank, 0, 0, 0) for rank in range(n)]
+    holds = holds_of(whole, slot, n, few)
     counts = [1, 7, slot // 4, slot // 4 + 1, 3 * slot + 5, 0, 2 * n + 1]
     wrong = []
 
@@ -93,6 +103,37 @@ def test_all_reduce_of_n_threads(n, slot):
     assert (whole[n * region :] == 0xA5).all()
 
 
+@pytest.mark.parametrize("few", WAYS)
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 9, 16, 33])
+def test_one_rank_in_another_call(n, few):
+    """All hear of it, whoever it is, and whatever else differs; the next call goes well."""
+    slot = 4096
+    whole = np.frombuffer(mmap.mmap(-1, n * kernels.shared_region(slot, n)), np.uint8)
+    holds = holds_of(whole, slot, n, few)
+    results = [[] for _ in range(n)]
+
+    def rank(me):
+        at = ctypes.addressof(holds[me])
+        kind = kind_of(holds[me])
+        for number in range(2 * n):
+            # Of another kind or size, or with several rounds, where the others have one.
+            odd, large = me == number % n, number // n
+            if large and odd:
+                array = np.ones(3 * slot, np.int32)
+                kind_at = ctypes.addressof(kind)
+                done = kernels.shared_all_reduce(kind_at, array.ctypes.data, array.size, 2 * number)
+            else:
+                done = kernels.shared_agree(at, 2 * number, 5, number + 10**12 * odd)
+            array = np.full(slot, me, np.int32)
+            both = kernels.shared_all_reduce(
+                ctypes.addressof(kind), array.ctypes.data, array.size, 2 * number + 1
+            )
+            results[me].append((done, both, (array == n * (n - 1) // 2).all()))
+
+    on_threads(rank, n)
+    assert results == [[(0, 1, True)] * (2 * n)] * n
+
+
 #: How blocks are laid out, by the names of the collectives.
 BLOCKS = {
     "broadcast": {"giver": 1},
@@ -108,12 +149,13 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("slot", [8192, 65536])
+@pytest.mark.parametrize("few", WAYS)
 @pytest.mark.parametrize("n", [1, 2, 3, 8, MANY[0], MANY[2]])
-def test_blocks_of_n_threads(n, slot):
+def test_blocks_of_n_threads(n, few, slot):
     """Every collective with blocks that fill no slot, one, and several."""
     region = kernels.shared_region(slot, n)
     whole = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
-    holds = [Hold(whole.ctypes.data, slot, n, rank, 0, 0, 0) for rank in range(n)]
+    holds = holds_of(whole, slot, n, few)
     # Each thread has arrays of n such blocks: less than a slot where there are many threads.
     most = (max if n <= 8 else min)(slot // 4 + 3, 3001)
     wrong = []
@@ -170,7 +212,7 @@ def test_results_that_leave_the_caches(start, extra):
     n, slot, size = 2, 65536, (32 << 20) + extra
     region = kernels.shared_region(slot, n)
     whole = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
-    holds = [Hold(whole.ctypes.data, slot, n, rank, 0, 0, 0) for rank in range(n)]
+    holds = holds_of(whole, slot, n, n)
     expected = np.random.default_rng(extra).integers(0, 256, size, np.uint8)
     memory = np.full((n, size + 128), 0xA5, np.uint8)
     arrays = [row[start : start + size] for row in memory]

@@ -11,6 +11,7 @@ from mpicoll.errors import UnsupportedError
 from mpicoll.kernels.reduction import rounds_sums
 from mpicoll.routes.device import select as device
 from mpicoll.routes.host import select as host
+from mpicoll.routes.host import shared
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -34,7 +35,8 @@ def choose(kind: CallKind, on_device: bool) -> Implementation:
 
 def share_memory(group: ProcessGroup) -> None:
     """Let the ranks of a group share memory, if they can. All ranks call."""
-    host.place(group)
+    if 1 < group.size() <= shared.MOST:
+        host.place(group)
 
 
 def _is_exact(op: ReduceOp | None, dtype: DType | None) -> bool:

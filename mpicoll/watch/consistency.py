@@ -11,7 +11,7 @@ the group, and the debug level agreed on in the previous comparison. Comparisons
 of the communicator that otherwise carries the user's messages, so that they meet no data of ranks
 that are a call ahead or behind.
 
-Where up to ``EACH`` ranks share memory, every call is compared in that before it begins, and no
+Where the ranks share memory, every call is compared in that before it begins, and no
 record is kept: by the route, if it goes through this memory anyhow, else by ``group.agree``.
 """
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "EACH",
     "FIRST",
     "STRIDE",
     "RecordEntry",
@@ -43,9 +42,6 @@ __all__ = [
 
 #: Each of a group's first calls is encode_comparison, then the record once in a stride of calls.
 FIRST, STRIDE = 64, 64
-#: The most ranks that compare each call in their memory: each looks at what each other announces.
-EACH = 16
-
 
 _DETAIL = int(DebugLevel.DETAIL)
 
@@ -81,7 +77,7 @@ def check(group: ProcessGroup) -> None:
     group.recent = [calls[-1] if agreed else (number, -1, 0, 0)]
     if not agreed:
         raise MismatchError(_describe_difference(group, calls))
-    if group.size() <= EACH and (shared := group.resources.find("shared")):
+    if shared := group.resources.find("shared"):
         group.agree = shared.agree
         group.compare_each()
 

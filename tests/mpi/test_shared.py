@@ -43,13 +43,31 @@ def share_all(patch):
     patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
 
 
-@pytest.fixture(scope="module", params=["split", "whole"])
+def pass_signals_on(patch, world):
+    """Two ranks are too many to wait for each other, and do not take turns on processors."""
+    patch.setattr(shared, "FEW", 1)
+    patch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
+
+
+@pytest.fixture(params=["each by each", "signals passed on"])
+def waits(world, request, monkeypatch):
+    """In which way ranks wait for all others."""
+    if request.param == "signals passed on":
+        pass_signals_on(monkeypatch, world)
+    return request.param
+
+
+@pytest.fixture(scope="module", params=["split", "whole", "signals passed on"])
 def cut(world, request):
-    """A group with slots of few bytes: every rank combines its share, or everything."""
+    """A group with slots of few bytes: every rank combines its share, or everything; and where not
+    each rank waits for each.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
         share_all(patch)
-        patch.setattr(shared, "WHOLE", 0 if request.param == "split" else 1 << 40)
+        patch.setattr(shared, "WHOLE", 1 << 40 if request.param == "whole" else 0)
+        if request.param == "signals passed on":
+            pass_signals_on(patch, world)
         yield group_of("cut", range(world.size))
 
 
@@ -234,12 +252,12 @@ def test_asynchronous_calls_keep_their_order(world, monkeypatch, processors):
 
 
 @needs
-def test_counters_wrap_around(world, monkeypatch):
+def test_counters_wrap_around(world, waits, monkeypatch):
     """After 2**32 rounds."""
     monkeypatch.setattr(shared, "SLOT", 512)
     share_all(monkeypatch)
     monkeypatch.setattr(shared, "WHOLE", 256)
-    team = group_of("late", range(world.size))
+    team = group_of(f"late, {waits}", range(world.size))
     Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()
     if team.size == 1:
         return
@@ -247,8 +265,8 @@ def test_counters_wrap_around(world, monkeypatch):
     close = 2**32 - 6
     region = library.kernels.shared_region(hold.slot, hold.n)
     team.group.inner.Barrier()  # MPI's own: ours would compare itself by these counters
-    for line in (0, 64):  # given and combined
-        ctypes.c_uint32.from_address(hold.base + hold.me * region + line).value = close
+    for line in range(9):  # what is passed on, and combined
+        ctypes.c_uint32.from_address(hold.base + hold.me * region + 64 * line).value = close
     hold.round = close
     team.group.inner.Barrier()
     for count in (40, 20, 300, 40, 1000):
@@ -257,11 +275,11 @@ def test_counters_wrap_around(world, monkeypatch):
 
 
 @needs
-def test_ranks_that_disagree(world):
+def test_ranks_that_disagree(world, waits):
     """An error on every rank, with what they said; then all goes on."""
     if world.size == 1:
         return
-    team = group_of("at odds", range(world.size))
+    team = group_of(f"at odds, {waits}", range(world.size))
     for _ in range(130):  # the first calls, and one in a stride, are compared in another way
         dist.barrier(team.group)
     odd = team.me == team.size - 1

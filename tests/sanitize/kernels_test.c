@@ -46,7 +46,7 @@ static void *allocate(size_t size)
 /* ---- A group of threads ------------------------------------------------------------------------ */
 
 struct group {
-    uint32_t n;
+    uint32_t n, few;
     size_t slot;
     char *base;
     pthread_barrier_t barrier;
@@ -67,9 +67,9 @@ static void dawdle(struct rank *rank)
         usleep(rank->random >> 8 & 255);
 }
 
-static void run_ranks(uint32_t n, size_t slot, void *(*body)(void *))
+static void run_ranks(uint32_t n, uint32_t few, size_t slot, void *(*body)(void *))
 {
-    struct group group = {.n = n, .slot = slot};
+    struct group group = {.n = n, .few = few, .slot = slot};
     const size_t region_size = mpicoll_shared_region(slot, n);
     pthread_t threads[n];
     struct rank *ranks = allocate(n * sizeof *ranks);
@@ -84,13 +84,14 @@ static void run_ranks(uint32_t n, size_t slot, void *(*body)(void *))
     for (uint32_t me = 0; me < n; me++) {
         ranks[me] = (struct rank){.group = &group, .random = 7 * me + n};
         ranks[me].shared = (struct mpicoll_shared){
-            .base = memory, .slot = slot, .n = n, .me = me, .looks = me % 2 ? 50 : 0};
+            .base = memory, .slot = slot, .n = n, .me = me, .looks = me % 2 ? 50 : 0, .few = few};
         /* Numbers of rounds and calls wrap around. */
         ranks[me].number = ranks[me].shared.round = START;
         struct header *mine = header(&ranks[me].shared, me);
-        atomic_store(&mine->given.value, START);
+        for (int k = 0; k < MOST_BITS; k++)
+            atomic_store(&mine->passed[k].counter.value, START);
         atomic_store(&mine->combined.value, START);
-        atomic_store(&mine->asked.value, START);
+        atomic_store(&mine->asked.counter.value, START);
     }
     for (uint32_t me = 0; me < n; me++)
         CHECK(!pthread_create(&threads[me], NULL, body, &ranks[me]));
@@ -221,14 +222,15 @@ static void differ(struct rank *rank)
     rank->number++;
     if (n == 1)
         return;
-    if (me == n / 2)
+    const uint32_t odd = rank->number % n; /* each in turn */
+    if (me == odd)
         CHECK(!mpicoll_shared_agree(&rank->shared, rank->number, 9, 11));
     else
-        CHECK(!mpicoll_shared_all_reduce(&kind, (char *)array, me ? 6 : 5, rank->number));
+        CHECK(!mpicoll_shared_all_reduce(&kind, (char *)array, 6, rank->number));
     for (uint32_t other = 0; other < n; other++) {
         mpicoll_shared_call(&rank->shared, other, &what, &count);
-        CHECK(what == (other == n / 2 ? 9 : 7));
-        CHECK(count == (other == n / 2 ? 11 : other ? 6 : 5));
+        CHECK(what == (other == odd ? 9 : 7));
+        CHECK(count == (other == odd ? 11 : 6));
     }
 }
 
@@ -393,20 +395,23 @@ static void limit(void)
 
 int main(void)
 {
-    const uint32_t sizes[] = {1, 2, 3, 5, 8};
+    const uint32_t sizes[] = {1, 2, 3, 5, 8, 13};
 
     alarm(LIMIT_SECONDS); /* ranks that wait for ever */
     pack();
     limit();
     for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
         const uint32_t n = sizes[k];
-        run_ranks(n, 64, run_collectives);
-        run_ranks(n, 640, run_collectives);
-        run_ranks(n, 4096, run_collectives);
-        run_ranks(n, 4096, run_asks);
+        for (uint32_t few = 0; few <= n; few += n) { /* by signals passed on, and each by each */
+            run_ranks(n, few, 64, run_collectives);
+            run_ranks(n, few, 640, run_collectives);
+            run_ranks(n, few, 4096, run_collectives);
+        }
+        run_ranks(n, n, 4096, run_asks);
     }
-    run_ranks(2, 65536, run_large);
-    run_ranks(3, 4096, run_left);
+    run_ranks(2, 2, 65536, run_large);
+    run_ranks(3, 3, 4096, run_left);
+    run_ranks(7, 0, 4096, run_left);
     puts("threads as ranks, packing, the time limit: as they should be");
     return 0;
 }

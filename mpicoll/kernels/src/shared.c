@@ -1,10 +1,10 @@
 /* Collectives of ranks that share memory.
  *
- * A segment is mapped by all n ranks of a group. Each rank has a region in it: three counters, a
- * description of its call, and SLOTS slots for what it gives to the others, and as many for what it
- * has combined for them. A message goes through in rounds of at most one slot; in round k
+ * A segment is mapped by all n ranks of a group. Each rank has a region in it: counters, with what they
+ * say of its call, SLOTS slots for what it gives to the others, and as many for what it has combined for
+ * them. A message goes through in rounds of at most one slot; in round k
  *
- *   1. every rank copies its elements into slot k, and counts `given` up;
+ *   1. every rank copies its elements into slot k, and signals that it has given them;
  *   2. when all have, it combines elements of all slots in the order of the ranks. Either all of
  *      them, straight into its array, or its own share of them, which it also puts into its second
  *      slot k, counting `combined` up;
@@ -14,9 +14,26 @@
  * a rank seldom finds that another has not yet come as far. Combining everything on every rank
  * costs a copy and a wait less, and more arithmetic: best for little data.
  *
- * Why four slots are enough. A rank fills slot k once it has seen `given` k - 2 of all others, which
- * by then had ended step 2 of round k - 4, the last to read the slot. It combines into its second
- * slot k once it has seen `given` k of all, which by then had ended step 3 of round k - 3.
+ * That all have given is learnt by few ranks from each other's signals, and by many from the signals of
+ * log2 n of them (`meet`): then in step s = 0, 1, .. rank r signals to rank r + 2^s that 2^s ranks up to
+ * and with r have given (`passed`; step 0 says so of r itself), and waits for the same from r - 2^s, all
+ * modulo n: a dissemination barrier (D. Hensgen, R. Finkel, U. Manber, Two algorithms for barrier
+ * synchronization, International J. of Parallel Programming 17(1), 1988). A rank passes a signal on
+ * (release) after it has seen those before it (acquire): so it sees what all ranks wrote before they gave.
+ *
+ * The signals of a call's first round say what the call is about, and whether all calls that their rank
+ * has heard of are alike. By induction, after step s rank r knows whether the calls of the ranks
+ * r - 2^(s + 1) + 1 to r are all like its own: if they are, then so are r's and that of r - 2^s, to which
+ * all before it are alike. Last, that is all of them, and the answer is the same on every rank.
+ *
+ * Why four slots are enough. A rank fills slot k once it knows that all have given k - 2, who by then had
+ * ended step 2 of round k - 4, the last to read the slot. It combines into its second slot k once it
+ * knows that all have given k, who by then had ended step 3 of round k - 3.
+ *
+ * Why two descriptions of calls are enough, in turn, on each line. A rank writes that of call c + 2 after
+ * it has ended call c + 1: so it knows that all have given in c + 1, each of which had by then read all
+ * that it reads in call c. Counters only grow: who waits for a value takes a later one as well, and the
+ * description that came with the first is still there.
  *
  * Rounds are numbered on from call to call, so that a rank may begin a call while others still end
  * the one before. Counters are of 32 bits and wrap around; they are compared by their difference.
@@ -44,12 +61,15 @@
 
 enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
 
-/* The bits of a rank's number, of at most 128 ranks: see MOST in mpicoll/routes/host/shared.py. */
-enum { MOST_BITS = 7 };
+/* The bits of a rank's number, of at most 256 ranks: see MOST in mpicoll/routes/host/shared.py. */
+enum { MOST_BITS = 8 };
 
 /* How often a rank yields the processor before it sleeps. Waking up takes several times as long as
  * getting a turn: with more ranks than processors, calls on little data take a quarter of the time. */
 enum { YIELDS = 50 };
+
+/* What mpicoll_board_publish returns for a rank that has left. */
+enum { LEFT = -1 };
 
 #define FOREVER UINT64_MAX
 
@@ -59,15 +79,22 @@ enum { BLOCK = 8192, LARGE = 32 << 20 };
 
 /* A number that its rank counts up and others wait for. */
 struct counter {
-    _Alignas(LINE) atomic_uint value;
+    atomic_uint value;
     atomic_uint sleepers; /* a rank has gone to sleep since the last change */
 };
 
-/* What a call is about. Atomic, because a rank that is ahead may write what another still reads
- * (see mpicoll_shared_ask); counters order all other reads and writes, so relaxed access is enough. */
+/* What a call is about, and whether all calls that its rank has seen so far are alike. Atomic, because
+ * a rank that is ahead may write what another still reads (see mpicoll_shared_ask); counters order all
+ * other reads and writes, so relaxed access is enough. */
 struct call {
-    _Alignas(LINE) _Atomic uint64_t what;
-    _Atomic uint64_t count;
+    _Atomic uint64_t what, count;
+    _Atomic uint32_t alike;
+};
+
+/* A counter, and what it says of the last two calls, in turn: all on one line. */
+struct signal {
+    _Alignas(LINE) struct counter counter;
+    struct call calls[2];
 };
 
 /* For measuring how far another rank is, the one whose number differs in a certain bit. */
@@ -76,11 +103,11 @@ struct echo {
 };
 
 struct header {
-    struct counter given, combined;
-    struct counter asked; /* the number of the last call asked for, begun or not */
+    struct signal passed[MOST_BITS]; /* see `meet`; the first one is `given` */
+    _Alignas(LINE) struct counter combined;
+    struct signal asked; /* the number of the last call asked for, begun or not */
     struct echo echoes[MOST_BITS];
-    /* The calls that were begun, and those that were asked for: of either the last two, in turn. */
-    struct call calls[2], asked_for[2];
+    _Alignas(LINE) uint64_t what, count; /* of the call at hand, for its rank alone */
 };
 
 /* A rank's hold on a segment; mpicoll/routes/host/shared.py has the same. */
@@ -95,6 +122,7 @@ struct mpicoll_shared {
     uint32_t measurements; /* of the ranks' distances */
     uint32_t latency; /* nanoseconds to the farthest rank that was measured last; 0: unknown */
     uint32_t far;   /* bit k: the rank whose number differs from this one's in bit k is far away */
+    uint32_t few;   /* ranks up to which each waits for each other, see `meet` */
     uint64_t until; /* bytes of rounds until the next measurement */
 };
 
@@ -248,14 +276,6 @@ static int wait_for(const struct mpicoll_shared *shared, struct counter *counter
     return wait_until(shared, counter, target, FOREVER);
 }
 
-static int wait_for_given(const struct mpicoll_shared *shared, uint32_t target)
-{
-    for (uint32_t i = 1; i < shared->n; i++)
-        if (!wait_for(shared, &header(shared, (shared->me + i) % shared->n)->given, target))
-            return 0;
-    return 1;
-}
-
 /* ---- Far and near ------------------------------------------------------------------------------ */
 
 /* Between ranks that share a last-level cache a slot best stays in it. Between others every line of
@@ -359,21 +379,24 @@ static uint64_t load(const _Atomic uint64_t *value)
     return atomic_load_explicit(value, memory_order_relaxed);
 }
 
-static void describe(struct call *call, uint64_t what, uint64_t count)
+static void describe(struct call *call, uint64_t what, uint64_t count, int alike)
 {
     atomic_store_explicit(&call->what, what, memory_order_relaxed);
     atomic_store_explicit(&call->count, count, memory_order_relaxed);
+    atomic_store_explicit(&call->alike, (uint32_t)alike, memory_order_relaxed);
 }
 
-static int same(const struct call *one, const struct call *other)
+/* A call, and all that its rank has seen, are about this. */
+static int is_about(const struct call *call, uint64_t what, uint64_t count)
 {
-    return load(&one->what) == load(&other->what) && load(&one->count) == load(&other->count);
+    return load(&call->what) == what && load(&call->count) == count &&
+           atomic_load_explicit(&call->alike, memory_order_relaxed);
 }
 
 static void ask(struct header *mine, uint32_t number, uint64_t what, uint64_t count)
 {
-    describe(&mine->asked_for[number % 2], what, count);
-    count_up(&mine->asked, number);
+    describe(&mine->asked.calls[number % 2], what, count, 1);
+    count_up(&mine->asked.counter, number);
 }
 
 /* Announces call `number` of the group's collectives. Returns 1 if the other ranks announce it, too,
@@ -389,34 +412,38 @@ EXPORT int mpicoll_shared_ask(const struct mpicoll_shared *shared, uint32_t numb
     struct header *mine = header(shared, shared->me);
     ask(mine, number, what, count);
     for (uint32_t i = 1; i < shared->n; i++) {
-        struct header *other = header(shared, (shared->me + i) % shared->n);
-        if (!wait_until(shared, &other->asked, number, end) ||
-            !same(&other->asked_for[number % 2], &mine->asked_for[number % 2]))
+        struct signal *asked = &header(shared, (shared->me + i) % shared->n)->asked;
+        if (!wait_until(shared, &asked->counter, number, end) ||
+            !is_about(&asked->calls[number % 2], what, count))
             return 0;
     }
     return 1;
 }
 
-/* Says what this call is about. */
+/* Says what this call is about: with its first signals. */
 static void announce(struct mpicoll_shared *shared, uint32_t number, uint64_t what, uint64_t count)
 {
     struct header *mine = header(shared, shared->me);
-    const uint32_t parity = ++shared->calls % 2;
-    if (!reached(atomic_load(&mine->asked.value), number))
+    shared->calls++;
+    if (!reached(atomic_load(&mine->asked.counter.value), number))
         ask(mine, number, what, count);
-    describe(&mine->calls[parity], what, count);
+    mine->what = what, mine->count = count;
 }
 
-/* All ranks, which have given something, are in the same call. If not, all of them find that out:
- * a rank that sees no difference to its own call is not seen to differ by any other. */
-static int agreed(const struct mpicoll_shared *shared)
+/* Signals that this rank (k = 0), or 2^k ranks up to it, have given what round `target` - 1 needs; in a
+ * call's first round with what the call is about, and whether all of theirs are alike. */
+static void pass(const struct mpicoll_shared *shared, uint32_t k, uint32_t target, int alike)
 {
-    const uint32_t parity = shared->calls % 2;
-    const struct header *mine = header(shared, shared->me);
-    for (uint32_t rank = 0; rank < shared->n; rank++)
-        if (!same(&header(shared, rank)->calls[parity], &mine->calls[parity]))
-            return 0;
-    return 1;
+    struct header *mine = header(shared, shared->me);
+    struct signal *signal = &mine->passed[k];
+    if (target == shared->round + 1)
+        describe(&signal->calls[shared->calls % 2], mine->what, mine->count, alike);
+    count_up(&signal->counter, target);
+}
+
+static void give(const struct mpicoll_shared *shared, uint32_t target)
+{
+    pass(shared, 0, target, 1);
 }
 
 /* The end of a call, which began in round `base`, that the ranks did not agree on. Some are in its
@@ -424,10 +451,47 @@ static int agreed(const struct mpicoll_shared *shared)
 static int differed(struct mpicoll_shared *shared, uint32_t base)
 {
     struct header *mine = header(shared, shared->me);
-    count_up(&mine->given, base + 2);
+    count_up(&mine->passed[0].counter, base + 2);
     count_up(&mine->combined, base + 2);
     shared->round = base + 2;
     return 0;
+}
+
+/* Waits for a rank's signal. Returns whether it came; in a call's first round *alike becomes 0 if the
+ * rank has another call, or has heard of one. */
+static int hear(const struct mpicoll_shared *shared, struct signal *signal, uint32_t target,
+                int *alike)
+{
+    const struct header *mine = header(shared, shared->me);
+    if (!wait_for(shared, &signal->counter, target))
+        return 0;
+    if (target == shared->round + 1 &&
+        !is_about(&signal->calls[shared->calls % 2], mine->what, mine->count))
+        *alike = 0;
+    return 1;
+}
+
+/* Waits until all ranks have given what round `target` - 1 needs, and in a call's first round learns
+ * whether all are in the same call; this rank has given its own. Returns 1; 0 if the calls differ, on
+ * all ranks: then the call is over; and LEFT if this rank has left. */
+static int meet(struct mpicoll_shared *shared, uint32_t target)
+{
+    const uint32_t n = shared->n, me = shared->me;
+    int alike = 1;
+
+    if (n <= shared->few) {
+        for (uint32_t i = 1; i < n; i++)
+            if (!hear(shared, &header(shared, (me + i) % n)->passed[0], target, &alike))
+                return LEFT;
+    } else {
+        for (uint32_t k = 0, distance = 1; distance < n; k++, distance *= 2) {
+            if (!hear(shared, &header(shared, (me + n - distance) % n)->passed[k], target, &alike))
+                return LEFT;
+            if (2 * distance < n) /* even after a difference: others wait for it */
+                pass(shared, k + 1, target, alike);
+        }
+    }
+    return alike ? 1 : differed(shared, target - 1);
 }
 
 /* A call that only compares what it is about: 1 where all ranks have it alike. */
@@ -438,11 +502,9 @@ EXPORT int mpicoll_shared_agree(struct mpicoll_shared *shared, uint32_t number, 
     const uint32_t base = shared->round;
 
     announce(shared, number, what, count);
-    count_up(&mine->given, base + 1);
-    if (!wait_for_given(shared, base + 1))
+    give(shared, base + 1);
+    if (meet(shared, base + 1) <= 0)
         return 0;
-    if (!agreed(shared))
-        return differed(shared, base);
     count_up(&mine->combined, base + 1);
     shared->round = base + 1;
     return 1;
@@ -452,9 +514,9 @@ EXPORT int mpicoll_shared_agree(struct mpicoll_shared *shared, uint32_t number, 
 EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t rank, uint64_t *what,
                                 uint64_t *count)
 {
-    const struct header *other = header(shared, rank);
-    *what = load(&other->calls[shared->calls % 2].what);
-    *count = load(&other->calls[shared->calls % 2].count);
+    const struct call *call = &header(shared, rank)->passed[0].calls[shared->calls % 2];
+    *what = load(&call->what);
+    *count = load(&call->count);
 }
 
 /* One piece of a message: what goes through in a round. */
@@ -507,7 +569,7 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
             } else {
                 put(into, piece.data, piece.count * size, any_far(shared));
             }
-            count_up(&mine->given, base + i + 1);
+            give(shared, base + (uint32_t)i + 1);
         }
         if (split && i >= 2) {
             const struct piece piece = piece_of(array, size, count, step, i - 2);
@@ -525,10 +587,8 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
             const struct piece piece = piece_of(array, size, count, step, i - 1);
             const size_t start = split ? share_start(piece, size, n, me) : 0;
             const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
-            if (!wait_for_given(shared, base + i))
+            if (meet(shared, base + (uint32_t)i) <= 0)
                 return 0;
-            if (i == 1 && !agreed(shared))
-                return differed(shared, base);
             look_around(shared, piece.count * size);
             for (size_t at = start; at < end; at += BLOCK / size) {
                 const size_t length = end - at < BLOCK / size ? end - at : BLOCK / size;
@@ -609,16 +669,14 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
                 put(into + k * room, puts[k].data + i * step * size, length * size,
                     places == n ? is_far(shared, (uint32_t)k) : any_far(shared));
             }
-            count_up(&mine->given, base + (uint32_t)i + 1);
+            give(shared, base + (uint32_t)i + 1);
         }
         if (i < 1)
             continue;
         const uint32_t round = base + (uint32_t)i - 1;
         const size_t start = (i - 1) * step;
-        if (!wait_for_given(shared, round + 1))
+        if (meet(shared, round + 1) <= 0)
             return 0;
-        if (i == 1 && !agreed(shared))
-            return differed(shared, base);
         look_around(shared, places * length_of(most, start, step) * size);
         for (size_t k = 0; k < n_gets; k++)
             sources[k] = source_of(shared, &gets[k], puts, round, room, start * size);
@@ -712,11 +770,8 @@ void mpicoll_board_begin(struct mpicoll_shared *shared, uint32_t number, uint64_
 
 int mpicoll_board_publish(struct mpicoll_shared *shared)
 {
-    const uint32_t base = shared->round;
-    count_up(&header(shared, shared->me)->given, base + 1);
-    if (!wait_for_given(shared, base + 1))
-        return -1;
-    return agreed(shared) ? 1 : differed(shared, base);
+    give(shared, shared->round + 1);
+    return meet(shared, shared->round + 1);
 }
 
 void mpicoll_board_end(const struct mpicoll_shared *shared)
@@ -726,7 +781,8 @@ void mpicoll_board_end(const struct mpicoll_shared *shared)
 
 int mpicoll_board_is_shown(const struct mpicoll_shared *shared, uint32_t rank)
 {
-    return reached(atomic_load(&header(shared, rank)->given.value), shared->round + 1);
+    return reached(atomic_load(&header(shared, rank)->passed[0].counter.value),
+                   shared->round + 1);
 }
 
 int mpicoll_board_is_ended(const struct mpicoll_shared *shared, uint32_t rank)

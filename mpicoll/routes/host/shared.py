@@ -35,8 +35,13 @@ __all__ = ["ROUTE", "Shared", "create", "get_or_create"]
 
 #: Bytes of a slot, the most that goes through in a round, and of the slots of all ranks together.
 SLOT, TOGETHER = 256 * 1024, 48 * 1024 * 1024
-#: The most ranks that share memory: each looks at what each other does.
-MOST = 128
+#: The most ranks that share memory: today's nodes of two sockets have up to so many cores; and 8
+#: bits, in shared.c.
+MOST = 256
+#: Ranks up to which each waits for each other, while among more each hears of all from log2 n of
+#: them. A look at another rank's signal takes some 0.1 us, a signal that is passed on 0.2 to 0.3
+#: (docs/model.md): both are even at 8 ranks.
+FEW = 8
 #: Bytes of the others' messages, together, up to which every rank combines everything: one wait
 #: instead of two.
 WHOLE = 16 * 1024
@@ -66,6 +71,7 @@ class _Hold(ctypes.Structure):
         ("measurements", ctypes.c_uint32),
         ("latency", ctypes.c_uint32),
         ("far", ctypes.c_uint32),
+        ("few", ctypes.c_uint32),
         ("until", ctypes.c_uint64),
     )
 
@@ -108,6 +114,8 @@ class Shared:
         self._kinds: dict[Any, _Kind] = {}  # the C library has their addresses
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
+        # Where ranks take turns on processors, each signal passed on may take a turn.
+        self._hold.few = n if self._crowded else FEW
         self._look_as_often_as_is_good()
 
     def build(self, kind: CallKind) -> Implementation:

@@ -17,6 +17,7 @@ from mpicoll.errors import ArgumentError
 __all__ = [
     "ALLOW_SINGLETON",
     "CALLS",
+    "CLUSTERS",
     "CUDA_AWARE",
     "DEBUG",
     "DEVICE_ROUTE",
@@ -100,6 +101,11 @@ SINGLE_COPY = _one_of(
     "MPICOLL_SINGLE_COPY", ("0", "1"),
     "0, on any rank: no rank of a node reads or writes another's memory; see performance.md",
 )  # fmt: skip
+CLUSTERS = Setting(
+    "MPICOLL_CLUSTERS", (), "0, or numbers of ranks with commas between",
+    "rank 0's: how many ranks in a row are near each other on a node, as 64, or 2,1,3, over and "
+    "over again; 0: as if all were; see performance.md",
+)  # fmt: skip
 KERNELS = _one_of(
     "MPICOLL_KERNELS", ("compiled", "numpy"),
     "numpy: reduces with NumPy instead of the C library, and shares no memory",
@@ -135,7 +141,7 @@ INSTALL_AS = Setting(
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
-    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
+    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, CLUSTERS, KERNELS, CALLS, REPRODUCIBLE,
     DEVICE_ROUTE, CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS,
 )  # fmt: skip
 

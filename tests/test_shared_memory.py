@@ -26,6 +26,8 @@ class Hold(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("n", "me", "round", "calls", "looks", "left")),
         *((name, ctypes.c_uint32) for name in ("measurements", "latency", "far", "few")),
         ("until", ctypes.c_uint64),
+        ("firsts", ctypes.c_void_p),
+        *((name, ctypes.c_uint32) for name in ("clusters", "cluster")),
     )
 
 
@@ -39,6 +41,7 @@ class Kind(ctypes.Structure):
         *((name, ctypes.c_size_t) for name in ("size", "parts", "whole")),
         *((name, ctypes.c_int32) for name in ("format", "operation", "blocks", "giver", "taker")),
         ("prefix", ctypes.c_int32),
+        ("large", ctypes.c_size_t),
     )
 
 

@@ -104,6 +104,55 @@ def test_seams_of_others(cut, name, dtype):
 
 
 @needs
+@pytest.mark.parametrize("lengths", ["1", "2", "3", "2,1", "1,2,3", "0"])
+def test_clusters(world, mpi, waits, lengths, monkeypatch):
+    """Sums that cross between clusters once: right, and the same bits as those that do not."""
+    monkeypatch.setattr(shared, "SLOT", 640)
+    share_all(monkeypatch)
+    monkeypatch.setattr(shared, "LARGE", 0)
+    monkeypatch.setattr(shared, "WHOLE", 0)
+    teams = []
+    for forced in (lengths, "0"):
+        monkeypatch.setenv("MPICOLL_CLUSTERS", forced)
+        teams.append(group_of(f"clusters {forced} of {lengths}, {waits}", range(world.size)))
+        Call("all_reduce", teams[-1], by_name["float32"], 1, ReduceOp.SUM).run()
+    if world.size == 1:
+        return
+    found = teams[0].group.resources.find("shared").clusters
+    expected = list(itertools.islice(itertools.cycle(map(int, lengths.split(","))), len(found)))
+    assert sum(found) == world.size
+    assert lengths == "0" or (found[:-1] == expected[:-1] and found[-1] <= expected[-1])
+    rng = np.random.default_rng(world.me)
+    for count in (0, 1, 15, 16, 17, 159, 160, 161, 1000, 3333):
+        for dtype in (by_name["float32"], by_name["int8"], by_name["bfloat16"], by_name["bool"]):
+            for op in set(legal_operations(dtype)) - {ReduceOp.PREMUL_SUM}:  # for few ranks
+                Call("all_reduce", teams[0], dtype, count, op).run()
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+            mine = rng.standard_normal(count) * 10.0 ** rng.integers(-8, 8, count)
+            for dtype in (np.float64, np.float32):
+                arrays = [mine.astype(dtype) for _ in teams]
+                for array, team in zip(arrays, teams, strict=True):
+                    dist.all_reduce(array, op, team.group)
+                assert arrays[0].tobytes() == arrays[1].tobytes(), (count, op)
+                assert len(set(mpi.allgather(arrays[0].tobytes()))) == 1
+        Call("all_gather_single", teams[0], by_name["float32"], count).run()
+
+
+@needs
+def test_a_setting_that_makes_no_sense(world, monkeypatch):
+    """An error on every rank, whoever has it."""
+    share_all(monkeypatch)
+    if world.size == 1:
+        return
+    monkeypatch.setenv("MPICOLL_CLUSTERS", "2,x" if world.me == 0 else "")
+    team = group_of("no clusters", range(world.size))
+    with pytest.raises(ValueError, match=r"MPICOLL_CLUSTERS: expected 0, or .*got '2,x'"):
+        dist.all_reduce(np.ones(10), group=team.group)
+    monkeypatch.setenv("MPICOLL_CLUSTERS", "")
+    dist.all_reduce(np.ones(10), group=team.group)
+
+
+@needs
 def test_no_rank_overtakes_another(cut):
     """Calls of many sizes in close order, of ranks that are late at random."""
     rng = np.random.default_rng(7)  # the same sizes everywhere

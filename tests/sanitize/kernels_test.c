@@ -57,6 +57,7 @@ struct rank {
     struct mpicoll_shared shared;
     uint32_t number; /* of the last call */
     uint32_t random;
+    uint32_t firsts[20]; /* of clusters */
 };
 
 /* Let ranks come late, each at other calls. */
@@ -91,6 +92,7 @@ static void run_ranks(uint32_t n, uint32_t few, size_t slot, void *(*body)(void 
         for (int k = 0; k < MOST_BITS; k++)
             atomic_store(&mine->passed[k].counter.value, START);
         atomic_store(&mine->combined.value, START);
+        atomic_store(&mine->returned.value, START);
         atomic_store(&mine->asked.counter.value, START);
     }
     for (uint32_t me = 0; me < n; me++)
@@ -123,13 +125,13 @@ static struct mpicoll_kind kind_of(struct rank *rank, int combines)
     };
 }
 
-static void all_reduce(struct rank *rank, size_t count, size_t whole)
+static void all_reduce(struct rank *rank, size_t count, size_t whole, size_t large)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     struct mpicoll_kind kind = kind_of(rank, 1);
     int32_t *array = allocate(count * 4);
 
-    kind.whole = whole;
+    kind.whole = whole, kind.large = large;
     for (size_t i = 0; i < count; i++)
         array[i] = element(me, 0, i);
     CHECK(mpicoll_shared_all_reduce(&kind, (char *)array, count, ++rank->number));
@@ -244,7 +246,7 @@ static void *run_collectives(void *argument)
     for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
         for (size_t whole = 0; whole < 2; whole++) {
             dawdle(rank);
-            all_reduce(rank, counts[k], whole << 40);
+            all_reduce(rank, counts[k], whole << 40, SIZE_MAX);
         }
     if (slot / n < LINE) /* no place for a block of each rank */
         return NULL;
@@ -273,6 +275,36 @@ static void *run_large(void *argument)
 {
     copy_large(argument, 0);
     copy_large(argument, 3);
+    return NULL;
+}
+
+/* Clusters of one and more ranks, even and uneven, between calls that go the other ways. */
+static void *run_clusters(void *argument)
+{
+    struct rank *rank = argument;
+    struct mpicoll_shared *shared = &rank->shared;
+    const uint32_t n = shared->n;
+    const size_t slot = rank->group->slot;
+
+    for (uint32_t shape = 0; shape < 4; shape++) { /* 1, 1, ..; 2, 2, ..; 3, 3, ..; 1, 2, 3, .. */
+        shared->clusters = 0;
+        for (uint32_t at = 0, length = 0; at < n; at += length) {
+            length = shape < 3 ? shape + 1 : shared->clusters + 1;
+            if (at <= shared->me)
+                shared->cluster = shared->clusters;
+            rank->firsts[shared->clusters++] = at;
+        }
+        rank->firsts[shared->clusters] = n;
+        shared->firsts = rank->firsts;
+        for (size_t k = 0; k < ROUNDS; k++) {
+            dawdle(rank);
+            all_reduce(rank, k % 3 ? k * slot / 8 + 3 * k : k, 0, k % 5 == 4 ? SIZE_MAX : 1);
+            if (k % 4 == 2 && slot / n >= LINE)
+                blocks(rank, slot / 2 + k, 0, 0, 0, 0);
+            if (k % 4 == 3)
+                differ(rank);
+        }
+    }
     return NULL;
 }
 
@@ -406,6 +438,7 @@ int main(void)
             run_ranks(n, few, 64, run_collectives);
             run_ranks(n, few, 640, run_collectives);
             run_ranks(n, few, 4096, run_collectives);
+            run_ranks(n, few, 640, run_clusters);
         }
         run_ranks(n, n, 4096, run_asks);
     }

@@ -105,6 +105,7 @@ struct echo {
 struct header {
     struct signal passed[MOST_BITS]; /* see `meet`; the first one is `given` */
     _Alignas(LINE) struct counter combined;
+    _Alignas(LINE) struct counter returned; /* see all_reduce_by_clusters */
     struct signal asked; /* the number of the last call asked for, begun or not */
     struct echo echoes[MOST_BITS];
     _Alignas(LINE) uint64_t what, count; /* of the call at hand, for its rank alone */
@@ -124,6 +125,9 @@ struct mpicoll_shared {
     uint32_t far;   /* bit k: the rank whose number differs from this one's in bit k is far away */
     uint32_t few;   /* ranks up to which each waits for each other, see `meet` */
     uint64_t until; /* bytes of rounds until the next measurement */
+    /* Clusters: neighbouring ranks that are near each other. The first rank of each, and n. */
+    const uint32_t *firsts;
+    uint32_t clusters, cluster; /* how many, and the one of this rank */
 };
 
 /* What all calls of one kind share; mpicoll/routes/host/shared.py has the same. */
@@ -139,6 +143,7 @@ struct mpicoll_kind {
     int32_t blocks;  /* as many blocks as ranks are given by each, instead of one */
     int32_t giver, taker; /* only the root gives, or takes */
     int32_t prefix;  /* a rank takes from those before it, and, if 1, itself */
+    size_t large;    /* numbers of an array from which on all_reduce goes by clusters */
 };
 
 static size_t rounded(size_t size, size_t unit)
@@ -295,7 +300,8 @@ enum { MEASURE_EVERY = 4 << 20, MEASURED = 4096, PAST = 2048 };
  * before it sleeps: not long where others want the processor. */
 enum { PATIENCE = 10 };
 
-static void measure(struct mpicoll_shared *shared)
+/* Writes nanoseconds to each of them into `latencies`, unless that is NULL; 0: unknown. */
+static void measure(struct mpicoll_shared *shared, uint32_t *latencies)
 {
     const uint32_t number = shared->measurements++;
     uint32_t most = 0;
@@ -309,6 +315,8 @@ static void measure(struct mpicoll_shared *shared)
                             number, (uint64_t)PATIENCE * shared->looks);
         if (took > most)
             most = took;
+        if (latencies)
+            latencies[bit] = took;
         if (took >= FAR)
             shared->far |= 1u << bit;
         else if (took)
@@ -324,10 +332,16 @@ static void look_around(struct mpicoll_shared *shared, size_t bytes)
         return;
     if (shared->until <= bytes) {
         shared->until = MEASURE_EVERY;
-        measure(shared);
+        measure(shared, NULL);
     } else {
         shared->until -= bytes;
     }
+}
+
+/* Measures now: all ranks call, at about the same time. latencies: MOST_BITS numbers, at first 0. */
+EXPORT void mpicoll_shared_measure(struct mpicoll_shared *shared, uint32_t *latencies)
+{
+    measure(shared, latencies);
 }
 
 static int any_far(const struct mpicoll_shared *shared)
@@ -531,11 +545,142 @@ static struct piece piece_of(char *array, size_t size, size_t count, size_t step
     return (struct piece){array + start * size, count - start < step ? count - start : step};
 }
 
-/* The first element of a rank's share of a piece: shares are whole lines. */
+/* Elements of a share of a piece, for n ranks: shares are whole lines. */
+static size_t share_size(struct piece piece, size_t size, size_t n)
+{
+    return rounded(rounded(piece.count, n) / n * size, LINE) / size;
+}
+
+/* The first element of a rank's share. */
 static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank)
 {
-    const size_t share = rounded(rounded(piece.count, n) / n * size, LINE) / size;
+    const size_t share = share_size(piece, size, n);
     return rank * share < piece.count ? rank * share : piece.count;
+}
+
+/* The rank of a cluster in whose share an element is; and at most where that ends, in *end. */
+static uint32_t owner(const struct mpicoll_shared *shared, uint32_t cluster, struct piece piece,
+                      size_t size, size_t element, size_t *end)
+{
+    const uint32_t first = shared->firsts[cluster];
+    const size_t share = share_size(piece, size, shared->firsts[cluster + 1] - first);
+    const size_t rank = element / share;
+    if (*end > (rank + 1) * share)
+        *end = (rank + 1) * share;
+    return first + (uint32_t)rank;
+}
+
+/* all_reduce where it is far from one cluster of ranks to another: each byte crosses once on the way to
+ * the result, and once on the way back, where else each rank reads from each other.
+ *
+ * A rank combines a share of every piece as large as its cluster has ranks. A cluster begins with what
+ * the one before it has combined, and goes on with its own ranks: so the order is that of the ranks,
+ * and the result the same to the bit as that of the other way. (Not so for narrow formats, which are
+ * rounded once, from a wider one.) In round k
+ *
+ *   1. every rank copies its elements into slot k, all but those of its share, and signals;
+ *   2. it combines its share of its cluster's slots, and of the former cluster's shares, when these are
+ *      there. The result goes into its own slot k, in the place of the share; `combined` counts up;
+ *   3. it copies its share of the last cluster's result, when that is there, over its own, and into its
+ *      array; `returned` counts up;
+ *   4. it copies the shares of the others of its cluster into its array, when these have returned.
+ *
+ * The steps are interleaved: 4 of round k - 3, 1 of k, 2 of k - 1, 3 of k - 2. A rank waits only for
+ * steps that come earlier in this order, or in the same place in a former cluster: so none waits for
+ * ever.
+ *
+ * Why four slots are enough. A rank fills slot k once it knows that all have given k - 1, who by then
+ * had ended step 4 of round k - 4, and steps 2 and 3 before. What step 3 overwrites, those have read who
+ * combine it further: else the last cluster would not have its result. After the last round all meet
+ * once more, for the next call may fill two slots before it knows more of the others. */
+static int all_reduce_by_clusters(const struct mpicoll_kind *kind, char *array, size_t count)
+{
+    struct mpicoll_shared *shared = kind->shared;
+    const uint32_t me = shared->me, base = shared->round, mine = shared->cluster;
+    const uint32_t first = shared->firsts[mine], q = shared->firsts[mine + 1] - first;
+    const uint32_t last = shared->clusters - 1;
+    const size_t size = kind->size, step = shared->slot / size;
+    const size_t rounds = (count + step - 1) / step;
+    struct header *own = header(shared, me);
+    _Alignas(LINE) char block[BLOCK];
+    const char *sources[q + 1];
+
+    for (size_t i = 0; i < rounds + 3; i++) {
+        const uint32_t round = base + (uint32_t)i;
+        if (i >= 3) {
+            const struct piece piece = piece_of(array, size, count, step, i - 3);
+            for (uint32_t k = 1; k < q; k++) {
+                const uint32_t member = (me - first + k) % q;
+                const size_t start = share_start(piece, size, q, member) * size;
+                const size_t end = share_start(piece, size, q, member + 1) * size;
+                if (!wait_for(shared, &header(shared, first + member)->returned, round - 2))
+                    return 0;
+                memcpy(piece.data + start, slot(shared, first + member, round - 3) + start,
+                       end - start);
+            }
+        }
+        if (i >= 1 && i <= rounds) {
+            if (meet(shared, round) <= 0)
+                return 0;
+            look_around(shared, piece_of(array, size, count, step, i - 1).count * size);
+        }
+        if (i < rounds) {
+            const struct piece piece = piece_of(array, size, count, step, i);
+            for (uint32_t member = 0; member < q; member++) {
+                const size_t start = share_start(piece, size, q, member) * size;
+                const size_t end = share_start(piece, size, q, member + 1) * size;
+                if (first + member != me)
+                    put(slot(shared, me, round) + start, piece.data + start, end - start,
+                        is_far(shared, first + member));
+            }
+            give(shared, round + 1);
+        }
+        if (i >= 1 && i <= rounds) {
+            const struct piece piece = piece_of(array, size, count, step, i - 1);
+            const size_t end = share_start(piece, size, q, me - first + 1);
+            size_t at = share_start(piece, size, q, me - first);
+            while (at < end) {
+                size_t until = end - at < BLOCK / size ? end : at + BLOCK / size, n = 0;
+                if (mine > 0) {
+                    const uint32_t from = owner(shared, mine - 1, piece, size, at, &until);
+                    if (!wait_for(shared, &header(shared, from)->combined, round))
+                        return 0;
+                    sources[n++] = slot(shared, from, round - 1) + at * size;
+                }
+                for (uint32_t rank = first; rank < first + q; rank++)
+                    sources[n++] =
+                        (rank == me ? piece.data : slot(shared, rank, round - 1)) + at * size;
+                char *out = mine == last ? piece.data + at * size : block;
+                mpicoll_combine(kind->format, kind->operation, sources, n, out, until - at,
+                                mine == last ? kind->divisor : 1);
+                put(slot(shared, me, round - 1) + at * size, out, (until - at) * size,
+                    any_far(shared));
+                at = until;
+            }
+            count_up(&own->combined, round);
+        }
+        if (i >= 2 && i <= rounds + 1) {
+            const struct piece piece = piece_of(array, size, count, step, i - 2);
+            const size_t end = share_start(piece, size, q, me - first + 1);
+            size_t at = share_start(piece, size, q, me - first);
+            while (mine != last && at < end) {
+                size_t until = end;
+                const uint32_t from = owner(shared, last, piece, size, at, &until);
+                if (!wait_for(shared, &header(shared, from)->combined, round - 1))
+                    return 0;
+                const size_t bytes = (until - at) * size;
+                memcpy(piece.data + at * size, slot(shared, from, round - 2) + at * size, bytes);
+                memcpy(slot(shared, me, round - 2) + at * size, piece.data + at * size, bytes);
+                at = until;
+            }
+            count_up(&own->returned, round - 1);
+        }
+    }
+    give(shared, base + (uint32_t)rounds + 1);
+    if (meet(shared, base + (uint32_t)rounds + 1) <= 0)
+        return 0;
+    shared->round = base + (uint32_t)rounds + 1;
+    return 1;
 }
 
 /* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements.
@@ -555,6 +700,8 @@ EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *arra
     const char *sources[n];
 
     announce(shared, number, kind->what, count);
+    if (shared->clusters > 1 && count >= kind->large)
+        return all_reduce_by_clusters(kind, array, count);
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
             const struct piece piece = piece_of(array, size, count, step, i);

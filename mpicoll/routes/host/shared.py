@@ -6,7 +6,9 @@ needs the C library, on every rank.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +20,13 @@ from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Short, add_short
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
-from mpicoll.dtypes import ReduceOp
+from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.host.shared_segment import Segment, share
+from mpicoll.routes.host import clusters
+from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
 from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.transfers import Transfer, addresses, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
@@ -46,6 +49,10 @@ FEW = 8
 #: instead of two.
 WHOLE = 16 * 1024
 
+#: Bytes of an all_reduce from which on they cross once from one cluster of ranks to another: that
+#: takes one wait more for each cluster (docs/model.md).
+LARGE = 1024 * 1024
+
 #: How often a rank polls for another's progress before it sleeps, at some 40 to 140 cycles each.
 #: And where threads that compute, or other ranks, want the processor.
 LOOKS, LOOKS_IN_A_CROWD = 2000, 50
@@ -53,7 +60,7 @@ LOOKS, LOOKS_IN_A_CROWD = 2000, 50
 #: thread: the cost if that thread and the one that goes on computing take turns.
 PATIENCE = 1e-3
 
-_SLOTS, _FAILED = 4, -1  # as in shared.c
+_SLOTS, _FAILED, _BITS = 4, -1, 8  # as in shared.c
 
 
 class _Hold(ctypes.Structure):
@@ -73,6 +80,9 @@ class _Hold(ctypes.Structure):
         ("far", ctypes.c_uint32),
         ("few", ctypes.c_uint32),
         ("until", ctypes.c_uint64),
+        ("firsts", ctypes.c_void_p),
+        ("clusters", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
     )
 
 
@@ -92,6 +102,7 @@ class _Kind(ctypes.Structure):
         ("giver", ctypes.c_int32),
         ("taker", ctypes.c_int32),
         ("prefix", ctypes.c_int32),
+        ("large", ctypes.c_size_t),
     )
 
 
@@ -117,6 +128,23 @@ class Shared:
         # Where ranks take turns on processors, each signal passed on may take a turn.
         self._hold.few = n if self._crowded else FEW
         self._look_as_often_as_is_good()
+        self.clusters = self._find_clusters(segment)
+        firsts = [0, *itertools.accumulate(self.clusters)]
+        self._firsts = (ctypes.c_uint32 * len(firsts))(*firsts)
+        self._hold.firsts = ctypes.addressof(self._firsts)
+        self._hold.clusters = len(self.clusters)
+        self._hold.cluster = bisect.bisect(firsts, group.rank()) - 1
+
+    def _find_clusters(self, segment: Segment) -> list[int]:
+        """Return how many ranks in a row are near each other. All ranks call."""
+        comm, latencies = self._group.inner, np.zeros(_BITS, np.uint32)
+        if not self._crowded:
+            comm.Barrier()  # for ranks to measure they have to be there at once
+            self._kernels.shared_measure(self.pointer, latencies.ctypes.data)
+        domain = clusters.find_domain(segment.own)
+        seen = clusters.Seen(settings.CLUSTERS.value(), domain, latencies.tolist())
+        everybody = [clusters.Seen(*each) for each in exchange_words(comm, [*seen])]
+        return clusters.choose(everybody, self._crowded, self._kernels.far())
 
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
@@ -230,6 +258,7 @@ class Shared:
         assert dtype is not None
         by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
+        rounds_once = kind.exact or dtype.kind is Kind.NARROW_FLOAT
         return _Kind(
             shared=self.pointer,
             what=encode_kind(primitive, dtype, op, 0),
@@ -243,6 +272,7 @@ class Shared:
             giver=primitive.root == "src",
             taker=primitive.root == "dst",
             prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
+            large=-1 if rounds_once else LARGE * parts // dtype.itemsize,
         )
 
     def _look_as_often_as_is_good(self) -> None:

@@ -20,14 +20,17 @@ from mpicoll.routes.wire import all_gather_bytes, broadcast_bytes
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Segment", "allocate", "attach", "place", "share"]
+__all__ = ["Segment", "allocate", "attach", "exchange_words", "place", "share"]
 
 
 class Segment(NamedTuple):
-    """Shared memory: n regions, one a rank, and how many processors the ranks may run on."""
+    """Shared memory: n regions, one a rank, how many processors the ranks may run on, and which of
+    them this one may.
+    """
 
     memory: mmap.mmap
     processors: int
+    own: set[int]
 
 
 def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
@@ -59,13 +62,18 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
             # Each its own part, which so comes to lie near it; a lack of memory shows now.
             os.posix_fallocate(file, me * region, region)
             memory = mmap.mmap(file, n * region, **_without_file)
-    own = _bytes([memory is not None, region, sorted(_processors())])
-    everybody = [_words(each) for each in all_gather_bytes(comm, own)]
+    processors = _processors()
+    everybody = exchange_words(comm, [memory is not None, region, sorted(processors)])
     if file is not None:  # not before all have opened it
         os.close(file)
     if memory is None or not all(has and theirs == region for has, theirs, _ in everybody):
         return None
-    return Segment(memory, len(set().union(*(each for *_, each in everybody))))
+    return Segment(memory, len(set().union(*(each for *_, each in everybody))), processors)
+
+
+def exchange_words(comm: MPI.Intracomm, own: list[Any]) -> list[list[Any]]:
+    """Return every rank's words: what JSON knows. All ranks call."""
+    return [_words(each) for each in all_gather_bytes(comm, _bytes(own))]
 
 
 # --- memory of one rank that others may map -----------------------------------------------------

@@ -201,7 +201,7 @@ def by_exchange(
 
 def waiting(n: int, rounds: float) -> float:
     """Return the time for all others of a node to come, so many times."""
-    return rounds * (WAIT + (n - 1) * LOOK)
+    return rounds * (WAIT + min((n - 1) * LOOK, meeting(n, True)))
 
 
 def rounds_of(n: int, block: float, places: int) -> int:
@@ -294,6 +294,57 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
     return {route: OWN + ways[route]() for route in eligible_routes(kind, place.name)}
 
 
+# --- many ranks on a node of two sockets ----------------------------------------------------------
+
+#: Measured on two ranks (docs/model.md): seconds of a signal between near and between far ranks,
+#: and of a byte that a rank reads of another.
+NEAR_SIGNAL, FAR_SIGNAL, NEAR_BYTE, FAR_BYTE = 45e-9, 165e-9, 1 / 24e9, 1 / 9e9
+#: Stated: passing a signal on; bytes a second between the sockets, in each direction.
+PASSING, LINK = 50e-9, 100e9
+SOCKETS = 2
+
+
+def meeting(n: int, passed: bool) -> float:
+    """Return the time until all have heard of all: each from each, or by signals passed on."""
+    if not passed:
+        return FAR_SIGNAL + (n - 1) * LOOK
+    inside = [distance < n // SOCKETS for distance in powers(n)]
+    return sum(PASSING + (NEAR_SIGNAL if each else FAR_SIGNAL) for each in inside)
+
+
+def on_sockets(n: int, m: float, clusters: bool) -> float:
+    """Return the time of an all_reduce of float32 by the ranks of two sockets, numbered one socket
+    after the other, each rank with each or by a cluster for each socket.
+    """
+    q = n // SOCKETS
+    rounds = rounds_of(n, m, 1)
+    own = m / q if clusters else m / n
+    # What a rank reads: to combine it, and of the result.
+    combined = m * (1 if clusters else 1 - 1 / n)
+    far = 2 * m / q if clusters else 2 * m * (1 - 1 / SOCKETS)
+    near = combined + m - own - far / 2
+    crossing = max(far * FAR_BYTE, far * q / LINK)
+    waits = rounds * (meeting(n, n > shared.FEW) + (SOCKETS + 1 if clusters else 1) * FAR_SIGNAL)
+    copying = moved(m - own, SHARED, m, n) + near * NEAR_BYTE + crossing
+    return OWN + copying + moved(combined, REDUCED, m, n) + waits
+
+
+def lines_of_sockets() -> list[str]:
+    """Return the table of many ranks."""
+    heads = ["ranks", "all meet: each by each", "passed on"]
+    sizes = [64 * 1024, MIB, 16 * MIB, 256 * MIB]
+    heads += [f"{format_bytes(m)}: flat, clusters, MPI" for m in sizes]
+    rows = []
+    for n in (8, 16, 32, 64, 128, 192):
+        row = [str(n), f"{1e6 * meeting(n, False):.1f} us", f"{1e6 * meeting(n, True):.1f} us"]
+        for m in sizes:
+            usual = best("all_reduce", Place(1, n), m, m)
+            times = (on_sockets(n, m, False), on_sockets(n, m, True), usual)
+            row.append(" / ".join(f"{1e6 * t:.3g}" for t in times) + " us")
+        rows.append(row)
+    return table(heads, rows)
+
+
 # --- the default tables ---------------------------------------------------------------------------
 
 #: The kinds of call for which the default tables leave MPI between nodes.
@@ -361,11 +412,11 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put it into docs/model.md")
-    table_lines = lines()
-    print("\n".join(table_lines))
+    tables = {"defaults": lines(), "sockets": lines_of_sockets()}
+    print("\n\n".join("\n".join(each) for each in tables.values()))
     if parser.parse_args().write:
         page = DOCS / "model.md"
-        page.write_text(fill_page(page.read_text(), "model", {"defaults": table_lines}))
+        page.write_text(fill_page(page.read_text(), "model", tables))
 
 
 if __name__ == "__main__":

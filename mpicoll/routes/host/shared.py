@@ -42,15 +42,15 @@ SLOT, TOGETHER = 256 * 1024, 48 * 1024 * 1024
 #: bits, in shared.c.
 MOST = 256
 #: Ranks up to which each waits for each other, while among more each hears of all from log2 n of
-#: them. A look at another rank's signal takes some 0.1 us, a signal that is passed on 0.2 to 0.3
-#: (docs/model.md): both are even at 8 ranks.
+#: them. By the model (docs/model.md) the latter is ahead from 4 ranks on, if a look at a signal
+#: takes 0.1 us; several looks at signals that have come take less.
 FEW = 8
 #: Bytes of the others' messages, together, up to which every rank combines everything: one wait
 #: instead of two.
 WHOLE = 16 * 1024
 
-#: Bytes of an all_reduce from which on they cross once from one cluster of ranks to another: that
-#: takes one wait more for each cluster (docs/model.md).
+#: Bytes of an all_reduce from which on they cross once from one cluster of ranks to another: a wait
+#: more for each cluster, which many rounds hide (docs/model.md).
 LARGE = 1024 * 1024
 
 #: How often a rank polls for another's progress before it sleeps, at some 40 to 140 cycles each.

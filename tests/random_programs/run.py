@@ -3,6 +3,8 @@
     python tests/random_programs/run.py --mpiexec COMMAND [--seconds 1200] [--ranks 2 3 4]
         [--ways NAME ...] [--seed 0]
 
+Every way has at least one launch, however few the seconds.
+
 ``make random`` calls it. The first failure ends the run with exit code 1, and the command that
 repeats it; a launch that takes a minute longer than it should has failed, too.
 """
@@ -101,7 +103,7 @@ def main() -> int:
         # Every way on some ranks, then on others.
         turns = itertools.product(range(len(arguments.ranks)), enumerate(chosen))
         for seed, (turn, (place, name)) in enumerate(itertools.cycle(turns), arguments.seed):
-            if time.monotonic() >= end:
+            if time.monotonic() >= end and len(calls) == len(chosen):
                 break
             ranks = arguments.ranks[(turn + place) % len(arguments.ranks)]
             command = [*shlex.split(arguments.mpiexec), "-n", str(ranks), sys.executable,

@@ -81,9 +81,11 @@ class Rounded(Call):
         arrays = [self.given(rank) for rank in self.terms]
         once = oracle.reduced(self.op, self.dtype, arrays, [1] * len(arrays))
         # An average of what float32 cannot hold is infinite.
-        size = np.abs(np.stack(arrays).astype(np.float64)).sum(axis=0)
-        too_large, each = size > np.finfo(np.float32).max, super().result().low
-        return Between(*(np.where(too_large, each, end) for end in (once.low, once.high)))
+        with np.errstate(invalid="ignore"):
+            total = np.stack(arrays).astype(np.longdouble).sum(axis=0)
+        too_large = np.abs(total) > np.finfo(np.float32).max
+        infinite = oracle.rounded(np.copysign(np.float32(np.inf), total), self.dtype)
+        return Between(*(np.where(too_large, infinite, end) for end in (once.low, once.high)))
 
 
 # ---- Programs ------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """One rank of a random program: collectives on random arrays, checked against the oracle.
 
-    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--far]
+    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--far] [--any-order]
 
 What all ranks have to do alike comes from SEED; how a rank's own arrays lie in memory, and when it
 is late, from another generator. A wrong result, an error and a missing error end the job with the
@@ -25,7 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "mpi"))
 
 import oracle
 from conftest import Team, team
-from driver import DTYPES, MOVES, REDUCTIONS, Call, check_same_bits, guarded, legal_operations
+from driver import (
+    DTYPES,
+    MOVES,
+    REDUCTIONS,
+    Call,
+    Exact,
+    check_same_bits,
+    guarded,
+    legal_operations,
+)
 from oracle import Between
 
 import mpicoll as dist
@@ -97,11 +106,13 @@ class Program:
     alike: generator of what all ranks do; own: of what is this rank's own affair.
     """
 
-    def __init__(self, seed: int, far: bool) -> None:
+    def __init__(self, seed: int, far: bool, any_order: bool) -> None:
         self.mpi = MPI.COMM_WORLD
         self.alike = random.Random(seed)
         self.own = random.Random(f"{seed} {self.mpi.rank}")
         self.far = far
+        #: Narrow floats have values that are combined exactly, for MPI combines in any order.
+        self.made: type[Call] = Exact if any_order else Call
         self.calls = 0
         self.what = "init_process_group"
         self.teams: list[Team] = [team("world", range(self.mpi.size))]
@@ -185,7 +196,7 @@ class Program:
         make = self.own.choice(MAKERS)
         self.what = f"{name} of {dtype} {op} {count} in {one.name}"
         exact = one.group.reproducible == "exact"
-        call = (Rounded if exact else Call)(name, one, dtype, count, op, root, make)
+        call = (Rounded if exact else self.made)(name, one, dtype, count, op, root, make)
         if in_place and make is guarded:
             put_in_place(call)
         try:
@@ -257,9 +268,10 @@ def main() -> None:
     parser.add_argument("seed", type=int)
     parser.add_argument("seconds", type=float)
     parser.add_argument("--far", action="store_true")
+    parser.add_argument("--any-order", action="store_true")
     arguments = parser.parse_args()
     dist.init_process_group(timeout=60)
-    program = Program(arguments.seed, arguments.far)
+    program = Program(arguments.seed, arguments.far, arguments.any_order)
     try:
         program.run(arguments.seconds)
     except BaseException:

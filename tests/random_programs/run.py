@@ -57,7 +57,8 @@ def build_ways(folder: Path) -> dict[str, Way]:
     for name in registry.HOST:
         path = folder / f"{name}.json"
         path.write_text(json.dumps({"ranks": {"2": rows_of(name)}}))
-        ways[f"route:{name}"] = Way({TABLE.name: str(path)})
+        options = ("--any-order",) if name == "widened" else ()
+        ways[f"route:{name}"] = Way({TABLE.name: str(path)}, options)
     return ways
 
 

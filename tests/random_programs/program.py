@@ -196,7 +196,8 @@ class Program:
         make = self.own.choice(MAKERS)
         self.what = f"{name} of {dtype} {op} {count} in {one.name}"
         exact = one.group.reproducible == "exact"
-        call = (Rounded if exact else self.made)(name, one, dtype, count, op, root, make)
+        made = Rounded if exact else Call if op is ReduceOp.PREMUL_SUM else self.made
+        call = made(name, one, dtype, count, op, root, make)
         if in_place and make is guarded:
             put_in_place(call)
         try:

@@ -26,7 +26,7 @@ from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import exchange, hierarchy, lists, mpi, shared
+from mpicoll.routes.host import exchange, hierarchy, lists, mpi, shared, single_copy
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:
@@ -272,7 +272,11 @@ def place(group: ProcessGroup) -> str:
         return "node"
     if hierarchy.get_or_create(group):
         return "nodes"
-    return "node" if shared.get_or_create(group) else "apart"
+    if not shared.get_or_create(group):
+        return "apart"
+    # While all ranks are here: later they may come in different calls, which memory compares.
+    single_copy.get_or_create(group)
+    return "node"
 
 
 # --- for tune, and for people -------------------------------------------------------------------

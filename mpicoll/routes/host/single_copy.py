@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.host.shared import Shared
 
-__all__ = ["ROUTE", "SingleCopy", "find_obstacle"]
+__all__ = ["ROUTE", "SingleCopy", "find_obstacle", "get_or_create"]
 
 _UNMOVED, _UNFIT = 2, 3  # as in single_copy.c
 
@@ -277,12 +277,17 @@ def _copy(pid: Any, writes: bool, word: Any, there: Any) -> int:
     return error
 
 
-def _build(kind: CallKind) -> Implementation | None:
-    group = kind.group
+def get_or_create(group: ProcessGroup) -> SingleCopy | None:
+    """Return what copies between the ranks of a group, or None on all of them. All ranks call."""
     attempt = group.resources.get_or_create(
         "single_copy", lambda: _create(group), abandon=lambda _: None
     )
-    return None if attempt.copies is None else attempt.copies.build(kind)
+    return attempt.copies
+
+
+def _build(kind: CallKind) -> Implementation | None:
+    copies = get_or_create(kind.group)
+    return None if copies is None else copies.build(kind)
 
 
 ROUTE = Route(

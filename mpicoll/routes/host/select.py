@@ -88,16 +88,23 @@ def _of_any_extent(kind: CallKind, even: Implementation) -> Implementation:
 
 
 def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:
-    """Return the implementation of calls whose size no rank knows: by the route of large ones."""
+    """Return the implementation of calls whose size no rank knows: by the route of large ones, but
+    if that of small ones is shared memory, in which the ranks first tell each other the sizes,
+    small ones are carried out by the way.
+    """
     route: Implementation | None = None
 
     def by_place(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
         nonlocal route
         if route is None:  # inside a call, in order of the group's calls
-            *_, (_, _, route) = _served(kind, row, place(kind.group))
+            served = _served(kind, row, place(kind.group))
+            (_, first, _), (_, last, route) = served[0], served[-1]
+            memory: shared.Shared | None = kind.group.resources.find("shared")
+            if memory and first == shared.ROUTE.name != last:
+                route = memory.build_exchange(kind, route)
         route(send, recv, extent, root)
 
-    return by_place
+    return add_short(by_place, lambda: None if route is None else find_short(route))
 
 
 def _short_agreement(group: ProcessGroup) -> list[Short]:

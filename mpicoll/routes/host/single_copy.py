@@ -27,7 +27,7 @@ from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
 from mpicoll.core.signature import encode_kind
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.library import kernels
-from mpicoll.routes.host import lists, shared
+from mpicoll.routes.host import shared
 from mpicoll.routes.route import EXCHANGES, MOVES, MemoryKind, Route
 from mpicoll.routes.transfers import Put, addresses, cut, misfit
 
@@ -107,8 +107,6 @@ class SingleCopy:
         by_blocks, by_spans = self._kernels.single_copy_blocks, self._kernels.single_copy_spans
         record, even = self._kernels.single_copy_took, primitive.even
         by_slots = memory.build(kind)
-        if primitive.listed and even:
-            by_slots = lists.packed(kind, by_slots, lambda count: False)
 
         def single_copy(
             send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int

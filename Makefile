@@ -58,7 +58,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo torch test test-clients test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
-.PHONY: sanitize coverage bench-environment gpu-environment clean
+.PHONY: sanitize random coverage bench-environment gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -108,6 +108,9 @@ test-clients:  ## scripts of libraries that people run, such as Lightning, with 
 
 sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and ThreadSanitizer
 	$(VENV)/bin/python tests/sanitize/run_sanitizers.py $(VENV) --mpiexec '$(START)' $(ARGS)
+
+random: environment  ## random programs for 20 minutes, each way of a call forced in turn
+	$(VENV)/bin/python tests/random_programs/run.py --mpiexec '$(START)' $(ARGS)
 
 coverage: environment  ## which share of mpicoll/ the tests run, the plain ones and two ranks
 	$(PYTHON) tests/measure_coverage.py $(VENV) --mpiexec '$(START)' $(ARGS)

@@ -34,7 +34,9 @@ from run import ENVIRONMENT  # noqa: E402
 LIMIT = 900
 #: Numbers of ranks of the section growth.
 GROWTH = [2, 4, 8, 16]
-SECTIONS = "sizes", "dtypes", "many", "overlap", "ddp", "growth", "memory"
+SECTIONS = (
+    "sizes", "dtypes", "many", "reproducible", "overlap", "ddp", "fsdp", "growth", "memory",
+)  # fmt: skip
 #: What --quick leaves out of each section: greater sizes, and more ranks.
 QUICK_BYTES, QUICK_RANKS = 16 << 20, 4
 #: The collectives, of an environment.

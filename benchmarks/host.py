@@ -8,8 +8,10 @@ Sections:
              many bytes on every rank at once
     dtypes   all_reduce of several dtypes by size
     many     many small all_reduces: one by one, all pending at once, as one call
+    reproducible  all_reduce in groups whose sums give the same bits again
     overlap  calls that go on beside computation
     ddp      a step of torch's DistributedDataParallel
+    fsdp     a step of its FSDP2
     growth   a few sizes; to be run with several numbers of ranks
     memory   what a collective takes besides its arrays; one in a launch
 
@@ -22,7 +24,8 @@ With --json everything is written, every sample too:
                    dtype, distance (of the ranks: of a point there is a measurement for each that
                    occurred), median, spread, seconds (of each repetition), turns (their numbers:
                    those of one turn are compared), and in some sections more:
-                   many: count of tensors, how; overlap: part; ddp: bucket (MB), how;
+                   many: count of tensors, how; reproducible, fsdp: how; overlap: part;
+                   ddp: bucket (MB), how;
                    memory: extra (bytes) instead of times
 
 ``make bench`` runs all of it; benchmarks/report.py reads the files.
@@ -35,20 +38,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from aims import COPY, FACADE, KIB, MIB, MPI4PY, TORCH
 from contestants import PLACE, World
 from session import Session, parse
 
+import mpicoll
 from mpicoll.cli.bench_calls import Buffers
 from mpicoll.cli.timing import Call, Effort
+from mpicoll.core.reproducible import LEVELS
 from mpicoll.dtypes import by_name as dtype_of
 from mpicoll.output import format_bytes
 
 #: From 4 B to 64 MiB.
 SIZES = [4 * 4**i for i in range(13)]
-#: What is measured at every size, and what at every third.
+#: What is measured at every size, and what at every third and at 16 MiB.
 MANY_SIZES = (
     "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "all_to_all_single",
 )  # fmt: skip
@@ -94,7 +100,7 @@ def sizes(session: Session) -> None:
         more = [LARGEST] if primitive == "all_reduce" else []
         by_size(session, "sizes", primitive, SIZES + more, True)
     for primitive in FEW_SIZES:
-        by_size(session, "sizes", primitive, SIZES[::3], True)
+        by_size(session, "sizes", primitive, [*SIZES[::3], 16 * MIB], True)
 
 
 def growth(session: Session) -> None:
@@ -258,22 +264,54 @@ def peak() -> int:
     raise SystemExit("/proc/self/status has no VmHWM")
 
 
+def reproducible(session: Session) -> None:
+    """Measure averages, which stay what they are, in groups of each level."""
+    size = min(16 * MIB, session.largest)
+    levels = {"default": None, **{level: level for level in LEVELS}}
+    groups: dict[str, Any] = {
+        how: mpicoll.new_group(reproducible=level) for how, level in levels.items()
+    }
+    for dtype in ("float32", "float64"):
+        values = np.random.default_rng(session.world.me).normal(size=size // 8).astype(dtype)
+        values = np.resize(values, size // values.itemsize)
+        cases: dict[str, Call] = {
+            how: partial(mpicoll.all_reduce, values.copy(), mpicoll.ReduceOp.AVG, group)
+            for how, group in groups.items()
+        }
+        times = session.measure(cases)
+        for how, each in times.items():
+            session.record("reproducible", FACADE, "all_reduce", size, dtype, each, how=how)
+        session.report(f"all_reduce of {dtype} {format_bytes(size)}", times)
+    for group in groups.values():
+        mpicoll.destroy_process_group(group)
+
+
 def ddp(session: Session) -> None:
     """Measure a step of DistributedDataParallel."""
     if session.world.gloo is None:
         session.leave_out("ddp: torch is not installed")
         return
-    from training import training
+    import training
 
-    training(session)
+    training.ddp(session)
+
+
+def fsdp(session: Session) -> None:
+    """Measure a step of FSDP2."""
+    if session.world.gloo is None:
+        session.leave_out("fsdp: torch is not installed")
+        return
+    import training
+
+    training.fsdp(session)
 
 
 SECTIONS: dict[str, Callable[[Session], None]] = {
-    "sizes": sizes, "dtypes": dtypes, "many": many, "overlap": overlap, "ddp": ddp,
-    "growth": growth, "memory": memory,
+    "sizes": sizes, "dtypes": dtypes, "many": many, "reproducible": reproducible,
+    "overlap": overlap, "ddp": ddp, "fsdp": fsdp, "growth": growth, "memory": memory,
 }  # fmt: skip
 #: Sections in which torch has no part.
-WITHOUT_TORCH = {"growth", "memory"}
+WITHOUT_TORCH = {"growth", "memory", "reproducible"}
 
 
 # --- the command --------------------------------------------------------------------------------

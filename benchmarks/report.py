@@ -31,7 +31,13 @@ TABLES = (
     ("dtypes", "Time of all_reduce: median, spread", ("bytes", "dtype")),
     ("many", "Many all_reduces of float32, together: median, spread", ("count", "bytes", "how")),
     ("overlap", "Beside computation: median, spread", ("primitive", "bytes", "ranks", "part")),
+    (
+        "reproducible",
+        "all_reduce in reproducible groups: median, spread",
+        ("bytes", "dtype", "how"),
+    ),
     ("ddp", "A DDP step, by MB of its buckets: median, spread", ("bucket", "how")),
+    ("fsdp", "An FSDP2 step: median, spread", ("how",)),
     ("growth", "Numbers of ranks, float32: median, spread", ("primitive", "bytes", "ranks")),
     ("memory", "Memory besides the arrays", ("primitive", "bytes")),
 )
@@ -70,7 +76,8 @@ def aims_table(found: Sequence[Results]) -> list[str]:
         for distance in told or [asked]:  # where nothing was measured, a row that says so
             texts = ["-" if each is None else aim_cell(each) for each in cells[distance]]
             shown = key_cell("distance", distance if told else UNKNOWN)
-            rows.append([name, shown, aim.asked, *texts])
+            own = next((each for each in cells[distance] if each), aim)
+            rows.append([name, shown, own.asked, *texts])
     return table(heads, rows)
 
 
@@ -205,6 +212,7 @@ def torch_table(found: Sequence[Results]) -> list[str]:
         (f"DDP step, buckets of {bucket:g} MB", {"section": "ddp", "bucket": bucket, "how": "DDP"})
         for bucket in (25.0, 4.0)
     ]
+    rows += [("FSDP2 step", {"section": "fsdp", "how": "FSDP2"})]
     heads, lines = ["", "distance"], []
     for results in found:
         heads += ["Gloo", results.mpi, "faster"]
@@ -228,6 +236,7 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
             "sizes": times_table(found, ("primitive", "bytes"), section="sizes"),
             "dtypes": times_table(found, ("dtype", "bytes"), section="dtypes"),
             "many": section_table(found, "many", ("count", "bytes", "how")),
+            "reproducible": section_table(found, "reproducible", ("bytes", "dtype", "how")),
             "overlap": overlap_table(found),
             "growth": times_table(found, ("primitive", "bytes", "ranks"), section="growth"),
         },

@@ -1,5 +1,5 @@
-"""The step of a model with 25 MB of parameters under torch's DistributedDataParallel: over Gloo and
-over mpicoll, beside the step of one rank alone.
+"""The step of a model with 25 MB of parameters under torch's DistributedDataParallel and under its
+FSDP2: over Gloo and over mpicoll, beside the step of one rank alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from aims import GLOO, TORCH
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicoll.cli.timing import Call
@@ -52,18 +54,32 @@ def same_gradients(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-10) for a, b in pairs)
 
 
-def training(session: Session) -> None:
-    """Measure the step, for each size of buckets.
+def make_network() -> nn.Sequential:
+    """Return the model, the same on all ranks."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(*layers)
+
+
+def make_batch(session: Session) -> Tensor:
+    """Return what this rank learns from."""
+    torch.manual_seed(1 + session.world.me)
+    return torch.randn(16, 1024)
+
+
+def bytes_of(network: nn.Module) -> int:
+    """Return the bytes of its parameters."""
+    return sum(each.nbytes for each in network.parameters())
+
+
+def ddp(session: Session) -> None:
+    """Measure the step of DDP, for each size of buckets.
 
     ``how`` in the file: "alone"; "DDP"; "synchronous", DDP with collectives that end before the
     backward pass goes on.
     """
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(6)]
-    network = nn.Sequential(*layers)
-    torch.manual_seed(1 + session.world.me)
-    batch = torch.randn(16, 1024)
-    nbytes = sum(each.nbytes for each in network.parameters())
+    network, batch = make_network(), make_batch(session)
+    nbytes = bytes_of(network)
     effort = session.effort._replace(seconds=LONGER * session.effort.seconds)
     for bucket in BUCKETS:
 
@@ -93,3 +109,38 @@ def training(session: Session) -> None:
         for (caller, how), each in zip(steps, times.values(), strict=True):
             session.record("ddp", caller, "step", nbytes, "float32", each, how=how, bucket=bucket)
         session.report(f"step of {nbytes / 1e6:.1f} MB, buckets of {bucket:g} MB", times)
+
+
+def fsdp(session: Session) -> None:
+    """Measure the step of FSDP2, of which each layer is a unit.
+
+    ``how`` in the file: "alone"; "FSDP2".
+    """
+    network, batch = make_network(), make_batch(session)
+    nbytes = bytes_of(network)
+
+    def shard(group: dist.ProcessGroup) -> nn.Module:
+        sharded, mesh = copy.deepcopy(network), DeviceMesh.from_group(group, "cpu")
+        for layer in sharded:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(sharded, mesh=mesh)
+
+    models = {
+        ("local", "alone"): copy.deepcopy(network),
+        (GLOO, "FSDP2"): shard(session.world.gloo),
+        (TORCH, "FSDP2"): shard(dist.group.WORLD),
+    }
+    steps = {", ".join(key): make_step(model, batch) for key, model in models.items()}
+    effort = session.effort._replace(seconds=LONGER * session.effort.seconds)
+    times = session.world.timer.measure(steps, effort)
+    if not same_shards(models[GLOO, "FSDP2"], models[TORCH, "FSDP2"]):
+        raise SystemExit("the gradients differ")
+    for (caller, how), each in zip(models, times.values(), strict=True):
+        session.record("fsdp", caller, "step", nbytes, "float32", each, how=how)
+    session.report(f"step of {nbytes / 1e6:.1f} MB, FSDP2", times)
+
+
+def same_shards(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether this rank's parts of the gradients are the same to rounding."""
+    parts = [[each.grad.to_local() for each in model.parameters()] for model in (one, other)]
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-10) for a, b in zip(*parts, strict=True))

@@ -70,6 +70,7 @@ def test_ranks_whose_variables_differ(ended):
     ] * 2  # fmt: skip
 
 
+@pytest.mark.any_mpi
 @job(
     """
     import torch
@@ -81,7 +82,6 @@ def test_ranks_whose_variables_differ(ended):
     def level(group):
         return group._get_backend(torch.device("cpu")).options.reproducible
 
-@pytest.mark.any_mpi
     everybody = list(range(c10d.get_world_size()))
     plain = c10d.new_group(everybody)
     exact = c10d.new_group(everybody, pg_options=Options(reproducible="exact"))

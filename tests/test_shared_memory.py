@@ -42,6 +42,8 @@ class Kind(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("format", "operation", "blocks", "giver", "taker")),
         ("prefix", ctypes.c_int32),
         ("large", ctypes.c_size_t),
+        ("misfit", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("found", "most")),
     )
 
 

@@ -219,7 +219,7 @@ def all_gather(
     outputs; UnsupportedError (a ValueError) for a dtype, layout or device that is refused.
     MismatchError, MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    return run(_ALL_GATHER, group, async_op, tensor_list, tensor)
+    return run_fast(_ALL_GATHER, group, async_op, tensor_list, tensor, None, 0)
 
 
 def all_gather_single(
@@ -290,7 +290,7 @@ def gather(
     between the ranks.
     """
     root = find_root("gather", group, "dst", dst, group_dst, default=0)
-    return run(_GATHER, group, async_op, gather_list, tensor, root=root)
+    return run_fast(_GATHER, group, async_op, gather_list, tensor, None, root)
 
 
 def scatter(
@@ -320,7 +320,7 @@ def scatter(
     between the ranks.
     """
     root = find_root("scatter", group, "src", src, group_src, default=0)
-    return run(_SCATTER, group, async_op, tensor, scatter_list, root=root)
+    return run_fast(_SCATTER, group, async_op, tensor, scatter_list, None, root)
 
 
 def reduce_scatter(
@@ -347,7 +347,7 @@ def reduce_scatter(
     and an operation that has no meaning for the dtype. MismatchError, MPIError and
     CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    return run(_REDUCE_SCATTER, group, async_op, output, input_list, op)
+    return run_fast(_REDUCE_SCATTER, group, async_op, output, input_list, op, 0)
 
 
 def reduce_scatter_single(
@@ -447,7 +447,7 @@ def all_to_all(
     (a ValueError) for a dtype, layout or device that is refused. MismatchError, MPIError and
     CollectiveTimeoutError report what goes wrong between the ranks.
     """
-    return run(_ALL_TO_ALL, group, async_op, output_tensor_list, input_tensor_list)
+    return run_fast(_ALL_TO_ALL, group, async_op, output_tensor_list, input_tensor_list, None, 0)
 
 
 def barrier(

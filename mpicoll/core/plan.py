@@ -55,7 +55,9 @@ Run = Callable[["View | None", "View | None", Extent, int], None]
 class Short(NamedTuple):
     """How calls are carried out without Python, see ``kernels/src/calls.c``.
 
-    owner:    keeps the memory that ``argument`` is in; its ``failure()`` returns why a call failed.
+    owner:    keeps the memory that ``argument`` is in; its ``finish(result, send, recv, extent)``
+              ends a call of which the function has returned another result than 1, or raises why
+              it failed. The sides are as an implementation gets them.
     shape:    which arguments the function takes, one of ``mpicoll.kernels.calls``.
     function, argument: addresses, of a function of the C library and its first argument.
     fewest, end: counts of a block that this is for.

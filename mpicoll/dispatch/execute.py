@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,12 @@ def run(
     carry, orders = _placed(plan, send, recv)
     sizes = encode_sizes(agreed_sizes(primitive, extent))
     waits = not async_op and not member.busy()
-    if first is None and member.compared and not plan.learnt:
+    if (
+        (first is None or (primitive.listed and not plan.on_device))
+        and member.compared
+        and not plan.learnt
+        and isinstance(op, Hashable)  # by which calls are known
+    ):
         _teach(plan, op)
     return _dispatch(
         plan, async_op, waits, output, sizes, root, carry, send, recv, extent, orders, at_once
@@ -153,7 +158,7 @@ def _run_fast(
     """
     member: Any = state.default if group is None else group
     send = route = None
-    fast_view = fast_views.get(output.__class__)
+    fast_view = None if primitive.listed else fast_views.get(output.__class__)
     seen = None if fast_view is None else fast_view(output)
     try:
         if seen is not None:
@@ -206,19 +211,30 @@ def _teach(plan: Plan, op: ReduceOp | None) -> None:
     for short in ways or ():
         plan.group.learn(
             primitive, plan.dtype, op, short.owner, plan.kind, short.fewest, short.end,
-            plan.group.size(), short.function, short.argument, short.shape, primitive.many_in,
-            primitive.many_out, bool(primitive.input), plan.even, bool(primitive.root),
+            plan.group.size(), plan.group.rank(), short.function, short.argument, short.shape,
+            primitive.many_in, primitive.many_out, primitive.listed, bool(primitive.input),
+            plan.even, bool(primitive.root),
         )  # fmt: skip
 
 
-def _raise_failure(group: ProcessGroup, owner: Any) -> None:
-    """Raise why a call that was carried out without Python failed; with the group's lock held."""
-    raise owner.failure()
+def _finish(
+    group: ProcessGroup, owner: Any, result: int, primitive: Primitive, output: Any, input: Any
+) -> None:
+    """End a call that was begun without Python, see ``Short``, or raise why it failed; with the
+    group's lock held.
+    """
+    send, recv, extent = checks.build_views(primitive, group, output, input, 0, None)
+    try:
+        owner.finish(result, packing.buffers_of(send), packing.buffers_of(recv), extent)
+    except MpicollError:
+        raise
+    except Exception as error:
+        raise _explained(error, primitive.name, group) from error
 
 
 #: Carries a call out: ``run_fast(primitive, group, async_op, output, input, op, root)``; without
 #: Python where the group has learnt how, and as ``_run_fast`` does.
-run_fast = short_way(_run_fast, state, ProcessGroup, _raise_failure)
+run_fast = short_way(_run_fast, state, ProcessGroup, _finish)
 
 
 def run_all(

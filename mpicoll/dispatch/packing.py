@@ -20,7 +20,7 @@ from mpicoll.cuda.streams import DeviceContext, StreamOrder
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.primitives import Layout
 
-__all__ = ["in_stream_order", "on_views", "stream_order"]
+__all__ = ["buffers_of", "in_stream_order", "on_views", "stream_order"]
 
 
 def on_views(kind: CallKind, route: Implementation, on_device: bool) -> Run:
@@ -81,6 +81,11 @@ def _buffers(view: View | None, parts: Sequence[View]) -> Any:
     """Return what a route gets of a view that was made contiguous: a list if it was one."""
     buffers = [part.buffer for part in parts]
     return None if view is None else buffers if isinstance(view, ViewList) else buffers[0]
+
+
+def buffers_of(view: View | None) -> Any:
+    """Return what a route gets of a view that is contiguous on the host."""
+    return _buffers(view, () if view is None else view.parts)
 
 
 def stream_order(send: View | None, recv: View | None) -> StreamOrder:

@@ -28,6 +28,7 @@ __all__ = [
     "AGREE",
     "ALL_REDUCE",
     "BLOCKS",
+    "LISTS",
     "Calls",
     "PythonCalls",
     "add_tensor_type",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 #: The functions of ``src/shared.c`` that the short way calls, by their arguments.
-ALL_REDUCE, BLOCKS, AGREE = range(3)
+ALL_REDUCE, BLOCKS, AGREE, LISTS = range(4)
 
 #: One call: its number in the group, its kind without the root, the number of its sizes, the root.
 RecordEntry = tuple[int, int, int, int]
@@ -162,16 +163,18 @@ def describe() -> str:
 
 
 def short_way(
-    run_fast: Function, state: object, group_type: type, raise_failure: Callable[..., object]
+    run_fast: Function, state: object, group_type: type, finish: Callable[..., object]
 ) -> Function:
     """Return a function that does what ``run_fast`` does, in short where it can.
 
     state: its attribute ``default`` is the group of calls without one. group_type: of groups.
-    raise_failure: of a group and the owner of the memory that a call could not be carried out in.
+    finish: of a call that was begun in short and could not be carried out so: ends it, or raises
+    why not. Takes the group, the way's owner, what its function returned, primitive, output,
+    input.
     """
     if _module is None:
         return run_fast
-    _module.set_up(state, group_type, run_fast, raise_failure)
+    _module.set_up(state, group_type, run_fast, finish)
     found: Function = _module.run_fast
     return found
 

@@ -60,6 +60,9 @@ class Kernels:
             library, "shared_blocks", pointer, pointer, pointer, size, ctypes.c_uint32,
             ctypes.c_uint32, result=integer,
         )  # fmt: skip
+        lists = pointer, pointer, pointer, size, ctypes.c_uint32, ctypes.c_uint32
+        self.shared_lists = _function(library, "shared_lists", *lists, result=integer)
+        self.shared_all_to_all = _function(library, "shared_all_to_all", *lists, result=integer)
         self.shared_exchange = _function(
             library, "shared_exchange", pointer, size, size, pointer, size, pointer, size,
             ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, result=integer,

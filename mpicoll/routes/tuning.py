@@ -165,7 +165,8 @@ def _combines_some(route: Route, others: bool) -> bool:
 @cache
 def _of_routes(kind: str) -> dict[str, Steps]:
     """Return the row of a kind that the tables lack: at each place the route that exists only
-    there, but between nodes MPI's own for short messages; elsewhere the first that may be named.
+    there, but for short messages the one that serves in its place, or between nodes MPI's own;
+    elsewhere the first that may be named.
     """
     from mpicoll.routes import registry
 
@@ -173,7 +174,9 @@ def _of_routes(kind: str) -> dict[str, Steps]:
     for place in PLACES:
         first, *others = eligible_routes(kind, place)
         best = next((name for name in others if registry.HOST[name].place), first)
-        short = first if first == "mpi" and place != "node" else best
+        short = registry.HOST[best].instead or best
+        if first == "mpi" and place != "node":
+            short = first
         row[place] = merge_steps([(0, short), (_SHORT, best)])
     return row
 

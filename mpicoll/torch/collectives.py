@@ -22,7 +22,7 @@ from mpicoll.dispatch import execute, point_to_point
 from mpicoll.dispatch.execute import run_fast
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError
-from mpicoll.primitives import PRIMITIVES, Primitive, by_name
+from mpicoll.primitives import Primitive, by_name
 from mpicoll.torch import NAME, core_groups, profiling, sparse
 from mpicoll.torch.arguments import (
     OPERATION_BY_HASH,
@@ -68,8 +68,6 @@ _ALL_TO_ALL = by_name["all_to_all"]
 _ALL_TO_ALL_SINGLE = by_name["all_to_all_single"]
 _BARRIER = by_name["barrier"]
 
-#: The primitives that ``run_fast`` serves.
-_PLAIN_PRIMITIVES = {row for row in PRIMITIVES if row.output and not row.listed}
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 _ALL_REDUCE_OPTIONS = c10d.AllreduceOptions
 _NO_TIMEOUT = timedelta(0)
@@ -176,7 +174,7 @@ class Collectives:
         root: int,
         splits: Splits | None,
     ) -> Work | None:
-        if splits is None and primitive in _PLAIN_PRIMITIVES:
+        if splits is None:
             return run_fast(primitive, self.core, asynchronous, output, input, op, root)
         return execute.run(primitive, self.core, asynchronous, output, input, op, root, splits)
 

@@ -90,7 +90,7 @@ def number(factor: Any) -> Any:
 class Between:
     """The results that are right: from ``low`` to ``high``; without ``high``, the bits of ``low``.
 
-    NaN is right where ``high`` is NaN. A complex number counts as its two parts.
+    NaN is right where one of them is NaN. A complex number counts as its two parts.
     """
 
     low: Array
@@ -108,9 +108,11 @@ class Between:
         assert (got.dtype, got.shape) == (low.dtype, low.shape), what
         if low.dtype.kind == "c":
             low, high, got = (one.view(one.real.dtype) for one in (low, high, got))
-        beyond = np.isnan(high)  # of dtypes that have NaN where others have infinity
+        # Of dtypes that have NaN where others have infinity, an end that is too large is NaN.
+        below, above = np.isnan(low), np.isnan(high)
         with np.errstate(invalid="ignore"):
-            inside = (low <= got) & ((got <= high) | beyond) | (beyond & np.isnan(got))
+            inside = ((low <= got) | below & ~above) & ((got <= high) | above & ~below)
+            inside |= (below | above) & np.isnan(got)
         complain(~inside, got, (low, high), what)
 
 

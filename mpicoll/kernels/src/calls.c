@@ -54,6 +54,8 @@ struct seen {
     PyObject *dtype; /* mpicoll's, borrowed */
     char *data;
     size_t count, itemsize, rows;
+    const void *shape; /* of that many bytes */
+    size_t shape_size;
     int writable;
 };
 
@@ -63,7 +65,7 @@ static struct {
     PyObject *state;         /* of mpicoll.core.groups: its attribute `default` is the group */
     PyObject *group_type;    /* ProcessGroup */
     PyObject *python_way;    /* run_fast in Python */
-    PyObject *raise_failure; /* (group, owner): raises why a call was not carried out */
+    PyObject *finish;        /* ends a call that was begun, or raises why it cannot */
     PyObject *numpy_type;
     struct {
         PyObject *numpy, *dtype;
@@ -94,6 +96,8 @@ static int see_numpy(struct seen *seen, PyObject *object)
             for (int k = 0; k < array->dimensions; k++)
                 seen->count *= (size_t)array->shape[k];
             seen->rows = array->dimensions ? (size_t)array->shape[0] : 1;
+            seen->shape = array->shape;
+            seen->shape_size = (size_t)array->dimensions * sizeof *array->shape;
             return seen->count > 0;
         }
     return 0;
@@ -129,6 +133,8 @@ static int see_tensor(struct seen *seen, PyObject *object, int type)
             seen->writable = 1;
             seen->count = count;
             seen->rows = tensor.dimensions ? (size_t)tensor.shape[0] : 1;
+            seen->shape = tensor.shape;
+            seen->shape_size = (size_t)tensor.dimensions * sizeof *tensor.shape;
             return usual && count > 0;
         }
     return 0;
@@ -146,15 +152,118 @@ static int see(struct seen *seen, PyObject *object)
     return 0;
 }
 
+/* The most arrays of a list that are seen here: as many as ranks share memory. */
+enum { MOST_ARRAYS = 128 };
+
+/* A block, or an array of a list; shared.c has the same. */
+struct block {
+    char *data;
+    size_t count;
+};
+
+/* One side of a call. */
+struct side {
+    PyObject *held;    /* a tuple of the arrays, if they come as a list */
+    size_t n;          /* arrays; 0: the argument is None */
+    struct seen first; /* the first one, writable if all are */
+    int alike, alike_in_shape;
+    char *begin, *end; /* all lie between these */
+    struct block blocks[MOST_ARRAYS];
+};
+
+static const struct seen nothing = {Py_None, NULL, 0, 0, 0, NULL, 0, 1};
+
+static int have_same_shape(const struct seen *one, const struct seen *other)
+{
+    return one->shape_size == other->shape_size &&
+           (one->shape_size == 0 || memcmp(one->shape, other->shape, one->shape_size) == 0);
+}
+
+/* Sees the arrays of a list, which `side` holds from then on; the rest is as in see. */
+static int see_list(struct side *side, PyObject *list)
+{
+    if (PyList_CheckExact(list))
+        side->held = PyList_AsTuple(list);
+    else
+        side->held = (Py_INCREF(list), list);
+    if (!side->held)
+        return -1;
+    const Py_ssize_t n = PyTuple_Size(side->held);
+    if (n < 1 || n > MOST_ARRAYS)
+        return 0;
+    side->n = (size_t)n;
+    side->alike = side->alike_in_shape = 1;
+    for (Py_ssize_t k = 0; k < n; k++) {
+        struct seen one;
+        const int sees = see(&one, PyTuple_GetItem(side->held, k));
+        if (sees <= 0)
+            return sees;
+        char *end = one.data + one.count * one.itemsize;
+        side->blocks[k] = (struct block){one.data, one.count};
+        if (k == 0) {
+            side->first = one;
+            side->begin = one.data;
+            side->end = end;
+            continue;
+        }
+        if (one.dtype != side->first.dtype)
+            return 0;
+        side->first.writable &= one.writable;
+        side->alike &= one.count == side->first.count;
+        side->alike_in_shape &= have_same_shape(&one, &side->first);
+        side->begin = one.data < side->begin ? one.data : side->begin;
+        side->end = end > side->end ? end : side->end;
+    }
+    return 1;
+}
+
+/* Sees an argument: an array, a list of such, or None. */
+static int see_side(struct side *side, PyObject *object)
+{
+    side->held = NULL;
+    side->n = object != Py_None;
+    if (object == Py_None) {
+        side->first = nothing;
+        return 1;
+    }
+    if (PyList_CheckExact(object) || PyTuple_CheckExact(object))
+        return see_list(side, object);
+    const int sees = see(&side->first, object);
+    if (sees > 0) {
+        side->begin = side->first.data;
+        side->end = side->begin + side->first.count * side->first.itemsize;
+        side->blocks[0] = (struct block){side->first.data, side->first.count};
+    }
+    return sees;
+}
+
+static int overlap(const struct side *one, const struct side *other)
+{
+    if ((uintptr_t)one->end <= (uintptr_t)other->begin ||
+        (uintptr_t)other->end <= (uintptr_t)one->begin)
+        return 0;
+    const size_t itemsize = one->first.itemsize;
+    for (size_t i = 0; i < one->n; i++)
+        for (size_t k = 0; k < other->n; k++) {
+            const struct block *a = &one->blocks[i], *b = &other->blocks[k];
+            if ((uintptr_t)a->data < (uintptr_t)b->data + b->count * itemsize &&
+                (uintptr_t)b->data < (uintptr_t)a->data + a->count * itemsize)
+                return 1;
+        }
+    return 0;
+}
+
 /* ---- A group's calls --------------------------------------------------------------------------- */
 
 typedef int all_reduce_function(const void *kind, char *array, size_t count, uint32_t number);
 typedef int blocks_function(const void *kind, const char *send, char *recv, size_t count,
                             uint32_t root, uint32_t number);
 typedef int agree_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
+typedef int lists_function(const void *kind, const struct block *send, const struct block *recv,
+                           size_t count, uint32_t root, uint32_t number);
 
-/* Which of these a way calls. */
-enum { ALL_REDUCE, BLOCKS, AGREE };
+/* Which of these a way calls. Each returns 1 if it has carried the call out. */
+enum { ALL_REDUCE, BLOCKS, AGREE, LISTS };
 
 /* How calls of one kind and of some sizes are carried out here. */
 struct way {
@@ -162,11 +271,12 @@ struct way {
     PyObject *owner;                  /* of the memory that `argument` is in */
     uint64_t signature;               /* the call's, without the root */
     size_t fewest, end;               /* counts of a block */
-    size_t n;                         /* ranks */
+    size_t n, me;                     /* ranks, and this one */
     void *function;
     const void *argument;
     int shape;
     int many_in, many_out; /* as many blocks as ranks */
+    int listed;            /* which come as lists; those that only the root has are None elsewhere */
     int has_input, even, rooted;
 };
 
@@ -184,57 +294,92 @@ typedef struct {
     size_t n_ways;
 } Calls;
 
+/* The count of a block of a call: where blocks come as a list, that of the array beside it. */
+static size_t count_of(const struct way *way, const struct side *out, const struct side *in)
+{
+    if (way->listed)
+        return way->many_in ? out->first.count : in->first.count;
+    return way->many_out ? out->first.count / way->n : out->first.count;
+}
+
 static const struct way *find(const Calls *calls, PyObject *primitive, PyObject *dtype,
-                              PyObject *op, size_t count)
+                              PyObject *op, const struct side *out, const struct side *in)
 {
     for (size_t i = 0; i < calls->n_ways; i++) {
         const struct way *way = &calls->ways[i];
         if (way->primitive == primitive && way->dtype == dtype && way->op == op) {
-            const size_t block = way->many_out ? count / way->n : count;
-            if (block >= way->fewest && block < way->end)
+            const size_t count = count_of(way, out, in);
+            if (count >= way->fewest && count < way->end)
                 return way;
         }
     }
     return NULL;
 }
 
-/* Blocks of the input and of the output fit, do not overlap, and can be cut between rows. */
-static int fits(const struct way *way, const struct seen *in, const struct seen *out, size_t *block)
+/* Blocks of an input and an output that are one array each fit and can be cut between rows. */
+static int arrays_fit(const struct way *way, const struct seen *in, const struct seen *out,
+                      size_t count)
 {
-    const size_t n = way->n, blocks_in = way->many_in ? n : 1, blocks_out = way->many_out ? n : 1;
-    *block = in->count / blocks_in;
-    if (in->dtype != out->dtype || in->count != *block * blocks_in ||
-        out->count != *block * blocks_out)
-        return 0;
-    if (!way->even && (in->rows % n || out->rows % n))
-        return 0;
-    const ptrdiff_t distance = (ptrdiff_t)((uintptr_t)in->data - (uintptr_t)out->data);
-    return distance <= -(ptrdiff_t)(in->count * in->itemsize) ||
-           distance >= (ptrdiff_t)(out->count * out->itemsize);
+    const size_t n = way->n;
+    return in->count == (way->many_in ? n : 1) * count &&
+           out->count == (way->many_out ? n : 1) * count &&
+           (way->even || (in->rows % n == 0 && out->rows % n == 0));
 }
 
-/* Carries a call out: 1 if it did, -1 with an exception, 0 if it is not for here. */
-static int carry_out(Calls *calls, PyObject *const *args)
+/* A side is what this rank has to have: a list if it holds blocks, nothing if only the root has it. */
+static int is_whole(const struct way *way, const struct side *side, int many, unsigned long root)
 {
-    PyObject *primitive = args[0], *output = args[3], *input = args[4], *op = args[5];
-    struct seen out = {Py_None, NULL, 0, 0, 0, 1}, in = out;
-    if (calls->n_ways == 0)
+    if (many && way->rooted && way->me != root)
+        return side->n == 0;
+    return many ? side->held && side->n == way->n : !side->held && side->n == 1;
+}
+
+/* The same for blocks that come as lists. */
+static int lists_fit(const struct way *way, const struct side *in, const struct side *out,
+                     unsigned long root)
+{
+    if (!is_whole(way, in, way->many_in, root) || !is_whole(way, out, way->many_out, root))
         return 0;
-    const int looks = output == Py_None ? 1 : see(&out, output);
-    if (looks <= 0)
-        return looks;
-    const int sees = input == Py_None ? 1 : see(&in, input);
-    if (sees <= 0)
-        return sees;
-    /* From here on no Python runs: the group stays as it is. */
-    const struct way *found = find(calls, primitive, out.dtype, op, out.count);
-    if (!found || !out.writable || calls->worker != Py_None)
+    if (way->many_in && way->many_out) /* what a rank sends to itself */
+        return in->blocks[way->me].count == out->blocks[way->me].count;
+    const struct side *list = way->many_in ? in : out, *own = way->many_in ? out : in;
+    if (list->n == 0)
+        return 1;
+    return list->alike && list->first.count == own->first.count &&
+           (!way->rooted ||
+            (list->alike_in_shape && have_same_shape(&list->first, &own->first)));
+}
+
+/* Input and output belong together, and do not overlap. */
+static int fits(const struct way *way, const struct side *in, const struct side *out,
+                unsigned long root, size_t count)
+{
+    if (in->n && out->n && (in->first.dtype != out->first.dtype || overlap(in, out)))
+        return 0;
+    if (way->listed)
+        return lists_fit(way, in, out, root);
+    return in->n == 1 && !in->held && out->n == 1 && !out->held &&
+           arrays_fit(way, &in->first, &out->first, count);
+}
+
+/* Cuts a side that is one array into its blocks. */
+static void cut(struct side *side, size_t n, size_t count)
+{
+    for (size_t k = 0; k < n && k < MOST_ARRAYS; k++)
+        side->blocks[k] =
+            (struct block){side->first.data + k * count * side->first.itemsize, count};
+}
+
+/* Carries out a call on arrays that were seen; see carry_out. No Python runs before it begins, so
+ * that the group stays as it is. */
+static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out, struct side *in)
+{
+    PyObject *primitive = args[0], *op = args[5];
+    PyObject *dtype = out->n ? out->first.dtype : in->first.dtype;
+    const struct way *found = find(calls, primitive, dtype, op, out, in);
+    if (!found || !out->first.writable || calls->worker != Py_None)
         return 0;
     struct way way = *found; /* another thread may add to them */
-    size_t count = out.count;
-    if (way.has_input ? input == Py_None || !fits(&way, &in, &out, &count) : input != Py_None)
-        return 0;
-    const char *send = way.has_input ? in.data : out.data;
     unsigned long root = 0;
     if (way.rooted) {
         root = PyLong_AsUnsignedLong(args[6]);
@@ -243,6 +388,14 @@ static int carry_out(Calls *calls, PyObject *const *args)
             return 0;
         }
     }
+    const size_t count = count_of(&way, out, in);
+    if (way.has_input ? !fits(&way, in, out, root, count) : in->n || out->held)
+        return 0;
+    if (way.shape == LISTS && !way.listed) {
+        cut(out, way.many_out ? way.n : 1, count);
+        cut(in, way.many_in ? way.n : 1, count);
+    }
+    const char *send = way.has_input ? in->first.data : out->first.data;
     PyObject *got = PyObject_CallFunctionObjArgs(calls->acquire, known.no, NULL);
     if (!got)
         return -1;
@@ -255,21 +408,33 @@ static int carry_out(Calls *calls, PyObject *const *args)
     calls->sizes = way.even ? count : 0;
     calls->root = root;
     calls->dropped = 0;
-    int done;
+    int result;
     Py_INCREF(way.owner);
     Py_BEGIN_ALLOW_THREADS;
     if (way.shape == ALL_REDUCE)
-        done = ((all_reduce_function *)way.function)(way.argument, out.data, count, number);
+        result =
+            ((all_reduce_function *)way.function)(way.argument, out->first.data, count, number);
     else if (way.shape == BLOCKS)
-        done = ((blocks_function *)way.function)(way.argument, send, out.data, count,
-                                                 (uint32_t)root, number);
+        result = ((blocks_function *)way.function)(way.argument, send, out->first.data, count,
+                                                   (uint32_t)root, number);
+    else if (way.shape == LISTS)
+        result = ((lists_function *)way.function)(way.argument, in->blocks, out->blocks, count,
+                                                  (uint32_t)root, number);
     else
-        done = ((agree_function *)way.function)(way.argument, number, way.signature, 0);
+        result = ((agree_function *)way.function)(way.argument, number, way.signature, 0);
     Py_END_ALLOW_THREADS;
     PyObject *type = NULL, *error = NULL, *traceback = NULL;
-    if (!done) { /* other ranks raise the same, and all find out together why */
-        Py_XDECREF(PyObject_CallFunctionObjArgs(known.raise_failure, (PyObject *)calls, way.owner,
-                                                NULL));
+    int done = result == 1;
+    if (!done) { /* all ranks find out together why, and how it goes on */
+        PyObject *what = PyLong_FromLong(result);
+        PyObject *ended = what ? PyObject_CallFunctionObjArgs(
+                                     known.finish, (PyObject *)calls, way.owner, what, primitive,
+                                     out->held ? out->held : args[3],
+                                     in->held ? in->held : args[4], NULL)
+                               : NULL;
+        done = ended != NULL;
+        Py_XDECREF(ended);
+        Py_XDECREF(what);
         PyErr_Fetch(&type, &error, &traceback);
     }
     Py_DECREF(way.owner);
@@ -278,6 +443,28 @@ static int carry_out(Calls *calls, PyObject *const *args)
     if (!done)
         PyErr_Restore(type, error, traceback);
     return done && released ? 1 : -1;
+}
+
+/* Carries a call out: 1 if it did, -1 with an exception, 0 if it is not for here. */
+static int carry_out(Calls *calls, PyObject *const *args)
+{
+    struct side out, in;
+    if (calls->n_ways == 0)
+        return 0;
+    in.held = NULL;
+    int done = see_side(&out, args[3]);
+    if (done > 0)
+        done = see_side(&in, args[4]);
+    if (done > 0)
+        done = carry_out_seen(calls, args, &out, &in);
+    PyObject *type = NULL, *error = NULL, *traceback = NULL;
+    if (out.held || in.held) { /* the last reference to an array, perhaps */
+        PyErr_Fetch(&type, &error, &traceback);
+        Py_XDECREF(out.held);
+        Py_XDECREF(in.held);
+        PyErr_Restore(type, error, traceback);
+    }
+    return done;
 }
 
 static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
@@ -472,16 +659,17 @@ static PyObject *calls_drop_last(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* learn(primitive, dtype, op, owner, signature, fewest, end, n, function, argument, flags...):
+/* learn(primitive, dtype, op, owner, signature, fewest, end, n, me, function, argument, flags...):
  * carry such calls out here. */
 static PyObject *calls_learn(PyObject *self, PyObject *args)
 {
     Calls *calls = (Calls *)self;
     struct way way;
-    unsigned long long signature, fewest, end, n, function, argument;
-    if (!PyArg_ParseTuple(args, "OOOOKKKKKKippppp", &way.primitive, &way.dtype, &way.op, &way.owner,
-                          &signature, &fewest, &end, &n, &function, &argument, &way.shape,
-                          &way.many_in, &way.many_out, &way.has_input, &way.even, &way.rooted))
+    unsigned long long signature, fewest, end, n, me, function, argument;
+    if (!PyArg_ParseTuple(args, "OOOOKKKKKKKipppppp", &way.primitive, &way.dtype, &way.op,
+                          &way.owner, &signature, &fewest, &end, &n, &me, &function, &argument,
+                          &way.shape, &way.many_in, &way.many_out, &way.listed, &way.has_input,
+                          &way.even, &way.rooted))
         return NULL;
     struct way *ways = PyMem_Realloc(calls->ways, (calls->n_ways + 1) * sizeof way);
     if (!ways)
@@ -491,6 +679,7 @@ static PyObject *calls_learn(PyObject *self, PyObject *args)
     way.fewest = (size_t)fewest;
     way.end = (size_t)end;
     way.n = (size_t)n;
+    way.me = (size_t)me;
     way.function = (void *)(uintptr_t)function;
     way.argument = (const void *)(uintptr_t)argument;
     Py_INCREF(way.primitive);
@@ -561,17 +750,17 @@ static void keep(PyObject **place, PyObject *value)
     Py_XDECREF(before);
 }
 
-/* set_up(state, group_type, python_way, raise_failure): before the first call of run_fast. */
+/* set_up(state, group_type, python_way, finish): before the first call of run_fast. */
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
-    PyObject *state, *type, *python_way, *raise_failure;
+    PyObject *state, *type, *python_way, *finish;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOO", &state, &type, &python_way, &raise_failure))
+    if (!PyArg_ParseTuple(args, "OOOO", &state, &type, &python_way, &finish))
         return NULL;
     keep(&known.state, state);
     keep(&known.group_type, type);
     keep(&known.python_way, python_way);
-    keep(&known.raise_failure, raise_failure);
+    keep(&known.finish, finish);
     Py_RETURN_NONE;
 }
 
@@ -646,7 +835,7 @@ static PyObject *set_numpy(PyObject *module, PyObject *type)
 static PyMethodDef functions[] = {
     {"run_fast", (PyCFunction)(void (*)(void))run_fast, METH_FASTCALL,
      "run_fast(primitive, group, async_op, output, input, op, root)"},
-    {"set_up", set_up, METH_VARARGS, "set_up(state, group_type, python_way, raise_failure)"},
+    {"set_up", set_up, METH_VARARGS, "set_up(state, group_type, python_way, finish)"},
     {"set_numpy", set_numpy, METH_O, "set_numpy(type)"},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(dtype, numpy_dtype, itemsize, code, bits)"},
     {"add_type", add_type, METH_VARARGS, "add_type(type, exchange_api, is_unusual)"},

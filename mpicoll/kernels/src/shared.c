@@ -144,6 +144,9 @@ struct mpicoll_kind {
     int32_t giver, taker; /* only the root gives, or takes */
     int32_t prefix;  /* a rank takes from those before it, and, if 1, itself */
     size_t large;    /* numbers of an array from which on all_reduce goes by clusters */
+    uint32_t misfit; /* after MISFIT: the rank whose block for this one was not as expected, or n */
+    uint64_t found;  /* and the elements of that block */
+    uint64_t most;   /* after UNMOVED: elements of the largest block of all ranks */
 };
 
 static size_t rounded(size_t size, size_t unit)
@@ -854,6 +857,36 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
     return 1;
 }
 
+/* How many blocks a rank puts up at most, and how many this one puts up and gets, in a call whose
+ * blocks all have the same size. */
+struct sides {
+    size_t places, n_puts, n_gets;
+};
+
+static struct sides sides_of(const struct mpicoll_kind *kind, uint32_t root)
+{
+    const uint32_t n = kind->shared->n, me = kind->shared->me;
+    const size_t places = kind->blocks ? n : 1;
+    const size_t combined = kind->prefix ? me + (kind->prefix == 1) : n;
+    return (struct sides){
+        places,
+        kind->giver && me != root ? 0 : places,
+        kind->giver ? 1 : kind->taker && me != root ? 0 : combined,
+    };
+}
+
+/* The block that is got as number k: of what is combined, all go to one place. */
+static struct mpicoll_get get_of(const struct mpicoll_kind *kind, uint32_t root, size_t k,
+                                 char *into, size_t numbers)
+{
+    return (struct mpicoll_get){
+        kind->giver ? root : k,
+        kind->blocks ? kind->shared->me : 0,
+        into,
+        numbers,
+    };
+}
+
 /* The collectives whose blocks all have `count` elements.
  *
  * send: the blocks that are put up, one after another; recv: where they go, in the order of the
@@ -862,25 +895,41 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
 EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, const char *send, char *recv,
                                  size_t count, uint32_t root, uint32_t number)
 {
-    const uint32_t n = kind->shared->n, me = kind->shared->me;
     const size_t numbers = count * kind->parts, bytes = numbers * kind->size;
-    const size_t places = kind->blocks ? n : 1;
-    const size_t n_puts = kind->giver && me != root ? 0 : places;
-    const size_t combined = kind->prefix ? me + (kind->prefix == 1) : n;
-    const size_t n_gets = kind->giver ? 1 : kind->taker && me != root ? 0 : combined;
-    struct mpicoll_put puts[n];
-    struct mpicoll_get gets[n];
+    const struct sides sides = sides_of(kind, root);
+    struct mpicoll_put puts[kind->shared->n];
+    struct mpicoll_get gets[kind->shared->n];
 
-    for (size_t k = 0; k < n_puts; k++)
+    for (size_t k = 0; k < sides.n_puts; k++)
         puts[k] = (struct mpicoll_put){send + k * bytes, numbers};
-    for (size_t k = 0; k < n_gets; k++)
-        gets[k] = (struct mpicoll_get){
-            kind->giver ? root : k,
-            kind->blocks ? me : 0,
-            kind->format >= 0 ? recv : recv + k * bytes,
-            numbers,
-        };
-    return exchange(kind, places, numbers, puts, n_puts, gets, n_gets, number,
+    for (size_t k = 0; k < sides.n_gets; k++)
+        gets[k] = get_of(kind, root, k, kind->format >= 0 ? recv : recv + k * bytes, numbers);
+    return exchange(kind, sides.places, numbers, puts, sides.n_puts, gets, sides.n_gets, number,
+                    kind->what | (uint64_t)root << 24, numbers);
+}
+
+/* A block of an array, or an array of a list, of a caller; mpicoll/kernels/src/calls.c has the same. */
+struct mpicoll_block {
+    char *data;
+    size_t count; /* elements */
+};
+
+/* The same for blocks that lie anywhere: in the order of the ranks where there is one for each, else
+ * one. A side that this rank has not is not read. */
+EXPORT int mpicoll_shared_lists(const struct mpicoll_kind *kind, const struct mpicoll_block *send,
+                                const struct mpicoll_block *recv, size_t count, uint32_t root,
+                                uint32_t number)
+{
+    const size_t numbers = count * kind->parts;
+    const struct sides sides = sides_of(kind, root);
+    struct mpicoll_put puts[kind->shared->n];
+    struct mpicoll_get gets[kind->shared->n];
+
+    for (size_t k = 0; k < sides.n_puts; k++)
+        puts[k] = (struct mpicoll_put){send[k].data, numbers};
+    for (size_t k = 0; k < sides.n_gets; k++)
+        gets[k] = get_of(kind, root, k, recv[kind->format >= 0 ? 0 : k].data, numbers);
+    return exchange(kind, sides.places, numbers, puts, sides.n_puts, gets, sides.n_gets, number,
                     kind->what | (uint64_t)root << 24, numbers);
 }
 
@@ -1010,4 +1059,87 @@ EXPORT int64_t mpicoll_shared_sizes(struct mpicoll_shared *shared, uint64_t what
     mpicoll_board_end(shared);
     mpicoll_board_close(shared);
     return most;
+}
+
+/* What a call of all_to_all comes to; mpicoll/routes/host/shared.py has the same. */
+enum { DIFFERED, MOVED, UNMOVED, MISFIT };
+
+/* all_to_all, where each rank knows the sizes of its own blocks alone, all in one round: every rank
+ * shows the sizes of the n blocks that it sends, by receiver, and of the n that it expects, by
+ * sender, and behind them, where there is room for them, the blocks for others.
+ *
+ * send, recv: n blocks each, of this rank.
+ * Returns, on all ranks, MOVED; UNMOVED if the blocks of some rank found no room: nothing is moved
+ * then, and kind->most is known; MISFIT if a rank expects another size than is sent; and DIFFERED as
+ * other calls return 0. (The count and the root, which the call has not, are there because
+ * mpicoll_shared_lists has them.) */
+EXPORT int mpicoll_shared_all_to_all(struct mpicoll_kind *kind, const struct mpicoll_block *send,
+                                     const struct mpicoll_block *recv, size_t count, uint32_t root,
+                                     uint32_t number)
+{
+    struct mpicoll_shared *shared = kind->shared;
+    const uint32_t n = shared->n, me = shared->me;
+    const size_t head = rounded(2 * n * sizeof(uint64_t), LINE), size = kind->size;
+    const size_t room = shared->slot > head ? shared->slot - head : 0;
+    size_t bytes = 0, moved = 0;
+    int result = MOVED;
+    (void)count, (void)root;
+
+    mpicoll_board_begin(shared, number, kind->what, 0);
+    char *board = mpicoll_board(shared, me);
+    for (uint32_t k = 0; k < n; k++) {
+        ((uint64_t *)board)[k] = send[k].count;
+        ((uint64_t *)board)[n + k] = recv[k].count;
+        bytes += k == me ? 0 : send[k].count * size;
+    }
+    if (bytes <= room) {
+        board += head;
+        for (uint32_t k = 0; k < n; k++)
+            if (k != me) {
+                put(board, send[k].data, send[k].count * size, is_far(shared, k));
+                board += send[k].count * size;
+            }
+    }
+    if (mpicoll_board_publish(shared) <= 0)
+        return DIFFERED;
+
+    const uint64_t *expected = (const uint64_t *)mpicoll_board(shared, me) + n;
+    kind->most = 0;
+    kind->misfit = n;
+    for (uint32_t from = 0; from < n; from++) {
+        const uint64_t *sent = (const uint64_t *)mpicoll_board(shared, from);
+        bytes = 0;
+        for (uint32_t to = 0; to < n; to++) {
+            const uint64_t *theirs = (const uint64_t *)mpicoll_board(shared, to) + n;
+            if (theirs[from] != sent[to])
+                result = MISFIT;
+            if (sent[to] > kind->most)
+                kind->most = sent[to];
+            bytes += from == to ? 0 : sent[to] * size;
+        }
+        if (bytes > room && result == MOVED)
+            result = UNMOVED;
+        if (bytes > moved)
+            moved = bytes;
+        if (expected[from] != sent[me] && kind->misfit == n) {
+            kind->misfit = from;
+            kind->found = sent[me];
+        }
+    }
+    if (result == MOVED) {
+        look_around(shared, moved);
+        for (uint32_t from = 0; from < n; from++) {
+            const uint64_t *sent = (const uint64_t *)mpicoll_board(shared, from);
+            const char *data = (const char *)sent + head;
+            for (uint32_t to = 0; to < me; to++)
+                data += to == from ? 0 : sent[to] * size;
+            if (from == me)
+                data = send[me].data;
+            if (data != recv[from].data && sent[me])
+                memcpy(recv[from].data, data, sent[me] * size);
+        }
+    }
+    mpicoll_board_end(shared);
+    mpicoll_board_close(shared);
+    return result;
 }

@@ -26,7 +26,7 @@ from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import exchange, hierarchy, lists, mpi, shared
+from mpicoll.routes.host import exchange, hierarchy, lists, mpi, shared, single_copy
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:
@@ -88,16 +88,23 @@ def _of_any_extent(kind: CallKind, even: Implementation) -> Implementation:
 
 
 def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:
-    """Return the implementation of calls whose size no rank knows: by the route of large ones."""
+    """Return the implementation of calls whose size no rank knows: by the route of large ones, but
+    if that of small ones is shared memory, in which the ranks first tell each other the sizes,
+    small ones are carried out by the way.
+    """
     route: Implementation | None = None
 
     def by_place(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
         nonlocal route
         if route is None:  # inside a call, in order of the group's calls
-            *_, (_, _, route) = _served(kind, row, place(kind.group))
+            served = _served(kind, row, place(kind.group))
+            (_, first, _), (_, last, route) = served[0], served[-1]
+            memory: shared.Shared | None = kind.group.resources.find("shared")
+            if memory and first == shared.ROUTE.name != last:
+                route = memory.build_exchange(kind, route)
         route(send, recv, extent, root)
 
-    return by_place
+    return add_short(by_place, lambda: None if route is None else find_short(route))
 
 
 def _short_agreement(group: ProcessGroup) -> list[Short]:
@@ -265,7 +272,11 @@ def place(group: ProcessGroup) -> str:
         return "node"
     if hierarchy.get_or_create(group):
         return "nodes"
-    return "node" if shared.get_or_create(group) else "apart"
+    if not shared.get_or_create(group):
+        return "apart"
+    # While all ranks are here: later they may come in different calls, which memory compares.
+    single_copy.get_or_create(group)
+    return "node"
 
 
 # --- for tune, and for people -------------------------------------------------------------------

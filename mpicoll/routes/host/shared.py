@@ -10,6 +10,7 @@ import bisect
 import ctypes
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,18 +18,18 @@ from mpi4py import MPI
 
 from mpicoll import settings
 from mpicoll.arrays.views import Buffer
-from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Short, add_short
+from mpicoll.core.plan import Blocks, CallKind, Contiguous, Extent, Implementation, Short, add_short
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
-from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS
+from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS, LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import clusters
 from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
 from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
-from mpicoll.routes.transfers import Transfer, addresses, transfer_of
+from mpicoll.routes.transfers import Get, Transfer, addresses, cut, misfit
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ LOOKS, LOOKS_IN_A_CROWD = 2000, 50
 PATIENCE = 1e-3
 
 _SLOTS, _FAILED, _BITS = 4, -1, 8  # as in shared.c
+_DIFFERED, _MOVED, _UNMOVED, _MISFIT = range(4)  # what all_to_all comes to, as in shared.c
 
 
 class _Hold(ctypes.Structure):
@@ -103,20 +105,24 @@ class _Kind(ctypes.Structure):
         ("taker", ctypes.c_int32),
         ("prefix", ctypes.c_int32),
         ("large", ctypes.c_size_t),
+        ("misfit", ctypes.c_uint32),
+        ("found", ctypes.c_uint64),
+        ("most", ctypes.c_uint64),
     )
 
 
 class Shared:
     """A group's hold on the memory that its ranks share.
 
-    pointer: the C library's own description of it.
+    kernels: the C library.
+    pointer: its own description of the memory.
     slot:    bytes of a slot.
     """
 
     def __init__(self, group: ProcessGroup, segment: Segment, slot: int) -> None:
         assert kernels is not None
         self._group = group
-        self._kernels = kernels
+        self.kernels = kernels
         self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as any rank may be inside
         n = group.size()
         self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank())
@@ -140,11 +146,11 @@ class Shared:
         comm, latencies = self._group.inner, np.zeros(_BITS, np.uint32)
         if not self._crowded:
             comm.Barrier()  # for ranks to measure they have to be there at once
-            self._kernels.shared_measure(self.pointer, latencies.ctypes.data)
+            self.kernels.shared_measure(self.pointer, latencies.ctypes.data)
         domain = clusters.find_domain(segment.own)
         seen = clusters.Seen(settings.CLUSTERS.value(), domain, latencies.tolist())
         everybody = [clusters.Seen(*each) for each in exchange_words(comm, [*seen])]
-        return clusters.choose(everybody, self._crowded, self._kernels.far())
+        return clusters.choose(everybody, self._crowded, self.kernels.far())
 
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
@@ -156,8 +162,8 @@ class Shared:
         return build(self, kind)
 
     def _build_all_reduce(self, kind: CallKind) -> Implementation:
-        at, group, address = ctypes.addressof(self._kind(kind)), self._group, MPI.Get_address
-        all_reduce = self._kernels.shared_all_reduce
+        at, group, address = ctypes.addressof(self.described(kind)), self._group, MPI.Get_address
+        all_reduce = self.kernels.shared_all_reduce
 
         def shared_all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
             if group.worker is not None:
@@ -168,26 +174,37 @@ class Shared:
         return self._with_short(shared_all_reduce, ALL_REDUCE, all_reduce, at)
 
     def _build_blocks(self, kind: CallKind) -> Implementation:
-        at, group, address = ctypes.addressof(self._kind(kind)), self._group, MPI.Get_address
-        blocks = self._kernels.shared_blocks
+        at, group, address = ctypes.addressof(self.described(kind)), self._group, MPI.Get_address
+        blocks, lists = self.kernels.shared_blocks, self.kernels.shared_lists
 
-        def shared_blocks(send: Buffer | None, recv: Buffer | None, count: int, root: int) -> None:
+        def shared_blocks(
+            send: Buffer | list[Buffer] | None, recv: Buffer | list[Buffer] | None, count: int,
+            root: int,
+        ) -> None:  # fmt: skip
             if group.worker is not None:
                 self._look_as_often_as_is_good()
-            here = None if recv is None else address(recv)
-            there = here if send is None else address(send)
-            if not blocks(at, there, here, count, root, group.sequence):
+            if list in (send.__class__, recv.__class__):
+                out, into = _each(send, count), _each(recv, count)
+                done = lists(at, out.ctypes.data, into.ctypes.data, count, root, group.sequence)
+            else:
+                here = None if recv is None else address(recv)
+                there = here if send is None else address(send)
+                done = blocks(at, there, here, count, root, group.sequence)
+            if not done:
                 raise self.failure()
 
+        if kind.primitive.listed:
+            return self._with_short(shared_blocks, LISTS, lists, at)
         return self._with_short(shared_blocks, BLOCKS, blocks, at)
 
     def _with_short(
         self, route: Implementation, shape: int, function: Callable[..., Any], argument: int
     ) -> Implementation:
-        short = self._short(shape, function, argument)
+        short = self.short(shape, function, argument)
         return add_short(route, lambda: (short,))
 
-    def _short(self, shape: int, function: Any, argument: int) -> Short:
+    def short(self, shape: int, function: Any, argument: int) -> Short:
+        """Return how calls by a function of the C library are made in short."""
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
         return Short(self, shape, address, argument)
@@ -195,25 +212,31 @@ class Shared:
     @property
     def short_agreement(self) -> Short:
         """What compares a call of no array, in short."""
-        return self._short(AGREE, self._kernels.shared_agree, self.pointer)
+        return self.short(AGREE, self.kernels.shared_agree, self.pointer)
 
-    def _build_transfer(self, kind: CallKind) -> Implementation:
-        def shared_transfer(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
-            transfer = transfer_of(kind, addresses(send), addresses(recv), extent, root)
-            self.exchange(kind, transfer, root)
+    def build_exchange(self, kind: CallKind, large: Implementation | None = None) -> Implementation:
+        """Return the implementation of all_to_all, whose first round carries the sizes of all
+        blocks and, where they have room in it, the blocks.
 
-        return shared_transfer
+        large: carries out the others, instead of further rounds.
+        """
+        exchange = _Exchange(self, kind, large)
+        return add_short(partial(exchange.carry_out), lambda: (exchange.short,))
+
+    def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
+        """Raise why a call that was begun without Python was not carried out; see ``Short``."""
+        raise self.failure()
 
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
         """Carry out this rank's part of a call whose blocks may differ in size; see ``build``."""
-        group, described = self._group, self._kind(kind)
+        group, described = self._group, self.described(kind)
         self._look_as_often_as_is_good()
         parts = described.parts
         puts = np.array([(at, count * parts) for at, count in transfer.puts], _PUT)
         gets = np.array(
             [(rank, place, at, count * parts) for rank, place, at, count in transfer.gets], _GET
         )
-        done = self._kernels.shared_exchange(
+        done = self.kernels.shared_exchange(
             ctypes.addressof(described), transfer.places, transfer.most * parts,
             puts.ctypes.data, len(puts), gets.ctypes.data, len(gets), root, group.sequence,
             transfer.total * parts,
@@ -224,8 +247,8 @@ class Shared:
     def exchange_sizes(self, kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int | None]:
         """Exchange the sizes of blocks; see ``transfers``."""
         theirs = np.empty_like(sends)
-        most = self._kernels.shared_sizes(
-            self.pointer, self._kind(kind).what, sends.ctypes.data, receives.ctypes.data,
+        most = self.kernels.shared_sizes(
+            self.pointer, self.described(kind).what, sends.ctypes.data, receives.ctypes.data,
             theirs.ctypes.data, self._group.sequence,
         )  # fmt: skip
         if most == _FAILED:
@@ -245,15 +268,15 @@ class Shared:
             raise self.failure()
         return result
 
-    def _kind(self, kind: CallKind) -> _Kind:
+    def described(self, kind: CallKind) -> _Kind:
         """Return the C library's description of a kind of call."""
         key = kind.primitive, kind.dtype, kind.op
         found = self._kinds.get(key)
         if found is None:
-            found = self._kinds[key] = self._described(kind)
+            found = self._kinds[key] = self._describe(kind)
         return found
 
-    def _described(self, kind: CallKind) -> _Kind:
+    def _describe(self, kind: CallKind) -> _Kind:
         primitive, _, op, dtype = kind
         assert dtype is not None
         by = None if op is None else find_loop(op, dtype, kind.exact)
@@ -266,7 +289,7 @@ class Shared:
             size=dtype.itemsize // parts,
             parts=parts,
             whole=WHOLE // max(1, self._hold.n - 1) * parts // dtype.itemsize,
-            format=-1 if by is None else self._kernels.format(by.format.encode()),
+            format=-1 if by is None else self.kernels.format(by.format.encode()),
             operation=0 if by is None else by.operation,
             blocks=primitive.many_in,
             giver=primitive.root == "src",
@@ -294,7 +317,7 @@ class Shared:
         number = (self._group.sequence + 1) & 0xFFFFFFFF
         count *= _parts(kind)
         patience = round(1e9 * PATIENCE)
-        return bool(self._kernels.shared_ask(self.pointer, number, kind, count, patience))
+        return bool(self.kernels.shared_ask(self.pointer, number, kind, count, patience))
 
     def agree(self, kind: int, count: int) -> None:
         """Compare a call with the other ranks'; all have begun it when this returns.
@@ -304,7 +327,7 @@ class Shared:
         """
         self._look_as_often_as_is_good()
         count *= _parts(kind)
-        if not self._kernels.shared_agree(self.pointer, self._group.sequence, kind, count):
+        if not self.kernels.shared_agree(self.pointer, self._group.sequence, kind, count):
             raise self.failure()
 
     def compare(self, kind: int, number: int) -> bool:
@@ -314,7 +337,7 @@ class Shared:
         some make a call that goes by this memory instead.
         """
         self._look_as_often_as_is_good()
-        if self._kernels.shared_agree(self.pointer, self._group.sequence, kind, number):
+        if self.kernels.shared_agree(self.pointer, self._group.sequence, kind, number):
             return True
         if not self._hold.left and all(is_comparison(each) for each, _ in self._calls()):
             return False
@@ -325,7 +348,7 @@ class Shared:
         what, count = ctypes.c_uint64(), ctypes.c_uint64()
         found = []
         for rank in range(self._hold.n):
-            self._kernels.shared_call(
+            self.kernels.shared_call(
                 self.pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
             )
             found.append((what.value, count.value))
@@ -354,6 +377,67 @@ class Shared:
         )
 
 
+class _Exchange:
+    """The calls of all_to_all of one kind: see ``Shared.build_exchange``."""
+
+    def __init__(self, memory: Shared, kind: CallKind, large: Implementation | None) -> None:
+        self._memory = memory
+        self._kind = kind
+        self._large = large
+
+    @property
+    def short(self) -> Short:
+        """The first round, in short."""
+        at, function = self._memory.described(self._kind), self._memory.kernels.shared_all_to_all
+        return self._memory.short(LISTS, function, ctypes.addressof(at))._replace(owner=self)
+
+    def carry_out(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
+        """Carry a call out; an implementation."""
+        memory, at = self._memory, ctypes.addressof(self._memory.described(self._kind))
+        n, itemsize = self._kind.group.size(), self._itemsize
+        blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
+        out = np.array(list(cut(addresses(send), blocks.sends, itemsize)), _PUT)
+        into = np.array(list(cut(addresses(recv), blocks.receives, itemsize)), _PUT)
+        result = memory.call(
+            memory.kernels.shared_all_to_all, at, out.ctypes.data, into.ctypes.data, 0, root
+        )
+        if result != _MOVED:
+            self.finish(result, send, recv, blocks)
+
+    def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
+        """End a call that has taken its first round: if nothing was moved, move it.
+
+        Raises MismatchError, on all ranks, if a rank expects another size than is sent.
+        """
+        kind, n = self._kind, self._kind.group.size()
+        assert isinstance(extent, Blocks)
+        if result == _DIFFERED:
+            raise self._memory.failure()
+        at = self._memory.described(kind)
+        if result == _MISFIT:
+            rank = at.misfit
+            raise misfit(kind, *((rank, extent.receives[rank], at.found) if rank < n else (None,)))
+        if self._large is not None:
+            self._large(send, recv, extent, 0)
+            return
+        me = kind.group.rank()
+        puts = list(cut(addresses(send), extent.sends, self._itemsize))
+        places = cut(addresses(recv), extent.receives, self._itemsize)
+        gets = [Get(rank, me, *put) for rank, put in enumerate(places)]
+        self._memory.exchange(kind, Transfer(n, at.most, 0, puts, gets), 0)
+
+    @property
+    def _itemsize(self) -> int:
+        assert self._kind.dtype is not None
+        return self._kind.dtype.itemsize
+
+
+def _each(buffers: Any, count: int) -> Any:
+    """Return addresses and counts of the buffers of a list, of one, or of none."""
+    found = addresses(buffers if isinstance(buffers, list) or buffers is None else [buffers])
+    return np.array([(at, count) for at in found or ()], _PUT)
+
+
 def _parts(kind: int) -> int:
     """Return how many numbers the C library counts for each that is counted elsewhere."""
     return 1 if is_list(kind) else parts_per_element(kind)
@@ -367,7 +451,7 @@ _GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")
 _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
     "all_reduce": Shared._build_all_reduce,
     **dict.fromkeys((*MOVES, *REDUCTIONS[1:], *PREFIXES), Shared._build_blocks),
-    **dict.fromkeys(EXCHANGES, Shared._build_transfer),
+    **dict.fromkeys(EXCHANGES, Shared.build_exchange),
 }
 
 
@@ -407,4 +491,5 @@ ROUTE = Route(
     place="node",
     needs="all ranks on one node, and the C library",
     compares=True,
+    lists=True,
 )

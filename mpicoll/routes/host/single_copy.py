@@ -27,7 +27,7 @@ from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
 from mpicoll.core.signature import encode_kind
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.library import kernels
-from mpicoll.routes.host import lists, shared
+from mpicoll.routes.host import shared
 from mpicoll.routes.route import EXCHANGES, MOVES, MemoryKind, Route
 from mpicoll.routes.transfers import Put, addresses, cut, misfit
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.host.shared import Shared
 
-__all__ = ["ROUTE", "SingleCopy", "find_obstacle"]
+__all__ = ["ROUTE", "SingleCopy", "find_obstacle", "get_or_create"]
 
 _UNMOVED, _UNFIT = 2, 3  # as in single_copy.c
 
@@ -107,8 +107,6 @@ class SingleCopy:
         by_blocks, by_spans = self._kernels.single_copy_blocks, self._kernels.single_copy_spans
         record, even = self._kernels.single_copy_took, primitive.even
         by_slots = memory.build(kind)
-        if primitive.listed and even:
-            by_slots = lists.packed(kind, by_slots, lambda count: False)
 
         def single_copy(
             send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
@@ -279,12 +277,17 @@ def _copy(pid: Any, writes: bool, word: Any, there: Any) -> int:
     return error
 
 
-def _build(kind: CallKind) -> Implementation | None:
-    group = kind.group
+def get_or_create(group: ProcessGroup) -> SingleCopy | None:
+    """Return what copies between the ranks of a group, or None on all of them. All ranks call."""
     attempt = group.resources.get_or_create(
         "single_copy", lambda: _create(group), abandon=lambda _: None
     )
-    return None if attempt.copies is None else attempt.copies.build(kind)
+    return attempt.copies
+
+
+def _build(kind: CallKind) -> Implementation | None:
+    copies = get_or_create(kind.group)
+    return None if copies is None else copies.build(kind)
 
 
 ROUTE = Route(

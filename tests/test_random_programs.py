@@ -1,0 +1,25 @@
+"""A few seconds of random programs; ``make random`` runs them for longer."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rank_scripts import MPIEXEC, needs_mpiexec
+
+pytestmark = [needs_mpiexec, pytest.mark.any_mpi, pytest.mark.slow]
+
+RUN = Path(__file__).parent / "random_programs" / "run.py"
+
+
+def test_some_ways() -> None:
+    ways = ["default", "python", "messages"]
+    command = [sys.executable, str(RUN), "--mpiexec", shlex.join(MPIEXEC), "--seconds", "9"]
+    done = subprocess.run(
+        [*command, "--ranks", "2", "--ways", *ways], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing wrong" in done.stdout and set(ways) <= set(done.stdout.split()), done.stdout

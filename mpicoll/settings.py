@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class Setting(NamedTuple):
     expected: the allowed values, in words.
     effect:   what it does.
     is_list:  it may have several of ``values``, separated by commas.
+    form:     a pattern of the text, if any text is not allowed; init_process_group checks it.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Setting(NamedTuple):
     expected: str
     effect: str
     is_list: bool = False
+    form: str = ""
 
     def value(self, environment: Mapping[str, str] = os.environ) -> str:
         """Return the value in lower case if there are ``values``; "" if it is not set.
@@ -104,7 +107,7 @@ SINGLE_COPY = _one_of(
 CLUSTERS = Setting(
     "MPICOLL_CLUSTERS", (), "0, or numbers of ranks with commas between",
     "rank 0's: how many ranks in a row are near each other on a node, as 64, or 2,1,3, over and "
-    "over again; 0: as if all were; see performance.md",
+    "over again; 0: as if all were; see performance.md", form=r"0|[1-9]\d*(,[1-9]\d*)*",
 )  # fmt: skip
 KERNELS = _one_of(
     "MPICOLL_KERNELS", ("compiled", "numpy"),
@@ -157,7 +160,9 @@ def find_problems(environment: Mapping[str, str] = os.environ) -> dict[str, str]
             found[name] = f"{name}: there is no such setting; {hint}"
     for setting in SETTINGS:
         try:
-            setting.value(environment)
+            text = setting.value(environment)
+            if text and setting.form and not re.fullmatch(setting.form, text, re.ASCII):
+                raise ArgumentError(f"{setting.name}: expected {setting.expected}, got {text!r}")
         except ArgumentError as error:
             found[setting.name] = str(error)
     return found

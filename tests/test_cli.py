@@ -287,7 +287,7 @@ def test_doctor_on_ranks(ended: Ended) -> None:
     assert found["routes"]["device"] == {}
     routes = found["routes"]["host"]
     copies = "(one copy by the kernel|shared memory|messages over MPI)"
-    assert re.fullmatch(copies, routes["all_to_all"])
+    assert re.fullmatch(rf"{copies}(; from \d+ (B|KiB|MiB) on {copies})*", routes["all_to_all"])
     if "compiled" in found["ranks"][0]["C library"]:
         assert routes["all_reduce (bfloat16)"] == "shared memory"
         route = "(MPI|MPI in chunks|shared memory|one copy by the kernel)"
@@ -295,6 +295,15 @@ def test_doctor_on_ranks(ended: Ended) -> None:
             steps = rf"{route}(; from \d+ (B|KiB|MiB) on {route})*"
             assert re.fullmatch(steps, routes[name]), routes
             assert "shared memory" in routes[name]
+
+
+@needs_mpiexec
+@job("doctor", ranks=3, environment={"MPICOLL_CLUSTERS": "2,1"})
+def test_doctor_says_the_clusters(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    if kernels is None:
+        pytest.skip("needs the C library")
+    assert "between clusters of near ranks, 2 + 1 of them\n" in ended.out
 
 
 @needs_mpiexec

@@ -56,6 +56,10 @@ def test_a_misspelt_name(name: str, hint: str) -> None:
         ("MPICOLL_DEBUG", "VERBOSE", "OFF, INFO or DETAIL"),
         ("TORCH_DISTRIBUTED_DEBUG", "1", "OFF, INFO or DETAIL"),
         ("MPICOLL_SHARED_MEMORY", "no", "0 or 1"),
+        *(
+            ("MPICOLL_CLUSTERS", text, "0, or numbers of ranks with commas between")
+            for text in ("x", "2,", "-1", "2,0", "1.5", "0,2", " 2", "２")
+        ),
         ("MPICOLL_INSTALL_AS", "ucc", "gloo, mpi, nccl or several, with commas between"),
         ("MPICOLL_INSTALL_AS", "gloo;mpi", "gloo, mpi, nccl or several, with commas between"),
     ],
@@ -67,7 +71,8 @@ def test_a_wrong_value(name: str, value: str, expected: str) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_each_value_is_taken(setting: settings.Setting) -> None:
-    for value in setting.values or ["anything"]:
+    free = ["0", "64", "2,1,13"] if setting.form else ["anything"]
+    for value in setting.values or free:
         for text in (value, value.upper()) if setting.values else [value]:
             assert setting.value({setting.name: text}) == value
             assert settings.find_problems({setting.name: text}) == {}

@@ -63,6 +63,7 @@ def _json(seen: Findings, advice: list[tuple[bool, str]]) -> str:
             )
         ],
         "routes": {"host": seen.host, "device": seen.device},
+        "clusters": seen.clusters,
         "advice": [{"wrong": bad, "text": text} for bad, text in advice],
     }
     return json.dumps(report, indent=1)
@@ -75,6 +76,9 @@ def _text(seen: Findings, advice: list[tuple[bool, str]]) -> str:
     if seen.host:
         lines += ["", "How calls are carried out, on arrays on the host"]
         lines += [f"  {name:<34}{route}" for name, route in seen.host.items()]
+        if len(seen.clusters) > 1:
+            each = " + ".join(map(str, seen.clusters))
+            lines += [f"  large sums cross once between clusters of near ranks, {each} of them"]
         lines += ["", "and on arrays on a device"]
         lines += [f"  {name:<34}{route}" for name, route in seen.device.items()]
         if not seen.device:

@@ -56,6 +56,7 @@ class Findings:
     bad_route: why MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE cannot be followed.
     moving: the ranks that move between near and far processors.
     shared: whether all_reduce goes through shared memory; None if unknown or on several nodes.
+    clusters: of ranks that share memory, how many in a row are near each other.
     apart:  by rank, why it cannot copy from the memory of others on its node; "" for nothing.
     host, device: the route of arrays there, by primitive.
     """
@@ -69,6 +70,7 @@ class Findings:
     bad_route: str = ""
     moving: set[int] = field(default_factory=set)
     shared: bool | None = None
+    clusters: list[int] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
     host: Routes = field(default_factory=dict)
     device: Routes = field(default_factory=dict)
@@ -103,7 +105,8 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
         seen.idle = list(binding.describe_idle_gpus(seen.all_ranks, used).values())
     seen.host = _describe_host_routes(group)
     if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
-        seen.shared = bool(group.resources.find("shared"))
+        memory = group.resources.find("shared")
+        seen.shared, seen.clusters = bool(memory), memory.clusters if memory else []
     seen.apart = group.inner.allgather(single_copy.find_obstacle(group))
     if any(own.gpus for own in seen.all_ranks) and names:
         seen.device = {

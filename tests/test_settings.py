@@ -58,7 +58,7 @@ def test_a_misspelt_name(name: str, hint: str) -> None:
         ("MPICOLL_SHARED_MEMORY", "no", "0 or 1"),
         *(
             ("MPICOLL_CLUSTERS", text, "0, or numbers of ranks with commas between")
-            for text in ("x", "2,", "-1", "2,0", "1.5", "0,2", " 2", "２")
+            for text in ("x", "2,", "-1", "2,0", "1.5", "0,2", " 2", "\uff12")
         ),
         ("MPICOLL_INSTALL_AS", "ucc", "gloo, mpi, nccl or several, with commas between"),
         ("MPICOLL_INSTALL_AS", "gloo;mpi", "gloo, mpi, nccl or several, with commas between"),

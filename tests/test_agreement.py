@@ -124,6 +124,7 @@ CONSTANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.any_mpi
 @job(
     RANK
     + """
@@ -355,6 +356,7 @@ def test_a_rank_that_has_destroyed_its_groups_is_missed_in_seconds(ended):
     ended.badly("rank 0 ended without making this call")
 
 
+@pytest.mark.any_mpi
 @job(
     "dist.init_process_group()\n"
     + TRAIN

@@ -21,6 +21,8 @@ from mpicoll.kernels.calls import PythonCalls
 from mpicoll.launch.environment import SINGLETON, check_world
 from mpicoll.launch.launchers import LAUNCHERS, find_local_rank
 
+pytestmark = pytest.mark.any_mpi
+
 #: The names of torch.distributed that mpicoll carries, by section.
 NAMES = {
     "bootstrap": """init_process_group destroy_process_group is_initialized is_available

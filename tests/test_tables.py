@@ -77,7 +77,9 @@ def test_what_can_be_named(kind, place, routes):
 
 
 def test_kinds_without_a_row():
-    """Shared memory where there is, else MPI's own; what it does not combine goes by messages."""
+    """Shared memory where there is, by one copy if large; else MPI's own; what it does not combine
+    goes by messages.
+    """
     table = Table(False)
     assert table.row("scan", 4) == {
         "node": ((0, "shared"),), "nodes": ((0, "mpi"),), "apart": ((0, "mpi"),)
@@ -86,7 +88,8 @@ def test_kinds_without_a_row():
         "node": ((0, "shared"),), "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),)
     }  # fmt: skip
     assert table.row("all_to_all", 4) == {
-        "node": ((0, "single_copy"),), "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),)
+        "node": ((0, "shared"), (16384, "single_copy")),
+        "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),),
     }  # fmt: skip
 
 

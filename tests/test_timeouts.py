@@ -87,6 +87,7 @@ TORCH_BEGINS = (
 )
 
 
+@pytest.mark.any_mpi
 @compiled
 @pytest.mark.parametrize("end", ["time.sleep(1000)", "time.sleep(8)"])
 @pytest.mark.parametrize("begin", [TORCH_BEGINS.format(how) for how in ("", "'mpi://', ")])

@@ -39,7 +39,7 @@ THREAD = ["-fsanitize=thread"]
 #: Tests of the C library on no ranks, but for those of NumPy's half and those with 65 threads or
 #: more, which take minutes here; and on two ranks.
 PLAIN = ["tests/test_reduction.py", "tests/test_shared_memory.py"]
-PLAIN_CHOSEN = "not numpy and not (threads and (65 or 100 or 128))"
+PLAIN_CHOSEN = "not numpy and not (threads and (65 or 256))"
 ON_RANKS = ["tests/mpi/test_shared.py", "tests/mpi/test_short_calls.py"]
 #: AddressSanitizer does not survive C++ exceptions of a library that is loaded late, as torch is.
 ON_RANKS_CHOSEN = "not tensor"

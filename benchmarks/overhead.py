@@ -1,7 +1,7 @@
 """What a call costs, whatever it moves.
 
     python benchmarks/overhead.py [calls]
-    mpirun -n 2 python benchmarks/overhead.py comparing|reduction|reproducible|dispatching
+    mpirun -n 2 python benchmarks/overhead.py comparing|reduction|dispatching
 
 calls        microseconds a call of 4 bytes, on one rank by default: mpicoll's functions, and the
              backend under torch where it is installed. The least of many samples, for what makes a
@@ -9,8 +9,6 @@ calls        microseconds a call of 4 bytes, on one rank by default: mpicoll's f
              on what PYTHONPATH names, which needs no more than a mpicoll/cli/timing.py
 comparing    all_reduce by the number of calls from one comparison of the ranks' calls to the next
 reduction    two arrays combined on one rank: the C library, NumPy, and plain np.add
-reproducible all_reduce of 16 MiB in groups whose reductions give the same bits again. Aims: order
-             1.1 times as long as the default, exact 3 times
 dispatching  the way from PyTorch 2.15 or newer to the backend: as it is, through torch's
              dispatcher, recorded by its flight recorder, in a group of several backends
 
@@ -148,27 +146,6 @@ def reduction(timer: Timer, effort: Effort) -> None:
     kernels._compiled = compiled
 
 
-def reproducible(timer: Timer, effort: Effort) -> None:
-    """Print all_reduce of 16 MiB, by dtype and level."""
-    from mpicoll.core.reproducible import LEVELS
-
-    mpicoll.init_process_group()
-    groups = {}
-    for level in (None, *LEVELS):
-        group = mpicoll.new_group(reproducible=level)
-        assert isinstance(group, mpicoll.ProcessGroup)
-        groups[level or "default"] = group
-    for dtype in (np.float32, np.float64):
-        # Zeros, as sums in place would grow: no loop looks at what it adds, but for overflow.
-        arrays = {level: np.zeros((16 << 20) // dtype().itemsize, dtype) for level in groups}
-        cases = {
-            level: partial(mpicoll.all_reduce, arrays[level], group=group)
-            for level, group in groups.items()
-        }
-        show(f"16 MiB of {dtype.__name__}", timer.measure(cases, effort))
-    mpicoll.destroy_process_group()
-
-
 def dispatching(timer: Timer, effort: Effort) -> None:
     """Print torch's all_reduce of 4 bytes, in a group for each way."""
     import torch
@@ -202,9 +179,7 @@ def dispatching(timer: Timer, effort: Effort) -> None:
     dist.destroy_process_group()
 
 
-SUBJECTS = {
-    each.__name__: each for each in (calls, comparing, reduction, reproducible, dispatching)
-}
+SUBJECTS = {each.__name__: each for each in (calls, comparing, reduction, dispatching)}
 
 
 def main() -> None:

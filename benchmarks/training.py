@@ -48,6 +48,13 @@ def reduce_at_once(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses te
     return future
 
 
+def reduce_nothing(_, bucket):  # type: ignore[no-untyped-def]
+    """Leave the gradients as they are, as a communication hook: what is left is DDP's own part."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 def same_gradients(one: nn.Module, other: nn.Module) -> bool:
     """Return whether the gradients are the same to rounding."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
@@ -76,7 +83,7 @@ def ddp(session: Session) -> None:
     """Measure the step of DDP, for each size of buckets.
 
     ``how`` in the file: "alone"; "DDP"; "synchronous", DDP with collectives that end before the
-    backward pass goes on.
+    backward pass goes on; "silent", DDP that sends nothing.
     """
     network, batch = make_network(), make_batch(session)
     nbytes = bytes_of(network)
@@ -88,12 +95,10 @@ def ddp(session: Session) -> None:
                 copy.deepcopy(network), process_group=group, bucket_cap_mb=bucket
             )
 
-        over_gloo, over_mpicoll, synchronous = (
-            spread(session.world.gloo),
-            spread(None),
-            spread(None),
-        )
+        over_gloo, over_mpicoll = spread(session.world.gloo), spread(None)
+        synchronous, silent = spread(None), spread(None)
         synchronous.register_comm_hook(None, reduce_at_once)
+        silent.register_comm_hook(None, reduce_nothing)
         steps = {
             ("local", "alone"): make_step(copy.deepcopy(network), batch),
             (GLOO, "DDP"): make_step(over_gloo, batch),
@@ -101,6 +106,7 @@ def ddp(session: Session) -> None:
             # DDP's own collective adds gradients that it has divided on the way into the bucket,
             # for which a hook would need one more pass. So the loss is divided here.
             (TORCH, "synchronous"): make_step(synchronous, batch, session.world.n),
+            (TORCH, "silent"): make_step(silent, batch),
         }
         times = session.world.timer.measure({", ".join(k): s for k, s in steps.items()}, effort)
         for other in (over_gloo, synchronous):
@@ -114,7 +120,7 @@ def ddp(session: Session) -> None:
 def fsdp(session: Session) -> None:
     """Measure the step of FSDP2, of which each layer is a unit.
 
-    ``how`` in the file: "alone"; "FSDP2".
+    ``how`` in the file: "alone"; "FSDP2"; "collectives", those of a step alone.
     """
     network, batch = make_network(), make_batch(session)
     nbytes = bytes_of(network)
@@ -130,14 +136,33 @@ def fsdp(session: Session) -> None:
         (GLOO, "FSDP2"): shard(session.world.gloo),
         (TORCH, "FSDP2"): shard(dist.group.WORLD),
     }
-    steps = {", ".join(key): make_step(model, batch) for key, model in models.items()}
+    steps = {key: make_step(model, batch) for key, model in models.items()}
+    for caller, group in ((GLOO, session.world.gloo), (TORCH, dist.group.WORLD)):
+        steps[caller, "collectives"] = make_collectives(network, group)
     effort = session.effort._replace(seconds=LONGER * session.effort.seconds)
-    times = session.world.timer.measure(steps, effort)
+    times = session.world.timer.measure({", ".join(k): s for k, s in steps.items()}, effort)
     if not same_shards(models[GLOO, "FSDP2"], models[TORCH, "FSDP2"]):
         raise SystemExit("the gradients differ")
-    for (caller, how), each in zip(models, times.values(), strict=True):
+    for (caller, how), each in zip(steps, times.values(), strict=True):
         session.record("fsdp", caller, "step", nbytes, "float32", each, how=how)
     session.report(f"step of {nbytes / 1e6:.1f} MB, FSDP2", times)
+
+
+def make_collectives(network: nn.Sequential, group: dist.ProcessGroup) -> Call:
+    """Return the collectives of a step: of each layer, its parameters are gathered for the forward
+    and for the backward pass, and the gradients reduced and scattered.
+    """
+    count, n = sum(each.numel() for each in network[0].parameters()), dist.get_world_size(group)
+    part = torch.zeros(-(-count // n))
+    whole = torch.zeros(n * len(part))
+
+    def collectives() -> None:
+        for _ in network:
+            dist.all_gather_into_tensor(whole, part, group)
+            dist.all_gather_into_tensor(whole, part, group)
+            dist.reduce_scatter_tensor(part, whole, group=group)
+
+    return collectives
 
 
 def same_shards(one: nn.Module, other: nn.Module) -> bool:

@@ -12,8 +12,8 @@ Each MPI comes with the virtual environment that holds it. In each of them run
 RANKS says on which: every number of ranks comes, every MPI, and calls with and without their
 compiled module, but not each with each. --full runs every MPI on every number of ranks. --quick
 runs one MPI, the plain tests and 2 ranks, without the tests marked ``slow``. Other markers
-(pyproject.toml) say which tests one MPI is enough for, and which plain tests run in a process of
-their own because they mostly wait.
+(pyproject.toml) say which tests one MPI or three ranks are enough for, and which plain tests run in
+a process of their own because they mostly wait.
 
 What needs one processor (plain tests, 1 rank) runs a few launches at a time. A test that fails on
 one rank ends the launch on all of them, for the others could wait for it for ever. The run stops at
@@ -244,11 +244,12 @@ def parts_of(argument: str) -> set[str]:
     return {PLAIN, WAITS}
 
 
-def choose_marks(part: str, first: bool, quick: bool) -> str:
-    """Return the expression of markers that chooses the tests of a launch."""
+def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namespace) -> str:
+    """Return the expression of markers that chooses the tests of a launch on so many ranks."""
     terms = {PLAIN: ["not waits"], WAITS: ["waits"]}.get(part, [])
     terms += [] if first else ["not any_mpi"]
-    terms += ["not slow"] if quick else []
+    terms += ["not slow"] if arguments.quick else []
+    terms += ["not up_to_3"] if number > 3 and not arguments.full else []
     return " and ".join(terms)
 
 
@@ -274,7 +275,7 @@ def plan_launches(
                 mpi,
                 number,
                 part,
-                choose_marks(part, first, arguments.quick),
+                choose_marks(part, number, first, arguments),
                 chosen.settings if number else {},
             )
             for part in PARTS

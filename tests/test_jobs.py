@@ -62,7 +62,7 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarra
     return parameters
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [3])
 def test_training_is_the_same_on_any_number_of_ranks(
     ranks: int, on_one_rank: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
@@ -156,17 +156,13 @@ def test_ddp_reaches_the_target(tmp_path: Path) -> None:
     assert accuracy and float(accuracy[1]) > 95.0
 
 
-@pytest.mark.parametrize("number", [2, 4])
-def test_ddp_is_the_same_on_any_number_of_ranks(
-    number: int, short: Training, tmp_path: Path
-) -> None:
-    Training(tmp_path / "ddp.pt", ranks(number), *SHORT).assert_same(short)
+def test_ddp_is_the_same_on_any_number_of_ranks(short: Training, tmp_path: Path) -> None:
+    Training(tmp_path / "ddp.pt", ranks(4), *SHORT).assert_same(short)
 
 
-@pytest.mark.parametrize("number", [2, 4])
-def test_fsdp_is_the_same_as_ddp(number: int, short: Training, tmp_path: Path) -> None:
-    training = Training(tmp_path / "fsdp.pt", ranks(number), "--fsdp", *SHORT)
-    assert f"on {number} ranks, FSDP2 over mpicoll\n" in training.output
+def test_fsdp_is_the_same_as_ddp(short: Training, tmp_path: Path) -> None:
+    training = Training(tmp_path / "fsdp.pt", ranks(2), "--fsdp", *SHORT)
+    assert "on 2 ranks, FSDP2 over mpicoll\n" in training.output
     training.assert_same(short)
 
 

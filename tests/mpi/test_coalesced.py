@@ -23,6 +23,8 @@ from mpicoll.errors import MismatchError
 from mpicoll.primitives import by_name as primitives
 from mpicoll.watch import consistency
 
+pytestmark = pytest.mark.up_to_3
+
 DEADLINE = 60
 CASES = [
     ("all_reduce", "all_reduce_coalesced"),

@@ -27,6 +27,8 @@ from mpicoll.routes import registry
 from mpicoll.routes.device import ipc, staged
 from mpicoll.routes.host import mpi as native
 
+pytestmark = pytest.mark.up_to_3
+
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
 #: "auto": the one that mpicoll chooses.
 ROUTES = os.environ.get("TEST_MPICOLL_ROUTES", "staged,ipc,direct,mpi,auto").split(",")

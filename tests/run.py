@@ -67,8 +67,8 @@ class Ranks(NamedTuple):
 FIRST, INTEL, OTHER = range(3)
 RANKS = {
     FIRST: Ranks([0, 1, 4], [2, 4]),
-    INTEL: Ranks([2], [2]),
-    OTHER: Ranks([0, 3], [2], {"MPICOLL_CALLS": "python"}),
+    INTEL: Ranks([2], [2], {"MPICOLL_CALLS": "python"}),
+    OTHER: Ranks([0, 3], [2]),
 }
 FULL = Ranks([0, 1, 2, 3, 4], [2, 4])
 QUICK = Ranks([0, 2], [2])

@@ -158,9 +158,9 @@ def make_collectives(network: nn.Sequential, group: dist.ProcessGroup) -> Call:
 
     def collectives() -> None:
         for _ in network:
-            dist.all_gather_into_tensor(whole, part, group)
-            dist.all_gather_into_tensor(whole, part, group)
-            dist.reduce_scatter_tensor(part, whole, group=group)
+            dist.all_gather_single(whole, part, group=group)
+            dist.all_gather_single(whole, part, group=group)
+            dist.reduce_scatter_single(part, whole, group=group)
 
     return collectives
 

@@ -218,12 +218,13 @@ def _teach(plan: Plan, op: ReduceOp | None) -> None:
 
 
 def _finish(
-    group: ProcessGroup, owner: Any, result: int, primitive: Primitive, output: Any, input: Any
-) -> None:
+    group: ProcessGroup, owner: Any, result: int, primitive: Primitive, output: Any, input: Any,
+    root: int,
+) -> None:  # fmt: skip
     """End a call that was begun without Python, see ``Short``, or raise why it failed; with the
     group's lock held.
     """
-    send, recv, extent = checks.build_views(primitive, group, output, input, 0, None)
+    send, recv, extent = checks.build_views(primitive, group, output, input, root, None)
     try:
         owner.finish(result, packing.buffers_of(send), packing.buffers_of(recv), extent)
     except MpicollError:

@@ -348,6 +348,8 @@ def test_what_is_unusual_is_refused_as_ever(team):
         ("float32", "int32"),
         ("objects", "all_reduce"),
         ("all_to_all_single", "all_reduce"),
+        ("gather to the last", "gather to the first"),
+        ("gather to the last", "list"),
     ],
 )
 def test_ranks_in_different_calls(world, one, other):
@@ -370,6 +372,12 @@ def test_ranks_in_different_calls(world, one, other):
         elif name.startswith("reduce of"):
             root = 0 if name == "reduce of rank 0" else team.size - 1
             dist.reduce(usual, group=team.group, group_dst=root)
+        elif name.startswith("gather to"):
+            root = 0 if name == "gather to the first" else team.size - 1
+            into = [np.zeros_like(usual) for _ in range(team.size)]
+            dist.gather(usual, into if team.me == root else None, group=team.group, group_dst=root)
+        elif name == "list":
+            dist.all_reduce_coalesced([usual, usual.copy()], group=team.group)
         elif name == "all_to_all_single":
             dist.all_to_all_single(
                 np.zeros(3 * team.size), np.ones(3 * team.size), group=team.group
@@ -434,6 +442,17 @@ def test_what_python_does_while_a_tensor_is_looked_at(team):
     def stop():
         raise KeyboardInterrupt
 
+    outputs, ones = [torch.zeros(1000) for _ in range(team.size)], torch.ones(1000)
+
+    def replace():  # frees the memory of an array that has been looked at
+        with torch._C.DisableTorchFunction():
+            outputs[0].set_(torch.full((1000,), 5.0))
+
+    for _ in range(3):
+        dist.all_gather(outputs, ones, made.group)
+    with Mode(replace):
+        dist.all_gather(outputs, ones, made.group)
+    assert all((each == 1).all() for each in outputs)
     with pytest.raises(KeyboardInterrupt), Mode(stop):
         dist.all_gather_single(whole, part, made.group)
     with (

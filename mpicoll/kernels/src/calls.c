@@ -103,7 +103,6 @@ static int see_numpy(struct seen *seen, PyObject *object)
     return 0;
 }
 
-/* Runs Python where torch is told to (TorchFunctionMode), which may do anything. */
 static int see_tensor(struct seen *seen, PyObject *object, int type)
 {
     struct tensor tensor;
@@ -121,12 +120,6 @@ static int see_tensor(struct seen *seen, PyObject *object, int type)
     }
     for (int i = 0; i < known.n_dtypes; i++)
         if (tensor.code == known.dtypes[i].code && tensor.bits == known.dtypes[i].bits) {
-            PyObject *unusual =
-                PyObject_CallFunctionObjArgs(known.types[type].is_unusual, object, NULL);
-            if (!unusual)
-                return -1;
-            const int usual = unusual == known.no;
-            Py_DECREF(unusual);
             seen->dtype = known.dtypes[i].dtype;
             seen->itemsize = known.dtypes[i].itemsize;
             seen->data = tensor.data + tensor.byte_offset;
@@ -135,12 +128,28 @@ static int see_tensor(struct seen *seen, PyObject *object, int type)
             seen->rows = tensor.dimensions ? (size_t)tensor.shape[0] : 1;
             seen->shape = tensor.shape;
             seen->shape_size = (size_t)tensor.dimensions * sizeof *tensor.shape;
-            return usual && count > 0;
+            return count > 0;
         }
     return 0;
 }
 
-/* 1 if this is an array that is one block of host memory, 0 if it is not, -1 with an exception. */
+/* Whether an array's memory is its value: 1, 0, or -1 with an exception. Runs Python where torch is
+ * told to (TorchFunctionMode), which may do anything: before any array is seen, whose memory it might
+ * free. */
+static int is_usual(PyObject *object)
+{
+    PyObject *type = (PyObject *)Py_TYPE(object);
+    for (int i = 0; i < known.n_types; i++)
+        if (type == known.types[i].type) {
+            PyObject *unusual =
+                PyObject_CallFunctionObjArgs(known.types[i].is_unusual, object, NULL);
+            Py_XDECREF(unusual);
+            return unusual ? unusual == known.no : -1;
+        }
+    return 1;
+}
+
+/* Whether this is an array that is one block of host memory. Runs no Python. */
 static int see(struct seen *seen, PyObject *object)
 {
     PyObject *type = (PyObject *)Py_TYPE(object);
@@ -152,8 +161,9 @@ static int see(struct seen *seen, PyObject *object)
     return 0;
 }
 
-/* The most arrays of a list that are seen here: as many as ranks share memory. */
-enum { MOST_ARRAYS = 128 };
+/* The most arrays of a list that are seen here, and ranks of a group whose calls are carried out here:
+ * as many as share memory, see MOST in mpicoll/routes/host/shared.py. */
+enum { MOST_ARRAYS = 256 };
 
 /* A block, or an array of a list; shared.c has the same. */
 struct block {
@@ -179,25 +189,37 @@ static int have_same_shape(const struct seen *one, const struct seen *other)
            (one->shape_size == 0 || memcmp(one->shape, other->shape, one->shape_size) == 0);
 }
 
-/* Sees the arrays of a list, which `side` holds from then on; the rest is as in see. */
-static int see_list(struct side *side, PyObject *list)
+/* Takes an argument, an array, a list of such, or None, whose arrays are all usual ones; the rest is as
+ * in is_usual. */
+static int take(struct side *side, PyObject *object)
 {
-    if (PyList_CheckExact(list))
-        side->held = PyList_AsTuple(list);
-    else
-        side->held = (Py_INCREF(list), list);
-    if (!side->held)
-        return -1;
+    if (PyList_CheckExact(object)) {
+        side->held = PyList_AsTuple(object);
+        if (!side->held)
+            return -1;
+    } else if (PyTuple_CheckExact(object)) {
+        Py_INCREF(object);
+        side->held = object;
+    } else {
+        return is_usual(object);
+    }
     const Py_ssize_t n = PyTuple_Size(side->held);
-    if (n < 1 || n > MOST_ARRAYS)
-        return 0;
+    int usual = n >= 1 && n <= MOST_ARRAYS;
+    for (Py_ssize_t k = 0; k < n && usual > 0; k++)
+        usual = is_usual(PyTuple_GetItem(side->held, k));
+    return usual;
+}
+
+/* Sees the arrays of a list that was taken; the rest is as in see. */
+static int see_list(struct side *side)
+{
+    const Py_ssize_t n = PyTuple_Size(side->held);
     side->n = (size_t)n;
     side->alike = side->alike_in_shape = 1;
     for (Py_ssize_t k = 0; k < n; k++) {
         struct seen one;
-        const int sees = see(&one, PyTuple_GetItem(side->held, k));
-        if (sees <= 0)
-            return sees;
+        if (!see(&one, PyTuple_GetItem(side->held, k)))
+            return 0;
         char *end = one.data + one.count * one.itemsize;
         side->blocks[k] = (struct block){one.data, one.count};
         if (k == 0) {
@@ -217,24 +239,22 @@ static int see_list(struct side *side, PyObject *list)
     return 1;
 }
 
-/* Sees an argument: an array, a list of such, or None. */
+/* Sees an argument that was taken. */
 static int see_side(struct side *side, PyObject *object)
 {
-    side->held = NULL;
+    if (side->held)
+        return see_list(side);
     side->n = object != Py_None;
     if (object == Py_None) {
         side->first = nothing;
         return 1;
     }
-    if (PyList_CheckExact(object) || PyTuple_CheckExact(object))
-        return see_list(side, object);
-    const int sees = see(&side->first, object);
-    if (sees > 0) {
-        side->begin = side->first.data;
-        side->end = side->begin + side->first.count * side->first.itemsize;
-        side->blocks[0] = (struct block){side->first.data, side->first.count};
-    }
-    return sees;
+    if (!see(&side->first, object))
+        return 0;
+    side->begin = side->first.data;
+    side->end = side->begin + side->first.count * side->first.itemsize;
+    side->blocks[0] = (struct block){side->first.data, side->first.count};
+    return 1;
 }
 
 static int overlap(const struct side *one, const struct side *other)
@@ -430,7 +450,7 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
         PyObject *ended = what ? PyObject_CallFunctionObjArgs(
                                      known.finish, (PyObject *)calls, way.owner, what, primitive,
                                      out->held ? out->held : args[3],
-                                     in->held ? in->held : args[4], NULL)
+                                     in->held ? in->held : args[4], args[6], NULL)
                                : NULL;
         done = ended != NULL;
         Py_XDECREF(ended);
@@ -451,12 +471,14 @@ static int carry_out(Calls *calls, PyObject *const *args)
     struct side out, in;
     if (calls->n_ways == 0)
         return 0;
-    in.held = NULL;
-    int done = see_side(&out, args[3]);
+    out.held = in.held = NULL;
+    int done = take(&out, args[3]);
     if (done > 0)
-        done = see_side(&in, args[4]);
+        done = take(&in, args[4]);
     if (done > 0)
-        done = carry_out_seen(calls, args, &out, &in);
+        done = see_side(&out, args[3]) && see_side(&in, args[4])
+                   ? carry_out_seen(calls, args, &out, &in)
+                   : 0;
     PyObject *type = NULL, *error = NULL, *traceback = NULL;
     if (out.held || in.held) { /* the last reference to an array, perhaps */
         PyErr_Fetch(&type, &error, &traceback);
@@ -671,6 +693,8 @@ static PyObject *calls_learn(PyObject *self, PyObject *args)
                           &way.shape, &way.many_in, &way.many_out, &way.listed, &way.has_input,
                           &way.even, &way.rooted))
         return NULL;
+    if (n > MOST_ARRAYS)
+        Py_RETURN_NONE;
     struct way *ways = PyMem_Realloc(calls->ways, (calls->n_ways + 1) * sizeof way);
     if (!ways)
         return PyErr_NoMemory();
@@ -814,10 +838,10 @@ static PyObject *look(PyObject *module, PyObject *array)
 {
     struct seen seen;
     (void)module;
-    const int sees = see(&seen, array);
-    if (sees < 0)
+    const int usual = is_usual(array);
+    if (usual < 0)
         return NULL;
-    if (!sees)
+    if (!usual || !see(&seen, array))
         Py_RETURN_NONE;
     return Py_BuildValue("OKKKi", seen.dtype, (unsigned long long)(uintptr_t)seen.data,
                          (unsigned long long)seen.count, (unsigned long long)seen.rows,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec, run
 
 import mpicoll
+from mpicoll import launch
+from mpicoll.watch import termination
 
 pytest_plugins = ["whole_jobs"]
 
@@ -398,3 +402,39 @@ def test_the_others_hear_of_a_block_that_was_left(ended: Ended) -> None:
 def test_a_block_in_good_order(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["True 2.0 False"] * 2
+
+
+class Aborted:
+    def __init__(self, happened: list[str]) -> None:
+        self.happened = happened
+
+    def abort(self, code: int) -> None:
+        self.happened.append("aborted")
+        raise KeyboardInterrupt
+
+
+def test_the_launcher_reads_what_was_written_before_the_job_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Open MPI's mpirun prints MPI's own words first if it did not get to the rank's."""
+    read, write = os.pipe()
+    standard_error = os.dup(2)
+    os.write(write, b"our words")
+    happened = []
+
+    def sleep(seconds: float) -> None:
+        happened.append(f"{seconds}")
+        if len(happened) == 3:
+            happened.append(os.read(read, 100).decode())
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(launch, "current", lambda: Aborted(happened))
+    try:
+        os.dup2(write, 2)
+        with pytest.raises(KeyboardInterrupt):
+            termination.end_job(1)
+    finally:
+        os.dup2(standard_error, 2)
+        for file in (read, write, standard_error):
+            os.close(file)
+    assert happened == ["0.01", "0.01", "0.01", "our words", "0.1", "aborted"]

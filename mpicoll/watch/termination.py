@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import io
 import multiprocessing
 import multiprocessing.util
 import os
+import stat
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -75,13 +78,35 @@ def end_job(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    time.sleep(0.1)  # launchers drop what is still in the ranks' pipes when the job ends
+    _wait_for_launcher()
     session = launch.current()
     if session is not None:
         session.abort(code)
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Abort(code)  # not through the lock of launch.serialized_mpi
+
+
+def _wait_for_launcher(seconds: float = 1.0) -> None:
+    """Wait until the launcher has read what this process wrote, for so many seconds at most.
+
+    Launchers drop what is still in the ranks' pipes when the job ends, and may print what MPI says
+    of it first. 0.1 s are left for what is no pipe, and for the launcher to print what it has read.
+    """
+    end = time.monotonic() + seconds
+    while any(_unread(file) for file in (1, 2)) and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)
+
+
+def _unread(file: int) -> int:
+    """Return how many bytes of a pipe that this process writes to are still in it."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(file).st_mode):
+            return 0
+        return int.from_bytes(fcntl.ioctl(file, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:  # it is closed, or the system cannot say
+        return 0
 
 
 def end_stuck_job(why: str, code: int) -> None:

@@ -40,7 +40,7 @@ class Kind(ctypes.Structure):
         ("divisor", ctypes.c_double),
         *((name, ctypes.c_size_t) for name in ("size", "parts", "whole")),
         *((name, ctypes.c_int32) for name in ("format", "operation", "blocks", "giver", "taker")),
-        ("prefix", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("prefix", "in_place")),
         ("large", ctypes.c_size_t),
         ("misfit", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in ("found", "most")),

@@ -589,7 +589,7 @@ def all_gather_coalesced(
         warn_outside(name)
         return None
     outputs = coalesced_outputs(name, output_tensor_lists, input_tensor_list, member)
-    return _future(run_all(name, _ALL_GATHER, member, async_op, outputs, input_tensor_list))
+    return _future(run_all(name, _ALL_GATHER, member, async_op, outputs, input_tensor_list, None))
 
 
 def coalesced_outputs(

@@ -22,9 +22,12 @@ __all__ = [
     "Plan",
     "Run",
     "Short",
+    "Table",
     "Task",
+    "add_fused",
     "add_short",
     "agreed_sizes",
+    "find_fused",
     "find_short",
 ]  # fmt: skip
 
@@ -81,6 +84,33 @@ def find_short(route: Implementation) -> Sequence[Short] | None:
     """Return the short ways of an implementation; None if it is too early to know them."""
     find: Callable[[], Sequence[Short] | None] | None = getattr(route, "find_short", None)
     return () if find is None else find()
+
+
+class Table(NamedTuple):
+    """One side of several calls that are made as one: a block of it is one of each call, in turn.
+
+    addresses: of each block's parts, block by block: an array of ``np.uintp``.
+    ends:      of each part in the block, in elements: another one, the same on both sides.
+    """
+
+    addresses: Any
+    ends: Any
+
+
+def add_fused(
+    route: Implementation, find: Callable[[int], Implementation | None]
+) -> Implementation:
+    """Return an implementation that may have another one for tables: ``find`` returns it for a
+    count of elements of each block, None if there is none.
+    """
+    route.find_fused = find  # type: ignore[attr-defined]
+    return route
+
+
+def find_fused(route: Implementation, count: int) -> Implementation | None:
+    """Return the implementation for tables; inside a call, in order of the group's calls."""
+    find: Callable[[int], Implementation | None] | None = getattr(route, "find_fused", None)
+    return None if find is None else find(count)
 
 
 class CallKind(NamedTuple):

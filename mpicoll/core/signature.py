@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.primitives import PRIMITIVES, Primitive
 
@@ -60,20 +62,45 @@ def encode_sizes(counts: int | Sequence[int]) -> int:
     """Return the number of a call's sizes: 0 for none, one count itself, a hash of several."""
     if isinstance(counts, int):
         return counts
-    return counts[0] if len(counts) == 1 else encode_list(counts) if counts else 0
+    return counts[0] if len(counts) == 1 else _keep(_hash(counts), counts) if counts else 0
 
 
 def encode_list(counts: Sequence[Any]) -> int:
     """Return the number of the sizes of a list of calls, each a count or a tuple of counts: a hash.
 
-    The same on every rank: the hash of ints and of tuples of them does not depend on the process.
+    The sum of all of them, each mixed with its place by the function of SplitMix64 (G. Steele,
+    D. Lea, C. Flood, Fast splittable pseudorandom number generators, OOPSLA 2014), modulo 2**59.
+    ``kernels/src/calls.c`` has the same.
     """
-    number = hash(tuple(counts)) & _HASHED | _HASH
+    flat = [count if count.__class__ is int else _hash(count) for count in counts]
+    mixed = np.array(flat, np.uint64)
+    mixed += np.arange(1, len(flat) + 1, dtype=np.uint64) * _STEP
+    for shift, factor in _MIX:
+        mixed ^= mixed >> shift
+        mixed *= factor
+    mixed ^= mixed >> _LAST
+    return _keep(int(mixed.sum()) & _HASHED | _HASH, counts)
+
+
+def _hash(counts: Sequence[int]) -> int:
+    """Return a number for several counts, the same in every process."""
+    return hash(tuple(counts)) & _HASHED | _HASH
+
+
+def _keep(number: int, counts: Sequence[Any]) -> int:
+    """Keep what sizes a number stands for; return the number."""
     with _lock:  # threads have separate groups, but share these
         while len(_sizes) >= _KEPT:
             _sizes.pop(next(iter(_sizes)), None)
         _sizes[number] = counts
     return number
+
+
+_STEP, _LAST = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
+_MIX = [
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+]
 
 
 #: Marks a number that is a hash: no count is as great.

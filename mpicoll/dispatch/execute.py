@@ -24,7 +24,7 @@ from mpicoll.errors import (
     MpicollError,
     MPIError,
 )
-from mpicoll.kernels.calls import short_way
+from mpicoll.kernels.calls import short_ways
 from mpicoll.output import warn
 from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency
@@ -224,6 +224,9 @@ def _finish(
     """End a call that was begun without Python, see ``Short``, or raise why it failed; with the
     group's lock held.
     """
+    if root == LIST:
+        encode_list(fusing.Entries("", primitive, group, output, input, held=True).counts)
+        owner.finish(result, None, None, 0)
     send, recv, extent = checks.build_views(primitive, group, output, input, root, None)
     try:
         owner.finish(result, packing.buffers_of(send), packing.buffers_of(recv), extent)
@@ -233,24 +236,19 @@ def _finish(
         raise _explained(error, primitive.name, group) from error
 
 
-#: Carries a call out: ``run_fast(primitive, group, async_op, output, input, op, root)``; without
-#: Python where the group has learnt how, and as ``_run_fast`` does.
-run_fast = short_way(_run_fast, state, ProcessGroup, _finish)
-
-
-def run_all(
+def _run_all(
     name: str,
     primitive: Primitive,
     group: ProcessGroup | None,
     async_op: bool,
     outputs: Sequence[Arrays],
-    inputs: Sequence[Arrays] | None = None,
-    op: ReduceOp | None = None,
+    inputs: Sequence[Arrays] | None,
+    op: ReduceOp | None,
 ) -> Work | None:
     """Check a collective call on each output and its input, then carry all out as one Work.
 
-    inputs: as many as outputs; None for calls in place. Small ones are made together, see
-            ``fusing``; the list is compared with the other ranks'. The rest is as in ``run``.
+    inputs: as many as outputs; None for calls in place. They are made together, see ``fusing``; the
+            list is compared with the other ranks'. The rest is as in ``run``.
             Raises UnsupportedError if dtypes or devices differ in the list.
     """
     member = resolve(group)
@@ -259,29 +257,50 @@ def run_all(
         return None
     outputs = list(outputs)  # a caller may change its list
     waits = not async_op and not member.busy()
-    found = fusing.fused(name, primitive, member, outputs, inputs, held=waits)
-    plan = _plan(primitive, member, op, found.dtype, found.on_device)
-    placed = [_placed(plan, send, recv) for send, recv, _ in found.calls]
-    ready = [(carry, *call) for (carry, _), call in zip(placed, found.calls, strict=True)]
-    orders = [order for _, some in placed for order in some]
+    entries = fusing.Entries(name, primitive, member, outputs, inputs, held=waits)
+    plan = _plan(primitive, member, op, entries.dtype, entries.on_device)
+    orders: list[StreamOrder] = []
+    task: Callable[[], None] = partial(entries.carry_out, plan)
+    if plan.on_device:
+        task, orders = _placed_all(plan, entries.packed())
+    elif member.compared and not plan.learnt and isinstance(op, Hashable):
+        _teach(plan, op)
     return _dispatch(
-        plan, async_op, waits, outputs, encode_list(found.counts), LIST, _carry_out_all, None, None,
-        (member, ready), orders, name=name,
+        plan, async_op, waits, outputs, encode_list(entries.counts), LIST, _carry_out_all, None,
+        None, (member, task), orders, name=name,
     )  # fmt: skip
 
 
+def _placed_all(
+    plan: Plan, calls: Sequence[checks.Views]
+) -> tuple[Callable[[], None], list[StreamOrder]]:
+    """Return what carries out calls on a device, each in its place in the caller's stream order."""
+    placed = [_placed(plan, send, recv) for send, recv, _ in calls]
+
+    def carry_out() -> None:
+        for (carry, _), (send, recv, extent) in zip(placed, calls, strict=True):
+            plan.group.sequence += 1
+            carry(send, recv, extent, 0)
+
+    return carry_out, [order for _, some in placed for order in some]
+
+
 def _carry_out_all(
-    send: None, recv: None, how: tuple[ProcessGroup, Sequence[tuple[Any, ...]]], root: int
+    send: None, recv: None, how: tuple[ProcessGroup, Callable[[], None]], root: int
 ) -> None:
-    """Carry a list of calls out, after comparing the whole list with the other ranks': what is
-    fused must be the same on all.
+    """Carry a list of calls out, after comparing the whole list with the other ranks': what is made
+    together must be the same on all.
     """
-    group, ready = how
+    group, task = how
     if not group.compared and len(group.recent) > 1:  # it has not just been compared
         consistency.check(group)
-    for carry, out, into, extent in ready:
-        group.sequence += 1
-        carry(out, into, extent, 0)
+    task()
+
+
+#: Carries a call out: ``run_fast(primitive, group, async_op, output, input, op, root)``, and a list
+#: of calls: ``run_all(name, primitive, group, async_op, outputs, inputs, op)``; without Python
+#: where the group has learnt how, and as ``_run_fast`` and ``_run_all`` do.
+run_fast, run_all = short_ways(_run_fast, _run_all, state, ProcessGroup, _finish)
 
 
 #: Carries out a call that is counted and compared, with the group's lock held. Takes what is sent,

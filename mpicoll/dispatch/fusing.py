@@ -1,8 +1,10 @@
-"""Many small arrays in one collective: packed side by side, carried out as one, and unpacked.
+"""Many arrays in one collective.
 
-A call on little data costs its latency, and packing costs two copies that stay in the cache: worth
-it for small arrays, not for large ones. What is packed together follows from the sizes alone, which
-all ranks have alike; how the arrays lie in memory may differ from rank to rank.
+A route that takes tables reads and writes them where they are. For others small ones are packed
+side by side, carried out as one, and unpacked: a call on little data costs its latency, and packing
+costs two copies that stay in the cache, worth it for small arrays, not for large ones. What is made
+together follows from the sizes alone, which all ranks have alike; how the arrays lie in memory may
+differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import memmove
 from itertools import accumulate
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from mpicoll.arrays.adapters import check_same_device, fast_views
 from mpicoll.arrays.views import CARRIERS, Alias, Array, Buffer, DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.checks import Views
-from mpicoll.core.plan import agreed_sizes
+from mpicoll.core.plan import Implementation, Plan, Table, agreed_sizes, find_fused
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.kernels.library import kernels
@@ -33,46 +35,12 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["CHUNK", "SMALL", "Fused", "batches", "fused"]
+__all__ = ["CHUNK", "SMALL", "Entries", "batches"]
 
-#: Bytes of the larger side of a call up to which it is fused with others.
+#: Bytes of the larger side of a call up to which it is packed with others.
 SMALL = 16 * 1024
-#: The most bytes of the larger side of a fused call.
+#: The most bytes of the larger side of a packed call.
 CHUNK = 512 * 1024
-
-
-class Fused(NamedTuple):
-    """The calls that a list of calls is fused to.
-
-    calls:  the views of each call to be made, in order.
-    dtype, on_device: of all elements.
-    counts: what all ranks must agree on: the elements of each entry of the list; of an entry whose
-            blocks differ from rank to rank, those of each block.
-    """
-
-    calls: list[Views]
-    dtype: DType
-    on_device: bool
-    counts: Sequence[Any]
-
-
-def fused(
-    name: str,
-    primitive: Primitive,
-    group: ProcessGroup,
-    outputs: Sequence[Any],
-    inputs: Sequence[Any] | None,
-    held: bool,
-) -> Fused:
-    """Check a call without a root on each output and its input, and fuse small ones.
-
-    inputs: as many as outputs; None for calls in place.
-    held: the caller leaves the arrays where they are until all calls are over.
-    Raises what the calls raise, and UnsupportedError if dtypes or devices of the list differ.
-    """
-    entries = _Entries(name, primitive, group, outputs, inputs, held)
-    made = [entries.views_of(batch) for batch in batches(entries.sizes())]
-    return Fused(made, entries.dtype, entries.on_device, entries.counts)
 
 
 def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
@@ -95,10 +63,15 @@ def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
     return sorted(made, key=itemgetter(0))
 
 
-class _Entries:
-    """The calls of a list, checked.
+class Entries:
+    """Calls without a root on each output and its input, checked.
 
-    dtype, on_device, counts: see Fused.
+    inputs: as many as outputs; None for calls in place.
+    held:   the caller leaves the arrays where they are until all calls are over.
+    dtype, on_device: of all elements.
+    counts: what all ranks must agree on: the elements of each entry; of an entry whose blocks
+            differ from rank to rank, those of each block.
+    Raises what the calls raise, and UnsupportedError if dtypes or devices of the list differ.
     """
 
     def __init__(
@@ -151,14 +124,36 @@ class _Entries:
                 check_same_device(name, f"[{place}]", other, "[0]", first)
         self.on_device = None not in devices
 
-    def sizes(self) -> list[int]:
-        """Return the bytes of the larger side of each call; too many to fuse if blocks differ."""
+    def packed(self) -> list[Views]:
+        """Return the views of each call to be made, in order, where small ones are packed."""
+        return [self._views_of(batch) for batch in batches(self._sizes())]
+
+    def carry_out(self, plan: Plan) -> None:
+        """Carry all calls out on the host, inside a call of the group: all together where the route
+        of the largest takes tables.
+        """
+        even = all(count.__class__ is int for count in self.counts)
+        if fused := find_fused(plan.route, max(self.counts)) if even else None:
+            made: list[Sequence[int]] = [range(len(self.counts))]
+        else:
+            made = batches(self._sizes())
+        for batch in made:
+            plan.group.sequence += 1
+            send, recv, extent = self._views_of(batch)
+            if fused and isinstance(recv, _OnHost):
+                assert isinstance(extent, int)
+                _run_on_tables(fused, send, recv, extent)
+            else:
+                plan.run(send, recv, extent, 0)
+
+    def _sizes(self) -> list[int]:
+        """Return the bytes of the larger side of each call; too many to pack if blocks differ."""
         unit = self._ranks * self.dtype.itemsize
         if not self._views:
             return [unit * count for count in self.counts]
         return [unit * n if n.__class__ is int else SMALL + 1 for n in self.counts]
 
-    def views_of(self, batch: Sequence[int]) -> Views:
+    def _views_of(self, batch: Sequence[int]) -> Views:
         """Return the views of the calls at these places, made as one."""
         first = batch[0]
         if len(batch) == 1:
@@ -323,6 +318,67 @@ class _OnHost(_Side):
                     place = begin + row * count * size
                     memmove(*((place, at) if inward else (at, place)), count * size)
                     at += count * size
+
+    def read(self) -> Table:
+        """Return the blocks where they are; those that are not contiguous are copied beside."""
+        for one, beside in self._scattered:
+            one.copy_to(beside)
+        return self.table()
+
+    def table(self) -> Table:
+        """Return the places of the blocks, or of the memory beside."""
+        counts = np.frombuffer(self._counts, np.uintp)
+        starts = np.frombuffer(self._addresses, np.uintp).reshape(len(self._lines), 1, -1)
+        rows = np.arange(self._rows, dtype=np.uintp).reshape(1, -1, 1)
+        return Table((starts + rows * (counts * self.dtype.itemsize)).ravel(), np.cumsum(counts))
+
+    def apart(self) -> _OnHost:
+        """Return a copy of all blocks, in memory of its own."""
+        beside, width = views.empty(self.dtype, self.count), sum(self._widths)
+        self.copy_to(beside)
+        starts = [0, *accumulate(self._widths)]
+        parts = [
+            beside.part(row + start, count)
+            for row in range(0, self.count, max(width, 1))
+            for start, count in zip(starts, self._widths, strict=False)
+        ]
+        n = len(self._widths)
+        lines = [parts[at : at + n] for at in range(0, len(parts), n)]
+        return _OnHost(lines, self._widths, 1, self.dtype)
+
+    def write_back(self) -> None:
+        """Copy back what is in the memory beside."""
+        for one, beside in self._scattered:
+            one.copy_from(beside)
+
+
+def _run_on_tables(fused: Implementation, send: View | None, recv: _OnHost, extent: int) -> None:
+    """Carry out calls by what takes tables. What is read is copied if it is written, too."""
+    if send is None:
+        fused(None, recv.read(), extent, 0)
+    else:
+        assert isinstance(send, _OnHost)
+        given, taken = send.read(), recv.table()
+        beside = None  # kept until the end
+        if _overlap(given, taken, send.dtype.itemsize):
+            beside = send.apart()
+            given = beside.table()
+        fused(given, taken, extent, 0)
+    recv.write_back()
+
+
+def _overlap(one: Table, other: Table, itemsize: int) -> bool:
+    """Return whether any part of one table shares memory with one of the other."""
+    sizes = np.diff(one.ends, prepend=np.uintp(0)) * itemsize
+    begins = np.concatenate([one.addresses, other.addresses])
+    ends = begins + np.tile(sizes, len(begins) // len(sizes))
+    order = np.argsort(begins, kind="stable")
+    begins, ends, first = begins[order], ends[order], order < len(one.addresses)
+    latest, latest_other = (
+        np.maximum.accumulate(np.where(those, ends, 0)) for those in (first, ~first)
+    )
+    before = np.where(first[1:], latest_other[:-1], latest[:-1])
+    return bool((begins[1:] < before).any())
 
 
 class _OnDevice(_Side):

@@ -28,21 +28,24 @@ __all__ = [
     "AGREE",
     "ALL_REDUCE",
     "BLOCKS",
+    "FUSED",
     "LISTS",
     "Calls",
     "PythonCalls",
     "add_tensor_type",
     "describe",
-    "short_way",
+    "short_ways",
 ]
 
-#: The functions of ``src/shared.c`` that the short way calls, by their arguments.
-ALL_REDUCE, BLOCKS, AGREE, LISTS = range(4)
+#: The functions of ``src/shared.c`` that the short way calls, by their arguments; FUSED: with the
+#: calls of a list.
+ALL_REDUCE, BLOCKS, AGREE, LISTS, FUSED = range(5)
 
 #: One call: its number in the group, its kind without the root, the number of its sizes, the root.
 RecordEntry = tuple[int, int, int, int]
 
 Function = TypeVar("Function", bound=Callable[..., object])
+OfAll = TypeVar("OfAll", bound=Callable[..., object])
 
 #: Of the number of a call that none reaches.
 _NEVER = (1 << 63) - 1
@@ -162,21 +165,21 @@ def describe() -> str:
     return f"python ({_why_not})" if _module is None else "compiled"
 
 
-def short_way(
-    run_fast: Function, state: object, group_type: type, finish: Callable[..., object]
-) -> Function:
-    """Return a function that does what ``run_fast`` does, in short where it can.
+def short_ways(
+    run_fast: Function, run_all: OfAll, state: object, group_type: type,
+    finish: Callable[..., object],
+) -> tuple[Function, OfAll]:  # fmt: skip
+    """Return functions that do what ``run_fast`` and ``run_all`` do, in short where they can.
 
     state: its attribute ``default`` is the group of calls without one. group_type: of groups.
     finish: of a call that was begun in short and could not be carried out so: ends it, or raises
     why not. Takes the group, the way's owner, what its function returned, primitive, output,
-    input.
+    input, root; of a list of calls those of all, and LIST.
     """
     if _module is None:
-        return run_fast
-    _module.set_up(state, group_type, run_fast, finish)
-    found: Function = _module.run_fast
-    return found
+        return run_fast, run_all
+    _module.set_up(state, group_type, run_fast, run_all, finish)
+    return _module.run_fast, _module.run_all
 
 
 def add_tensor_type(kind: type, exchange: object, is_unusual: Callable[[Any], bool]) -> None:

@@ -63,6 +63,10 @@ class Kernels:
         lists = pointer, pointer, pointer, size, ctypes.c_uint32, ctypes.c_uint32
         self.shared_lists = _function(library, "shared_lists", *lists, result=integer)
         self.shared_all_to_all = _function(library, "shared_all_to_all", *lists, result=integer)
+        self.shared_fused = _function(
+            library, "shared_fused", pointer, pointer, pointer, pointer, size, ctypes.c_uint64,
+            ctypes.c_uint32, result=integer,
+        )  # fmt: skip
         self.shared_exchange = _function(
             library, "shared_exchange", pointer, size, size, pointer, size, pointer, size,
             ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, result=integer,

@@ -1,4 +1,4 @@
-"""Many arrays in one call: what comes out, what is fused and what is left alone, and trouble.
+"""Many arrays in one call: what comes out, what goes together and what alone, and trouble.
 
 The lists are made of the calls of driver.py, each of which knows what must come out of it alone.
 The forms that the façade has no name for, which PyTorch's backend uses, go by ``execute.run_all``.
@@ -14,12 +14,14 @@ import pytest
 import simulated
 from conftest import team as group_of
 from driver import DTYPES, Call, check_same_bits, guarded, legal_operations, wait_for_all
+from test_shared import share_all
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dispatch import execute, fusing
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
+from mpicoll.kernels import calls as short
 from mpicoll.primitives import by_name as primitives
 from mpicoll.watch import consistency
 
@@ -155,7 +157,7 @@ def test_inputs_within_their_outputs(world):
         mine[...] = np.arange(count) + 10 * me
         pairs.append((output, mine))
     execute.run_all(
-        "gather", primitives["all_gather_single"], None, False, *zip(*pairs, strict=True)
+        "gather", primitives["all_gather_single"], None, False, *zip(*pairs, strict=True), None
     )
     for output, mine in pairs:
         expected = [np.arange(mine.size) + 10 * rank for rank in range(n)]
@@ -237,46 +239,163 @@ def test_batches():
     assert fusing.batches([]) == []
 
 
-def counted(monkeypatch, world):
+def counted(monkeypatch):
     """What calls are made: elements of the output of each."""
     found = []
 
-    def placed(plan, send, recv, inner=execute._placed):
-        found.append(recv.count)
-        return inner(plan, send, recv)
+    def views_of(self, batch, inner=fusing.Entries._views_of):
+        views = inner(self, batch)
+        found.append(views[1].count)
+        return views
 
-    monkeypatch.setattr(execute, "_placed", placed)
+    monkeypatch.setattr(fusing.Entries, "_views_of", views_of)
     return found
 
 
+@pytest.fixture(scope="module")
+def apart(world):
+    """A group whose ranks share no memory: MPI takes one buffer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPICOLL_SHARED_MEMORY", "0")
+        made = group_of("lists apart", range(world.size))
+        dist.all_reduce_coalesced([np.ones(70000)], group=made.group)  # it finds out where it is
+    yield made
+    dist.destroy_process_group(made.group)
+
+
 @pytest.mark.parametrize("async_op", [False, True])
-def test_small_ones_are_fused_and_large_ones_left_alone(world, monkeypatch, async_op):
-    n, limit = world.size, fusing.SMALL // 4
-    found = counted(monkeypatch, world)
+def test_small_ones_are_packed_and_large_ones_left_alone(apart, monkeypatch, async_op):
+    n, limit = apart.size, fusing.SMALL // 4
+    found = counted(monkeypatch)
     counts = [1, limit, limit + 1, 100, 70000, 0]
     arrays = [np.ones(count, np.float32) for count in counts]
-    before = dist.group.WORLD.sequence
-    future = dist.all_reduce_coalesced(arrays, async_op=async_op)
+    before = apart.group.sequence
+    future = dist.all_reduce_coalesced(arrays, group=apart.group, async_op=async_op)
     if async_op:
         future.wait(DEADLINE)
     assert found == [1 + limit + 100, limit + 1, 70000]
-    assert dist.group.WORLD.sequence == before + 4  # and the list, compared
+    assert apart.group.sequence == before + 4  # and the list, compared
     assert all((one == n).all() for one in arrays)
     found.clear()
     limit //= n  # the larger side counts
-    inputs = [np.full(count, world.me, np.float32) for count in (1, limit, limit + 1, 100)]
+    inputs = [np.full(count, apart.me, np.float32) for count in (1, limit, limit + 1, 100)]
     outputs = [[np.zeros_like(one) for one in inputs] for _ in range(n)]
-    dist.all_gather_coalesced(outputs, inputs)
+    dist.all_gather_coalesced(outputs, inputs, apart.group)
     assert found == [n * (1 + limit + 100), n * (limit + 1)]
     assert all((one == rank).all() for rank in range(n) for one in outputs[rank])
 
 
-def test_a_thousand_calls_become_eight(world, monkeypatch):
-    found = counted(monkeypatch, world)
+def test_a_thousand_calls_become_eight(apart, monkeypatch):
+    found = counted(monkeypatch)
     arrays = [np.ones(1024, np.float32) for _ in range(1000)]
-    dist.all_reduce_coalesced(arrays)
+    dist.all_reduce_coalesced(arrays, group=apart.group)
     assert found == [131072] * 7 + [106496]
-    assert all((one == world.size).all() for one in arrays)
+    assert all((one == apart.size).all() for one in arrays)
+
+
+@pytest.fixture
+def sharing(world):
+    """A new group whose ranks share memory, past its first calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        share_all(patch)
+        made = group_of("lists in memory", range(world.size))
+        for _ in range(3):
+            dist.all_reduce(np.ones(2), group=made.group)
+        if not made.group.compared:
+            pytest.skip("the ranks share no memory")
+        yield made
+    dist.destroy_process_group(made.group)
+
+
+#: Counts of a list: some in one round of the memory, some in several, some as large as a round.
+LISTS = [
+    [3],
+    [1, 1, 1],
+    [5, 0, 700, 256, 257, 1],
+    [1000 + 3 * k for k in range(300)],
+    [70000, 2, 150000, 31, 1024],
+]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int8"])
+@pytest.mark.parametrize("counts", LISTS, ids=len)
+def test_memory_is_read_and_written_in_place(sharing, monkeypatch, counts, dtype, async_op):
+    """All together, whatever their sizes; without Python or with it, on the same ranks or not."""
+    n, me, row = sharing.size, sharing.me, by_name[dtype]
+    found = counted(monkeypatch)
+    whole = np.arange(sum(counts)) % 5
+
+    def parts(of):
+        ends = np.cumsum(counts)[:-1]
+        return [part.copy() for part in np.split(of.astype(row.numpy), ends)]
+
+    arrays = parts(whole + me)
+    for _ in range(2):  # the second time it is known how
+        for one, fresh in zip(arrays, parts(whole + me), strict=True):
+            one[...] = fresh
+        before = sharing.group.sequence
+        done = dist.all_reduce_coalesced(arrays, group=sharing.group, async_op=async_op)
+        if async_op:
+            done.wait(DEADLINE)
+        assert sharing.group.sequence == before + 2  # the list, compared, and all of it
+        expected = parts(n * whole + n * (n - 1) // 2)
+        assert all((a == b).all() for a, b in zip(arrays, expected, strict=True))
+    inputs, outputs = parts(whole + me), [parts(0 * whole) for _ in range(n)]
+    dist.all_gather_coalesced(outputs, inputs, sharing.group)
+    for rank in range(n):
+        for one, expected in zip(outputs[rank], parts(whole + rank), strict=True):
+            assert (one == expected).all()
+    assert set(found) <= {len(whole), n * len(whole)}
+
+
+@pytest.mark.skipif(short._module is None, reason="the compiled module is not used")
+@pytest.mark.parametrize("odd", ["none", "a view", "a list that overlaps", "async"])
+def test_ranks_that_go_different_ways_understand_each_other(sharing, monkeypatch, odd):
+    """One rank's list is unusual, so that it goes by Python; the others' are not."""
+    n, me = sharing.size, sharing.me
+    by_python = []
+    make = fusing.Entries
+
+    def counting(name, *others, **more):
+        by_python.append(name)
+        return make(name, *others, **more)
+
+    counts = [5, 3000, 70000]
+    row = primitives["all_gather_single"]
+    for name in ("all_reduce", "all_gather"):
+        arrays = [np.full(count, me + 1.0) for count in counts]
+        outputs = [np.zeros(n * count) for count in counts]
+        for turn in range(3):
+            for array in arrays:
+                array[:] = me + 1
+            if turn == 2:
+                monkeypatch.setattr(fusing, "Entries", counting)
+                if odd == "a view" and me == 0:
+                    wide = np.zeros((3000, 2))
+                    arrays[1] = wide[:, 0]
+                    arrays[1][:] = me + 1
+                if odd == "a list that overlaps" and me == 0 and name == "all_gather":
+                    arrays[2] = outputs[2][7:70007]  # not its own place
+                    arrays[2][:] = me + 1
+            later = odd == "async" and me == 0 and turn == 2
+            if name == "all_reduce":
+                done = dist.all_reduce_coalesced(arrays, group=sharing.group, async_op=later)
+            else:
+                done = execute.run_all("gather", row, sharing.group, later, outputs, arrays, None)
+            if later:
+                done.wait(DEADLINE)
+        monkeypatch.undo()
+        unusual = (
+            me == 0 and odd != "none" and (odd != "a list that overlaps" or name != "all_reduce")
+        )
+        assert bool(by_python) == unusual, (name, by_python)
+        by_python.clear()
+        for array, output in zip(arrays, outputs, strict=True):
+            if name == "all_reduce":
+                assert (array == n * (n + 1) / 2).all()
+            else:
+                assert (output.reshape(n, -1) == np.arange(1, n + 1)[:, None]).all()
 
 
 # ---- Trouble -------------------------------------------------------------------------------------
@@ -357,7 +476,8 @@ def test_one_of_the_list_is_refused(world):
     n = world.size
     with pytest.raises(ValueError, match=f"expected {n} x 3"):
         outputs, inputs = [np.ones(n * 3), np.ones(n * 3 + 1)], [np.ones(3)] * 2
-        execute.run_all("gather", primitives["all_gather_single"], None, False, outputs, inputs)
+        row = primitives["all_gather_single"]
+        execute.run_all("gather", row, None, False, outputs, inputs, None)
     in_step(world)
 
 

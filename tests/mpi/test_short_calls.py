@@ -31,11 +31,11 @@ def python_way():
         return execute._run_fast(primitive, *others)
 
     state, group = execute.state, type(dist.group.WORLD)
-    calls.short_way(counting, state, group, execute._finish)
+    calls.short_ways(counting, execute._run_all, state, group, execute._finish)
     try:
         yield seen
     finally:
-        calls.short_way(execute._run_fast, state, group, execute._finish)
+        calls.short_ways(execute._run_fast, execute._run_all, state, group, execute._finish)
 
 
 @pytest.fixture(scope="module")

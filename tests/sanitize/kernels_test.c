@@ -126,7 +126,7 @@ static struct mpicoll_kind kind_of(struct rank *rank, int combines)
     };
 }
 
-static void all_reduce(struct rank *rank, size_t count, size_t whole, size_t large)
+static void try_all_reduce(struct rank *rank, size_t count, size_t whole, size_t large)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     struct mpicoll_kind kind = kind_of(rank, 1);
@@ -169,7 +169,7 @@ static void blocks(struct rank *rank, size_t count, int giver, int taker, int ma
 }
 
 /* all_to_all whose blocks differ: rank r gives r + s + `count` elements to rank s. */
-static void exchange_blocks(struct rank *rank, size_t count)
+static void try_exchange(struct rank *rank, size_t count)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     struct mpicoll_kind kind = kind_of(rank, 0);
@@ -191,8 +191,49 @@ static void exchange_blocks(struct rank *rank, size_t count)
     for (uint32_t other = 0; other < n; other++) {
         for (size_t i = 0; i < me + other + count; i++)
             CHECK(recv[other][i] == element(other, me, i));
-        free((void *)gives[other].data);
+        free(gives[other].data);
         free(recv[other]);
+    }
+}
+
+/* Several calls as one: each of `n_calls` has some elements more than the one before. */
+static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_in, int combines,
+                      int in_place, size_t large)
+{
+    const uint32_t n = rank->shared.n, me = rank->shared.me;
+    const size_t sent = many_in ? n : 1, got = many_in || in_place ? 1 : n;
+    struct mpicoll_kind kind = kind_of(rank, combines);
+    char *send[n * n_calls], *recv[n * n_calls];
+    size_t ends[n_calls], before = 0;
+    const uint64_t sizes = rank->number % 2 ? 0 : 77;
+
+    kind.blocks = many_in, kind.in_place = in_place, kind.large = large;
+    kind.whole = rank->number % 3 ? 0 : SIZE_MAX;
+    for (size_t k = 0; k < n_calls; before = ends[k++])
+        ends[k] = before + k * more;
+    for (size_t k = 0; k < n * n_calls; k++) {
+        const size_t block = k / n_calls, call = k % n_calls, count = call * more;
+        send[k] = allocate(count * 4 + 1);
+        recv[k] = in_place && block == 0 ? send[k] : allocate(count * 4 + 1);
+        for (size_t i = 0; i < count; i++)
+            ((int32_t *)send[k])[i] = element(me + 7 * call, block, i);
+    }
+    CHECK(sent <= n && mpicoll_shared_fused(&kind, send, recv, ends, n_calls, sizes,
+                                            ++rank->number));
+    rank->number += sizes != 0;
+    for (size_t k = 0; k < got * n_calls; k++) {
+        const size_t call = k % n_calls, to = many_in ? me : 0;
+        for (size_t i = 0; i < call * more; i++) {
+            const int32_t sum =
+                (int32_t)(1000 * (n * (n - 1) / 2 + 7 * call * n) + n * (to + 3 * i));
+            const int32_t moved = element(k / n_calls + 7 * call, to, i);
+            CHECK(((int32_t *)recv[k])[i] == (combines ? sum : moved));
+        }
+    }
+    for (size_t k = 0; k < n * n_calls; k++) {
+        if (recv[k] != send[k])
+            free(recv[k]);
+        free(send[k]);
     }
 }
 
@@ -247,7 +288,8 @@ static void *run_collectives(void *argument)
     for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
         for (size_t whole = 0; whole < 2; whole++) {
             dawdle(rank);
-            all_reduce(rank, counts[k], whole << 40, SIZE_MAX);
+            try_all_reduce(rank, counts[k], whole << 40, SIZE_MAX);
+            try_fused(rank, k + 1, counts[k] / 2, 0, 1, 1, SIZE_MAX);
         }
     if (slot / n < LINE) /* no place for a block of each rank */
         return NULL;
@@ -266,7 +308,11 @@ static void *run_collectives(void *argument)
         blocks(rank, count, 1, 0, 1, 0); /* scatter */
         blocks(rank, count, 0, 0, 1, 1); /* reduce_scatter */
         blocks(rank, count, 0, 0, 1, 0); /* all_to_all */
-        exchange_blocks(rank, count);
+        try_exchange(rank, count);
+        dawdle(rank);
+        try_fused(rank, k % 6 + 1, count, 0, 1, 1, SIZE_MAX); /* all_reduce */
+        try_fused(rank, k % 5 + 1, count, 0, 0, 0, SIZE_MAX); /* all_gather */
+        try_fused(rank, k % 4 + 1, count, 1, 1, 0, SIZE_MAX); /* reduce_scatter */
         differ(rank);
     }
     return NULL;
@@ -299,9 +345,11 @@ static void *run_clusters(void *argument)
         shared->firsts = rank->firsts;
         for (size_t k = 0; k < ROUNDS; k++) {
             dawdle(rank);
-            all_reduce(rank, k % 3 ? k * slot / 8 + 3 * k : k, 0, k % 5 == 4 ? SIZE_MAX : 1);
+            try_all_reduce(rank, k % 3 ? k * slot / 8 + 3 * k : k, 0, k % 5 == 4 ? SIZE_MAX : 1);
             if (k % 4 == 2 && slot / n >= LINE)
                 blocks(rank, slot / 2 + k, 0, 0, 0, 0);
+            if (k % 3 == 1)
+                try_fused(rank, k % 7 + 2, k * slot / 16 + k, 0, 1, 1, 1);
             if (k % 4 == 3)
                 differ(rank);
         }

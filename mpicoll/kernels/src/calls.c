@@ -1,7 +1,7 @@
 /* The short way of a call: look at the arrays, find the plan, count, and carry it out in the memory
  * that the ranks share, without a line of Python. What is unusual about a call in any way, and every
  * error, is left to the Python function that it takes the place of, mpicoll/dispatch/execute.py's
- * run_fast, to the same behaviour.
+ * run_fast and run_all, to the same behaviour.
  *
  * An extension module for CPython's limited API: one file serves all versions from 3.10 on.
  */
@@ -12,6 +12,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
 
@@ -65,6 +66,7 @@ static struct {
     PyObject *state;         /* of mpicoll.core.groups: its attribute `default` is the group */
     PyObject *group_type;    /* ProcessGroup */
     PyObject *python_way;    /* run_fast in Python */
+    PyObject *python_way_of_all; /* run_all in Python */
     PyObject *finish;        /* ends a call that was begun, or raises why it cannot */
     PyObject *numpy_type;
     struct {
@@ -72,7 +74,7 @@ static struct {
         size_t itemsize;
         int code, bits;
     } dtypes[MOST_DTYPES];
-    int n_dtypes;
+    int n_dtypes, latest; /* of an array */
     struct {
         PyObject *type, *is_unusual; /* a method: true for tensors whose memory is not their value */
         struct exchange *exchange;
@@ -86,8 +88,10 @@ static int see_numpy(struct seen *seen, PyObject *object)
     const struct numpy_array *array = (const struct numpy_array *)object;
     if ((array->flags & (C_CONTIGUOUS | ALIGNED)) != (C_CONTIGUOUS | ALIGNED))
         return 0;
-    for (int i = 0; i < known.n_dtypes; i++)
+    for (int k = 0; k < known.n_dtypes; k++) {
+        const int i = k == 0 ? known.latest : k <= known.latest ? k - 1 : k;
         if (array->dtype == known.dtypes[i].numpy) {
+            known.latest = i;
             seen->dtype = known.dtypes[i].dtype;
             seen->itemsize = known.dtypes[i].itemsize;
             seen->data = array->data;
@@ -100,6 +104,7 @@ static int see_numpy(struct seen *seen, PyObject *object)
             seen->shape_size = (size_t)array->dimensions * sizeof *array->shape;
             return seen->count > 0;
         }
+    }
     return 0;
 }
 
@@ -281,9 +286,12 @@ typedef int blocks_function(const void *kind, const char *send, char *recv, size
 typedef int agree_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
 typedef int lists_function(const void *kind, const struct block *send, const struct block *recv,
                            size_t count, uint32_t root, uint32_t number);
+typedef int fused_function(const void *kind, char *const *send, char *const *recv, size_t *ends,
+                           size_t n, uint64_t sizes, uint32_t number);
 
-/* Which of these a way calls. Each returns 1 if it has carried the call out. */
-enum { ALL_REDUCE, BLOCKS, AGREE, LISTS };
+/* Which of these a way calls. Each returns 1 if it has carried the call out, or, FUSED, the calls of a
+ * list. */
+enum { ALL_REDUCE, BLOCKS, AGREE, LISTS, FUSED };
 
 /* How calls of one kind and of some sizes are carried out here. */
 struct way {
@@ -322,16 +330,33 @@ static size_t count_of(const struct way *way, const struct side *out, const stru
     return way->many_out ? out->first.count / way->n : out->first.count;
 }
 
+static int serves(const struct way *way, PyObject *primitive, PyObject *dtype, PyObject *op,
+                  size_t count)
+{
+    return way->primitive == primitive && way->dtype == dtype && way->op == op &&
+           count >= way->fewest && count < way->end;
+}
+
 static const struct way *find(const Calls *calls, PyObject *primitive, PyObject *dtype,
                               PyObject *op, const struct side *out, const struct side *in)
 {
     for (size_t i = 0; i < calls->n_ways; i++) {
         const struct way *way = &calls->ways[i];
-        if (way->primitive == primitive && way->dtype == dtype && way->op == op) {
-            const size_t count = count_of(way, out, in);
-            if (count >= way->fewest && count < way->end)
-                return way;
-        }
+        if (way->shape != FUSED && serves(way, primitive, dtype, op, count_of(way, out, in)))
+            return way;
+    }
+    return NULL;
+}
+
+/* The way of a list of calls of which the largest has `*count` elements a block, or, NULL, any. */
+static const struct way *find_fused(const Calls *calls, PyObject *primitive, PyObject *dtype,
+                                    PyObject *op, const size_t *count)
+{
+    for (size_t i = 0; i < calls->n_ways; i++) {
+        const struct way *way = &calls->ways[i];
+        if (way->shape == FUSED &&
+            serves(way, primitive, dtype, op, count ? *count : way->fewest))
+            return way;
     }
     return NULL;
 }
@@ -390,6 +415,50 @@ static void cut(struct side *side, size_t n, size_t count)
             (struct block){side->first.data + k * count * side->first.itemsize, count};
 }
 
+/* Begins a call: takes the lock, counts the call, and puts it on the record. Returns 1, 0 if another
+ * thread is in a call, or -1 with an exception. */
+static int begin(Calls *calls, const struct way *way, uint64_t sizes, unsigned long root)
+{
+    PyObject *got = PyObject_CallFunctionObjArgs(calls->acquire, known.no, NULL);
+    if (!got)
+        return -1;
+    Py_DECREF(got);
+    if (got == known.no)
+        return 0;
+    calls->number = ++calls->sequence;
+    calls->kind = way->signature;
+    calls->sizes = sizes;
+    calls->root = root;
+    calls->dropped = 0;
+    Py_INCREF(way->owner);
+    return 1;
+}
+
+/* Ends a call by what its function has returned. Returns 1, or -1 with an exception. */
+static int end(Calls *calls, const struct way *way, int result, PyObject *primitive,
+               PyObject *output, PyObject *input, PyObject *root)
+{
+    PyObject *type = NULL, *error = NULL, *traceback = NULL;
+    int done = result == 1;
+    if (!done) { /* all ranks find out together why, and how it goes on */
+        PyObject *what = PyLong_FromLong(result);
+        PyObject *ended =
+            what ? PyObject_CallFunctionObjArgs(known.finish, (PyObject *)calls, way->owner, what,
+                                                primitive, output, input, root, NULL)
+                 : NULL;
+        done = ended != NULL;
+        Py_XDECREF(ended);
+        Py_XDECREF(what);
+        PyErr_Fetch(&type, &error, &traceback);
+    }
+    Py_DECREF(way->owner);
+    PyObject *released = PyObject_CallFunctionObjArgs(calls->release, NULL);
+    Py_XDECREF(released);
+    if (!done)
+        PyErr_Restore(type, error, traceback);
+    return done && released ? 1 : -1;
+}
+
 /* Carries out a call on arrays that were seen; see carry_out. No Python runs before it begins, so
  * that the group stays as it is. */
 static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out, struct side *in)
@@ -416,20 +485,11 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
         cut(in, way.many_in ? way.n : 1, count);
     }
     const char *send = way.has_input ? in->first.data : out->first.data;
-    PyObject *got = PyObject_CallFunctionObjArgs(calls->acquire, known.no, NULL);
-    if (!got)
-        return -1;
-    Py_DECREF(got);
-    if (got == known.no) /* another thread is in a call */
-        return 0;
-
-    const uint32_t number = (uint32_t)(calls->number = ++calls->sequence);
-    calls->kind = way.signature;
-    calls->sizes = way.even ? count : 0;
-    calls->root = root;
-    calls->dropped = 0;
+    const int begun = begin(calls, &way, way.even ? count : 0, root);
+    if (begun <= 0)
+        return begun;
+    const uint32_t number = (uint32_t)calls->number;
     int result;
-    Py_INCREF(way.owner);
     Py_BEGIN_ALLOW_THREADS;
     if (way.shape == ALL_REDUCE)
         result =
@@ -443,26 +503,8 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
     else
         result = ((agree_function *)way.function)(way.argument, number, way.signature, 0);
     Py_END_ALLOW_THREADS;
-    PyObject *type = NULL, *error = NULL, *traceback = NULL;
-    int done = result == 1;
-    if (!done) { /* all ranks find out together why, and how it goes on */
-        PyObject *what = PyLong_FromLong(result);
-        PyObject *ended = what ? PyObject_CallFunctionObjArgs(
-                                     known.finish, (PyObject *)calls, way.owner, what, primitive,
-                                     out->held ? out->held : args[3],
-                                     in->held ? in->held : args[4], args[6], NULL)
-                               : NULL;
-        done = ended != NULL;
-        Py_XDECREF(ended);
-        Py_XDECREF(what);
-        PyErr_Fetch(&type, &error, &traceback);
-    }
-    Py_DECREF(way.owner);
-    PyObject *released = PyObject_CallFunctionObjArgs(calls->release, NULL);
-    Py_XDECREF(released);
-    if (!done)
-        PyErr_Restore(type, error, traceback);
-    return done && released ? 1 : -1;
+    return end(calls, &way, result, primitive, out->held ? out->held : args[3],
+               in->held ? in->held : args[4], args[6]);
 }
 
 /* Carries a call out: 1 if it did, -1 with an exception, 0 if it is not for here. */
@@ -489,6 +531,23 @@ static int carry_out(Calls *calls, PyObject *const *args)
     return done;
 }
 
+/* The group of a synchronous call, if it is one of mpicoll's own: a new reference. NULL without an
+ * exception for all other calls. */
+static Calls *group_of(PyObject *group, PyObject *async_op)
+{
+    if (async_op != known.no)
+        return NULL;
+    if (group == Py_None)
+        group = PyObject_GetAttr(known.state, known.default_name);
+    else
+        Py_INCREF(group);
+    if (group && (PyObject *)Py_TYPE(group) != known.group_type) {
+        Py_DECREF(group);
+        group = NULL;
+    }
+    return (Calls *)group;
+}
+
 static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
 {
     (void)module;
@@ -496,23 +555,244 @@ static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
         PyErr_Format(PyExc_TypeError, "run_fast takes 7 arguments, not %zd", n);
         return NULL;
     }
-    if (args[2] == known.no) { /* not asynchronous */
-        PyObject *group = args[1];
-        if (group == Py_None)
-            group = PyObject_GetAttr(known.state, known.default_name);
-        else
-            Py_INCREF(group);
-        if (!group)
-            return NULL;
-        const int done = (PyObject *)Py_TYPE(group) == known.group_type
-                             ? carry_out((Calls *)group, args)
-                             : 0;
-        Py_DECREF(group);
+    Calls *calls = group_of(args[1], args[2]);
+    if (calls) {
+        const int done = carry_out(calls, args);
+        Py_DECREF(calls);
         if (done)
             return done < 0 ? NULL : (Py_INCREF(Py_None), Py_None);
     }
-    return PyObject_CallFunctionObjArgs(known.python_way, args[0], args[1], args[2], args[3],
-                                        args[4], args[5], args[6], NULL);
+    return PyErr_Occurred() ? NULL
+                            : PyObject_CallFunctionObjArgs(known.python_way, args[0], args[1],
+                                                           args[2], args[3], args[4], args[5],
+                                                           args[6], NULL);
+}
+
+/* ---- A list of calls --------------------------------------------------------------------------- */
+
+/* The root of a list of calls, see mpicoll/core/signature.py, and the mark of what sizes come to. */
+#define LIST 0xFFFFFFFFul
+static const uint64_t HASH = 1ull << 59;
+
+/* Returns a tuple of the items of a list or tuple, in which tuples stand for lists: a new reference. NULL
+ * without an exception if it is not for here, or if an array is not a usual one. */
+static PyObject *take_all(PyObject *list)
+{
+    PyObject *all = PyList_CheckExact(list) ? PyList_AsTuple(list)
+                    : PyTuple_CheckExact(list) ? PyTuple_GetSlice(list, 0, PyTuple_Size(list))
+                                               : NULL;
+    const Py_ssize_t n = all ? PyTuple_Size(all) : 0;
+    PyObject *taken = n > 0 ? PyTuple_New(n) : NULL;
+    int usual = taken != NULL;
+    for (Py_ssize_t i = 0; i < n && usual > 0; i++) {
+        PyObject *item = PyTuple_GetItem(all, i);
+        struct side side;
+        side.held = NULL;
+        usual = item == Py_None ? 0 : take(&side, item);
+        if (usual > 0)
+            PyTuple_SetItem(taken, i, side.held ? side.held : (Py_INCREF(item), item));
+        else
+            Py_XDECREF(side.held);
+    }
+    Py_XDECREF(all);
+    if (usual <= 0)
+        Py_CLEAR(taken);
+    return taken;
+}
+
+/* Sees an item that take_all returned. */
+static int see_item(struct side *side, PyObject *items, Py_ssize_t i)
+{
+    PyObject *item = items == Py_None ? Py_None : PyTuple_GetItem(items, i);
+    side->held = PyTuple_CheckExact(item) ? item : NULL;
+    return see_side(side, item);
+}
+
+/* What a list of calls is carried out on: of each block, of all that are sent, then of all that are
+ * received, the place in each call; and the ends of the calls' elements in a block. */
+struct fused {
+    char **send, **recv;
+    size_t *ends;
+    size_t n;
+    PyObject *dtype;
+    size_t most; /* elements of a call's block */
+};
+
+/* Memory of a span, for finding what is both read and written. */
+struct span {
+    uintptr_t begin, end;
+    int written;
+};
+
+static int by_begin(const void *one, const void *other)
+{
+    const uintptr_t a = ((const struct span *)one)->begin, b = ((const struct span *)other)->begin;
+    return (a > b) - (a < b);
+}
+
+/* Whether anything is read in one call and written in another, or in the same: 1, 0, or -1 with an
+ * exception. */
+static int overlap_any(const struct fused *fused, size_t blocks_in, size_t blocks_out,
+                       size_t itemsize)
+{
+    const size_t n = fused->n, all = n * (blocks_in + blocks_out);
+    struct span *spans = PyMem_Malloc(all * sizeof *spans);
+    uintptr_t read = 0, written = 0;
+    int found = 0;
+    if (!spans) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t k = 0; k < all; k++) {
+        const size_t call = k % n, count = fused->ends[call] - (call ? fused->ends[call - 1] : 0);
+        const uintptr_t begin = (uintptr_t)fused->send[k]; /* those that are received come behind */
+        spans[k] = (struct span){begin, begin + count * itemsize, k >= n * blocks_in};
+    }
+    qsort(spans, all, sizeof *spans, by_begin);
+    for (size_t k = 0; k < all && !found; k++) {
+        uintptr_t *own = spans[k].written ? &written : &read;
+        found = spans[k].begin < (spans[k].written ? read : written);
+        *own = *own > spans[k].end ? *own : spans[k].end;
+    }
+    PyMem_Free(spans);
+    return found;
+}
+
+/* Sees the arrays of all calls and puts them into the table. Returns 1, or 0 if they are not for here. */
+static int see_calls(const struct way *way, struct fused *fused, PyObject *outputs,
+                        PyObject *inputs)
+{
+    const size_t n = fused->n;
+    const size_t blocks_in = way->many_in ? way->n : 1, blocks_out = way->many_out ? way->n : 1;
+    struct side out, in;
+    size_t total = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (!see_item(&out, outputs, (Py_ssize_t)i) || !see_item(&in, inputs, (Py_ssize_t)i) ||
+            out.first.dtype != fused->dtype || !out.first.writable)
+            return 0;
+        const size_t count = count_of(way, &out, &in);
+        if (way->has_input ? !fits(way, &in, &out, 0, count) : in.n || out.held)
+            return 0;
+        if (!out.held)
+            cut(&out, blocks_out, count);
+        if (!in.held && in.n)
+            cut(&in, blocks_in, count);
+        for (size_t k = 0; k < blocks_out; k++)
+            fused->recv[k * n + i] = out.blocks[k].data;
+        for (size_t k = 0; k < blocks_in && in.n; k++)
+            fused->send[k * n + i] = in.blocks[k].data;
+        fused->ends[i] = total += count;
+        fused->most = count > fused->most ? count : fused->most;
+    }
+    return 1;
+}
+
+/* What the sizes of the calls come to: see encode_list in mpicoll/core/signature.py. */
+static uint64_t hash_sizes(const size_t *ends, size_t n)
+{
+    uint64_t sum = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t mixed =
+            ends[i] - (i ? ends[i - 1] : 0) + (uint64_t)(i + 1) * 0x9E3779B97F4A7C15u;
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9u;
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBu;
+        sum += mixed ^ mixed >> 31;
+    }
+    return (sum & (HASH - 1)) | HASH;
+}
+
+/* Carries out the calls that take_all returned; the rest is as in carry_out. */
+static int carry_out_taken(Calls *calls, PyObject *primitive, PyObject *op, PyObject *outputs,
+                           PyObject *inputs)
+{
+    struct side first;
+    if (!see_item(&first, outputs, 0) || calls->worker != Py_None)
+        return 0;
+    const struct way *found = find_fused(calls, primitive, first.first.dtype, op, NULL);
+    if (!found || found->has_input == (inputs == Py_None))
+        return 0;
+    struct way way = *found; /* another thread may add to them */
+    struct fused fused = {NULL, NULL, NULL, (size_t)PyTuple_Size(outputs), first.first.dtype, 0};
+    const size_t blocks_in = way.has_input ? way.many_in ? way.n : 1 : 0;
+    const size_t blocks_out = way.many_out ? way.n : 1;
+    char **table = PyMem_Malloc(fused.n * ((blocks_in + blocks_out) * sizeof *table +
+                                           sizeof *fused.ends));
+    if (!table) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    fused.send = table;
+    fused.recv = table + fused.n * blocks_in;
+    fused.ends = (size_t *)(fused.recv + fused.n * blocks_out);
+    int done = see_calls(&way, &fused, outputs, inputs);
+    found = done ? find_fused(calls, primitive, fused.dtype, op, &fused.most) : NULL;
+    done = found != NULL;
+    if (done && blocks_in) {
+        done = overlap_any(&fused, blocks_in, blocks_out, first.first.itemsize);
+        done = done < 0 ? -1 : !done;
+    }
+    if (done > 0) {
+        way = *found;
+        const uint64_t sizes = hash_sizes(fused.ends, fused.n);
+        done = begin(calls, &way, sizes, LIST);
+        if (done > 0) {
+            const uint32_t number = (uint32_t)calls->number;
+            int result;
+            Py_BEGIN_ALLOW_THREADS;
+            result = ((fused_function *)way.function)(way.argument, fused.send, fused.recv,
+                                                      fused.ends, fused.n, sizes, number);
+            Py_END_ALLOW_THREADS;
+            calls->sequence += result == 1; /* the list, and the data */
+            PyObject *root = PyLong_FromUnsignedLong(LIST);
+            done = end(calls, &way, root ? result : -1, primitive, outputs, inputs,
+                       root ? root : Py_None);
+            Py_XDECREF(root);
+        }
+    }
+    PyMem_Free(table);
+    return done;
+}
+
+static int carry_out_all(Calls *calls, PyObject *const *args)
+{
+    if (calls->n_ways == 0)
+        return 0;
+    PyObject *outputs = take_all(args[4]);
+    PyObject *inputs = NULL;
+    if (outputs) {
+        inputs = args[5] == Py_None ? (Py_INCREF(Py_None), Py_None) : take_all(args[5]);
+        if (inputs && inputs != Py_None && PyTuple_Size(inputs) != PyTuple_Size(outputs))
+            Py_CLEAR(inputs);
+    }
+    int done = PyErr_Occurred() ? -1 : 0;
+    if (inputs)
+        done = carry_out_taken(calls, args[1], args[6], outputs, inputs);
+    PyObject *type, *error, *traceback; /* the last reference to an array, perhaps */
+    PyErr_Fetch(&type, &error, &traceback);
+    Py_XDECREF(outputs);
+    Py_XDECREF(inputs);
+    PyErr_Restore(type, error, traceback);
+    return done;
+}
+
+static PyObject *run_all(PyObject *module, PyObject *const *args, Py_ssize_t n)
+{
+    (void)module;
+    if (n != 7) {
+        PyErr_Format(PyExc_TypeError, "run_all takes 7 arguments, not %zd", n);
+        return NULL;
+    }
+    Calls *calls = group_of(args[2], args[3]);
+    if (calls) {
+        const int done = carry_out_all(calls, args);
+        Py_DECREF(calls);
+        if (done)
+            return done < 0 ? NULL : (Py_INCREF(Py_None), Py_None);
+    }
+    return PyErr_Occurred() ? NULL
+                            : PyObject_CallFunctionObjArgs(known.python_way_of_all, args[0],
+                                                           args[1], args[2], args[3], args[4],
+                                                           args[5], args[6], NULL);
 }
 
 /* ---- The type ---------------------------------------------------------------------------------- */
@@ -774,16 +1054,18 @@ static void keep(PyObject **place, PyObject *value)
     Py_XDECREF(before);
 }
 
-/* set_up(state, group_type, python_way, finish): before the first call of run_fast. */
+/* set_up(state, group_type, python_way, python_way_of_all, finish): before the first call of run_fast or
+ * run_all. */
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
-    PyObject *state, *type, *python_way, *finish;
+    PyObject *state, *type, *python_way, *python_way_of_all, *finish;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOO", &state, &type, &python_way, &finish))
+    if (!PyArg_ParseTuple(args, "OOOOO", &state, &type, &python_way, &python_way_of_all, &finish))
         return NULL;
     keep(&known.state, state);
     keep(&known.group_type, type);
     keep(&known.python_way, python_way);
+    keep(&known.python_way_of_all, python_way_of_all);
     keep(&known.finish, finish);
     Py_RETURN_NONE;
 }
@@ -859,7 +1141,10 @@ static PyObject *set_numpy(PyObject *module, PyObject *type)
 static PyMethodDef functions[] = {
     {"run_fast", (PyCFunction)(void (*)(void))run_fast, METH_FASTCALL,
      "run_fast(primitive, group, async_op, output, input, op, root)"},
-    {"set_up", set_up, METH_VARARGS, "set_up(state, group_type, python_way, finish)"},
+    {"run_all", (PyCFunction)(void (*)(void))run_all, METH_FASTCALL,
+     "run_all(name, primitive, group, async_op, outputs, inputs, op)"},
+    {"set_up", set_up, METH_VARARGS,
+     "set_up(state, group_type, python_way, python_way_of_all, finish)"},
     {"set_numpy", set_numpy, METH_O, "set_numpy(type)"},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(dtype, numpy_dtype, itemsize, code, bits)"},
     {"add_type", add_type, METH_VARARGS, "add_type(type, exchange_api, is_unusual)"},

@@ -143,6 +143,7 @@ struct mpicoll_kind {
     int32_t blocks;  /* as many blocks as ranks are given by each, instead of one */
     int32_t giver, taker; /* only the root gives, or takes */
     int32_t prefix;  /* a rank takes from those before it, and, if 1, itself */
+    int32_t in_place; /* all_reduce */
     size_t large;    /* numbers of an array from which on all_reduce goes by clusters */
     uint32_t misfit; /* after MISFIT: the rank whose block for this one was not as expected, or n */
     uint64_t found;  /* and the elements of that block */
@@ -389,6 +390,85 @@ static void put(char *into, const char *from, size_t size, int far)
         memcpy(into, from, size);
 }
 
+/* ---- Several arrays as one --------------------------------------------------------------------- */
+
+/* The numbers of n arrays, one after another. */
+struct list {
+    char *const *arrays;
+    const size_t *ends; /* in the list, of each array's numbers */
+    size_t n;
+};
+
+/* The array that a number of a list is in. */
+static size_t find(const struct list *list, size_t number)
+{
+    size_t low = 0, high = list->n - 1;
+    while (low < high) {
+        const size_t middle = (low + high) / 2;
+        if (list->ends[middle] > number)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+/* Where a number of a list is that is in array k. */
+static char *place_of(const struct list *list, size_t k, size_t size, size_t number)
+{
+    return list->arrays[k] + (number - (k ? list->ends[k - 1] : 0)) * size;
+}
+
+/* Copies a list's numbers from `start` to `end` into a slot, for a rank that is far or not. */
+static void put_numbers(char *into, const struct list *list, size_t size, size_t start, size_t end,
+                        int far)
+{
+    for (size_t k = find(list, start); start < end; k++) {
+        const size_t until = list->ends[k] < end ? list->ends[k] : end;
+        const size_t bytes = (until - start) * size;
+        put(into, place_of(list, k, size, start), bytes, far);
+        into += bytes;
+        start = until;
+    }
+}
+
+/* Copies numbers to their places in a list; past the caches, or not. */
+static void get_numbers(const struct list *list, size_t size, size_t start, size_t end,
+                        const char *from, int past_caches)
+{
+    for (size_t k = find(list, start); start < end; k++) {
+        const size_t until = list->ends[k] < end ? list->ends[k] : end;
+        const size_t bytes = (until - start) * size;
+        char *into = place_of(list, k, size, start);
+        if (into != from) {
+            if (past_caches)
+                copy_past_caches(into, from, bytes);
+            else
+                memcpy(into, from, bytes);
+        }
+        from += bytes;
+        start = until;
+    }
+}
+
+/* Bytes that are combined where they lie, though more could be if they were copied. */
+enum { RUN = 1024 };
+
+/* Returns where a list's numbers from `start` on lie side by side: up to `end` in their array, or up to
+ * where that ends, which *end becomes, if they are many; else copied to `beside`. */
+static char *gather_numbers(const struct list *list, size_t size, size_t start, size_t *end,
+                            char *beside)
+{
+    const size_t k = find(list, start);
+    const size_t until = list->ends[k] < *end ? list->ends[k] : *end;
+    if (until < *end && (until - start) * size < RUN) {
+        put_numbers(beside, list, size, start, *end, 0);
+        return beside;
+    }
+    *end = until;
+    return place_of(list, k, size, start);
+}
+
 /* ---- Calls ------------------------------------------------------------------------------------- */
 
 static uint64_t load(const _Atomic uint64_t *value)
@@ -536,16 +616,15 @@ EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t ra
     *count = load(&call->count);
 }
 
-/* One piece of a message: what goes through in a round. */
+/* One piece of a message: the numbers that go through in a round. */
 struct piece {
-    char *data;
-    size_t count;
+    size_t start, count;
 };
 
-static struct piece piece_of(char *array, size_t size, size_t count, size_t step, size_t i)
+static struct piece piece_of(size_t count, size_t step, size_t i)
 {
     const size_t start = i * step;
-    return (struct piece){array + start * size, count - start < step ? count - start : step};
+    return (struct piece){start, count - start < step ? count - start : step};
 }
 
 /* Elements of a share of a piece, for n ranks: shares are whole lines. */
@@ -596,7 +675,8 @@ static uint32_t owner(const struct mpicoll_shared *shared, uint32_t cluster, str
  * had ended step 4 of round k - 4, and steps 2 and 3 before. What step 3 overwrites, those have read who
  * combine it further: else the last cluster would not have its result. After the last round all meet
  * once more, for the next call may fill two slots before it knows more of the others. */
-static int all_reduce_by_clusters(const struct mpicoll_kind *kind, char *array, size_t count)
+static int all_reduce_by_clusters(const struct mpicoll_kind *kind, const struct list *list,
+                                  size_t count)
 {
     struct mpicoll_shared *shared = kind->shared;
     const uint32_t me = shared->me, base = shared->round, mine = shared->cluster;
@@ -605,7 +685,7 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, char *array, 
     const size_t size = kind->size, step = shared->slot / size;
     const size_t rounds = (count + step - 1) / step;
     struct header *own = header(shared, me);
-    _Alignas(LINE) char block[BLOCK];
+    _Alignas(LINE) char block[BLOCK], beside[BLOCK];
     const char *sources[q + 1];
 
     /* Other calls leave this one where it is, and after 2^31 rounds it would seem to be ahead. Those who
@@ -614,35 +694,36 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, char *array, 
     for (size_t i = 0; i < rounds + 3; i++) {
         const uint32_t round = base + (uint32_t)i;
         if (i >= 3) {
-            const struct piece piece = piece_of(array, size, count, step, i - 3);
+            const struct piece piece = piece_of(count, step, i - 3);
             for (uint32_t k = 1; k < q; k++) {
                 const uint32_t member = (me - first + k) % q;
-                const size_t start = share_start(piece, size, q, member) * size;
-                const size_t end = share_start(piece, size, q, member + 1) * size;
+                const size_t start = share_start(piece, size, q, member);
+                const size_t end = share_start(piece, size, q, member + 1);
                 if (!wait_for(shared, &header(shared, first + member)->returned, round - 2))
                     return 0;
-                memcpy(piece.data + start, slot(shared, first + member, round - 3) + start,
-                       end - start);
+                get_numbers(list, size, piece.start + start, piece.start + end,
+                            slot(shared, first + member, round - 3) + start * size, 0);
             }
         }
         if (i >= 1 && i <= rounds) {
             if (meet(shared, round) <= 0)
                 return 0;
-            look_around(shared, piece_of(array, size, count, step, i - 1).count * size);
+            look_around(shared, piece_of(count, step, i - 1).count * size);
         }
         if (i < rounds) {
-            const struct piece piece = piece_of(array, size, count, step, i);
+            const struct piece piece = piece_of(count, step, i);
             for (uint32_t member = 0; member < q; member++) {
-                const size_t start = share_start(piece, size, q, member) * size;
-                const size_t end = share_start(piece, size, q, member + 1) * size;
+                const size_t start = share_start(piece, size, q, member);
+                const size_t end = share_start(piece, size, q, member + 1);
                 if (first + member != me)
-                    put(slot(shared, me, round) + start, piece.data + start, end - start,
-                        is_far(shared, first + member));
+                    put_numbers(slot(shared, me, round) + start * size, list, size,
+                                piece.start + start, piece.start + end,
+                                is_far(shared, first + member));
             }
             give(shared, round + 1);
         }
         if (i >= 1 && i <= rounds) {
-            const struct piece piece = piece_of(array, size, count, step, i - 1);
+            const struct piece piece = piece_of(count, step, i - 1);
             const size_t end = share_start(piece, size, q, me - first + 1);
             size_t at = share_start(piece, size, q, me - first);
             while (at < end) {
@@ -653,20 +734,25 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, char *array, 
                         return 0;
                     sources[n++] = slot(shared, from, round - 1) + at * size;
                 }
+                const size_t start = piece.start + at;
+                size_t stop = piece.start + until;
+                char *given = gather_numbers(list, size, start, &stop, beside);
+                until = stop - piece.start;
                 for (uint32_t rank = first; rank < first + q; rank++)
-                    sources[n++] =
-                        (rank == me ? piece.data : slot(shared, rank, round - 1)) + at * size;
-                char *out = mine == last ? piece.data + at * size : block;
+                    sources[n++] = rank == me ? given : slot(shared, rank, round - 1) + at * size;
+                char *out = mine == last ? given : block;
                 mpicoll_combine(kind->format, kind->operation, sources, n, out, until - at,
                                 mine == last ? kind->divisor : 1);
                 put(slot(shared, me, round - 1) + at * size, out, (until - at) * size,
                     any_far(shared));
+                if (mine == last)
+                    get_numbers(list, size, start, stop, out, 0);
                 at = until;
             }
             count_up(&own->combined, round);
         }
         if (i >= 2 && i <= rounds + 1) {
-            const struct piece piece = piece_of(array, size, count, step, i - 2);
+            const struct piece piece = piece_of(count, step, i - 2);
             const size_t end = share_start(piece, size, q, me - first + 1);
             size_t at = share_start(piece, size, q, me - first);
             while (mine != last && at < end) {
@@ -674,9 +760,9 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, char *array, 
                 const uint32_t from = owner(shared, last, piece, size, at, &until);
                 if (!wait_for(shared, &header(shared, from)->combined, round - 1))
                     return 0;
-                const size_t bytes = (until - at) * size;
-                memcpy(piece.data + at * size, slot(shared, from, round - 2) + at * size, bytes);
-                memcpy(slot(shared, me, round - 2) + at * size, piece.data + at * size, bytes);
+                char *place = slot(shared, me, round - 2) + at * size;
+                memcpy(place, slot(shared, from, round - 2) + at * size, (until - at) * size);
+                get_numbers(list, size, piece.start + at, piece.start + until, place, 0);
                 at = until;
             }
             count_up(&own->returned, round - 1);
@@ -689,105 +775,133 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, char *array, 
     return 1;
 }
 
+/* list = (rank 0's list op rank 1's op ...) / divisor on every rank, of `count` numbers; see
+ * mpicoll_shared_all_reduce. */
+static int all_reduce(const struct mpicoll_kind *kind, const struct list *list, size_t count,
+                      uint32_t number)
+{
+    struct mpicoll_shared *shared = kind->shared;
+    const uint32_t n = shared->n, me = shared->me, base = shared->round;
+    const size_t size = kind->size, step = shared->slot / size;
+    const size_t rounds = count ? (count + step - 1) / step : 1;
+    const int split = count > kind->whole; /* each combines its share, instead of everything */
+    struct header *mine = header(shared, me);
+    _Alignas(LINE) char beside[BLOCK];
+    const char *sources[n];
+
+    announce(shared, number, kind->what, count);
+    if (shared->clusters > 1 && count >= kind->large)
+        return all_reduce_by_clusters(kind, list, count);
+    for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
+        if (i < rounds) {
+            const struct piece piece = piece_of(count, step, i);
+            char *into = slot(shared, me, base + (uint32_t)i);
+            if (split) { /* all but the own share */
+                for (uint32_t rank = 0; rank < n; rank++) {
+                    const size_t start = share_start(piece, size, n, rank);
+                    const size_t end = share_start(piece, size, n, rank + 1);
+                    if (rank != me)
+                        put_numbers(into + start * size, list, size, piece.start + start,
+                                    piece.start + end, is_far(shared, rank));
+                }
+            } else {
+                put_numbers(into, list, size, piece.start, piece.start + piece.count,
+                            any_far(shared));
+            }
+            give(shared, base + (uint32_t)i + 1);
+        }
+        if (split && i >= 2) {
+            const struct piece piece = piece_of(count, step, i - 2);
+            for (uint32_t k = 1; k < n; k++) {
+                const uint32_t rank = (me + k) % n, round = base + (uint32_t)i - 2;
+                const size_t start = share_start(piece, size, n, rank);
+                const size_t end = share_start(piece, size, n, rank + 1);
+                if (!wait_for(shared, &header(shared, rank)->combined, round + 1))
+                    return 0;
+                get_numbers(list, size, piece.start + start, piece.start + end,
+                            second_slot(shared, rank, round), 0);
+            }
+        }
+        if (i >= 1 && i <= rounds) {
+            const struct piece piece = piece_of(count, step, i - 1);
+            const uint32_t round = base + (uint32_t)i - 1;
+            const size_t start = split ? share_start(piece, size, n, me) : 0;
+            const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
+            if (meet(shared, round + 1) <= 0)
+                return 0;
+            look_around(shared, piece.count * size);
+            for (size_t at = start, until; at < end; at = until) {
+                const size_t from = piece.start + at;
+                size_t to = piece.start + (end - at < BLOCK / size ? end : at + BLOCK / size);
+                char *out = gather_numbers(list, size, from, &to, beside);
+                until = to - piece.start;
+                for (uint32_t rank = 0; rank < n; rank++)
+                    sources[rank] = rank == me ? out : slot(shared, rank, round) + at * size;
+                mpicoll_combine(kind->format, kind->operation, sources, n, out, until - at,
+                                kind->divisor);
+                if (split)
+                    put(second_slot(shared, me, round) + (at - start) * size, out,
+                        (until - at) * size, any_far(shared));
+                get_numbers(list, size, from, to, out, 0);
+            }
+            count_up(&mine->combined, round + 1);
+        }
+    }
+    shared->round = base + (uint32_t)rounds;
+    return 1;
+}
+
 /* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements.
  *
  * number: of the call among the group's collectives, the same on every rank.
  * Returns 0 without doing so, on all ranks, if they do not have the same count and kind, and on this
  * one if it has left: then it cannot use the segment any more. */
-EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *array, size_t elements,
+EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *array, size_t count,
                                      uint32_t number)
 {
-    struct mpicoll_shared *shared = kind->shared;
-    const uint32_t n = shared->n, me = shared->me, base = shared->round;
-    const size_t size = kind->size, step = shared->slot / size, count = elements * kind->parts;
-    const size_t rounds = count ? (count + step - 1) / step : 1;
-    const int split = count > kind->whole; /* each combines its share, instead of everything */
-    struct header *mine = header(shared, me);
-    const char *sources[n];
-
-    announce(shared, number, kind->what, count);
-    if (shared->clusters > 1 && count >= kind->large)
-        return all_reduce_by_clusters(kind, array, count);
-    for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
-        if (i < rounds) {
-            const struct piece piece = piece_of(array, size, count, step, i);
-            char *into = slot(shared, me, base + i);
-            if (split) { /* all but the own share */
-                for (uint32_t rank = 0; rank < n; rank++) {
-                    const size_t start = share_start(piece, size, n, rank) * size;
-                    const size_t end = share_start(piece, size, n, rank + 1) * size;
-                    if (rank != me)
-                        put(into + start, piece.data + start, end - start, is_far(shared, rank));
-                }
-            } else {
-                put(into, piece.data, piece.count * size, any_far(shared));
-            }
-            give(shared, base + (uint32_t)i + 1);
-        }
-        if (split && i >= 2) {
-            const struct piece piece = piece_of(array, size, count, step, i - 2);
-            for (uint32_t k = 1; k < n; k++) {
-                const uint32_t rank = (me + k) % n;
-                const size_t start = share_start(piece, size, n, rank);
-                const size_t end = share_start(piece, size, n, rank + 1);
-                if (!wait_for(shared, &header(shared, rank)->combined, base + i - 1))
-                    return 0;
-                memcpy(piece.data + start * size, second_slot(shared, rank, base + i - 2),
-                       (end - start) * size);
-            }
-        }
-        if (i >= 1 && i <= rounds) {
-            const struct piece piece = piece_of(array, size, count, step, i - 1);
-            const size_t start = split ? share_start(piece, size, n, me) : 0;
-            const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
-            if (meet(shared, base + (uint32_t)i) <= 0)
-                return 0;
-            look_around(shared, piece.count * size);
-            for (size_t at = start; at < end; at += BLOCK / size) {
-                const size_t length = end - at < BLOCK / size ? end - at : BLOCK / size;
-                char *out = piece.data + at * size;
-                for (uint32_t rank = 0; rank < n; rank++)
-                    sources[rank] =
-                        rank == me ? out : slot(shared, rank, base + i - 1) + at * size;
-                mpicoll_combine(kind->format, kind->operation, sources, n, out, length,
-                                kind->divisor);
-                if (split)
-                    put(second_slot(shared, me, base + i - 1) + (at - start) * size, out,
-                        length * size, any_far(shared));
-            }
-            count_up(&mine->combined, base + i);
-        }
-    }
-    shared->round = base + rounds;
-    return 1;
+    const size_t numbers = count * kind->parts;
+    const struct list list = {&array, &numbers, 1};
+    return all_reduce(kind, &list, numbers, number);
 }
-
-/* A block that a rank puts up for the others, at the next place in its slots. */
-struct mpicoll_put {
-    const char *data;
-    size_t count; /* elements */
-};
 
 /* A block that a rank gets: whose, from which place, where to. */
-struct mpicoll_get {
+struct get {
     size_t rank, place;
-    char *data;
-    size_t count;
+    struct list block;
 };
 
-static size_t length_of(size_t count, size_t start, size_t step)
+static size_t count_of(const struct list *list)
 {
-    return count <= start ? 0 : count - start < step ? count - start : step;
+    return list->ends[list->n - 1];
 }
 
-/* What is taken of a rank's block in a round: of the own from the array itself. */
-static const char *source_of(const struct mpicoll_shared *shared, const struct mpicoll_get *get,
-                             const struct mpicoll_put *puts, uint32_t round, size_t room,
-                             size_t start)
+/* The numbers of a block that go through in a round. */
+static struct piece part_of(const struct list *block, size_t start, size_t step)
 {
-    if (get->rank == shared->me)
-        return puts[get->place].data + start;
-    return slot(shared, (uint32_t)get->rank, round) + get->place * room;
+    const size_t count = count_of(block);
+    return (struct piece){start, count <= start ? 0 : count - start < step ? count - start : step};
+}
+
+/* At most `most` numbers of a piece, from number `at` on. */
+static size_t length_of(struct piece piece, size_t at, size_t most)
+{
+    return piece.count - at < most ? piece.count - at : most;
+}
+
+/* Where the numbers of a piece of a rank's block lie, from number `at` of the piece on: of the own in
+ * its arrays, see gather_numbers. */
+static const char *source_of(const struct mpicoll_kind *kind, const struct get *get,
+                             const struct list *puts, uint32_t round, size_t room,
+                             struct piece piece, size_t at, size_t *until, char *beside)
+{
+    const struct mpicoll_shared *shared = kind->shared;
+    if (get->rank != shared->me)
+        return slot(shared, (uint32_t)get->rank, round) + get->place * room + at * kind->size;
+    size_t end = piece.start + *until;
+    const char *found =
+        gather_numbers(&puts[get->place], kind->size, piece.start + at, &end, beside);
+    *until = end - piece.start;
+    return found;
 }
 
 /* Any collective: ranks put blocks up, and take others'. A round carries a piece of every block.
@@ -796,12 +910,12 @@ static const char *source_of(const struct mpicoll_shared *shared, const struct m
  * places:    blocks of the rank that puts up most. Where they are as many as ranks, each is for the
  *            rank of its number.
  * most:      numbers in the largest block of all ranks.
+ * puts:      the blocks that this rank puts up, at one place after another of its slots.
  * what, total: what all ranks must have alike.
  * The rest is as in all_reduce; counts are of numbers. */
 static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
-                    const struct mpicoll_put *puts, size_t n_puts,
-                    const struct mpicoll_get *gets, size_t n_gets, uint32_t number, uint64_t what,
-                    uint64_t total)
+                    const struct list *puts, size_t n_puts, const struct get *gets, size_t n_gets,
+                    uint32_t number, uint64_t what, uint64_t total)
 {
     struct mpicoll_shared *shared = kind->shared;
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
@@ -809,6 +923,7 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
     const size_t rounds = most ? (most + step - 1) / step : 1;
     struct header *mine = header(shared, me);
     const int large = n_gets * most * size >= LARGE; /* caches lose the result before it is read */
+    _Alignas(LINE) char beside[BLOCK], result[BLOCK];
     const char *sources[n_gets + 1];
 
     announce(shared, number, what, total);
@@ -818,9 +933,10 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
             for (size_t k = 0; k < n_puts; k++) {
                 if (places == n && n > 1 && k == me)
                     continue; /* no other rank gets it */
-                const size_t length = length_of(puts[k].count, i * step, step);
-                put(into + k * room, puts[k].data + i * step * size, length * size,
-                    places == n ? is_far(shared, (uint32_t)k) : any_far(shared));
+                const struct piece piece = part_of(&puts[k], i * step, step);
+                put_numbers(into + k * room, &puts[k], size, piece.start,
+                            piece.start + piece.count,
+                            places == n ? is_far(shared, (uint32_t)k) : any_far(shared));
             }
             give(shared, base + (uint32_t)i + 1);
         }
@@ -830,28 +946,34 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
         const size_t start = (i - 1) * step;
         if (meet(shared, round + 1) <= 0)
             return 0;
-        look_around(shared, places * length_of(most, start, step) * size);
-        for (size_t k = 0; k < n_gets; k++)
-            sources[k] = source_of(shared, &gets[k], puts, round, room, start * size);
+        look_around(shared, places * (most - start < step ? most - start : step) * size);
         if (kind->format >= 0 && n_gets) {
-            const size_t length = length_of(gets[0].count, start, step);
-            for (size_t at = 0; at < length; at += BLOCK / size) {
-                const size_t some = length - at < BLOCK / size ? length - at : BLOCK / size;
-                mpicoll_combine(kind->format, kind->operation, sources, n_gets,
-                                gets[0].data + (start + at) * size, some, kind->divisor);
-                for (size_t k = 0; k < n_gets; k++)
-                    sources[k] += some * size;
+            const struct list *into = &gets[0].block;
+            const struct piece piece = part_of(into, start, step);
+            for (size_t at = 0, until; at < piece.count; at = until) {
+                const size_t from = piece.start + at;
+                size_t to = from + length_of(piece, at, BLOCK / size);
+                char *out = gather_numbers(into, size, from, &to, result);
+                until = to - piece.start;
+                for (size_t k = 0; k < n_gets; k++) /* the own, in arrays of the same sizes, too */
+                    sources[k] =
+                        source_of(kind, &gets[k], puts, round, room, piece, at, &until, beside);
+                mpicoll_combine(kind->format, kind->operation, sources, n_gets, out, until - at,
+                                kind->divisor);
+                get_numbers(into, size, from, piece.start + until, out, 0);
             }
         } else {
             for (size_t k = 0; k < n_gets; k++) {
-                const size_t length = length_of(gets[k].count, start, step);
-                char *into = gets[k].data + start * size;
-                if (into == sources[k])
-                    continue;
-                if (large)
-                    copy_past_caches(into, sources[k], length * size);
-                else
-                    memcpy(into, sources[k], length * size);
+                const struct list *into = &gets[k].block;
+                const struct piece piece = part_of(into, start, step);
+                /* The own may have to be copied to `beside` on the way. */
+                const size_t some = gets[k].rank == me ? BLOCK / size : piece.count;
+                for (size_t at = 0, until; at < piece.count; at = until) {
+                    until = at + length_of(piece, at, some);
+                    const char *from =
+                        source_of(kind, &gets[k], puts, round, room, piece, at, &until, beside);
+                    get_numbers(into, size, piece.start + at, piece.start + until, from, large);
+                }
             }
         }
         count_up(&mine->combined, round + 1);
@@ -878,37 +1000,44 @@ static struct sides sides_of(const struct mpicoll_kind *kind, uint32_t root)
     };
 }
 
-/* The block that is got as number k: of what is combined, all go to one place. */
-static struct mpicoll_get get_of(const struct mpicoll_kind *kind, uint32_t root, size_t k,
-                                 char *into, size_t numbers)
+/* The collectives whose blocks all have the same size.
+ *
+ * send, recv: the blocks that are put up, and where they go, in the order of the ranks: of each of them
+ *             the n arrays it consists of. A side that this rank has not is not read.
+ * ends:       of each array's numbers in a block.
+ * root:       of a collective that has one; the rest is as in all_reduce. */
+static int exchange_blocks(const struct mpicoll_kind *kind, char *const *send, char *const *recv,
+                           const size_t *ends, size_t n, uint32_t root, uint32_t number)
 {
-    return (struct mpicoll_get){
-        kind->giver ? root : k,
-        kind->blocks ? kind->shared->me : 0,
-        into,
-        numbers,
-    };
+    const struct sides sides = sides_of(kind, root);
+    const size_t numbers = ends[n - 1];
+    struct list puts[kind->shared->n];
+    struct get gets[kind->shared->n];
+
+    for (size_t k = 0; k < sides.n_puts; k++)
+        puts[k] = (struct list){send + k * n, ends, n};
+    for (size_t k = 0; k < sides.n_gets; k++) /* what is combined goes to one place */
+        gets[k] = (struct get){kind->giver ? root : k,
+                               kind->blocks ? kind->shared->me : 0,
+                               {recv + (kind->format >= 0 ? 0 : k * n), ends, n}};
+    return exchange(kind, sides.places, numbers, puts, sides.n_puts, gets, sides.n_gets, number,
+                    kind->what | (uint64_t)root << 24, numbers);
 }
 
-/* The collectives whose blocks all have `count` elements.
- *
- * send: the blocks that are put up, one after another; recv: where they go, in the order of the
- *       ranks. The same array for what happens in place.
- * root: of a collective that has one; the rest is as in all_reduce. */
-EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, const char *send, char *recv,
+/* The same for blocks of `count` elements that lie one after another: the same array for what happens
+ * in place. */
+EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, char *send, char *recv,
                                  size_t count, uint32_t root, uint32_t number)
 {
     const size_t numbers = count * kind->parts, bytes = numbers * kind->size;
     const struct sides sides = sides_of(kind, root);
-    struct mpicoll_put puts[kind->shared->n];
-    struct mpicoll_get gets[kind->shared->n];
+    char *from[kind->shared->n], *to[kind->shared->n];
 
     for (size_t k = 0; k < sides.n_puts; k++)
-        puts[k] = (struct mpicoll_put){send + k * bytes, numbers};
+        from[k] = send + k * bytes;
     for (size_t k = 0; k < sides.n_gets; k++)
-        gets[k] = get_of(kind, root, k, kind->format >= 0 ? recv : recv + k * bytes, numbers);
-    return exchange(kind, sides.places, numbers, puts, sides.n_puts, gets, sides.n_gets, number,
-                    kind->what | (uint64_t)root << 24, numbers);
+        to[k] = recv + (kind->format >= 0 ? 0 : k * bytes);
+    return exchange_blocks(kind, from, to, &numbers, 1, root, number);
 }
 
 /* A block of an array, or an array of a list, of a caller; mpicoll/kernels/src/calls.c has the same. */
@@ -925,24 +1054,69 @@ EXPORT int mpicoll_shared_lists(const struct mpicoll_kind *kind, const struct mp
 {
     const size_t numbers = count * kind->parts;
     const struct sides sides = sides_of(kind, root);
-    struct mpicoll_put puts[kind->shared->n];
-    struct mpicoll_get gets[kind->shared->n];
+    char *from[kind->shared->n], *to[kind->shared->n];
 
     for (size_t k = 0; k < sides.n_puts; k++)
-        puts[k] = (struct mpicoll_put){send[k].data, numbers};
+        from[k] = send[k].data;
     for (size_t k = 0; k < sides.n_gets; k++)
-        gets[k] = get_of(kind, root, k, recv[kind->format >= 0 ? 0 : k].data, numbers);
-    return exchange(kind, sides.places, numbers, puts, sides.n_puts, gets, sides.n_gets, number,
-                    kind->what | (uint64_t)root << 24, numbers);
+        to[k] = recv[kind->format >= 0 ? 0 : k].data;
+    return exchange_blocks(kind, from, to, &numbers, 1, root, number);
 }
 
-/* The collectives whose blocks may differ in size: what this rank puts, and what it gets. */
+/* The root, in a call's signature, of a list of calls; mpicoll/core/signature.py has the same. */
+#define LIST ((uint64_t)UINT32_MAX)
+
+/* Several calls of one kind that has no root, of `n` arrays a block, as one.
+ *
+ * send, recv: as in exchange_blocks; of all_reduce `recv` alone.
+ * ends:  of each array's elements in a block, which become numbers.
+ * sizes: what the sizes of the calls come to, which are then compared first, as call `number`, and the
+ *        data is moved in the next; 0: they have been.
+ * The rest is as in all_reduce. */
+EXPORT int mpicoll_shared_fused(const struct mpicoll_kind *kind, char *const *send,
+                                char *const *recv, size_t *ends, size_t n, uint64_t sizes,
+                                uint32_t number)
+{
+    if (sizes &&
+        !mpicoll_shared_agree(kind->shared, number++, kind->what | LIST << 24, sizes))
+        return 0;
+    for (size_t k = 0; k < n; k++)
+        ends[k] *= kind->parts;
+    if (kind->in_place) {
+        const struct list list = {recv, ends, n};
+        return all_reduce(kind, &list, ends[n - 1], number);
+    }
+    return exchange_blocks(kind, send, recv, ends, n, 0, number);
+}
+
+/* A block that a rank puts up for the others, or gets, of the collectives whose blocks may differ in
+ * size. */
+struct mpicoll_put {
+    char *data;
+    size_t count; /* numbers */
+};
+
+struct mpicoll_get {
+    size_t rank, place;
+    char *data;
+    size_t count;
+};
+
+/* These collectives: what this rank puts, and what it gets. */
 EXPORT int mpicoll_shared_exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
                                    const struct mpicoll_put *puts, size_t n_puts,
                                    const struct mpicoll_get *gets, size_t n_gets, uint32_t root,
                                    uint32_t number, uint64_t total)
 {
-    return exchange(kind, places, most, puts, n_puts, gets, n_gets, number,
+    struct list from[n_puts + 1];
+    struct get to[n_gets + 1];
+
+    for (size_t k = 0; k < n_puts; k++)
+        from[k] = (struct list){&puts[k].data, &puts[k].count, 1};
+    for (size_t k = 0; k < n_gets; k++)
+        to[k] = (struct get){
+            gets[k].rank, gets[k].place, {&gets[k].data, &gets[k].count, 1}};
+    return exchange(kind, places, most, from, n_puts, to, n_gets, number,
                     kind->what | (uint64_t)root << 24, total);
 }
 

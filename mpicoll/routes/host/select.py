@@ -16,8 +16,10 @@ from mpicoll.core.plan import (
     Extent,
     Implementation,
     Short,
+    add_fused,
     add_short,
     agreed_sizes,
+    find_fused,
     find_short,
 )
 from mpicoll.core.signature import encode_kind, encode_sizes, with_root
@@ -66,7 +68,7 @@ def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False)
     if not listed:
         return route
     packed = lists.packed(kind, route, sizes.takes_lists)
-    return add_short(packed, lambda: find_short(route))
+    return _with_ways_of(route, packed)
 
 
 def _of_any_extent(kind: CallKind, even: Implementation) -> Implementation:
@@ -84,7 +86,13 @@ def _of_any_extent(kind: CallKind, even: Implementation) -> Implementation:
     ) -> None:
         (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
 
-    return add_short(any_extent, lambda: find_short(even))
+    return _with_ways_of(even, any_extent)
+
+
+def _with_ways_of(route: Implementation, wrapper: Implementation) -> Implementation:
+    """Return a wrapper of a route whose short ways, and those of tables, are the route's."""
+    add_fused(wrapper, lambda count: find_fused(route, count))
+    return add_short(wrapper, lambda: find_short(route))
 
 
 def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:
@@ -174,6 +182,7 @@ class _BySize:
                 known, (few, first) = True, _smallest(self._steps, _NEVER)
             step.route(send, recv, count, root)
 
+        add_fused(by_size, lambda count: find_fused(self._step(count).route, count))
         return add_short(by_size, self._find_short)
 
     def _find_short(self) -> list[Short] | None:

@@ -18,12 +18,22 @@ from mpi4py import MPI
 
 from mpicoll import settings
 from mpicoll.arrays.views import Buffer
-from mpicoll.core.plan import Blocks, CallKind, Contiguous, Extent, Implementation, Short, add_short
+from mpicoll.core.plan import (
+    Blocks,
+    CallKind,
+    Contiguous,
+    Extent,
+    Implementation,
+    Short,
+    Table,
+    add_fused,
+    add_short,
+)
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
-from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS, LISTS
+from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS, FUSED, LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import clusters
@@ -104,6 +114,7 @@ class _Kind(ctypes.Structure):
         ("giver", ctypes.c_int32),
         ("taker", ctypes.c_int32),
         ("prefix", ctypes.c_int32),
+        ("in_place", ctypes.c_int32),
         ("large", ctypes.c_size_t),
         ("misfit", ctypes.c_uint32),
         ("found", ctypes.c_uint64),
@@ -171,7 +182,7 @@ class Shared:
             if not all_reduce(at, address(recv), count, group.sequence):
                 raise self.failure()
 
-        return self._with_short(shared_all_reduce, ALL_REDUCE, all_reduce, at)
+        return self._with_short(kind, shared_all_reduce, ALL_REDUCE, all_reduce)
 
     def _build_blocks(self, kind: CallKind) -> Implementation:
         at, group, address = ctypes.addressof(self.described(kind)), self._group, MPI.Get_address
@@ -194,14 +205,32 @@ class Shared:
                 raise self.failure()
 
         if kind.primitive.listed:
-            return self._with_short(shared_blocks, LISTS, lists, at)
-        return self._with_short(shared_blocks, BLOCKS, blocks, at)
+            return self._with_short(kind, shared_blocks, LISTS, lists)
+        return self._with_short(kind, shared_blocks, BLOCKS, blocks)
 
     def _with_short(
-        self, route: Implementation, shape: int, function: Callable[..., Any], argument: int
+        self, kind: CallKind, route: Implementation, shape: int, function: Callable[..., Any]
     ) -> Implementation:
-        short = self.short(shape, function, argument)
-        return add_short(route, lambda: (short,))
+        """Return an implementation with its short way and, if there is no root, those of tables."""
+        at = ctypes.addressof(self.described(kind))
+        shorts = [self.short(shape, function, at)]
+        if not kind.primitive.root:
+            fused = self._build_fused(at)
+            shorts.append(self.short(FUSED, self.kernels.shared_fused, at))
+            add_fused(route, lambda count: fused)
+        return add_short(route, lambda: shorts)
+
+    def _build_fused(self, at: int) -> Implementation:
+        function = self.kernels.shared_fused
+
+        def shared_fused(send: Table | None, recv: Table, count: int, root: int) -> None:
+            ends = recv.ends.copy()  # the C library makes another unit of them
+            sent = None if send is None else send.addresses.ctypes.data
+            self.call(
+                function, at, sent, recv.addresses.ctypes.data, ends.ctypes.data, len(ends), 0
+            )
+
+        return shared_fused
 
     def short(self, shape: int, function: Any, argument: int) -> Short:
         """Return how calls by a function of the C library are made in short."""
@@ -295,6 +324,7 @@ class Shared:
             giver=primitive.root == "src",
             taker=primitive.root == "dst",
             prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
+            in_place=not (primitive.input or primitive.root),
             large=-1 if rounds_once else LARGE * parts // dtype.itemsize,
         )
 

@@ -16,6 +16,7 @@ from conftest import Team
 from oracle import Array, Between
 
 import mpicoll as dist
+from mpicoll.dispatch import execute
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.primitives import PRIMITIVES, Layout, Primitive
 
@@ -23,6 +24,15 @@ from mpicoll.primitives import PRIMITIVES, Layout, Primitive
 NAMES = {name: row for row in PRIMITIVES for name in (row.name, *row.aliases)}
 MOVES = [n for n, row in NAMES.items() if not row.reduces and row.layout is not Layout.EMPTY]
 REDUCTIONS = [name for name, row in NAMES.items() if row.reduces]
+
+#: Primitives that lists of calls are made of, and how these are called. The façade has no name for
+#: some, which PyTorch's backend uses.
+COALESCED = {
+    "all_reduce": "all_reduce_coalesced",
+    "all_gather": "all_gather_coalesced",
+    "all_gather_single": "all_gather_single_coalesced",
+    "reduce_scatter_single": "reduce_scatter_single_coalesced",
+}
 
 #: Elements on either side of an array that no call may touch.
 GUARD = 4
@@ -293,6 +303,25 @@ class Exact(Call):
             return super().result()
         given = [self.given(rank) for rank in self.terms]
         return oracle.reduced(self.op, self.dtype, given, None)
+
+
+def together(name: str, calls: Sequence[Call], async_op: bool = False) -> Any:
+    """Make calls of one kind as one; return what can be waited for, or None."""
+    first = calls[0]
+    team, op, row = first.team, first.op, NAMES[name]
+    if op is ReduceOp.PREMUL_SUM:
+        op = op(oracle.factors(first.dtype, team.size)[team.me])
+    made = [call.arguments for call in calls]
+    if name == "all_reduce":
+        tensors = [one["tensor"] for one in made]
+        assert op is not None
+        return dist.all_reduce_coalesced(tensors, op, team.group, async_op)
+    if name == "all_gather":
+        outputs = [[one["tensor_list"][rank] for one in made] for rank in range(team.size)]
+        inputs = [one["tensor"] for one in made]
+        return dist.all_gather_coalesced(outputs, inputs, team.group, async_op)
+    into, out = ([one[side] for one in made] for side in (row.output, row.input))
+    return execute.run_all(COALESCED[name], row, team.group, async_op, into, out, op)
 
 
 def wait_for_all(mpi: Any) -> None:

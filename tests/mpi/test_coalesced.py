@@ -9,11 +9,19 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import oracle
 import pytest
 import simulated
 from conftest import team as group_of
-from driver import DTYPES, Call, check_same_bits, guarded, legal_operations, wait_for_all
+from driver import (
+    COALESCED,
+    DTYPES,
+    Call,
+    check_same_bits,
+    guarded,
+    legal_operations,
+    together,
+    wait_for_all,
+)
 from test_shared import share_all
 
 import mpicoll as dist
@@ -28,12 +36,6 @@ from mpicoll.watch import consistency
 pytestmark = pytest.mark.up_to_3
 
 DEADLINE = 60
-CASES = [
-    ("all_reduce", "all_reduce_coalesced"),
-    ("all_gather", "all_gather_coalesced"),
-    ("all_gather_single", "all_gather_single_coalesced"),
-    ("reduce_scatter_single", "reduce_scatter_single_coalesced"),
-]
 #: Shapes of blocks. Elements of 16 bytes make some of them too large to be fused, and more in one
 #: call than fit together; elements of one byte make all of them small.
 SHAPES = [
@@ -91,31 +93,12 @@ def entries(name, team, dtype, op, shapes=SHAPES, makers=MAKERS):
     return found
 
 
-def together(name, coalesced, calls, async_op=False):
-    """Makes all calls as one; returns what can be waited for, or None."""
-    first = calls[0]
-    team, op = first.team, first.op
-    if op is ReduceOp.PREMUL_SUM:
-        op = op(oracle.factors(first.dtype, team.size)[team.me])
-    made = [call.arguments for call in calls]
-    if coalesced == "all_reduce_coalesced":
-        tensors = [one["tensor"] for one in made]
-        return dist.all_reduce_coalesced(tensors, op, team.group, async_op)
-    if coalesced == "all_gather_coalesced":
-        outputs = [[one["tensor_list"][rank] for one in made] for rank in range(team.size)]
-        inputs = [one["tensor"] for one in made]
-        return dist.all_gather_coalesced(outputs, inputs, team.group, async_op)
-    row = primitives[name]
-    outputs, inputs = ([one[side] for one in made] for side in (row.output, row.input))
-    return execute.run_all(coalesced, row, team.group, async_op, outputs, inputs, op)
-
-
 # ---- What comes out ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
-@pytest.mark.parametrize(("name", "coalesced"), CASES, ids=lambda one: one)
-def test_as_by_calls_one_by_one(teams, mpi, name, coalesced, dtype):
+@pytest.mark.parametrize("name", COALESCED)
+def test_as_by_calls_one_by_one(teams, mpi, name, dtype):
     """Every dtype and operation, and every kind of array; in all groups at once."""
     for i, op in enumerate(legal_operations(dtype) if primitives[name].reduces else [None]):
         pending = []
@@ -124,7 +107,7 @@ def test_as_by_calls_one_by_one(teams, mpi, name, coalesced, dtype):
                 continue
             calls = entries(name, team, dtype, op, SHAPES if team is teams[0] else SHAPES[:9])
             async_op = (i + dtype.code + len(team.name)) % 2 == 0
-            work = together(name, coalesced, calls, async_op)
+            work = together(name, calls, async_op)
             assert (work is not None) == async_op
             pending.append((work, calls))
         wait_for_all(mpi)
@@ -537,8 +520,8 @@ def arrays(request):
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("name_of_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "coalesced"), CASES, ids=lambda one: one)
-def test_on_devices(arrays, world, name, coalesced, name_of_dtype, async_op):
+@pytest.mark.parametrize("name", COALESCED)
+def test_on_devices(arrays, world, name, name_of_dtype, async_op):
     """In stream order: inputs that are late, and consumers that do not wait for the host."""
     group = dist.new_group()
     dtype = by_name[name_of_dtype]
@@ -556,7 +539,7 @@ def test_on_devices(arrays, world, name, coalesced, name_of_dtype, async_op):
     calls = entries(name, team, dtype, op, shapes, [make])
     for one in made:
         one.upload()
-    work = together(name, coalesced, calls, async_op)
+    work = together(name, calls, async_op)
     if async_op:
         work.wait(DEADLINE)
     for one in made:

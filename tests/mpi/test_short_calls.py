@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import contextmanager
+from time import sleep
 
 import numpy as np
 import pytest
@@ -490,6 +491,23 @@ def test_asynchronous_calls_come_first(team):
     assert (array == float(team.size) ** 4).all()
     for work in works:
         work.wait()
+
+
+def test_short_again_once_the_groups_thread_is_idle(team):
+    """While it is not, calls come behind what it does."""
+    array, order, waiting = np.ones(3, np.float32), [], threading.Event()
+    dist.all_reduce(array, MAX, team.group)
+    dist.all_reduce(array, MAX, team.group)
+    team.group.give(lambda: (waiting.wait(60), order.append("the thread")))
+    threading.Timer(0.05, waiting.set).start()
+    with python_way() as seen:
+        dist.all_reduce(array, MAX, team.group)
+        order.append("the call")
+        assert seen == ["all_reduce"] and order == ["the thread", "the call"]
+        while team.group.busy():
+            sleep(0.001)
+        dist.all_reduce(array, MAX, team.group)
+        assert len(seen) == 1
 
 
 def test_a_destroyed_group_takes_no_call(world):

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "mpi"))
 import oracle
 from conftest import Team, team
 from driver import (
+    COALESCED,
     DTYPES,
     MOVES,
     REDUCTIONS,
@@ -34,6 +35,7 @@ from driver import (
     check_same_bits,
     guarded,
     legal_operations,
+    together,
 )
 from oracle import Between
 
@@ -186,6 +188,8 @@ class Program:
         root, in_place, same = (
             self.alike.randrange(one.size), self.alike.random() < 0.15, self.alike.random() < 0.05
         )  # fmt: skip
+        several = self.alike.random() < 0.15
+        more = [self.alike.randrange(9) for _ in range(self.alike.choice((1, 2, 40)) * several)]
         if one.me is None:
             return
         if self.own.random() < 0.01:
@@ -197,23 +201,28 @@ class Program:
         self.what = f"{name} of {dtype} {op} {count} in {one.name}"
         exact = one.group.reproducible == "exact"
         made = Rounded if exact else Call if op is ReduceOp.PREMUL_SUM else self.made
-        call = made(name, one, dtype, count, op, root, make)
-        if in_place and make is guarded:
-            put_in_place(call)
+        listed = bool(more) and name in COALESCED
+        calls = [
+            made(name, one, dtype, count + k, op, root, make if k == 0 else self.own.choice(MAKERS))
+            for k in (more if listed else [0])
+        ]
+        if in_place and make is guarded and not listed:
+            put_in_place(calls[0])
         try:
-            work = call.start(later)
+            work = together(name, calls, later) if listed else calls[0].start(later)
         except dist.UnsupportedError:
             if not exact or op is None or dtype.kind is Kind.INTEGER:
                 raise
             return
         if later:
-            self.pending.append((work, call))
+            self.pending.extend((work, call) for call in calls)
             if self.own.random() < 0.3:
                 self.wait()
         else:
-            call.check()
+            for call in calls:
+                call.check()
             if same and op is not None and name.startswith("all_reduce") and one.name == "world":
-                check_same_bits(self.mpi, [call])
+                check_same_bits(self.mpi, calls)
 
     def mismatch(self, one: Team, rank: int, other: int) -> None:
         """Make another call on one rank: where each call is compared, all are told."""

@@ -80,7 +80,7 @@ static struct {
         struct exchange *exchange;
     } types[MOST_TYPES];
     int n_types;
-    PyObject *default_name, *no;
+    PyObject *default_name, *submitted_name, *finished_name, *no;
 } known;
 
 static int see_numpy(struct seen *seen, PyObject *object)
@@ -415,6 +415,22 @@ static void cut(struct side *side, size_t n, size_t count)
             (struct block){side->first.data + k * count * side->first.itemsize, count};
 }
 
+/* Whether the group's thread has tasks that are not finished, behind which a call has to queue, or which
+ * make it. */
+static int is_busy(const Calls *calls)
+{
+    if (calls->worker == Py_None)
+        return 0;
+    PyObject *submitted = PyObject_GetAttr(calls->worker, known.submitted_name);
+    PyObject *finished = submitted ? PyObject_GetAttr(calls->worker, known.finished_name) : NULL;
+    const int idle = finished ? PyObject_RichCompareBool(submitted, finished, Py_EQ) : -1;
+    Py_XDECREF(submitted);
+    Py_XDECREF(finished);
+    if (idle < 0)
+        PyErr_Clear();
+    return idle != 1;
+}
+
 /* Begins a call: takes the lock, counts the call, and puts it on the record. Returns 1, 0 if another
  * thread is in a call, or -1 with an exception. */
 static int begin(Calls *calls, const struct way *way, uint64_t sizes, unsigned long root)
@@ -466,7 +482,7 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
     PyObject *primitive = args[0], *op = args[5];
     PyObject *dtype = out->n ? out->first.dtype : in->first.dtype;
     const struct way *found = find(calls, primitive, dtype, op, out, in);
-    if (!found || !out->first.writable || calls->worker != Py_None)
+    if (!found || !out->first.writable || is_busy(calls))
         return 0;
     struct way way = *found; /* another thread may add to them */
     unsigned long root = 0;
@@ -706,7 +722,7 @@ static int carry_out_taken(Calls *calls, PyObject *primitive, PyObject *op, PyOb
                            PyObject *inputs)
 {
     struct side first;
-    if (!see_item(&first, outputs, 0) || calls->worker != Py_None)
+    if (!see_item(&first, outputs, 0) || is_busy(calls))
         return 0;
     const struct way *found = find_fused(calls, primitive, first.first.dtype, op, NULL);
     if (!found || found->has_input == (inputs == Py_None))
@@ -1161,8 +1177,10 @@ PyMODINIT_FUNC PyInit__calls(void)
     PyObject *module = PyModule_Create(&definition);
     PyObject *type = module ? PyType_FromSpec(&calls_spec) : NULL;
     known.default_name = PyUnicode_InternFromString("default");
+    known.submitted_name = PyUnicode_InternFromString("submitted");
+    known.finished_name = PyUnicode_InternFromString("finished");
     known.no = Py_False;
-    if (!type || !known.default_name || PyModule_AddObject(module, "Calls", type)) {
+    if (!type || !known.default_name || !known.submitted_name || !known.finished_name || PyModule_AddObject(module, "Calls", type)) {
         Py_XDECREF(type);
         Py_XDECREF(module);
         return NULL;

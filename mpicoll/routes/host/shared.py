@@ -144,7 +144,7 @@ class Shared:
         self._crowded_beside = segment.processors < 2 * n
         # Where ranks take turns on processors, each signal passed on may take a turn.
         self._hold.few = n if self._crowded else FEW
-        self._look_as_often_as_is_good()
+        self._looks = self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
         self.clusters = self._find_clusters(segment)
         firsts = [0, *itertools.accumulate(self.clusters)]
         self._firsts = (ctypes.c_uint32 * len(firsts))(*firsts)
@@ -177,9 +177,8 @@ class Shared:
         all_reduce = self.kernels.shared_all_reduce
 
         def shared_all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
-            if group.worker is not None:
-                self._look_as_often_as_is_good()
-            if not all_reduce(at, address(recv), count, group.sequence):
+            run = all_reduce if group.worker is None else partial(self._run, all_reduce)
+            if not run(at, address(recv), count, group.sequence):
                 raise self.failure()
 
         return self._with_short(kind, shared_all_reduce, ALL_REDUCE, all_reduce)
@@ -192,16 +191,15 @@ class Shared:
             send: Buffer | list[Buffer] | None, recv: Buffer | list[Buffer] | None, count: int,
             root: int,
         ) -> None:  # fmt: skip
-            if group.worker is not None:
-                self._look_as_often_as_is_good()
             if list in (send.__class__, recv.__class__):
                 out, into = _each(send, count), _each(recv, count)
-                done = lists(at, out.ctypes.data, into.ctypes.data, count, root, group.sequence)
+                function, there, here = lists, out.ctypes.data, into.ctypes.data
             else:
                 here = None if recv is None else address(recv)
                 there = here if send is None else address(send)
-                done = blocks(at, there, here, count, root, group.sequence)
-            if not done:
+                function = blocks
+            run = function if group.worker is None else partial(self._run, function)
+            if not run(at, there, here, count, root, group.sequence):
                 raise self.failure()
 
         if kind.primitive.listed:
@@ -259,16 +257,15 @@ class Shared:
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
         """Carry out this rank's part of a call whose blocks may differ in size; see ``build``."""
         group, described = self._group, self.described(kind)
-        self._look_as_often_as_is_good()
         parts = described.parts
         puts = np.array([(at, count * parts) for at, count in transfer.puts], _PUT)
         gets = np.array(
             [(rank, place, at, count * parts) for rank, place, at, count in transfer.gets], _GET
         )
-        done = self.kernels.shared_exchange(
-            ctypes.addressof(described), transfer.places, transfer.most * parts,
-            puts.ctypes.data, len(puts), gets.ctypes.data, len(gets), root, group.sequence,
-            transfer.total * parts,
+        done = self._run(
+            self.kernels.shared_exchange, ctypes.addressof(described), transfer.places,
+            transfer.most * parts, puts.ctypes.data, len(puts), gets.ctypes.data, len(gets), root,
+            group.sequence, transfer.total * parts,
         )  # fmt: skip
         if not done:
             raise self.failure()
@@ -276,9 +273,9 @@ class Shared:
     def exchange_sizes(self, kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int | None]:
         """Exchange the sizes of blocks; see ``transfers``."""
         theirs = np.empty_like(sends)
-        most = self.kernels.shared_sizes(
-            self.pointer, self.described(kind).what, sends.ctypes.data, receives.ctypes.data,
-            theirs.ctypes.data, self._group.sequence,
+        most = self._run(
+            self.kernels.shared_sizes, self.pointer, self.described(kind).what, sends.ctypes.data,
+            receives.ctypes.data, theirs.ctypes.data, self._group.sequence,
         )  # fmt: skip
         if most == _FAILED:
             raise self.failure()
@@ -291,8 +288,7 @@ class Shared:
         Raises MismatchError, on all ranks, if that is 0, and the group's own error if this rank
         has left.
         """
-        self._look_as_often_as_is_good()
-        result = function(*arguments, self._group.sequence)
+        result: int = self._run(function, *arguments, self._group.sequence)
         if not result:
             raise self.failure()
         return result
@@ -328,12 +324,18 @@ class Shared:
             large=-1 if rounds_once else LARGE * parts // dtype.itemsize,
         )
 
-    def _look_as_often_as_is_good(self) -> None:
-        """Let a rank sleep soon if threads that compute, or other ranks, want the processor."""
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the C library, in which a rank sleeps soon if it waits on the group's
+        thread and the processor is wanted by a thread that computes.
+        """
         worker = self._group.worker
-        beside = worker is not None and worker.is_current
-        crowded = self._crowded_beside if beside else self._crowded
-        self._hold.looks = LOOKS_IN_A_CROWD if crowded else LOOKS
+        if worker is None or not (worker.is_current and self._crowded_beside):
+            return function(*arguments)
+        self._hold.looks = LOOKS_IN_A_CROWD
+        try:
+            return function(*arguments)
+        finally:
+            self._hold.looks = self._looks
 
     def should_run_inline(self, kind: int, count: int) -> bool:
         """Return whether an asynchronous call is best carried out at once: all ranks make it now,
@@ -343,7 +345,6 @@ class Shared:
         """
         if not self._crowded_beside:
             return False
-        self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
         number = (self._group.sequence + 1) & 0xFFFFFFFF
         count *= _parts(kind)
         patience = round(1e9 * PATIENCE)
@@ -355,9 +356,9 @@ class Shared:
         kind: with the root; count: of elements, or whatever else the ranks have alike.
         Raises MismatchError, on all ranks, if theirs differ.
         """
-        self._look_as_often_as_is_good()
         count *= _parts(kind)
-        if not self.kernels.shared_agree(self.pointer, self._group.sequence, kind, count):
+        agree, number = self.kernels.shared_agree, self._group.sequence
+        if not self._run(agree, self.pointer, number, kind, count):
             raise self.failure()
 
     def compare(self, kind: int, number: int) -> bool:
@@ -366,8 +367,8 @@ class Shared:
         Returns False on all of them if they compare others. Raises MismatchError, on all ranks, if
         some make a call that goes by this memory instead.
         """
-        self._look_as_often_as_is_good()
-        if self.kernels.shared_agree(self.pointer, self._group.sequence, kind, number):
+        agree, call = self.kernels.shared_agree, self._group.sequence
+        if self._run(agree, self.pointer, call, kind, number):
             return True
         if not self._hold.left and all(is_comparison(each) for each, _ in self._calls()):
             return False

@@ -59,6 +59,7 @@ class Copies(ctypes.Structure):
         ("what", ctypes.c_uint64),
         ("size", ctypes.c_size_t),
         *fields(ctypes.c_int32, "blocks", "giver", "taker"),
+        ("slots", ctypes.c_void_p),
     )
 
 
@@ -174,7 +175,7 @@ def test_layouts(layout, n, size):
         send = taken[me] if in_place else given[me]
         return kernels.single_copy_blocks(
             ctypes.addressof(kinds[me]), send.ctypes.data, taken[me].ctypes.data, size,
-            root if layout.get("giver") or layout.get("taker") else 0, size, number,
+            root if layout.get("giver") or layout.get("taker") else 0, number,
         )  # fmt: skip
 
     assert ranks.run(call) == [DONE] * n

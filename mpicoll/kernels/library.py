@@ -84,8 +84,12 @@ class Kernels:
         )  # fmt: skip
         self.single_copy_blocks = _function(
             library, "single_copy_blocks", pointer, pointer, pointer, size, ctypes.c_uint32,
-            ctypes.c_uint64, ctypes.c_uint32, result=integer,
+            ctypes.c_uint32, result=integer,
         )  # fmt: skip
+        self.single_copy_lists = _function(library, "single_copy_lists", *lists, result=integer)
+        self.single_copy_all_to_all = _function(
+            library, "single_copy_all_to_all", *lists, result=integer
+        )
         self.single_copy_spans = _function(
             library, "single_copy_spans", pointer, pointer, ctypes.c_uint32, ctypes.c_uint64,
             ctypes.c_uint32, result=integer,

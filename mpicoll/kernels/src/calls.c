@@ -500,7 +500,7 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
         cut(out, way.many_out ? way.n : 1, count);
         cut(in, way.many_in ? way.n : 1, count);
     }
-    const char *send = way.has_input ? in->first.data : out->first.data;
+    const struct side *given = way.has_input ? in : out;
     const int begun = begin(calls, &way, way.even ? count : 0, root);
     if (begun <= 0)
         return begun;
@@ -511,10 +511,10 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
         result =
             ((all_reduce_function *)way.function)(way.argument, out->first.data, count, number);
     else if (way.shape == BLOCKS)
-        result = ((blocks_function *)way.function)(way.argument, send, out->first.data, count,
-                                                   (uint32_t)root, number);
+        result = ((blocks_function *)way.function)(way.argument, given->first.data,
+                                                   out->first.data, count, (uint32_t)root, number);
     else if (way.shape == LISTS)
-        result = ((lists_function *)way.function)(way.argument, in->blocks, out->blocks, count,
+        result = ((lists_function *)way.function)(way.argument, given->blocks, out->blocks, count,
                                                   (uint32_t)root, number);
     else
         result = ((agree_function *)way.function)(way.argument, number, way.signature, 0);

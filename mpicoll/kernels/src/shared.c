@@ -1040,12 +1040,6 @@ EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, char *send, ch
     return exchange_blocks(kind, from, to, &numbers, 1, root, number);
 }
 
-/* A block of an array, or an array of a list, of a caller; mpicoll/kernels/src/calls.c has the same. */
-struct mpicoll_block {
-    char *data;
-    size_t count; /* elements */
-};
-
 /* The same for blocks that lie anywhere: in the order of the ranks where there is one for each, else
  * one. A side that this rank has not is not read. */
 EXPORT int mpicoll_shared_lists(const struct mpicoll_kind *kind, const struct mpicoll_block *send,
@@ -1238,9 +1232,6 @@ EXPORT int64_t mpicoll_shared_sizes(struct mpicoll_shared *shared, uint64_t what
     return most;
 }
 
-/* What a call of all_to_all comes to; mpicoll/routes/host/shared.py has the same. */
-enum { DIFFERED, MOVED, UNMOVED, MISFIT };
-
 /* all_to_all, where each rank knows the sizes of its own blocks alone, all in one round: every rank
  * shows the sizes of the n blocks that it sends, by receiver, and of the n that it expects, by
  * sender, and behind them, where there is room for them, the blocks for others.
@@ -1319,4 +1310,24 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_kind *kind, const struct mpi
     mpicoll_board_end(shared);
     mpicoll_board_close(shared);
     return result;
+}
+
+/* The same, in more rounds if the blocks find no room in one. */
+EXPORT int mpicoll_shared_all_to_all_by_slots(struct mpicoll_kind *kind,
+                                              const struct mpicoll_block *send,
+                                              const struct mpicoll_block *recv, size_t count,
+                                              uint32_t root, uint32_t number)
+{
+    const uint32_t n = kind->shared->n, me = kind->shared->me;
+    struct list puts[n];
+    struct get gets[n];
+    const int result = mpicoll_shared_all_to_all(kind, send, recv, count, root, number);
+
+    if (result != UNMOVED)
+        return result;
+    for (uint32_t k = 0; k < n; k++) {
+        puts[k] = (struct list){&send[k].data, &send[k].count, 1};
+        gets[k] = (struct get){k, me, {&recv[k].data, &recv[k].count, 1}};
+    }
+    return exchange(kind, n, kind->most, puts, n, gets, n, number, kind->what, 0);
 }

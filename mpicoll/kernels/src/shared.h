@@ -12,6 +12,27 @@
 #include <stdint.h>
 
 struct mpicoll_shared;
+struct mpicoll_kind;
+
+/* A block of an array, or an array of a list, of a caller; calls.c has the same. */
+struct mpicoll_block {
+    char *data;
+    size_t count; /* elements */
+};
+
+/* A call through slots: of blocks of `count` elements; and all_to_all. See shared.c. */
+int mpicoll_shared_lists(const struct mpicoll_kind *kind, const struct mpicoll_block *send,
+                         const struct mpicoll_block *recv, size_t count, uint32_t root,
+                         uint32_t number);
+int mpicoll_shared_all_to_all(struct mpicoll_kind *kind, const struct mpicoll_block *send,
+                              const struct mpicoll_block *recv, size_t count, uint32_t root,
+                              uint32_t number);
+int mpicoll_shared_all_to_all_by_slots(struct mpicoll_kind *kind, const struct mpicoll_block *send,
+                                       const struct mpicoll_block *recv, size_t count,
+                                       uint32_t root, uint32_t number);
+
+/* What these return. UNMOVED and MISFIT are of all_to_all. */
+enum { DIFFERED, MOVED, UNMOVED, MISFIT };
 
 /* Bytes of a board. */
 size_t mpicoll_board_size(const struct mpicoll_shared *shared);

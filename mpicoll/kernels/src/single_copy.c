@@ -47,11 +47,11 @@ enum { BY_KERNEL, BY_SLOTS, WAYS };
 enum { TRIES = 2, AGAIN = 64 };
 
 /* What a call comes to. */
-enum { FAILED, DONE, UNMOVED, UNFIT };
+enum { FAILED, DONE, NOT_COPIED, UNFIT };
 
 /* What a rank says of its blocks that do not have the size that the other end expects; other
  * troubles are numbers of the system's errors. */
-enum { MISFIT = -1 };
+enum { UNEQUAL = -1 };
 
 /* A block: where it is, and its bytes. */
 struct mpicoll_span {
@@ -93,6 +93,7 @@ struct mpicoll_copies {
     size_t size;    /* bytes of an element */
     int32_t blocks; /* as many blocks as ranks are given by each, instead of one */
     int32_t giver, taker; /* only the root gives, or takes */
+    struct mpicoll_kind *slots; /* for such calls through them */
 };
 
 /* What a rank publishes. */
@@ -289,10 +290,10 @@ static int copy_with(struct mpicoll_processes *all, uint32_t rank)
 
     if (from.size != into.size) {
         all->misfit = rank, all->found = from.size;
-        return MISFIT;
+        return UNEQUAL;
     }
     if (out.size != to.size)
-        return MISFIT;
+        return UNEQUAL;
     int error = copy_pieces(all, rank, 0, into.data, from.data,
                             from.size - written_part(from.size, other, mine));
     if (!error) {
@@ -338,7 +339,7 @@ static int carry_out(const struct mpicoll_copies *kind)
     if (choose(all) == BY_SLOTS) {
         mpicoll_board_end(shared);
         mpicoll_board_close(shared);
-        return UNMOVED;
+        return NOT_COPIED;
     }
     all->misfit = n;
     for (uint32_t i = 1; i < n && !trouble; i++)
@@ -355,41 +356,70 @@ static int carry_out(const struct mpicoll_copies *kind)
     for (uint32_t rank = 0; rank < n; rank++) {
         const int theirs = atomic_load(&board(all, rank)->trouble);
         if (theirs && result != UNFIT)
-            result = theirs == MISFIT ? UNFIT : UNMOVED;
+            result = theirs == UNEQUAL ? UNFIT : NOT_COPIED;
     }
     mpicoll_board_close(shared);
-    record(history, BY_KERNEL, result == UNMOVED ? NEVER : now() - start);
+    record(history, BY_KERNEL, result == NOT_COPIED ? NEVER : now() - start);
     return result;
 }
 
-/* The collectives whose blocks all have `count` elements; see mpicoll_shared_blocks.
+/* The collectives whose blocks all have `count` elements; see mpicoll_shared_lists.
  *
- * total: what all ranks must have alike of the sizes, as a number.
- * Returns, on all ranks, DONE; UNMOVED if one could not copy, or if slots are the faster way: then what
- * is received is undefined, and has to be moved through them; FAILED as other calls return 0. */
-EXPORT int mpicoll_single_copy_blocks(const struct mpicoll_copies *kind, char *send, char *recv,
-                                      size_t count, uint32_t root, uint64_t total,
-                                      uint32_t number)
+ * Returns, on all ranks, DONE; NOT_COPIED if one could not copy, or if slots are the faster way: then
+ * what is received is undefined, and has to be moved through them; FAILED as other calls return 0. */
+static int copy_lists(const struct mpicoll_copies *kind, const struct mpicoll_block *send,
+                      const struct mpicoll_block *recv, size_t count, uint32_t root,
+                      uint32_t number)
 {
     struct mpicoll_processes *all = kind->processes;
     const uint32_t n = all->n, me = all->me;
     const size_t bytes = count * kind->size;
 
-    mpicoll_board_begin(all->shared, number, kind->what | (uint64_t)root << 24, total);
+    mpicoll_board_begin(all->shared, number, kind->what | (uint64_t)root << 24, count);
     struct mpicoll_span *spans = board(all, me)->spans;
     for (uint32_t rank = 0; rank < n; rank++) {
         const int gives = (!kind->giver || me == root) && (!kind->taker || rank == root);
         const int takes = (!kind->giver || rank == root) && (!kind->taker || me == root);
         spans[rank] = (struct mpicoll_span){
-            gives ? send + (kind->blocks ? rank * bytes : 0) : NULL,
+            gives ? send[kind->blocks ? rank : 0].data : NULL,
             gives ? bytes : 0,
         };
         spans[n + rank] = (struct mpicoll_span){
-            takes ? recv + (kind->giver ? 0 : rank * bytes) : NULL,
+            takes ? recv[kind->giver ? 0 : rank].data : NULL,
             takes ? bytes : 0,
         };
     }
     return carry_out(kind);
+}
+
+/* The same for blocks that lie one after another. */
+EXPORT int mpicoll_single_copy_blocks(const struct mpicoll_copies *kind, char *send, char *recv,
+                                      size_t count, uint32_t root, uint32_t number)
+{
+    const uint32_t n = kind->processes->n;
+    const size_t bytes = count * kind->size;
+    struct mpicoll_block from[n], to[n];
+
+    for (uint32_t rank = 0; rank < n; rank++) {
+        from[rank] = (struct mpicoll_block){send ? send + rank * bytes : NULL, count};
+        to[rank] = (struct mpicoll_block){recv ? recv + rank * bytes : NULL, count};
+    }
+    return copy_lists(kind, from, to, count, root, number);
+}
+
+/* The same for blocks that lie anywhere, one way or the other. Returns MOVED or DIFFERED. */
+EXPORT int mpicoll_single_copy_lists(const struct mpicoll_copies *kind,
+                                     const struct mpicoll_block *send,
+                                     const struct mpicoll_block *recv, size_t count, uint32_t root,
+                                     uint32_t number)
+{
+    const int result = copy_lists(kind, send, recv, count, root, number);
+    if (result != NOT_COPIED)
+        return result == DONE ? MOVED : DIFFERED;
+    const uint64_t start = now();
+    const int done = mpicoll_shared_lists(kind->slots, send, recv, count, root, number);
+    record(kind->histories->last, BY_SLOTS, now() - start);
+    return done;
 }
 
 /* The collectives whose blocks may differ in size: n that this rank sends, by receiver, and n that
@@ -404,4 +434,29 @@ EXPORT int mpicoll_single_copy_spans(const struct mpicoll_copies *kind,
     mpicoll_board_begin(all->shared, number, kind->what | (uint64_t)root << 24, total);
     memcpy(board(all, all->me)->spans, spans, 2 * all->n * sizeof *spans);
     return carry_out(kind);
+}
+
+/* all_to_all, see mpicoll_shared_all_to_all, which small blocks go by; others one way or the other. */
+EXPORT int mpicoll_single_copy_all_to_all(const struct mpicoll_copies *kind,
+                                          const struct mpicoll_block *send,
+                                          const struct mpicoll_block *recv, size_t count,
+                                          uint32_t root, uint32_t number)
+{
+    const uint32_t n = kind->processes->n;
+    struct mpicoll_span spans[2 * n];
+    int result = mpicoll_shared_all_to_all(kind->slots, send, recv, count, root, number);
+
+    if (result != UNMOVED)
+        return result;
+    for (uint32_t rank = 0; rank < n; rank++) {
+        spans[rank] = (struct mpicoll_span){send[rank].data, send[rank].count * kind->size};
+        spans[n + rank] = (struct mpicoll_span){recv[rank].data, recv[rank].count * kind->size};
+    }
+    result = mpicoll_single_copy_spans(kind, spans, root, 0, number);
+    if (result != NOT_COPIED) /* the sizes were found to fit */
+        return result == DONE ? MOVED : DIFFERED;
+    const uint64_t start = now();
+    result = mpicoll_shared_all_to_all_by_slots(kind->slots, send, recv, count, root, number);
+    record(kind->histories->last, BY_SLOTS, now() - start);
+    return result;
 }

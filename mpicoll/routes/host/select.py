@@ -108,7 +108,12 @@ def _by_place(kind: CallKind, row: dict[str, Steps]) -> Implementation:
             served = _served(kind, row, place(kind.group))
             (_, first, _), (_, last, route) = served[0], served[-1]
             memory: shared.Shared | None = kind.group.resources.find("shared")
-            if memory and first == shared.ROUTE.name != last:
+            # One copy has such a round of its own in front.
+            if (
+                memory
+                and first == shared.ROUTE.name
+                and last not in (first, single_copy.ROUTE.name)
+            ):
                 route = memory.build_exchange(kind, route)
         route(send, recv, extent, root)
 

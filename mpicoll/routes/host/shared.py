@@ -28,6 +28,7 @@ from mpicoll.core.plan import (
     Table,
     add_fused,
     add_short,
+    find_short,
 )
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
@@ -418,9 +419,12 @@ class _Exchange:
 
     @property
     def short(self) -> Short:
-        """The first round, in short."""
+        """The first round, in short, and the large calls', if they have a short way."""
         at, function = self._memory.described(self._kind), self._memory.kernels.shared_all_to_all
-        return self._memory.short(LISTS, function, ctypes.addressof(at))._replace(owner=self)
+        short = self._memory.short(LISTS, function, ctypes.addressof(at))
+        for large in find_short(self._large) or () if self._large else ():
+            short = large
+        return short._replace(owner=self)
 
     def carry_out(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
         """Carry a call out; an implementation."""

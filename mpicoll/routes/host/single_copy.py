@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,9 +24,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Short, add_short
 from mpicoll.core.signature import encode_kind
 from mpicoll.errors import MismatchError
+from mpicoll.kernels.calls import LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.routes.host import shared
 from mpicoll.routes.route import EXCHANGES, MOVES, MemoryKind, Route
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTE", "SingleCopy", "find_obstacle", "get_or_create"]
 
-_UNMOVED, _UNFIT = 2, 3  # as in single_copy.c
+_NOT_COPIED, _UNFIT = 2, 3  # as in single_copy.c
 
 
 class _Processes(ctypes.Structure):
@@ -65,25 +67,25 @@ class _Copies(ctypes.Structure):
         ("blocks", ctypes.c_int32),
         ("giver", ctypes.c_int32),
         ("taker", ctypes.c_int32),
+        ("slots", ctypes.c_void_p),
     )
 
 
 class SingleCopy:
     """A group whose ranks can read and write each other's memory.
 
-    memory: what they share.
+    memory:    what they share.
+    processes: the C library's description of them.
     """
 
     def __init__(self, group: ProcessGroup, memory: Shared, peers: _Peers) -> None:
         assert kernels is not None
-        self._group = group
-        self._memory = memory
+        self.memory = memory
         self._peers = peers  # the C library has the addresses of its arrays
-        self._processes = _Processes(
+        self.processes = _Processes(
             memory.pointer, peers.pids.ctypes.data, peers.tokens.ctypes.data, group.size(),
             group.rank(),
         )  # fmt: skip
-        self._kernels = kernels
 
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
@@ -91,51 +93,73 @@ class SingleCopy:
         It raises MismatchError, on all ranks, if they do not agree on primitive, count, dtype and
         root, or if blocks of all_to_all do not have the sizes that their receivers expect.
         """
+        calls = _Calls(self, kind)
+        route = add_short(partial(calls.carry_out), lambda: (calls.short,))
+        return route if kind.primitive.even else self.memory.build_exchange(kind, route)
+
+
+class _Calls:
+    """Calls of one kind. Those of all_to_all come behind a first round, see ``build_exchange``."""
+
+    def __init__(self, copies: SingleCopy, kind: CallKind) -> None:
         primitive, _, _, dtype = kind
         assert dtype is not None
-        histories = _make_histories()
-        described = _Copies(
-            ctypes.addressof(self._processes),
-            histories.ctypes.data,
+        self._kind = kind
+        self._copies = copies
+        self._memory = memory = copies.memory
+        self._kernels = memory.kernels
+        self._by_slots = memory.build(kind)
+        self._histories = _make_histories()
+        self._described = _Copies(
+            ctypes.addressof(copies.processes),
+            self._histories.ctypes.data,
             encode_kind(primitive, dtype, None, 0),
             dtype.itemsize,
             primitive.many_in,
             primitive.root == "src",
             primitive.root == "dst",
+            ctypes.addressof(memory.described(kind)),
         )
-        at, address, memory = ctypes.addressof(described), MPI.Get_address, self._memory
-        by_blocks, by_spans = self._kernels.single_copy_blocks, self._kernels.single_copy_spans
-        record, even = self._kernels.single_copy_took, primitive.even
-        by_slots = memory.build(kind)
+        self._at = ctypes.addressof(self._described)
 
-        def single_copy(
-            send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
-        ) -> None:
-            assert len(histories) and described.size  # holds them
-            total = extent if even else 0
-            if isinstance(extent, int) and list not in (send.__class__, recv.__class__):
-                here = None if recv is None else address(recv)
-                there = here if send is None else address(send)
-                result = memory.call(by_blocks, at, there, here, extent, root, total)
-            else:
-                spans = _spans(kind, send, recv, extent, root)
-                result = memory.call(by_spans, at, spans.ctypes.data, root, total)
-            if result == _UNMOVED:
-                start = perf_counter_ns()
-                by_slots(send, recv, extent, root)
-                record(at, perf_counter_ns() - start)
-            elif result == _UNFIT:
-                raise self._misfit(kind, extent)
+    @property
+    def short(self) -> Short:
+        """How they are made in short."""
+        lists = self._kernels.single_copy_lists
+        function = lists if self._kind.primitive.even else self._kernels.single_copy_all_to_all
+        return self._memory.short(LISTS, function, self._at)._replace(owner=self)
 
-        return single_copy
+    def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
+        """Raise why a call that was begun without Python was not carried out; see ``Short``."""
+        raise self._memory.failure()
 
-    def _misfit(self, kind: CallKind, extent: Extent) -> MismatchError:
-        rank = self._processes.misfit
-        if rank == self._group.size():
+    def carry_out(
+        self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
+        """Carry a call out; an implementation."""
+        kernels, memory, at, address = self._kernels, self._memory, self._at, MPI.Get_address
+        if isinstance(extent, int) and list not in (send.__class__, recv.__class__):
+            here = None if recv is None else address(recv)
+            there = here if send is None else address(send)
+            result = memory.call(kernels.single_copy_blocks, at, there, here, extent, root)
+        else:
+            spans = _spans(self._kind, send, recv, extent, root)
+            total = extent if self._kind.primitive.even else 0
+            result = memory.call(kernels.single_copy_spans, at, spans.ctypes.data, root, total)
+        if result == _NOT_COPIED:
+            start = perf_counter_ns()
+            self._by_slots(send, recv, extent, root)
+            kernels.single_copy_took(at, perf_counter_ns() - start)
+        elif result == _UNFIT:
+            raise self._misfit(extent)
+
+    def _misfit(self, extent: Extent) -> MismatchError:
+        kind, found = self._kind, self._copies.processes
+        if found.misfit == kind.group.size():
             return misfit(kind, None)
         assert kind.dtype is not None
-        expected = extent if isinstance(extent, int) else extent.receives[rank]
-        return misfit(kind, rank, expected, self._processes.found // kind.dtype.itemsize)
+        expected = extent if isinstance(extent, int) else extent.receives[found.misfit]
+        return misfit(kind, found.misfit, expected, found.found // kind.dtype.itemsize)
 
 
 def _make_histories() -> Any:

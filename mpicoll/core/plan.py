@@ -64,6 +64,9 @@ class Short(NamedTuple):
     shape:    which arguments the function takes, one of ``mpicoll.kernels.calls``.
     function, argument: addresses, of a function of the C library and its first argument.
     fewest, end: counts of a block that this is for.
+    ask:      a function that asks whether all ranks make an asynchronous call now, so that it is
+              best carried out at once; its first argument, and the nanoseconds that it waits for
+              them. Without one asynchronous calls are left to Python.
     """
 
     owner: Any
@@ -72,6 +75,7 @@ class Short(NamedTuple):
     argument: int
     fewest: int = 0
     end: int = 1 << 62
+    ask: tuple[int, int, int] = (0, 0, 0)
 
 
 def add_short(route: Implementation, find: Callable[[], Sequence[Short] | None]) -> Implementation:

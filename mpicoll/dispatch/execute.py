@@ -13,7 +13,14 @@ from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
 from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, find_short
-from mpicoll.core.signature import LIST, encode_list, encode_sizes, encode_task, with_root
+from mpicoll.core.signature import (
+    LIST,
+    encode_list,
+    encode_sizes,
+    encode_task,
+    parts_per_element,
+    with_root,
+)
 from mpicoll.core.work import Work
 from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing, packing
@@ -24,7 +31,7 @@ from mpicoll.errors import (
     MpicollError,
     MPIError,
 )
-from mpicoll.kernels.calls import short_ways
+from mpicoll.kernels.calls import Ways, short_ways
 from mpicoll.output import warn
 from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency
@@ -188,10 +195,10 @@ def _run_fast(
     if route is None or (member.worker is not None and member.busy()):
         return run(primitive, group, async_op, output, input, op, root)
     sizes = count if plan.even else 0
+    if not plan.learnt and member.compared:
+        _teach(plan, op)
     if not async_op:
         perform(plan, sizes, root, route, send, recv, count)
-        if not plan.learnt and member.compared:
-            _teach(plan, op)
         return None
     if not _should_run_inline(
         plan, root, sizes
@@ -213,7 +220,7 @@ def _teach(plan: Plan, op: ReduceOp | None) -> None:
             primitive, plan.dtype, op, short.owner, plan.kind, short.fewest, short.end,
             plan.group.size(), plan.group.rank(), short.function, short.argument, short.shape,
             primitive.many_in, primitive.many_out, primitive.listed, bool(primitive.input),
-            plan.even, bool(primitive.root),
+            plan.even, bool(primitive.root), parts_per_element(plan.kind), *short.ask,
         )  # fmt: skip
 
 
@@ -234,6 +241,29 @@ def _finish(
         raise
     except Exception as error:
         raise _explained(error, primitive.name, group) from error
+
+
+def _run_later(
+    primitive: Primitive,
+    group: ProcessGroup | None,
+    async_op: bool,
+    output: Any,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
+) -> Work | None:
+    """Carry out an asynchronous call that is not best carried out at once."""
+    return run(primitive, group, async_op, output, input, op, root, at_once=False)
+
+
+def _finished(
+    group: ProcessGroup, primitive: Primitive, output: Any, error: BaseException | None
+) -> Work:
+    """Return the Work of an asynchronous call that was carried out without Python."""
+    outputs = output if isinstance(output, (list, tuple)) else (output,)
+    work = Work(_describe(primitive.name, group), outputs, group.timeout)
+    work.finish(error)
+    return work
 
 
 def _run_all(
@@ -300,7 +330,9 @@ def _carry_out_all(
 #: Carries a call out: ``run_fast(primitive, group, async_op, output, input, op, root)``, and a list
 #: of calls: ``run_all(name, primitive, group, async_op, outputs, inputs, op)``; without Python
 #: where the group has learnt how, and as ``_run_fast`` and ``_run_all`` do.
-run_fast, run_all = short_ways(_run_fast, _run_all, state, ProcessGroup, _finish)
+run_fast, run_all = short_ways(
+    Ways(_run_fast, _run_later, _run_all, _finish, _finished), state, ProcessGroup
+)
 
 
 #: Carries out a call that is counted and compared, with the group's lock held. Takes what is sent,
@@ -393,6 +425,11 @@ def _explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
     return translate_error(error, name, group)
 
 
+def _describe(name: str, group: ProcessGroup) -> str:
+    """Return what a Work is called in messages."""
+    return f"{name} on rank {group.rank()} of group {group.group_name}"
+
+
 def submit(
     group: ProcessGroup,
     task: Callable[[], None],
@@ -401,9 +438,7 @@ def submit(
     at_once: bool = False,
 ) -> Work:
     """Give a task to the group's thread, behind what is pending there; ``at_once``: run it."""
-    work = Work(
-        f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
-    )
+    work = Work(_describe(name, group), outputs, group.timeout)
     if at_once or (group.worker is not None and group.worker.is_current):
         # The latter is a callback of an earlier work: right behind that work, not behind itself.
         try:

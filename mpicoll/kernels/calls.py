@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ __all__ = [
     "LISTS",
     "Calls",
     "PythonCalls",
+    "Ways",
     "add_tensor_type",
     "describe",
     "short_ways",
@@ -44,8 +45,8 @@ ALL_REDUCE, BLOCKS, AGREE, LISTS, FUSED = range(5)
 #: One call: its number in the group, its kind without the root, the number of its sizes, the root.
 RecordEntry = tuple[int, int, int, int]
 
-Function = TypeVar("Function", bound=Callable[..., object])
-OfAll = TypeVar("OfAll", bound=Callable[..., object])
+Fast = TypeVar("Fast", bound=Callable[..., object])
+All = TypeVar("All", bound=Callable[..., object])
 
 #: Of the number of a call that none reaches.
 _NEVER = (1 << 63) - 1
@@ -165,20 +166,34 @@ def describe() -> str:
     return f"python ({_why_not})" if _module is None else "compiled"
 
 
-def short_ways(
-    run_fast: Function, run_all: OfAll, state: object, group_type: type,
-    finish: Callable[..., object],
-) -> tuple[Function, OfAll]:  # fmt: skip
+class Ways(NamedTuple, Generic[Fast, All]):
+    """What Python has a part in.
+
+    run_fast:  a call.
+    run_later: an asynchronous call that is not best carried out at once.
+    run_all:   a list of calls.
+    finish:    ends a call that was begun in short and could not be carried out so, or raises why
+               not. Takes the group, the way's owner, what its function returned, primitive, output,
+               input, root; of a list of calls those of all, and LIST.
+    finished:  returns the Work of an asynchronous call that was carried out in short. Takes the
+               group, primitive, output, and the error that ``finish`` has raised, or None.
+    """
+
+    run_fast: Fast
+    run_later: Fast
+    run_all: All
+    finish: Callable[..., object]
+    finished: Callable[..., object]
+
+
+def short_ways(ways: Ways[Fast, All], state: object, group_type: type) -> tuple[Fast, All]:
     """Return functions that do what ``run_fast`` and ``run_all`` do, in short where they can.
 
     state: its attribute ``default`` is the group of calls without one. group_type: of groups.
-    finish: of a call that was begun in short and could not be carried out so: ends it, or raises
-    why not. Takes the group, the way's owner, what its function returned, primitive, output,
-    input, root; of a list of calls those of all, and LIST.
     """
     if _module is None:
-        return run_fast, run_all
-    _module.set_up(state, group_type, run_fast, run_all, finish)
+        return ways.run_fast, ways.run_all
+    _module.set_up(state, group_type, *ways)
     return _module.run_fast, _module.run_all
 
 

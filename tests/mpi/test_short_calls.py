@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from mpicoll.dispatch import execute
 from mpicoll.dtypes import DTYPES, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, UnsupportedError
 from mpicoll.kernels import calls
+from mpicoll.routes.host import shared, shared_segment
 
 compiled = pytest.mark.skipif(calls._module is None, reason="the compiled module is not used")
 SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
@@ -27,16 +29,23 @@ def python_way():
     """Count the calls that Python carries out."""
     seen = []
 
-    def counting(primitive, *others):
-        seen.append(primitive.name)
-        return execute._run_fast(primitive, *others)
+    def counting(inner):
+        def run(primitive, *others):
+            seen.append(primitive.name)
+            return inner(primitive, *others)
+
+        return run
 
     state, group = execute.state, type(dist.group.WORLD)
-    calls.short_ways(counting, execute._run_all, state, group, execute._finish)
+    later = counting(execute._run_later)
+    ways = calls.Ways(
+        execute._run_fast, execute._run_later, execute._run_all, execute._finish, execute._finished
+    )
+    calls.short_ways(ways._replace(run_fast=counting(ways.run_fast), run_later=later), state, group)
     try:
         yield seen
     finally:
-        calls.short_ways(execute._run_fast, execute._run_all, state, group, execute._finish)
+        calls.short_ways(ways, state, group)
 
 
 @pytest.fixture(scope="module")
@@ -508,6 +517,95 @@ def test_short_again_once_the_groups_thread_is_idle(team):
             sleep(0.001)
         dist.all_reduce(array, MAX, team.group)
         assert len(seen) == 1
+
+
+@pytest.fixture
+def eager(world, monkeypatch):
+    """A new group that carries asynchronous calls out at once, once all ranks are there."""
+    share_all(monkeypatch)
+    monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
+    monkeypatch.setattr(shared, "PATIENCE", 30)
+    made = group_of("eager", range(world.size))
+    for _ in range(3):
+        dist.all_reduce(np.ones(1), group=made.group)
+    if not made.group.compared:
+        pytest.skip("the ranks share no memory")
+    yield made
+    dist.destroy_process_group(made.group)
+
+
+@compiled
+def test_asynchronous_calls_at_once_need_no_python(eager):
+    n, me, group = eager.size, eager.me, eager.group
+    for count in (3, 50000):
+        ones, whole, part = (
+            np.ones(count, "f4"),
+            np.zeros(n * count, "f4"),
+            np.full(count, me, "f4"),
+        )
+        blocks = list(whole.reshape(n, count)) if me == 0 else None
+        each = {
+            "all_reduce": lambda x=ones: dist.all_reduce(x, group=group, async_op=True),
+            "all_gather_single": lambda out=whole, x=part: dist.all_gather_single(
+                out, x, group, async_op=True
+            ),
+            "scatter": lambda x=part, lists=blocks: dist.scatter(
+                x, lists, group=group, async_op=True, group_src=0
+            ),
+        }
+        for name, call in each.items():
+            call().wait()
+            call().wait()
+            with python_way() as seen:
+                work = call()
+            assert not seen and work.is_completed() and work.wait(), name
+            assert name in repr(work) and work.get_future().done()
+        assert work.result()[0] is part
+        assert (ones == float(n) ** 3).all() and (part == me).all()
+        assert (whole.reshape(n, count) == np.arange(n)[:, None]).all()
+
+
+@compiled
+def test_asynchronous_calls_that_are_not_alike_go_to_the_thread(eager):
+    """One rank has another size: it waits for the others' number only."""
+    array, other = np.ones(3, np.float32), np.ones(4, np.float32)
+    for x in (array, other):
+        for _ in range(2):
+            dist.all_reduce(x, MAX, eager.group, async_op=True).wait()
+    if eager.size == 1:
+        return
+    with python_way() as seen:
+        mine = other if eager.me == 0 else array
+        work = dist.all_reduce(mine, MAX, eager.group, async_op=True)
+    assert seen == ["all_reduce"]
+    with pytest.raises(MismatchError, match=r"all_reduce of 4 elements.*of 3 elements"):
+        work.wait()
+
+
+@compiled
+def test_the_error_of_an_asynchronous_call_is_its_works(eager, monkeypatch):
+    """It was said that all ranks make the same call, and they do not."""
+    if eager.size == 1:
+        return
+    arguments = ctypes.c_void_p, ctypes.c_uint32, *(ctypes.c_uint64,) * 3
+    always = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(lambda *others: 1)
+    group, kind = eager.group, type(eager.group.resources.find("shared"))
+    short = kind.short
+
+    def asked(self, *others):
+        return short(self, *others)._replace(ask=(shared._address(always), 0, 0))
+
+    monkeypatch.setattr(kind, "short", asked)
+    array, other = np.ones(3, np.int32), np.ones(4, np.int32)
+    for x in (array, other):
+        for _ in range(2):
+            dist.all_reduce(x, MAX, group)
+    with python_way() as seen:
+        work = dist.all_reduce(other if eager.me == 0 else array, MAX, group, async_op=True)
+    assert not seen and work.is_completed() and not work.is_success()
+    with pytest.raises(MismatchError, match=r"all_reduce of 4 elements.*of 3 elements"):
+        work.wait()
+    dist.all_reduce(array, MAX, group)
 
 
 def test_a_destroyed_group_takes_no_call(world):

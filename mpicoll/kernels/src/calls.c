@@ -65,9 +65,8 @@ enum { MOST_DTYPES = 64, MOST_TYPES = 8 };
 static struct {
     PyObject *state;         /* of mpicoll.core.groups: its attribute `default` is the group */
     PyObject *group_type;    /* ProcessGroup */
-    PyObject *python_way;    /* run_fast in Python */
-    PyObject *python_way_of_all; /* run_all in Python */
-    PyObject *finish;        /* ends a call that was begun, or raises why it cannot */
+    /* Functions in Python, see Ways in mpicoll/kernels/calls.py. */
+    PyObject *run_fast, *run_later, *run_all, *finish, *finished;
     PyObject *numpy_type;
     struct {
         PyObject *numpy, *dtype;
@@ -80,7 +79,7 @@ static struct {
         struct exchange *exchange;
     } types[MOST_TYPES];
     int n_types;
-    PyObject *default_name, *submitted_name, *finished_name, *no;
+    PyObject *default_name, *submitted_name, *finished_name, *no, *yes;
 } known;
 
 static int see_numpy(struct seen *seen, PyObject *object)
@@ -286,6 +285,8 @@ typedef int blocks_function(const void *kind, const char *send, char *recv, size
 typedef int agree_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
 typedef int lists_function(const void *kind, const struct block *send, const struct block *recv,
                            size_t count, uint32_t root, uint32_t number);
+typedef int ask_function(const void *shared, uint32_t number, uint64_t what, uint64_t count,
+                         uint64_t nanoseconds);
 typedef int fused_function(const void *kind, char *const *send, char *const *recv, size_t *ends,
                            size_t n, uint64_t sizes, uint32_t number);
 
@@ -306,6 +307,10 @@ struct way {
     int many_in, many_out; /* as many blocks as ranks */
     int listed;            /* which come as lists; those that only the root has are None elsewhere */
     int has_input, even, rooted;
+    uint64_t parts; /* numbers of an element, as the ranks compare them */
+    ask_function *ask; /* whether all ranks make an asynchronous call now; or NULL */
+    const void *ask_argument;
+    uint64_t patience; /* nanoseconds */
 };
 
 typedef struct {
@@ -431,6 +436,22 @@ static int is_busy(const Calls *calls)
     return idle != 1;
 }
 
+/* Whether all ranks make an asynchronous call now: then it is best carried out at once, where no
+ * processor is free for a thread that would. */
+static int are_all_here(const Calls *calls, const struct way *way, uint64_t sizes,
+                        unsigned long root)
+{
+    const uint32_t number = (uint32_t)(calls->sequence + 1);
+    int here;
+    Py_INCREF(way->owner);
+    Py_BEGIN_ALLOW_THREADS;
+    here = way->ask(way->ask_argument, number, way->signature | (uint64_t)root << 24,
+                    sizes * way->parts, way->patience);
+    Py_END_ALLOW_THREADS;
+    Py_DECREF(way->owner);
+    return here;
+}
+
 /* Begins a call: takes the lock, counts the call, and puts it on the record. Returns 1, 0 if another
  * thread is in a call, or -1 with an exception. */
 static int begin(Calls *calls, const struct way *way, uint64_t sizes, unsigned long root)
@@ -475,9 +496,14 @@ static int end(Calls *calls, const struct way *way, int result, PyObject *primit
     return done && released ? 1 : -1;
 }
 
+/* Of an asynchronous call: it is best left to the group's thread; or it was begun, and has failed with
+ * the exception at hand, which is its Work's. */
+enum { QUEUED = 2, FAILED };
+
 /* Carries out a call on arrays that were seen; see carry_out. No Python runs before it begins, so
  * that the group stays as it is. */
-static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out, struct side *in)
+static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out, struct side *in,
+                          int later)
 {
     PyObject *primitive = args[0], *op = args[5];
     PyObject *dtype = out->n ? out->first.dtype : in->first.dtype;
@@ -501,7 +527,14 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
         cut(in, way.many_in ? way.n : 1, count);
     }
     const struct side *given = way.has_input ? in : out;
-    const int begun = begin(calls, &way, way.even ? count : 0, root);
+    const uint64_t sizes = way.even ? count : 0;
+    if (later) {
+        if (!way.ask)
+            return 0;
+        if (!are_all_here(calls, &way, sizes, root))
+            return QUEUED;
+    }
+    const int begun = begin(calls, &way, sizes, root);
     if (begun <= 0)
         return begun;
     const uint32_t number = (uint32_t)calls->number;
@@ -519,12 +552,14 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
     else
         result = ((agree_function *)way.function)(way.argument, number, way.signature, 0);
     Py_END_ALLOW_THREADS;
-    return end(calls, &way, result, primitive, out->held ? out->held : args[3],
-               in->held ? in->held : args[4], args[6]);
+    const int done = end(calls, &way, result, primitive, out->held ? out->held : args[3],
+                         in->held ? in->held : args[4], args[6]);
+    /* Others, as of Ctrl-C, are for the program. */
+    return done < 0 && later && PyErr_ExceptionMatches(PyExc_Exception) ? FAILED : done;
 }
 
-/* Carries a call out: 1 if it did, -1 with an exception, 0 if it is not for here. */
-static int carry_out(Calls *calls, PyObject *const *args)
+/* Carries a call out: 1 if it did, -1 with an exception, 0 if it is not for here; or see above. */
+static int carry_out(Calls *calls, PyObject *const *args, int later)
 {
     struct side out, in;
     if (calls->n_ways == 0)
@@ -535,7 +570,7 @@ static int carry_out(Calls *calls, PyObject *const *args)
         done = take(&in, args[4]);
     if (done > 0)
         done = see_side(&out, args[3]) && see_side(&in, args[4])
-                   ? carry_out_seen(calls, args, &out, &in)
+                   ? carry_out_seen(calls, args, &out, &in, later)
                    : 0;
     PyObject *type = NULL, *error = NULL, *traceback = NULL;
     if (out.held || in.held) { /* the last reference to an array, perhaps */
@@ -547,12 +582,10 @@ static int carry_out(Calls *calls, PyObject *const *args)
     return done;
 }
 
-/* The group of a synchronous call, if it is one of mpicoll's own: a new reference. NULL without an
- * exception for all other calls. */
-static Calls *group_of(PyObject *group, PyObject *async_op)
+/* The group of a call, if it is one of mpicoll's own: a new reference. NULL without an exception for all
+ * other calls. */
+static Calls *group_of(PyObject *group)
 {
-    if (async_op != known.no)
-        return NULL;
     if (group == Py_None)
         group = PyObject_GetAttr(known.state, known.default_name);
     else
@@ -564,6 +597,22 @@ static Calls *group_of(PyObject *group, PyObject *async_op)
     return (Calls *)group;
 }
 
+/* The Work of an asynchronous call that was carried out, or has failed with the exception at hand. */
+static PyObject *finished(Calls *calls, PyObject *primitive, PyObject *output)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (error && traceback)
+        PyException_SetTraceback(error, traceback);
+    PyObject *work = PyObject_CallFunctionObjArgs(known.finished, (PyObject *)calls, primitive,
+                                                  output, error ? error : Py_None, NULL);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    return work;
+}
+
 static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
 {
     (void)module;
@@ -571,17 +620,25 @@ static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
         PyErr_Format(PyExc_TypeError, "run_fast takes 7 arguments, not %zd", n);
         return NULL;
     }
-    Calls *calls = group_of(args[1], args[2]);
+    const int later = args[2] == known.yes;
+    Calls *calls = later || args[2] == known.no ? group_of(args[1]) : NULL;
+    PyObject *python_way = known.run_fast, *result = NULL;
     if (calls) {
-        const int done = carry_out(calls, args);
+        const int done = carry_out(calls, args, later);
+        if (done == QUEUED)
+            python_way = known.run_later;
+        else if (done > 0 && later)
+            result = finished(calls, args[0], args[3]);
+        else if (done > 0)
+            result = (Py_INCREF(Py_None), Py_None);
         Py_DECREF(calls);
-        if (done)
-            return done < 0 ? NULL : (Py_INCREF(Py_None), Py_None);
+        if (result)
+            return result;
     }
     return PyErr_Occurred() ? NULL
-                            : PyObject_CallFunctionObjArgs(known.python_way, args[0], args[1],
-                                                           args[2], args[3], args[4], args[5],
-                                                           args[6], NULL);
+                            : PyObject_CallFunctionObjArgs(python_way, args[0], args[1], args[2],
+                                                           args[3], args[4], args[5], args[6],
+                                                           NULL);
 }
 
 /* ---- A list of calls --------------------------------------------------------------------------- */
@@ -798,7 +855,7 @@ static PyObject *run_all(PyObject *module, PyObject *const *args, Py_ssize_t n)
         PyErr_Format(PyExc_TypeError, "run_all takes 7 arguments, not %zd", n);
         return NULL;
     }
-    Calls *calls = group_of(args[2], args[3]);
+    Calls *calls = args[3] == known.no ? group_of(args[2]) : NULL;
     if (calls) {
         const int done = carry_out_all(calls, args);
         Py_DECREF(calls);
@@ -806,9 +863,9 @@ static PyObject *run_all(PyObject *module, PyObject *const *args, Py_ssize_t n)
             return done < 0 ? NULL : (Py_INCREF(Py_None), Py_None);
     }
     return PyErr_Occurred() ? NULL
-                            : PyObject_CallFunctionObjArgs(known.python_way_of_all, args[0],
-                                                           args[1], args[2], args[3], args[4],
-                                                           args[5], args[6], NULL);
+                            : PyObject_CallFunctionObjArgs(known.run_all, args[0], args[1],
+                                                           args[2], args[3], args[4], args[5],
+                                                           args[6], NULL);
 }
 
 /* ---- The type ---------------------------------------------------------------------------------- */
@@ -984,10 +1041,11 @@ static PyObject *calls_learn(PyObject *self, PyObject *args)
     Calls *calls = (Calls *)self;
     struct way way;
     unsigned long long signature, fewest, end, n, me, function, argument;
-    if (!PyArg_ParseTuple(args, "OOOOKKKKKKKipppppp", &way.primitive, &way.dtype, &way.op,
+    unsigned long long parts, ask, ask_argument, patience;
+    if (!PyArg_ParseTuple(args, "OOOOKKKKKKKippppppKKKK", &way.primitive, &way.dtype, &way.op,
                           &way.owner, &signature, &fewest, &end, &n, &me, &function, &argument,
                           &way.shape, &way.many_in, &way.many_out, &way.listed, &way.has_input,
-                          &way.even, &way.rooted))
+                          &way.even, &way.rooted, &parts, &ask, &ask_argument, &patience))
         return NULL;
     if (n > MOST_ARRAYS)
         Py_RETURN_NONE;
@@ -1002,6 +1060,10 @@ static PyObject *calls_learn(PyObject *self, PyObject *args)
     way.me = (size_t)me;
     way.function = (void *)(uintptr_t)function;
     way.argument = (const void *)(uintptr_t)argument;
+    way.parts = parts;
+    way.ask = (ask_function *)(uintptr_t)ask;
+    way.ask_argument = (const void *)(uintptr_t)ask_argument;
+    way.patience = patience;
     Py_INCREF(way.primitive);
     Py_INCREF(way.dtype);
     Py_INCREF(way.op);
@@ -1070,19 +1132,21 @@ static void keep(PyObject **place, PyObject *value)
     Py_XDECREF(before);
 }
 
-/* set_up(state, group_type, python_way, python_way_of_all, finish): before the first call of run_fast or
- * run_all. */
+/* set_up(state, group_type, run_fast, run_later, run_all, finish, finished): before the first call. */
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
-    PyObject *state, *type, *python_way, *python_way_of_all, *finish;
+    PyObject *state, *type, *run_fast, *run_later, *run_all, *finish, *finished;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOO", &state, &type, &python_way, &python_way_of_all, &finish))
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &state, &type, &run_fast, &run_later, &run_all, &finish,
+                          &finished))
         return NULL;
     keep(&known.state, state);
     keep(&known.group_type, type);
-    keep(&known.python_way, python_way);
-    keep(&known.python_way_of_all, python_way_of_all);
+    keep(&known.run_fast, run_fast);
+    keep(&known.run_later, run_later);
+    keep(&known.run_all, run_all);
     keep(&known.finish, finish);
+    keep(&known.finished, finished);
     Py_RETURN_NONE;
 }
 
@@ -1160,7 +1224,7 @@ static PyMethodDef functions[] = {
     {"run_all", (PyCFunction)(void (*)(void))run_all, METH_FASTCALL,
      "run_all(name, primitive, group, async_op, outputs, inputs, op)"},
     {"set_up", set_up, METH_VARARGS,
-     "set_up(state, group_type, python_way, python_way_of_all, finish)"},
+     "set_up(state, group_type, run_fast, run_later, run_all, finish, finished)"},
     {"set_numpy", set_numpy, METH_O, "set_numpy(type)"},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(dtype, numpy_dtype, itemsize, code, bits)"},
     {"add_type", add_type, METH_VARARGS, "add_type(type, exchange_api, is_unusual)"},
@@ -1180,6 +1244,7 @@ PyMODINIT_FUNC PyInit__calls(void)
     known.submitted_name = PyUnicode_InternFromString("submitted");
     known.finished_name = PyUnicode_InternFromString("finished");
     known.no = Py_False;
+    known.yes = Py_True;
     if (!type || !known.default_name || !known.submitted_name || !known.finished_name || PyModule_AddObject(module, "Calls", type)) {
         Py_XDECREF(type);
         Py_XDECREF(module);

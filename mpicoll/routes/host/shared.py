@@ -233,9 +233,9 @@ class Shared:
 
     def short(self, shape: int, function: Any, argument: int) -> Short:
         """Return how calls by a function of the C library are made in short."""
-        address = ctypes.cast(function, ctypes.c_void_p).value
-        assert address is not None
-        return Short(self, shape, address, argument)
+        ask = (_address(self.kernels.shared_ask), self.pointer, round(1e9 * PATIENCE))
+        short = Short(self, shape, _address(function), argument)
+        return short._replace(ask=ask) if self._crowded_beside and shape != AGREE else short
 
     @property
     def short_agreement(self) -> Short:
@@ -471,6 +471,13 @@ def _each(buffers: Any, count: int) -> Any:
     """Return addresses and counts of the buffers of a list, of one, or of none."""
     found = addresses(buffers if isinstance(buffers, list) or buffers is None else [buffers])
     return np.array([(at, count) for at in found or ()], _PUT)
+
+
+def _address(function: Any) -> int:
+    """Return the address of a function of the C library."""
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
 
 
 def _parts(kind: int) -> int:

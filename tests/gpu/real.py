@@ -90,13 +90,13 @@ class RealArray:
             numbers *= 2
 
     def fill(self, slope: int, start: int, long: bool = False) -> None:
-        """After a kernel that takes a while, one that makes element i slope * (i % PERIOD) + start."""
+        """Two kernels: one takes a while, one makes element i ``slope * (i % PERIOD) + start``."""
         with self._working():
             spin((1,), (1,), (np.uint64(LONG if long else SHORT),))
             fill(np.float32(slope), np.float32(start), self.places.view(self.host.dtype))
 
     def count_wrong(self, slope: int, start: int, begin: int, end: int, first: int) -> int:
-        """How many of the elements from begin to end are not those of ``fill`` from ``first`` on."""
+        """How many elements from begin to end are not those of ``fill`` from ``first`` on."""
         with self._working():
             wrong = cupy.zeros(1, cupy.uint64)
             part = self.places.view(self.host.dtype)[begin:end]

@@ -15,9 +15,9 @@ others. Those that fill the GPU's memory or measure run when no other does.
 With --host the suites run that can do without a GPU: on simulated devices, and on the host.
 
 A table of all of it comes at the end, with what tests reported and what was not run, and why.
-With --json FILE and --resume a run goes on where the one before was ended by its --limit. Exit code:
-0 where nothing failed, and where there is no GPU; 3 where the time was over. Needs nothing but
-Python.
+With --json FILE and --resume a run goes on where the one before was ended by its --limit. Exit
+code: 0 where nothing failed, and where there is no GPU; 3 where the time was over. Needs nothing
+but Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,9 +59,9 @@ class Suite:
     libraries: whose arrays they take, each with a line in the table; one may be missing.
     routes:    those that are forced on them, as far as the ranks can take them.
     ranks:     on how many, of those that are asked for; 0: plainly, and they start their own.
-    part:      of tests/run.py: MPI's tests make their groups by mpicoll, the others by torch.
+    part:      of tests/run.py, to which their files belong.
     alone:     they fill the GPU's memory, or measure.
-    host:      they can do without a GPU.
+    host:      what stands in for the libraries without a GPU; "" if nothing can.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Suite:
     ranks: Sequence[int] = (1, 2, 4)
     part: str = PLAIN
     alone: bool = False
-    host: bool = False
+    host: str = ""
 
 
 #: The first ones show most: they run first where the time is short.
@@ -79,19 +79,24 @@ SUITES = (
     Suite("kernels", ["tests/gpu/test_kernels.py"], ["cupy"], ranks=(0,)),
     Suite(
         "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"], ROUTES, part=MPI,
-        host=True,
+        host="simulated",
     ),
     Suite(
         "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
-        ["torch"], ROUTES, host=True,
+        ["torch"], ROUTES, host="torch",
     ),
     Suite("streams", ["tests/gpu/test_streams.py"], ["cupy"], ["auto", "staged"]),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
-        part=MPI, alone=True, host=True,
+        part=MPI, alone=True, host="simulated",
     ),
-    Suite("jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True, host=True),
+    Suite(
+        "jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True,
+        host="simulated",
+    ),
 )  # fmt: skip
+#: Without a GPU: simulated devices have all routes but NCCL's, tensors on the host have none.
+HOST_ROUTES = {"simulated": [name for name in ROUTES if name != "nccl"], "torch": ["auto"]}
 
 #: Lets an MPI use a UCX that is found first, by the name of its environment.
 ON_UCX = {
@@ -319,54 +324,52 @@ class Outcome:
 def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
     """All launches, the most telling first."""
     tasks = []
-    suites = [each for each in SUITES if each.name in options.suites]
     for site in sites_of(options.environments, left_out):
         if options.only and site.name not in options.only:
             continue
         missing = {name for name in ("cupy", "torch") if not has(site.python, name)}
-        if options.host:
-            missing -= {"cupy"}
         left_out += [f"{site.name}: there is no {name}" for name in sorted(missing)]
-        ways: dict[int, dict[str, str]] = {}
-        for ranks in options.ranks:
-            if not options.host and "cupy" not in missing:
-                try:
-                    ways[ranks] = routes_of(site, ranks)
-                except RuntimeError as error:
-                    left_out.append(f"{site.name}, {ranks} ranks: no ranks: {error}")
-        for suite in suites:
-            if options.host and not suite.host:
+        missing |= {name for suite in SUITES for name in suite.libraries} - {*options.libraries}
+        ask = Asker(site, options.host)
+        for suite in SUITES:
+            if suite.name not in options.suites or (options.host and not suite.host):
                 continue
-            for ranks in suite.ranks if suite.ranks == (0,) else options.ranks:
-                if ranks not in suite.ranks:
-                    continue
-                found = {"auto": ""} if not ranks else ways.get(ranks)
-                if options.host:
-                    found = dict.fromkeys(ROUTES, "") | {"nccl": "it is no simulated route"}
-                if found is None or "cupy" in missing:
-                    continue
-                chosen = [
-                    name for name in suite.libraries
-                    if name in options.libraries and name not in missing
-                ]  # fmt: skip
-                if options.host and suite.part == MPI:
-                    chosen = ["simulated"]
-                for route in suite.routes if chosen else ():
-                    if route not in options.routes or (
-                        options.host and route not in HOST[suite.part]
-                    ):
+            libraries = [suite.host] if options.host else suite.libraries
+            chosen = tuple(name for name in libraries if name not in missing)
+            if not chosen or ("cupy" in missing and not options.host):
+                continue
+            for ranks in (0,) if 0 in suite.ranks else options.ranks:
+                for route in suite.routes:
+                    task = Task(site, suite, chosen, route, ranks)
+                    if route not in options.routes or ranks not in suite.ranks:
                         continue
-                    if found[route]:
-                        left_out.append(
-                            f"{site.name}, {suite.name}, {ranks} ranks, {route}: {found[route]}"
-                        )
-                        continue
-                    tasks.append(Task(site, suite, tuple(chosen), route, ranks))
+                    if lack := ask(task):
+                        left_out.append(f"{task.key}: {lack}")
+                    else:
+                        tasks.append(task)
     return tasks
 
 
-#: By which routes there is something to see without a GPU: tensors on the host have none.
-HOST: Mapping[str, Sequence[str]] = {MPI: ROUTES, PLAIN: ["auto"]}
+class Asker:
+    """Tells what a site's ranks lack for a route, "" for nothing; asks them once."""
+
+    def __init__(self, site: Site, host: bool) -> None:
+        self.site, self.host = site, host
+        self.answers: dict[int, dict[str, str] | str] = {}
+
+    def __call__(self, task: Task) -> str:
+        if self.host:
+            there = HOST_ROUTES[task.suite.host]
+            return "" if task.route in there else "it needs a GPU"
+        if not task.ranks:
+            return ""
+        if task.ranks not in self.answers:
+            try:
+                self.answers[task.ranks] = routes_of(self.site, task.ranks)
+            except RuntimeError as error:
+                self.answers[task.ranks] = f"no ranks: {error}"
+        found = self.answers[task.ranks]
+        return found if isinstance(found, str) else found[task.route]
 
 
 @dataclass

@@ -317,7 +317,7 @@ class DeviceArray:
         self.cuda.enqueue(self.index, self.number, task)
 
     def count_wrong(self, slope: int, start: int, begin: int, end: int, first: int) -> int:
-        """How many of the elements from begin to end are not those of ``fill`` from ``first`` on."""
+        """How many elements from begin to end are not those of ``fill`` from ``first`` on."""
         found = []
 
         def task() -> None:

@@ -321,9 +321,11 @@ run() {
             return
             ;;
     esac
-    if ! [[ " $mpis " == *" $mpi "* ]]; then
-        [[ " host tests bench jobs " == *" $kind "* ]] || { failed "$what: no such part"; return; }
-        tell "NOT RUN  $what: there is no $mpi here, but $mpis"
+    if ! [[ $what =~ ^(host|tests|bench|jobs)-(mpich|openmpi|site)$ ]]; then
+        failed "$what: there is no such part"
+        return
+    elif ! [[ " $mpis " == *" $mpi "* ]]; then
+        tell "NOT RUN  $what: of MPIs there is only: $mpis"
         return
     fi
     use "$mpi"
@@ -344,7 +346,6 @@ run() {
                 part "$job-$mpi" 120 "${ranks[@]}" "jobs/$job.py" --device cuda
             done
             ;;
-        *) failed "$what: there is no such part" ;;
     esac
 }
 

@@ -10,6 +10,7 @@ Needs nothing but Python, and CuPy where it is asked for.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import shutil
 import sys
@@ -52,6 +53,9 @@ def describe() -> None:
             print(name, "missing")
     for tool in TOOLS:
         print(tool, shutil.which(tool) or "missing")
+    for place in "/dev/shm", "/tmp":
+        print(place, f"{shutil.disk_usage(place).free >> 20} MiB free")
+    print(os.cpu_count(), "processors")
     print("GPU:", no_gpu() or "there is one")
 
 

@@ -214,8 +214,8 @@ sys.exit(kernels is None or not u.find_spec("mpicoll.kernels._calls"))'; }
         cp "$state"/unpacked/mpicoll/kernels/*.so mpicoll/kernels/
         modules "$1" && return
     fi
-    echo "THERE ARE NO COMPILED MODULES: $(command -v cc gcc || echo 'no C compiler is here'), and" \
-        "${wheel:-no wheel of mpicoll} has none for this Python. What needs them goes other ways"
+    echo "THERE ARE NO COMPILED MODULES: the C compiler is $(command -v cc gcc | head -n 1 | grep . ||
+        echo missing), and the wheel of mpicoll for this Python is ${wheel:-missing}"
 }
 
 # CuPy finds NVRTC, which compiles its kernels; else variables tell where it is. NVRTC opens a library
@@ -241,7 +241,7 @@ loader_path=${LD_LIBRARY_PATH:-}
 
 # All environments, once. Those that cannot be made are left out.
 setup() {
-    local name begin
+    local name begin line
     if [ -n "$earlier" ] && [ ! -e "$state/continued" ]; then
         tar -xzf "$earlier" -C "$state" && touch "$state/continued"
     fi
@@ -253,7 +253,8 @@ setup() {
             tell "NOT RUN  $name: there is no wheel of it in $wheels"
         elif environment "$name" > "$results/setup-$name.log" 2>&1; then
             tell "ok       environment of $name, $((SECONDS - begin)) s"
-            grep -E '^THERE (IS|ARE) NO|^NVRTC|^nothing was' "$results/setup-$name.log"
+            while read -r line; do tell "         $line"; done < \
+                <(grep -E '^THERE (IS|ARE) NO|^NVRTC|^nothing was' "$results/setup-$name.log")
         else
             tail -n 20 "$results/setup-$name.log"
             failed "environment of $name"

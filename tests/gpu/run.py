@@ -85,7 +85,10 @@ SUITES = (
         "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
         ["torch"], ROUTES, host="torch",
     ),
-    Suite("streams", ["tests/gpu/test_streams.py"], ["cupy"], ["auto", "staged"]),
+    Suite(
+        "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
+        ["auto", "staged"], alone=True,
+    ),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
         part=MPI, alone=True, host="simulated",
@@ -94,6 +97,7 @@ SUITES = (
         "jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True,
         host="simulated",
     ),
+    Suite("sanitizer", ["tests/gpu/test_sanitizer.py"], ["cupy"], ranks=(0,)),
 )  # fmt: skip
 #: Without a GPU: simulated devices have all routes but NCCL's, tensors on the host have none.
 HOST_ROUTES = {"simulated": [name for name in ROUTES if name != "nccl"], "torch": ["auto"]}
@@ -231,13 +235,13 @@ class Row:
     def __str__(self) -> str:
         ranks = self.ranks or "plain"
         return (
-            f"{self.mpi:<16}{self.suite:<9}{self.library:<10}{self.route:<8}{ranks:>5}"
+            f"{self.mpi:<16}{self.suite:<10}{self.library:<10}{self.route:<8}{ranks:>5}"
             f"{self.passed:>8}{self.failed:>8}{self.skipped:>8}{self.seconds:>8.0f}  {self.problem}"
         ).rstrip()
 
 
 HEAD = (
-    f"{'MPI':<16}{'tests':<9}{'arrays':<10}{'route':<8}{'ranks':>5}{'passed':>8}{'failed':>8}"
+    f"{'MPI':<16}{'tests':<10}{'arrays':<10}{'route':<8}{'ranks':>5}{'passed':>8}{'failed':>8}"
     f"{'skipped':>8}{'s':>8}"
 )
 
@@ -442,7 +446,7 @@ def parse_arguments() -> argparse.Namespace:
     libraries = sorted({name for suite in SUITES for name in suite.libraries})
     add("--libraries", nargs="+", choices=libraries, default=libraries)
     add("--jobs", type=int, default=1, help="launches at the same time (%(default)s)")
-    add("--timeout", type=float, default=300, help="seconds a launch (%(default)s)")
+    add("--timeout", type=float, default=400, help="seconds a launch (%(default)s)")
     add("--limit", type=float, default=7200, help="seconds in all (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the table there")
     add("--resume", action="store_true", help="what is in that file is not run again")

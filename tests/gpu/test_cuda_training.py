@@ -11,7 +11,6 @@ import contextlib
 import gc
 import shutil
 import threading
-import time
 
 import pytest
 
@@ -31,8 +30,6 @@ LARGE = 5_000_000
 #: So small that the gradients of the model take several buckets.
 BUCKETS = {"bucket_cap_mb": 0.01}
 STEPS = 4
-
-on_a_gpu = pytest.mark.on_a_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -342,10 +339,10 @@ def test_compiled_ddp(device, compiler):
         close(found, gradients(network(device), whole(step), device), 1e-3, 1e-5)
 
 
-# ---- Graphs and waiting --------------------------------------------------------------------------
+# ---- Graphs --------------------------------------------------------------------------------------
 
 
-@on_a_gpu
+@pytest.mark.on_a_gpu
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 @pytest.mark.parametrize("first", [False, True], ids=["later call", "first call"])
 def test_a_graph_that_another_thread_captures(device, mode, first):
@@ -387,37 +384,3 @@ def test_a_graph_that_another_thread_captures(device, mode, first):
         graph.replay()
     assert (captured == 13).all()
     dist.destroy_process_group(group)
-
-
-@on_a_gpu
-@pytest.mark.parametrize("count", [1000, LARGE, 20 * LARGE])
-def test_how_long_the_host_is_blocked(device, count, record_property):
-    """By the call and by wait(), behind 50 ms of other work. Reported; nothing is asserted of it.
-
-    Where waiting belongs to streams both take microseconds, whatever the device still has to do.
-    """
-    n, me = dist.get_world_size(), dist.get_rank()
-    clock = time.perf_counter
-    for async_op in (False, True):
-        took = []
-        for turn in range(4):
-            tensor = torch.full((count,), float(me + 1), device=device)
-            torch.cuda.synchronize(device)
-            dist.barrier()
-            late(device, 100_000_000)
-            begin = clock()
-            work = dist.all_reduce(tensor, async_op=async_op)
-            called = clock()
-            if work is not None:
-                work.wait()
-            waited = clock()
-            torch.cuda.synchronize(device)
-            if turn:  # the first one compiles and allocates
-                took.append((called - begin, waited - called, clock() - begin))
-            assert (tensor * 2 == n * (n + 1)).all()
-        call, wait, all_of_it = (min(column) * 1e3 for column in zip(*took, strict=True))
-        how = "asynchronous" if async_op else "synchronous"
-        record_property(
-            f"{how}, {count} elements",
-            f"call {call:.3f} ms, wait() {wait:.3f} ms, device done {all_of_it:.3f} ms",
-        )

@@ -408,9 +408,8 @@ class Table:
             self.file.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def run(tasks: list[Task], options: argparse.Namespace, table: Table) -> bool:
-    """Run what has not been run; return whether the time was over before the end."""
-    end = time.monotonic() + options.limit
+def run(tasks: list[Task], options: argparse.Namespace, end: float, table: Table) -> bool:
+    """Run what has not been run; return whether the time was over, at ``end``, before all had."""
     over = []
 
     def attempt(task: Task) -> tuple[Task, Outcome | None]:
@@ -464,13 +463,14 @@ def main() -> int:
         return 1 if options.look else 0
     if options.look:
         return 0
+    end = time.monotonic() + options.limit
     table = Table(options.json)
     if options.resume:
         table.resume()
     tasks = plan(options, table.left_out)
     print(f"{len(tasks)} launches, {sum(task.key in table.rows for task in tasks)} of them done")
     print(HEAD, flush=True)
-    over = run(tasks, options, table)
+    over = run(tasks, options, end, table)
     rows = [row for rows in table.rows.values() for row in rows]
     print(f"\n---- summary\n{HEAD}")
     for row in rows:

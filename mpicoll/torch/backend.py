@@ -356,9 +356,11 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
 
 for _name in _CALLS:
     setattr(TorchBackend, _name, _build_backend_method(_name))
-    setattr(BackedGroup, _name, _build_group_method(_name))
-# Older names that C++ does not map to the new ones.
-BackedGroup._allgather_base = BackedGroup.all_gather_single
-BackedGroup._reduce_scatter_base = BackedGroup.reduce_scatter_single
+if HAS_PYTHON_BACKENDS:  # where there is no BackedGroup, torch's group may lack some of the names
+    for _name in _CALLS:
+        setattr(BackedGroup, _name, _build_group_method(_name))
+    # Older names that C++ does not map to the new ones.
+    BackedGroup._allgather_base = BackedGroup.all_gather_single
+    BackedGroup._reduce_scatter_base = BackedGroup.reduce_scatter_single
 disable_compile(TorchBackend)
 disable_compile(BackedGroup)

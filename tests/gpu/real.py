@@ -7,12 +7,13 @@ a stream that waits for no other; so who forgets to order two streams finds garb
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import cupy
 import numpy as np
-from simulated import laid_out
+from simulated import PERIOD, laid_out
 
 from mpicoll.cuda import runtime
 from mpicoll.dtypes import by_numpy
@@ -29,6 +30,15 @@ extern "C" __global__ void spin(unsigned long long nanoseconds) {
 """
 
 spin = cupy.RawKernel(SPIN, "spin")
+
+fill = cupy.ElementwiseKernel(
+    "float32 slope, float32 start", "T out", f"out = (T)(slope * (i % {PERIOD}) + start)", "fill"
+)
+count_wrong = cupy.ElementwiseKernel(
+    "T given, float32 slope, float32 start, int64 first", "raw uint64 wrong",
+    f"if ((float)given != slope * ((i + first) % {PERIOD}) + start) atomicAdd(&wrong[0], 1ull)",
+    "count_wrong",
+)  # fmt: skip
 
 #: What CuPy copies in place of elements that it has no dtype for, by their size.
 CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -78,6 +88,20 @@ class RealArray:
         with self._working():
             numbers = self.places.view(self.host.dtype)
             numbers *= 2
+
+    def fill(self, slope: int, start: int, long: bool = False) -> None:
+        """Two kernels: one takes a while, one makes element i ``slope * (i % PERIOD) + start``."""
+        with self._working():
+            spin((1,), (1,), (np.uint64(LONG if long else SHORT),))
+            fill(np.float32(slope), np.float32(start), self.places.view(self.host.dtype))
+
+    def count_wrong(self, slope: int, start: int, begin: int, end: int, first: int) -> int:
+        """How many elements from begin to end are not those of ``fill`` from ``first`` on."""
+        with self._working():
+            wrong = cupy.zeros(1, cupy.uint64)
+            part = self.places.view(self.host.dtype)[begin:end]
+            count_wrong(part, np.float32(slope), np.float32(start), np.int64(first), wrong)
+            return int(wrong.get()[0])  # waits for the stream
 
     def download(self) -> None:
         """A consumer in the same stream, and then the host."""
@@ -134,12 +158,16 @@ class Arrays:
 
     #: Elements of a float32 array whose copies take long.
     large = 4 << 20
+    #: Bytes of arrays, each several slots of the usual size.
+    sizes = (64 << 20, 256 << 20, 1 << 30, 4 << 30)
 
     def __init__(self, library: str) -> None:
         self.library = library
         self.streams = library == "interface"
         self.devices = cupy.cuda.runtime.getDeviceCount() if self.streams else 1
         self.kinds = ("expandable",) if library == "torch" else ("async", "managed")
+        #: torch's plain memory is of its pool.
+        self.pooled = "plain" if library == "torch" else "pool"
         self._side = {
             index: [self._new_stream(index) for _ in range(8 if self.streams else 1)]
             for index in range(self.devices)
@@ -178,6 +206,7 @@ class Arrays:
                 return self._tensor(host, index, stream, layout, nbytes, kind)
             make = {
                 "plain": plain,
+                "pool": cupy.get_default_memory_pool().malloc,
                 "async": cupy.cuda.malloc_async,
                 "managed": cupy.cuda.malloc_managed,
             }[kind]
@@ -242,6 +271,36 @@ class Arrays:
         for index in range(self.devices):
             cupy.cuda.Device(index).synchronize()
 
+    def free_bytes(self) -> int:
+        """Of the first device."""
+        with cupy.cuda.Device(0):
+            return int(cupy.cuda.runtime.memGetInfo()[0])
+
+    def release(self) -> None:
+        """Give memory that pools keep back to the driver, from under whoever still uses it."""
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()
+        if self.library == "torch":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def full(self, left: int) -> Iterator[None]:
+        """In here the first device has no more than so many bytes in one piece."""
+        self.release()
+        held, size = [], 16 << 30
+        with cupy.cuda.Device(0):
+            while size >= left:
+                try:
+                    held.append(cupy.cuda.Memory(size))
+                except cupy.cuda.runtime.CUDARuntimeError:
+                    size //= 2
+        try:
+            yield
+        finally:
+            held.clear()
+
     @contextlib.contextmanager
     def capturing(self, array: RealArray) -> Iterator[None]:
         """In here the array's stream is captured into a graph."""
@@ -256,7 +315,7 @@ class Arrays:
 
 
 def check_kind(address: int, kind: str) -> None:
-    """Memory of another kind than plain is recognised."""
-    assert kind == "plain" or not runtime.get_runtime().is_plain(address), (
+    """Memory of another kind than plain is recognised; that of CuPy's pool is plain."""
+    assert kind in ("plain", "pool") or not runtime.get_runtime().is_plain(address), (
         f"{kind} memory is called plain"
     )

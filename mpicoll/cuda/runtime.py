@@ -171,6 +171,9 @@ class Runtime(Protocol):
     ) -> None:  # fmt: skip
         """Enqueue a copy of elements between two memories of one device."""
 
+    def load(self, index: int, by: Loop, n: int) -> None:
+        """Compile what ``combine`` needs for n sources, unless it is there."""
+
     def combine(
         self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
         stream: int,

@@ -73,20 +73,24 @@ class DeviceKernels:
             raise ArgumentError("there is nothing to combine")
         if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
             raise UnsupportedError(f"{dtype} cannot be divided")
-        capacity = next((most for most in _CAPACITIES if n <= most), None)
-        if capacity is None:
-            raise UnsupportedError(
-                f"a kernel combines {_CAPACITIES[-1]} arrays at most, got {n}; "
-                "combine them in smaller groups"
-            )
+        capacity = _capacity(n)
         size = dtype.itemsize
         cut = _cut(count * by.elements, [(out, size), *((source, size) for source in sources)])
         addresses = struct.pack(f"{n}Q{8 * (capacity - n)}x", *sources)
         # NumPy's array of one element is passed by value.
         by_value = np.frombuffer(addresses, f"V{len(addresses)}")
         arguments = by_value, np.int32(n), out, np.float64(divisor)
-        line = f"COMBINE({by.format}, {by.operation}, {capacity})"
-        self._launch("combine", line, arguments, cut, stream)
+        self._launch("combine", _combine(by, n), arguments, cut, stream)
+
+    def load(self, by: Loop, n: int) -> None:
+        """Compile what combines n arrays, unless it is there.
+
+        UnsupportedError: n is more than 4000.
+        """
+        import cupy
+
+        with cupy.cuda.Device(self._device):
+            self._kernel("combine", _combine(by, n))
 
     def scale(
         self, dtype: DType, source: int, factor: Factor, out: int, count: int, stream: int
@@ -146,11 +150,35 @@ class DeviceKernels:
         most = _BLOCKS * device.attributes["MultiProcessorCount"]
         blocks = min(-(-cut.steps // _THREADS), most)
         with device, external_stream(stream):
-            kernel = self._kernels.get(line)
-            if kernel is None:
-                module = cupy.RawModule(code=f"{_source()}\n{line}\n", options=_OPTIONS)
-                kernel = self._kernels[line] = module.get_function(name)
+            kernel = self._kernel(name, line)
             kernel((blocks,), (_THREADS,), (*arguments, cut.head, cut.pieces, cut.elements))
+
+    def _kernel(self, name: str, line: str) -> Any:
+        """Return the kernel that ``line`` defines, for the current device."""
+        import cupy
+
+        kernel = self._kernels.get(line)
+        if kernel is None:
+            module = cupy.RawModule(code=f"{_source()}\n{line}\n", options=_OPTIONS)
+            kernel = module.get_function(name)
+            _ = kernel.num_regs  # which loads it: CUDA may put that off to the first launch
+            self._kernels[line] = kernel
+        return kernel
+
+
+def _capacity(n: int) -> int:
+    """Return for how many sources the kernel is that combines n."""
+    for most in _CAPACITIES:
+        if n <= most:
+            return most
+    raise UnsupportedError(
+        f"a kernel combines {_CAPACITIES[-1]} arrays at most, got {n}; combine them in smaller "
+        "groups"
+    )
+
+
+def _combine(by: Loop, n: int) -> str:
+    return f"COMBINE({by.format}, {by.operation}, {_capacity(n)})"
 
 
 def external_stream(stream: int) -> Any:

@@ -174,6 +174,9 @@ class Simulated:
         if 0 not in shape:
             self.enqueue(index, stream, task)
 
+    def load(self, index: int, by: Any, n: int) -> None:
+        pass
+
     def combine(
         self, index: int, by: Any, sources: Any, out: int, count: int, divisor: float, stream: int
     ) -> None:

@@ -16,7 +16,7 @@ from test_devices import got, uploaded
 import mpicoll as dist
 from mpicoll.cuda import between_nodes, capabilities, mpi_support, probe, runtime, streams
 from mpicoll.cuda.probe import OK, ProbeOutcome
-from mpicoll.errors import MismatchError, UnsupportedError
+from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes.device import ipc as peer
 from mpicoll.routes.device import staged
 from mpicoll.routes.host import select
@@ -48,29 +48,44 @@ def total(arrays, me, n, count=10, group=None):
     assert (got(array) == sum(range(n))).all()
 
 
-@pytest.mark.parametrize("count", [10, 200_000])
-def test_an_error_of_one_rank_in_its_kernel(on, count):
-    """The others have ended the call, or have not begun the next: slots stay in step."""
+@pytest.mark.parametrize("count", [10, 2000])
+@pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 30])
+@pytest.mark.parametrize("what", ["load", "copy", "combine", "synchronize"])
+def test_an_error_of_one_rank(on, monkeypatch, what, call, count):
+    """Wherever it comes, all leave the call together, but for what no other rank depends on; no
+    result is wrong, and the slots stay in step.
+    """
+    monkeypatch.setattr(peer, "SLOT", 512)
+    monkeypatch.setattr(peer, "WHOLE", 64)
     arrays, me, n = on("ipc")
     total(arrays, me, n)
-    combine, broken = arrays.cuda.combine, []
+    works, calls = getattr(arrays.cuda, what), []
 
-    def fails(*what):
-        if me == 0 and not broken:
-            broken.append(what)
-            raise RuntimeError("this kernel cannot be compiled")
-        combine(*what)
+    def fails(*how):
+        calls.append(how)
+        if me == 0 and len(calls) == call:
+            raise RuntimeError(f"{what} cannot be done")
+        return works(*how)
 
-    arrays.cuda.combine = fails
-    array = uploaded(arrays, np.full(5, me, np.float32))
-    if me == 0:
-        with pytest.raises(RuntimeError, match="cannot be compiled"):
-            dist.all_reduce(array)
-    else:
+    array = uploaded(arrays, np.full(count, me, np.float32))
+    monkeypatch.setattr(arrays.cuda, what, fails)
+    error = None
+    try:
         dist.all_reduce(array)
+    except RuntimeError as caught:
+        error = caught
+    failed, seen = me == 0 and len(calls) >= call, str(error)
+    monkeypatch.setattr(arrays.cuda, what, works)
+    if me == 0:
+        assert (error is not None) == failed and (not failed or "cannot be done" in seen)
+    elif error is not None:
+        assert isinstance(error, DistBackendError) and "another rank failed" in seen
+    if error is None:
         assert (got(array) == sum(range(n))).all()
-    for _ in range(3):
-        total(arrays, me, n, count)
+    if what == "load" and call == 1:
+        assert error is not None, "this comes before the first round, on all ranks"
+    for length in (3, count, 700):
+        total(arrays, me, n, length)
 
 
 def test_calls_that_differ(on, monkeypatch):

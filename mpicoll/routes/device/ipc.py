@@ -25,9 +25,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from mpi4py import MPI
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
@@ -37,7 +40,7 @@ from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp
-from mpicoll.errors import MismatchError
+from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import at_home
@@ -100,44 +103,80 @@ class Peers:
         return start + (self._turn + k) % SLOTS * size
 
     def go(
-        self, kind: int, count: int, rounds: int, steps: Sequence[Callable[[int], None]]
+        self,
+        kind: int,
+        count: int,
+        rounds: int,
+        steps: Sequence[Callable[[int], None]],
+        prepare: Callable[[], None],
     ) -> None:
         """Carry a call out: ``steps[s](k)`` enqueues step s of round k.
 
         kind, count: what all ranks must have alike. Raises MismatchError on all ranks otherwise.
+        prepare: compiles and allocates all that the steps need.
+
+        A rank that fails goes on to the next meeting, and all leave the call there: it with its
+        error, the others with DistBackendError. After the last meeting no rank depends on another.
         """
         context, lag = self.context, LAG if rounds > 1 else 1
         turns, done = rounds + lag * (len(steps) - 1), []
-        try:
-            for turn in range(turns):
-                for s, step in enumerate(steps):
-                    if 0 <= turn - lag * s < rounds:
-                        step(turn - lag * s)
-                done.append(context.runtime.record(context.index, context.work))
-                known = turn - lag + 1
-                if known < 0 or turn == turns - 1:
-                    continue
-                context.runtime.synchronize(done[known])
-                if known > 0:
-                    self.group.inner.Barrier()
-                elif differences := self._compare(kind, count):
-                    self._turn = -rounds  # all raise, and begin anew: no rank has read anything
-                    raise MismatchError(differences)
-        finally:  # after an error of this rank's, too, for the others go on
-            self._turn += rounds
 
-    def _compare(self, kind: int, count: int) -> str:
-        """Wait for all ranks; return how their calls differ, "" if they do not."""
-        mine = np.array([kind, count, self.group.sequence, self._turn % SLOTS], np.int64)
+        def enqueue(turn: int) -> None:
+            for s, step in enumerate(steps):
+                if 0 <= turn - lag * s < rounds:
+                    step(turn - lag * s)
+            done.append(context.runtime.record(context.index, context.work))
+            if turn - lag + 1 >= 0 and turn < turns - 1:
+                context.runtime.synchronize(done[turn - lag + 1])
+
+        failure = _failure_of(prepare)
+        for turn in range(turns):
+            failure = failure or _failure_of(partial(enqueue, turn))
+            if turn - lag + 1 >= 0 and turn < turns - 1:
+                if turn - lag + 1 == 0:
+                    problem = self._compare(kind, count, failure)
+                else:
+                    problem = self._meet(kind, failure)
+                if problem is not None:
+                    self._begin_anew()
+                    raise failure or problem
+        self._turn += rounds
+        if failure is not None:
+            raise failure
+
+    def _compare(self, kind: int, count: int, failure: Exception | None) -> Exception | None:
+        """Wait for all ranks; return what is wrong: their calls differ, or one has failed."""
+        mine = [kind, count, self.group.sequence, self._turn % SLOTS, failure is None]
         everybody = np.empty((self.n, len(mine)), np.int64)
-        self.group.inner.Allgather(mine, everybody)
-        if (everybody == mine).all():
-            return ""
-        return (
-            f"{decode_primitive(kind)} on rank {self.me} of group {self.group.group_name}: "
-            f"the ranks' calls do not belong together: "
-            f"{describe_by_rank(describe(*row[:2]) for row in everybody.tolist())}"
+        self.group.inner.Allgather(np.array(mine, np.int64), everybody)
+        if (everybody[:, :-1] != mine[:-1]).any():
+            return MismatchError(
+                f"{self._name(kind)}: the ranks' calls do not belong together: "
+                f"{describe_by_rank(describe(*row[:2]) for row in everybody.tolist())}"
+            )
+        return None if everybody[:, -1].all() else self._failed(kind)
+
+    def _meet(self, kind: int, failure: Exception | None) -> Exception | None:
+        """Wait for all ranks; return what is wrong if one has failed."""
+        able = np.array([failure is None])
+        self.group.inner.Allreduce(MPI.IN_PLACE, able, MPI.LAND)
+        return None if able[0] else self._failed(kind)
+
+    def _failed(self, kind: int) -> DistBackendError:
+        return DistBackendError(
+            f"{self._name(kind)}: another rank failed in this call, and says why; its result is "
+            "incomplete on all ranks"
         )
+
+    def _name(self, kind: int) -> str:
+        return f"{decode_primitive(kind)} on rank {self.me} of group {self.group.group_name}"
+
+    def _begin_anew(self) -> None:
+        """Begin with the first slot again, once no device reads or writes any more."""
+        with suppress(Exception):  # a device that has failed does nothing more
+            self.context.synchronize(self.context.work)
+        self.group.inner.Barrier()
+        self._turn = 0
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
         """Enqueue a copy."""
@@ -148,6 +187,11 @@ class Peers:
         context = self.context
         if count:
             context.runtime.combine(context.index, by, sources, out, count, divisor, context.work)
+
+    def load(self, by: Loop | None, n: int) -> None:
+        """Compile what combines n arrays, if something is combined."""
+        if by is not None and n:
+            self.context.runtime.load(self.context.index, by, n)
 
     def close(self, limit: float) -> None:
         """Let go of the workspaces; all ranks call. This rank's is freed once no other rank maps it
@@ -161,6 +205,15 @@ class Peers:
                 return
             time.sleep(1e-4)
         _mapped.remove(self._own)
+
+
+def _failure_of(task: Callable[[], None]) -> Exception | None:
+    """Return the exception that a task raises; None if it does its work."""
+    try:
+        task()
+    except Exception as error:
+        return error
+    return None
 
 
 #: Workspaces that other ranks may map: freeing such memory would pull it away under them.
@@ -271,7 +324,8 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
                 peers.copy(address + start * size, peers.second_slot(r, k), theirs * size)
 
         steps = [give, take] if whole else [give, take, spread]
-        peers.go(signature, view.count, _rounds(view.count, step), steps)
+        rounds = _rounds(view.count, step)
+        peers.go(signature, view.count, rounds, steps, lambda: peers.load(by, n))
 
     return all_reduce
 
@@ -309,8 +363,11 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
             for one, source, out in zip(transfer.gets, sources, outs, strict=True):
                 peers.copy(out, source, length(one.elements, k) * size)
 
-        signature = encode_kind(primitive, dtype, op, root)
-        peers.go(signature, transfer.total, _rounds(transfer.most, step), [give, take])
+        signature, rounds = encode_kind(primitive, dtype, op, root), _rounds(transfer.most, step)
+        peers.go(
+            signature, transfer.total, rounds, [give, take],
+            lambda: peers.load(by, len(transfer.gets)),
+        )  # fmt: skip
 
     return carry_out
 

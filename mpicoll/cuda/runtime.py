@@ -115,6 +115,9 @@ class Runtime(Protocol):
         """Return the name of a device's model."""
 
     def pci_bus_id(self, index: int) -> str:
+        """Return the PCI bus id of the GPU that the device is, or is a part of (MIG)."""
+
+    def identity(self, index: int) -> str:
         """Return what names the device in every process of its host."""
 
     def driver_version(self) -> str:
@@ -126,8 +129,16 @@ class Runtime(Protocol):
     def use(self, index: int) -> None:
         """Make a device the calling thread's current one."""
 
+    def settle(self, index: int) -> None:
+        """Let the calling thread, one of mpicoll's, work on a device for good; it may do so while
+        another captures a graph.
+        """
+
     def on(self, index: int) -> AbstractContextManager[object]:
-        """Return a context in which a device is the calling thread's current one."""
+        """Return a context in which a device is the calling thread's current one.
+
+        Afterwards the thread has what it had, and no device is set up that it did not use.
+        """
 
     def check_stream(self, index: int, stream: int, where: str) -> None:
         """Raise UnsupportedError if a stream is captured: no call can be ordered in it."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Memory, Runtime
+from mpicoll.cuda.threads import announce
 
 __all__ = ["DeviceContext", "StreamOrder"]
 
@@ -22,6 +23,7 @@ class DeviceContext:
     def __init__(self, runtime: Runtime, index: int) -> None:
         self.runtime = runtime
         self.index = index
+        announce(runtime, index)
         self._streams = [runtime.create_stream(index)]
         self.work = self._streams[0]
         self._blocks: list[Memory] = []

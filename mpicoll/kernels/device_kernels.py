@@ -45,7 +45,7 @@ _OPTIONS = ("--fmad=false", "--std=c++17")
 
 
 class DeviceKernels:
-    """The kernels of one CUDA device, which CuPy calls ``device``.
+    """The kernels of one CUDA device, which CuPy calls ``device``; the callers make it current.
 
     Addresses are numbers, of memory that the device reaches, and multiples of the size of what is
     there. Streams are handles of cudaStream_t; everything is enqueued in one, and nothing is waited
@@ -87,10 +87,7 @@ class DeviceKernels:
 
         UnsupportedError: n is more than 4000.
         """
-        import cupy
-
-        with cupy.cuda.Device(self._device):
-            self._kernel("combine", _combine(by, n))
+        self._kernel("combine", _combine(by, n))
 
     def scale(
         self, dtype: DType, source: int, factor: Factor, out: int, count: int, stream: int
@@ -149,7 +146,7 @@ class DeviceKernels:
         device = cupy.cuda.Device(self._device)
         most = _BLOCKS * device.attributes["MultiProcessorCount"]
         blocks = min(-(-cut.steps // _THREADS), most)
-        with device, external_stream(stream):
+        with external_stream(stream):
             kernel = self._kernel(name, line)
             kernel((blocks,), (_THREADS,), (*arguments, cut.head, cut.pieces, cut.elements))
 

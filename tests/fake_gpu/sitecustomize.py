@@ -33,6 +33,9 @@ class FakeGpu:
     def pci_bus_id(self, index):
         return f"0000:{index:02x}:00.0"
 
+    def identity(self, index):
+        return self.pci_bus_id(index)
+
     def driver_version(self):
         return "fake driver"
 

@@ -60,6 +60,7 @@ class Simulated:
         self.captured: set[int] = set()
         self.eager = False  # everything happens as early as can be, instead of as late
         self.current = 0
+        self.settled: dict[int, int] = {}  # by thread
         self.given_back: list[Any] = []
 
     def _find(self, index: int, stream: int) -> Stream:
@@ -92,6 +93,9 @@ class Simulated:
 
     def pci_bus_id(self, index: int) -> str:
         return f"0000:0{index}:00.0"
+
+    def identity(self, index: int) -> str:
+        return self.pci_bus_id(index)
 
     def driver_version(self) -> str:
         return "simulated"
@@ -211,6 +215,9 @@ class Simulated:
             reduction.narrow(wide, elements(out, dtype.numpy, count))
 
         self.enqueue(index, stream, task)
+
+    def settle(self, index: int) -> None:
+        self.settled[threading.get_ident()] = index
 
     def on(self, index: int) -> Any:
         return contextlib.nullcontext()

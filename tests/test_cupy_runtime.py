@@ -21,7 +21,7 @@ from mpicoll.cuda import runtime, threads
 from mpicoll.cuda.cupy_runtime import CupyRuntime
 from mpicoll.cuda.runtime import Memory
 from mpicoll.cuda.streams import DeviceContext
-from mpicoll.errors import MpicollError, UnsupportedError
+from mpicoll.errors import DeviceMemoryError, MpicollError, UnsupportedError
 
 pytestmark = pytest.mark.any_mpi
 
@@ -121,8 +121,20 @@ class World:
     def eventCreateWithFlags(self, flags):
         return self._make("eventCreate")
 
+    class CUDARuntimeError(RuntimeError):
+        def __init__(self, status):
+            super().__init__(f"error {status}")
+            self.status = status
+
+    room = 1 << 40
+
     def malloc(self, nbytes):
+        if nbytes > self.room:
+            raise self.CUDARuntimeError(2 if nbytes < 1 << 50 else 700)
         return self._make("malloc", unsafe=True)
+
+    def memGetInfo(self):
+        return self.room, 1 << 40
 
     streamDestroy = eventDestroy = free = _destroy
 
@@ -343,6 +355,30 @@ def test_a_cupy_that_cannot_write_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(UnsupportedError, match=r"cannot be loaded.*/root/.cupy"):
         CupyRuntime()
+
+
+def test_caches_are_emptied_where_memory_is_short(world, cuda, monkeypatch):
+    emptied = []
+
+    def empty(name):
+        emptied.append((name, world.stack[-1]))
+        world.room = 1 << 30
+
+    pool = types.SimpleNamespace(free_all_blocks=lambda: empty("cupy"))
+    sys.modules["cupy"].get_default_memory_pool = lambda: pool
+    torch = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(
+        is_initialized=lambda: True, empty_cache=lambda: empty("torch")
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    world.room = 1 << 20
+    held = runtime.allocate(cuda, 1, 1 << 30)
+    assert emptied == [("torch", 101), ("cupy", 101)] and held.nbytes == 1 << 30
+    with pytest.raises(DeviceMemoryError, match="GPU 1 .* 2048 MiB are needed, 1024 of 1048576"):
+        runtime.allocate(cuda, 1, 2 << 30)
+    with pytest.raises(RuntimeError, match="error 700"):  # of something else
+        runtime.allocate(cuda, 1, 1 << 60)
+    assert len(emptied) == 4
 
 
 def test_memory_that_nobody_knows(cuda):

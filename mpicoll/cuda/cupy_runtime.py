@@ -11,11 +11,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from mpicoll.cuda.driver import EXPORTABLE, MANAGED, ORDINAL, Driver
 from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, NcclCommunicator, StridedMemory
 from mpicoll.dtypes import DType, Factor
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
 from mpicoll.kernels.reduction import Loop
 
 __all__ = ["CupyRuntime"]
+
+#: cudaErrorMemoryAllocation.
+_OUT_OF_MEMORY = 2
 
 
 class CupyRuntime:
@@ -135,8 +138,26 @@ class CupyRuntime:
     def allocate(self, index: int, nbytes: int) -> Memory:
         """Allocate by cudaMalloc."""
         with self.on(index):
-            address = self._api.malloc(nbytes)
+            try:
+                address = self._api.malloc(nbytes)
+            except self._api.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                free, total = self._api.memGetInfo()
+                raise DeviceMemoryError(
+                    f"GPU {index} has too little memory: {nbytes >> 20} MiB are needed, "
+                    f"{free >> 20} of {total >> 20} MiB are free; end groups that are not needed, "
+                    "or keep less"
+                ) from error
         return Memory(address, nbytes, _Handle(self, index, address, self._api.free))
+
+    def free_cached(self, index: int) -> None:
+        """Empty the caches of torch and CuPy."""
+        torch = sys.modules.get("torch")
+        with self.on(index):
+            if torch is not None and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self._cupy.get_default_memory_pool().free_all_blocks()
 
     def allocate_pinned(self, index: int, nbytes: int) -> Memory:
         """Allocate by cudaHostAlloc, from CuPy's pool."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpicoll.dtypes import DType, Factor
+from mpicoll.errors import DeviceMemoryError
 from mpicoll.kernels.reduction import Loop
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "NcclCommunicator",
     "Runtime",
     "StridedMemory",
+    "allocate",
     "get_runtime",
 ]
 
@@ -162,7 +164,13 @@ class Runtime(Protocol):
         """Wait on the host for an event."""
 
     def allocate(self, index: int, nbytes: int) -> Memory:
-        """Allocate device memory of the kind that can be exported and that every MPI takes."""
+        """Allocate device memory of the kind that can be exported and that every MPI takes.
+
+        Raises DeviceMemoryError if there is too little.
+        """
+
+    def free_cached(self, index: int) -> None:
+        """Give memory back that array libraries keep unused."""
 
     def allocate_pinned(self, index: int, nbytes: int) -> Memory:
         """Allocate pinned host memory.
@@ -221,6 +229,18 @@ class Runtime(Protocol):
 
     def nccl_group(self) -> AbstractContextManager[None]:
         """Return a context in which NCCL's messages are one operation."""
+
+
+def allocate(runtime: Runtime, index: int, nbytes: int) -> Memory:
+    """Allocate device memory, if need be after freeing what array libraries keep unused.
+
+    Raises DeviceMemoryError if that is too little.
+    """
+    try:
+        return runtime.allocate(index, nbytes)
+    except DeviceMemoryError:
+        runtime.free_cached(index)
+    return runtime.allocate(index, nbytes)
 
 
 _runtime: Runtime | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Memory, Runtime
+from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Memory, Runtime, allocate
 from mpicoll.cuda.threads import announce
 
 __all__ = ["DeviceContext", "StreamOrder"]
@@ -54,10 +54,10 @@ class DeviceContext:
         place = self._taken
         self._taken += 1
         if place == len(self._blocks):
-            self._blocks.append(self.runtime.allocate(self.index, max(nbytes, 1)))
+            self._blocks.append(allocate(self.runtime, self.index, max(nbytes, 1)))
         elif self._blocks[place].nbytes < nbytes:
             # Freeing memory waits until nothing uses it any more.
-            self._blocks[place] = self.runtime.allocate(self.index, nbytes)
+            self._blocks[place] = allocate(self.runtime, self.index, nbytes)
         return self._blocks[place]
 
     def pinned(self, nbytes: int) -> Memory:
@@ -91,7 +91,7 @@ class DeviceContext:
         _left_behind.append((self._blocks, self._pinned))
         self._blocks, self._pinned = [], None
 
-    def close(self) -> None:
+    def close(self, limit: float = 0) -> None:
         """Free everything, once nothing uses it any more."""
         self._synchronize_all()
         self._blocks, self._pinned = [], None

@@ -49,6 +49,9 @@ class FakeGpu:
     def create_stream(self, index):
         return 1
 
+    def destroy_stream(self, stream):
+        pass
+
     def record(self, index, stream):
         return None
 

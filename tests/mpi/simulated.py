@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.cuda.runtime import Memory
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels import reduction
 
 #: The stream that CUDA calls legacy; here it is a stream like others.
@@ -60,6 +60,7 @@ class Simulated:
         self.captured: set[int] = set()
         self.eager = False  # everything happens as early as can be, instead of as late
         self.current = 0
+        self.room, self.cached = 1 << 40, 0  # bytes of a device, and of what libraries keep unused
         self.settled: dict[int, int] = {}  # by thread
         self.given_back: list[Any] = []
 
@@ -137,8 +138,13 @@ class Simulated:
     def synchronize(self, event: Event) -> None:
         self._run(event.stream, event.place)
 
+    def free_cached(self, index: int) -> None:
+        self.cached = 0
+
     def allocate(self, index: int, nbytes: int) -> Memory:
         """As a file without a name, which another process may open."""
+        if nbytes > self.room - self.cached:
+            raise DeviceMemoryError(f"{nbytes} bytes are too many")
         given_back, self.given_back = self.given_back, []
         if len(given_back) < 16:
             self.given_back += given_back

@@ -142,8 +142,10 @@ def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
             total(arrays, me, n)
     else:
         total(arrays, me, n)
-        assert dist.group.WORLD.resources.find("devices").names[0] == (road or "ipc")
-    assert len(tries) == (road is not None and me == 0)
+        assert dist.group.WORLD.resources.find("devices").names[0] == (
+            road or ("direct" if n == 1 else "ipc")
+        )
+    assert len(tries) == (road is not None and me == 0), "nothing depends on it"
 
 
 def test_what_is_refused_leaves_nothing_behind(on):
@@ -397,3 +399,91 @@ def test_partners():
             assert all(nodes[one] != nodes[rank] and rank in found[one] for one in partners)
         if len(set(map(nodes.count, nodes))) == 1:
             assert max(map(len, found)) <= 2
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+def agreed():
+    return dist.group.WORLD.resources.find("devices")
+
+
+def test_memory_that_libraries_keep_unused(on):
+    """It is freed where there is too little, and then there is enough."""
+    arrays, me, n = on()
+    array = uploaded(arrays, np.full(10, me, np.float32))
+    arrays.cuda.room, arrays.cuda.cached = 1 << 30, 1 << 30
+    dist.all_reduce(array)
+    assert agreed().names[0] == ("direct" if n == 1 else "ipc")
+    third = arrays.make(np.full(10, me, np.float32), layout="third")
+    third.upload()
+    arrays.cuda.cached = 1 << 30
+    dist.all_reduce(third)  # needs scratch
+    assert (got(array) == sum(range(n))).all() and (got(third) == sum(range(n))).all()
+
+
+def test_a_rank_without_memory(on):
+    """All take another route, a warning says why, and so does what ``doctor`` prints."""
+    arrays, me, n = on(cuda="none")
+    array = uploaded(arrays, np.full(10, me, np.float32))
+    if me == n - 1:
+        arrays.cuda.room = 1 << 20
+    why = rf"ipc is off: rank {n - 1}: no workspace: \d+ bytes are too many"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "mpicoll: ranks .* share GPU")
+        if me == 0 and n > 1:
+            with pytest.raises(RuntimeWarning, match=f"arrays on GPUs go by staged, because {why}"):
+                dist.all_reduce(array)
+        else:
+            dist.all_reduce(array)
+    assert (got(array) == sum(range(n))).all()
+    if n > 1:
+        assert agreed().names == ("staged",)
+        assert re.match(why, f"ipc is off: {agreed().describe()['ipc']}")
+
+
+def test_why_routes_are_off(on):
+    arrays, me, n = on(cuda="none")
+    total(arrays, me, n)
+    told = agreed().describe()
+    assert {name for name, why in told.items() if not why} == set(agreed().names)
+    assert "lacks NCCL" in told["nccl"]
+    if n > 1:
+        assert "MPICOLL_CUDA_AWARE=none" in told["direct"]
+
+
+def test_what_is_forced_and_lost(on, monkeypatch):
+    arrays, me, n = on("ipc")
+
+    def refuse(index, handle):
+        raise RuntimeError("no peer access")
+
+    monkeypatch.setattr(arrays.cuda, "open", refuse)
+    if n > 1:
+        words = r"MPICOLL_DEVICE_ROUTE=ipc: rank 0: cannot map another .*no peer access; unset it"
+        with pytest.raises(UnsupportedError, match=words):
+            total(arrays, me, n)
+
+
+def test_a_group_of_one_rank(on, monkeypatch):
+    """It meets nobody, maps and stages nothing, and no call waits for the device."""
+    arrays, me, _ = on(cuda="none")
+    group = dist.new_group([me], use_local_synchronization=True)
+    for name in ("synchronize", "export", "allocate_pinned"):
+        monkeypatch.setattr(arrays.cuda, name, lambda *what: pytest.fail("not alone"))
+    numbers = np.arange(3_000_000, dtype=np.float32)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM(2.0)):
+        array, output = uploaded(arrays, numbers), uploaded(arrays, 0 * numbers)
+        dist.all_reduce(array, op, group=group)
+        dist.reduce(array, me, group=group)
+        dist.broadcast(array, me, group=group)
+        dist.reduce_scatter_single(output, array, op, group=group)
+        for stream in list(arrays.cuda.streams.values()):
+            arrays.cuda._run(stream, stream.end)
+        factor = 2 if op.factor else 1
+        assert (array._numpy() == factor * numbers).all()
+        assert (output._numpy() == factor * factor * numbers).all()
+    monkeypatch.undo()
+    assert group.resources.find("devices").names == ("direct", "staged")
+    assert sum(block.nbytes for block in group.resources.find(("device", 0))._blocks) < 40 << 20

@@ -37,7 +37,7 @@ from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
 from mpicoll.core.work import deadline
-from mpicoll.cuda.runtime import Memory
+from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError, MismatchError
@@ -46,7 +46,6 @@ from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import at_home
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.transfers import CARRIED, transfer_of
-from mpicoll.routes.wire import all_gather_bytes
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -225,36 +224,40 @@ def _share_slot(room: int, n: int) -> int:
     return _rounded(-(-room // n)) + _LINE
 
 
-def meet(group: ProcessGroup, context: DeviceContext) -> Peers | None:
-    """Return the workspaces of all ranks; None on all if one cannot see another's. All call."""
+def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
+    """Return the workspaces of all ranks, or, on all, why there are none. All ranks call."""
     runtime, me, room = context.runtime, group.rank(), SLOT
-    own, handle = None, b""
+    own, handle, found, problem = None, b"", [], ""
     try:
-        own = runtime.allocate(context.index, SLOTS * (room + _share_slot(room, group.size())))
+        nbytes = SLOTS * (room + _share_slot(room, group.size()))
+        own = allocate(runtime, context.index, nbytes)
         handle = runtime.export(context.index, own)
         _mapped.append(own)
-    except Exception:  # whatever the driver says: all ranks take another route then
-        own = None
-    handles = [bytes(one) for one in all_gather_bytes(group.inner, np.frombuffer(handle, np.uint8))]
-    found: list[Memory] = []
-    if own is not None and all(handles):
+    except Exception as error:  # whatever the driver says: all ranks take another route then
+        own, problem = None, f"no workspace: {error}"
+    said: list[tuple[bytes, str]] = group.inner.allgather((handle, problem))
+    why = _first_problem(said)
+    if own is not None and not why:
         try:
             found = [
-                own if rank == me else runtime.open(context.index, one)
-                for rank, one in enumerate(handles)
+                own if rank == me else runtime.open(context.index, theirs)
+                for rank, (theirs, _) in enumerate(said)
             ]
-        except Exception:
-            found = []
-    able = np.array([len(found) == group.size()])
-    everybody = np.empty(group.size(), bool)
-    group.inner.Allgather(able, everybody)
-    if own is None or not everybody.all():
+        except Exception as error:
+            problem = f"cannot map another rank's device memory (CUDA IPC): {error}"
+        why = _first_problem(group.inner.allgather((b"", problem)))
+    if own is None or why:
         found.clear()
         group.inner.Barrier()  # no rank maps anything any more
         if own is not None:
             _mapped.remove(own)
-        return None
+        return why
     return Peers(group, context, room, own, found)
+
+
+def _first_problem(said: Sequence[tuple[bytes, str]]) -> str:
+    """Return the first problem of a rank; "" for none."""
+    return next((f"rank {rank}: {words}" for rank, (_, words) in enumerate(said) if words), "")
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:

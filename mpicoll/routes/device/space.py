@@ -13,7 +13,7 @@ from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Layout
 from mpicoll.routes.space import Space
 
-__all__ = ["DeviceSpace", "at_home", "for_mpi"]
+__all__ = ["Alone", "DeviceSpace", "at_home", "for_mpi"]
 
 #: See Space. A wait for the device is slow, and copies are fast: more at a time than on hosts.
 SMALL, CHUNK, STACK = 128 * 1024, 4 * 1024 * 1024, 64 * 1024 * 1024
@@ -23,7 +23,10 @@ class DeviceSpace(Space):
     """A device's memory.
 
     context: the device context of the current call.
+    alone:   the group has one rank.
     """
+
+    alone = False
 
     small = SMALL
     chunk = CHUNK
@@ -84,6 +87,16 @@ class DeviceSpace(Space):
     def synchronize(self) -> None:
         """Wait for the context's stream."""
         self.context.synchronize(self.context.work)
+
+
+class Alone(DeviceSpace):
+    """The same for a group of one rank: as nothing is sent, nothing is cut or waited for."""
+
+    alone = True
+    small = chunk = stack = 1 << 62
+
+    def synchronize(self) -> None:
+        """Return at once: no MPI reads or writes."""
 
 
 def at_home(home: DeviceContext, inner: Implementation) -> Implementation:

@@ -374,7 +374,7 @@ def test_caches_are_emptied_where_memory_is_short(world, cuda, monkeypatch):
     world.room = 1 << 20
     held = runtime.allocate(cuda, 1, 1 << 30)
     assert emptied == [("torch", 101), ("cupy", 101)] and held.nbytes == 1 << 30
-    with pytest.raises(DeviceMemoryError, match="GPU 1 .* 2048 MiB are needed, 1024 of 1048576"):
+    with pytest.raises(DeviceMemoryError, match=r"GPU 1 .* 2048 MiB are needed, 1024 of 1048576"):
         runtime.allocate(cuda, 1, 2 << 30)
     with pytest.raises(RuntimeError, match="error 700"):  # of something else
         runtime.allocate(cuda, 1, 1 << 60)

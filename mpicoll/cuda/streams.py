@@ -17,8 +17,9 @@ class DeviceContext:
     work: the stream in which calls work.
     """
 
-    #: The most bytes of a piece of scratch that is kept for later calls.
-    KEPT = 64 * 1024 * 1024
+    #: Bytes of a piece of scratch from which on it is given back when it has not been used for
+    #: some calls: giving memory back, and getting it again, waits for the device.
+    LARGE, UNUSED = 64 * 1024 * 1024, 100
 
     def __init__(self, runtime: Runtime, index: int) -> None:
         self.runtime = runtime
@@ -27,6 +28,7 @@ class DeviceContext:
         self._streams = [runtime.create_stream(index)]
         self.work = self._streams[0]
         self._blocks: list[Memory] = []
+        self._since: list[int] = []  # for how many calls each has not been used
         self._taken = 0
         self._pinned: Memory | None = None
 
@@ -46,8 +48,11 @@ class DeviceContext:
 
     def begin(self) -> None:
         """Begin a call: the scratch of the one before is free again."""
+        self._since = [0 if k < self._taken else n + 1 for k, n in enumerate(self._since)]
         self._taken = 0
-        self._blocks = [one for one in self._blocks if one.nbytes <= self.KEPT]
+        for place in range(len(self._blocks)):
+            if self._since[place] >= self.UNUSED and self._blocks[place].nbytes > self.LARGE:
+                self._blocks[place] = _NOTHING
 
     def scratch(self, nbytes: int) -> Memory:
         """Return device memory for the rest of the call, for use in the work stream."""
@@ -55,6 +60,7 @@ class DeviceContext:
         self._taken += 1
         if place == len(self._blocks):
             self._blocks.append(allocate(self.runtime, self.index, max(nbytes, 1)))
+            self._since.append(0)
         elif self._blocks[place].nbytes < nbytes:
             # Freeing memory waits until nothing uses it any more.
             self._blocks[place] = allocate(self.runtime, self.index, nbytes)
@@ -89,7 +95,7 @@ class DeviceContext:
     def leave_behind(self) -> None:
         """After an error, never use or free again the memory that MPI or copies may still use."""
         _left_behind.append((self._blocks, self._pinned))
-        self._blocks, self._pinned = [], None
+        self._blocks, self._since, self._pinned = [], [], None
 
     def close(self, limit: float = 0) -> None:
         """Free everything, once nothing uses it any more."""
@@ -98,6 +104,9 @@ class DeviceContext:
         for stream in self._streams:
             self.runtime.destroy_stream(stream)
 
+
+#: In the place of a piece of scratch that was given back.
+_NOTHING = Memory(0, 0, None)
 
 _left_behind: list[tuple[list[Memory], Memory | None]] = []
 

@@ -22,7 +22,7 @@ from mpicoll.dtypes import DType, Factor, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.kernels.reduction import Loop, factor_of, find_loop
 
-__all__ = ["DeviceKernels", "external_stream"]
+__all__ = ["PIECE", "DeviceKernels", "external_stream"]
 
 #: Threads of a block.
 _THREADS = 256
@@ -35,8 +35,9 @@ _BLOCKS = 32
 #: of arguments, and from CUDA 12.1 on 32 KiB.
 _CAPACITIES = (16, 500, 4000)
 
-#: Bytes that a thread reads or writes at once; LENGTH in device.cu.
-_PIECE = 16
+#: Bytes that a thread reads or writes at once; LENGTH in device.cu. Arrays that are combined are
+#: read so if their addresses are alike modulo this number, else element by element.
+PIECE = 16
 
 _SOURCES = ("formats.h", "device.cu")
 
@@ -220,7 +221,7 @@ def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:
 
     ArgumentError: an address lies between two numbers.
     """
-    length = _PIECE // max(size for _, size in arrays)
+    length = PIECE // max(size for _, size in arrays)
     heads = set()
     for address, size in arrays:
         if address % (size // parts):

@@ -18,6 +18,7 @@ from mpicoll.cuda import between_nodes, capabilities, mpi_support, probe, runtim
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes.device import ipc as peer
+from mpicoll.routes.device import space as device_space
 from mpicoll.routes.device import staged
 from mpicoll.routes.host import select
 
@@ -203,8 +204,8 @@ def test_the_stream_of_a_thread(on, road):
 
 def test_an_error_between_pieces(on, monkeypatch):
     """What is on its way then comes before what the caller does next."""
-    arrays, me, n = on("staged")
-    monkeypatch.setattr(staged, "CHUNK", 400 * (n + 1))
+    arrays, me, _ = on("staged")
+    monkeypatch.setattr(staged, "CHUNK", 400)
     choose, calls = select.choose, []
 
     def breaking(kind):
@@ -487,3 +488,121 @@ def test_a_group_of_one_rank(on, monkeypatch):
     monkeypatch.undo()
     assert group.resources.find("devices").names == ("direct", "staged")
     assert sum(block.nbytes for block in group.resources.find(("device", 0))._blocks) < 40 << 20
+
+
+# ---- How calls are cut and placed ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("road", ["ipc", "direct"])
+@pytest.mark.parametrize("offset", [0, 4, 12])
+def test_kernels_get_arrays_that_lie_alike(on, monkeypatch, road, offset):
+    """Modulo 16 bytes, at which they read in pieces: whatever the address, and odd shares too."""
+    monkeypatch.setattr(peer, "SLOT", 4096)
+    monkeypatch.setattr(peer, "WHOLE", 1000)
+    monkeypatch.setattr(device_space.DeviceSpace, "small", 1000)
+    monkeypatch.setattr(device_space.DeviceSpace, "chunk", 2048)
+    arrays, me, n = on(road)
+    combine, seen = arrays.cuda.combine, []
+
+    def noted(index, by, sources, out, count, *more):
+        seen.append((count, len({one % 16 for one in (*sources, out)})))
+        combine(index, by, sources, out, count, *more)
+
+    arrays.cuda.combine = noted
+    mine = offset if me else 4  # a rank's address is its own affair
+
+    def shifted(host):
+        array = arrays.make(host, layout="third")
+        array.strides, array.offset = None, mine
+        array.upload()
+        return array
+
+    for count in (5, 333, 1001, 3001):
+        array = shifted(np.arange(count, dtype=np.float32))
+        dist.all_reduce(array)
+        assert (got(array) == n * np.arange(count)).all()
+        dist.reduce(array, 0)
+        if me == 0:
+            assert (got(array) == n * n * np.arange(count)).all()
+        if n > 1 and count > 100:  # what all ranks get from all is packed
+            given, output = shifted(np.ones(count, "f4")), shifted(np.zeros(count, "f4"))
+            dist.scan(output, given)
+            assert (got(output) == me + 1).all()
+    assert seen and {alike for count, alike in seen if count} == {1}
+    assert n == 1 or len(seen) > 8
+
+
+def test_few_copies(on, monkeypatch):
+    """A rank's slot gets all but its own share, which is one range or two."""
+    arrays, me, n = on("ipc")
+    total(arrays, me, n, 400_000)
+    copy, seen = arrays.cuda.copy, []
+
+    def noted(index, into, source, nbytes, stream):
+        seen.append(nbytes)
+        copy(index, into, source, nbytes, stream)
+
+    arrays.cuda.copy = noted
+    array = uploaded(arrays, np.full(400_000, me, np.float32))
+    dist.all_reduce(array)
+    assert (got(array) == sum(range(n))).all()
+    given, spread = seen[:-n], seen[-n:]
+    if n > 1:
+        assert len(given) == 2 and sum(given) < 1_600_000 and sum(spread) == 1_600_000
+
+
+@pytest.mark.parametrize("slot", [512, 8 << 20])
+def test_workspaces_are_whole_blocks(on, monkeypatch, slot):
+    """The driver puts small allocations into one block, all of which a handle opens."""
+    monkeypatch.setattr(peer, "SLOT", slot)
+    arrays, me, n = on("ipc")
+    total(arrays, me, n)
+    assert agreed().ipc._own.nbytes % (2 << 20) == 0
+
+
+def test_pieces_that_are_staged(on, monkeypatch):
+    """As large as the pinned memory is meant for, whatever the number of ranks."""
+    arrays, me, n = on("staged")
+    choose, seen = select.choose, []
+
+    def noting(kind):
+        route = choose(kind)
+
+        def noted(send, recv, extent, root):
+            seen.append(extent)
+            route(send, recv, extent, root)
+
+        return noted
+
+    monkeypatch.setattr(select, "choose", noting)
+    monkeypatch.setattr(staged, "CHUNK", 4000)
+    total(arrays, me, n, 2500)
+    assert seen == [1000, 1000, 500]
+    seen.clear()
+    output = uploaded(arrays, np.zeros((n, 1000), np.float32))
+    dist.all_gather_single(output, uploaded(arrays, np.full(1000, me, np.float32)))
+    assert (got(output) == np.arange(n)[:, None]).all()
+    assert max(seen) == 1000 // (n + 1)
+
+
+def test_large_scratch_stays_while_it_is_used(on):
+    """Giving it back waits for the device."""
+    arrays, *_ = on()
+    context, taken = streams.DeviceContext(arrays.cuda, 0), []
+    allocate = arrays.cuda.allocate
+    arrays.cuda.allocate = lambda index, nbytes: taken.append(nbytes) or allocate(index, nbytes)
+    context.LARGE, large = 1000, 5000
+    for turn in range(6):
+        context.begin()
+        context.scratch(10)
+        if turn % 2 == 0:
+            context.scratch(large)
+    assert taken == [10, large]
+    for _ in range(context.UNUSED + 1):
+        context.begin()
+        context.scratch(10)
+    assert [block.nbytes for block in context._blocks] == [10, 0]
+    context.begin()
+    context.scratch(10)
+    assert context.scratch(large).nbytes == large and taken == [10, large, large]
+    context.close()

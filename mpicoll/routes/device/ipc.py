@@ -39,13 +39,14 @@ from mpicoll.core.signature import decode_primitive, describe, encode_kind
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
-from mpicoll.dtypes import ReduceOp
+from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import at_home
 from mpicoll.routes.route import MemoryKind, Route
-from mpicoll.routes.transfers import CARRIED, transfer_of
+from mpicoll.routes.transfers import CARRIED, Get, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ SLOT = 8 * 1024 * 1024
 #: Bytes of a message up to which every rank combines everything, to save a turn.
 WHOLE = 256 * 1024
 _LINE = 256
+#: Bytes of the blocks that the driver shares out to small allocations: who opens one has them all.
+_BLOCK = 2 * 1024 * 1024
 
 
 def _rounded(nbytes: int) -> int:
@@ -90,6 +93,7 @@ class Peers:
         self._own = own
         self._workspaces = others  # by rank; this rank's is its own
         self._turn = 0  # the number of the current call's first round
+        self._between: Memory | None = None  # where results are made that go elsewhere
 
     def slot(self, rank: int, k: int) -> int:
         """Return the address of a rank's slot in round ``k`` of this call."""
@@ -181,16 +185,28 @@ class Peers:
         """Enqueue a copy."""
         self.context.runtime.copy(self.context.index, into, source, nbytes, self.context.work)
 
-    def combine(self, by: Loop, sources: Sequence[int], out: int, count: int, divisor: int) -> None:
-        """Enqueue a reduction, which may read other ranks' memory."""
-        context = self.context
-        if count:
-            context.runtime.combine(context.index, by, sources, out, count, divisor, context.work)
+    def prepare(self, by: Loop | None, n: int, out: int, nbytes: int) -> None:
+        """Compile and allocate what combines n arrays into one of some bytes, if there is one."""
+        if by is None or not n:
+            return
+        self.context.runtime.load(self.context.index, by, n)
+        self._between = None if out % PIECE == 0 else self.context.scratch(nbytes)
 
-    def load(self, by: Loop | None, n: int) -> None:
-        """Compile what combines n arrays, if something is combined."""
-        if by is not None and n:
-            self.context.runtime.load(self.context.index, by, n)
+    def combine(
+        self, by: Loop, sources: Sequence[int], out: int, nbytes: int, divisor: int
+    ) -> None:
+        """Enqueue a reduction of slots, as prepared; a result that does not lie as the slots do is
+        made beside and copied.
+        """
+        context, size = self.context, by_name[by.format].itemsize * by.elements
+        if not nbytes:
+            return
+        into = out if self._between is None else self._between.address
+        context.runtime.combine(
+            context.index, by, sources, into, nbytes // size, divisor, context.work
+        )
+        if into != out:
+            self.copy(out, into, nbytes)
 
     def close(self, limit: float) -> None:
         """Let go of the workspaces; all ranks call. This rank's is freed once no other rank maps it
@@ -230,6 +246,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
     own, handle, found, problem = None, b"", [], ""
     try:
         nbytes = SLOTS * (room + _share_slot(room, group.size()))
+        nbytes = -(-nbytes // _BLOCK) * _BLOCK
         own = allocate(runtime, context.index, nbytes)
         handle = runtime.export(context.index, own)
         _mapped.append(own)
@@ -301,24 +318,26 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
             start = min(length, rank * each)
             return start, min(length, start + each) - start
 
+        aligned = view.address % PIECE == 0
+
         def give(k: int) -> None:
             address, length = piece(k)
-            if whole:
-                peers.copy(peers.slot(me, k), address, length * size)
-                return
-            for r in range(n):
-                start, theirs = share(length, r)
-                if r != me:  # no other rank reads that
-                    into = peers.slot(me, k) + start * size
-                    peers.copy(into, address + start * size, theirs * size)
+            start, mine = share(length, me)
+            # No other rank reads this one's share.
+            parts = [(0, length)] if whole or not aligned else [(0, start), (start + mine, length)]
+            for begin, end in parts:
+                into = peers.slot(me, k) + begin * size
+                peers.copy(into, address + begin * size, (end - begin) * size)
 
         def take(k: int) -> None:
             address, length = piece(k)
             start, mine = (0, length) if whole else share(length, me)
             at = start * size
-            sources = [peers.slot(r, k) + at if r != me else address + at for r in range(n)]
+            sources = [peers.slot(r, k) + at for r in range(n)]
+            if aligned:
+                sources[me] = address + at
             out = address if whole else peers.second_slot(me, k)
-            peers.combine(by, sources, out, mine, divisor)
+            peers.combine(by, sources, out, mine * size, divisor)
 
         def spread(k: int) -> None:
             address, length = piece(k)
@@ -328,7 +347,8 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
 
         steps = [give, take] if whole else [give, take, spread]
         rounds = _rounds(view.count, step)
-        peers.go(signature, view.count, rounds, steps, lambda: peers.load(by, n))
+        out, nbytes = (view.address, min(view.nbytes, peers.room)) if whole else (0, 0)
+        peers.go(signature, view.count, rounds, steps, lambda: peers.prepare(by, n, out, nbytes))
 
     return all_reduce
 
@@ -361,16 +381,19 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
             sources = [peers.slot(rank, k) + place * room for rank, place, _, _ in transfer.gets]
             outs = [one.address + k * step * size for one in transfer.gets]
             if by is not None and transfer.gets:
-                peers.combine(by, sources, outs[0], length(transfer.gets[0].elements, k), divisor)
+                nbytes = length(transfer.gets[0].elements, k) * size
+                peers.combine(by, sources, outs[0], nbytes, divisor)
                 return
             for one, source, out in zip(transfer.gets, sources, outs, strict=True):
                 peers.copy(out, source, length(one.elements, k) * size)
 
+        def prepare() -> None:
+            first = transfer.gets[0] if transfer.gets else Get(0, 0, 0, 0)
+            nbytes = length(first.elements, 0) * size
+            peers.prepare(by, len(transfer.gets), first.address, nbytes)
+
         signature, rounds = encode_kind(primitive, dtype, op, root), _rounds(transfer.most, step)
-        peers.go(
-            signature, transfer.total, rounds, [give, take],
-            lambda: peers.load(by, len(transfer.gets)),
-        )  # fmt: skip
+        peers.go(signature, transfer.total, rounds, [give, take], prepare)
 
     return carry_out
 

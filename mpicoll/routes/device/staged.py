@@ -35,6 +35,8 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
     host, n = agreed.on_host(kind), group.size()
     sent = n if primitive.layout is Layout.SCATTERED else 1
     received = n if primitive.layout is Layout.GATHERED else 1
+    # A root has blocks of all ranks in its chunks, the others have not: all cut alike.
+    blocks = received + (sent if primitive.input else 0)
 
     def staged(send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int) -> None:
         # No rank knows the sizes of others' blocks: such calls are one chunk.
@@ -43,8 +45,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
         into = None if recv is None else _Side(recv, 1 if whole else received)
         sides = [one for one in (out, into) if one is not None]
         context, count = sides[0].context, max(one.count for one in sides)
-        # A root has blocks of all ranks in its chunks, the others have not: all cut alike.
-        step = max(1, count if whole else CHUNK // (n + 1) // sides[0].itemsize)
+        step = max(1, count if whole else CHUNK // blocks // sides[0].itemsize)
         chunks = [(at, min(step, count - at)) for at in range(0, max(count, 1), step)]
         half = sum(one.room(chunks[0]) for one in sides)
         pinned = context.pinned(half * min(2, len(chunks))).on_host()

@@ -147,6 +147,10 @@ class World:
     def eventSynchronize(self, event):
         self._enter("eventSynchronize", unsafe=True)
 
+    def eventQuery(self, event):
+        self._enter("eventQuery", unsafe=True)
+        return 600  # cudaErrorNotReady
+
     def memcpyAsync(self, *what):
         self._enter("memcpyAsync")
 
@@ -207,6 +211,7 @@ def work(cuda: CupyRuntime, index: int) -> None:
     context.scratch(100)
     context.after(context.work, context.to_host)
     cuda.copy(index, 1, 2, 3, context.work)
+    assert not cuda.is_done(context.record())
     context.synchronize(context.work)
     assert cuda.device_of(5) == 1 and cuda.is_plain(5)
     context.close()

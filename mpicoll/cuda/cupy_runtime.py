@@ -129,6 +129,12 @@ class CupyRuntime:
         with self.on(index):
             self._api.streamWaitEvent(stream, event.number)
 
+    def is_done(self, event: Event) -> bool:
+        """Query the event."""
+        assert isinstance(event, _Handle)
+        with self.on(event.index):
+            return bool(self._api.eventQuery(event.number) == 0)
+
     def synchronize(self, event: Event) -> None:
         """Wait for the event; other threads run meanwhile."""
         assert isinstance(event, _Handle)

@@ -160,6 +160,9 @@ class Runtime(Protocol):
     def wait(self, index: int, stream: int, event: Event) -> None:
         """Order what the stream gets from now on after an event of any device."""
 
+    def is_done(self, event: Event) -> bool:
+        """Return whether an event has come."""
+
     def synchronize(self, event: Event) -> None:
         """Wait on the host for an event."""
 

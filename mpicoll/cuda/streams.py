@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Memory, Runtime, allocate
+from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, Runtime, allocate
 from mpicoll.cuda.threads import announce
 
 __all__ = ["DeviceContext", "StreamOrder"]
@@ -84,6 +84,10 @@ class DeviceContext:
         event = self.runtime.record(other.index, other.work)
         self.runtime.wait(self.index, self.work, event)
 
+    def record(self) -> Event:
+        """Return the event of all being done that the work stream holds so far."""
+        return self.runtime.record(self.index, self.work)
+
     def synchronize(self, stream: int) -> None:
         """Wait for all that a stream of this context holds so far."""
         self.runtime.synchronize(self.runtime.record(self.index, stream))
@@ -129,6 +133,10 @@ class StreamOrder:
         self._streams = tuple(streams)
         self.asynchronous = asynchronous or UNKNOWN in self._streams
         self._before = [runtime.record(index, one or LEGACY) for one in self._streams]
+
+    def is_due(self) -> bool:
+        """Return whether all is done that the caller's streams held."""
+        return all(map(self._runtime.is_done, self._before))
 
     def enter(self, context: DeviceContext) -> None:
         """Let the context begin after what the caller's streams held."""

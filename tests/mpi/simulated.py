@@ -135,6 +135,13 @@ class Simulated:
         with self.lock:
             self._find(index, stream).waiting.append(event)
 
+    def is_done(self, event: Event) -> bool:
+        """Asked for the first time, it is not, as a program must expect; then it comes."""
+        with self.lock:
+            done = event.stream.done >= event.place
+            self._run(event.stream, event.place)
+            return done
+
     def synchronize(self, event: Event) -> None:
         self._run(event.stream, event.place)
 

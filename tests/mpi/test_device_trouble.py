@@ -606,3 +606,74 @@ def test_large_scratch_stays_while_it_is_used(on):
     context.scratch(10)
     assert context.scratch(large).nbytes == large and taken == [10, large, large]
     context.close()
+
+
+# ---- Messages ------------------------------------------------------------------------------------
+
+
+def test_messages_do_not_wait_for_the_device(on, monkeypatch):
+    """isend returns while the array is still being made; what is sent after it comes after it."""
+    arrays, me, n = on()
+    if n == 1:
+        return
+    right, left = (me + 1) % n, (me - 1) % n
+    array = uploaded(arrays, np.full(1000, me, np.float32))
+    is_done, late = arrays.cuda.is_done, threading.Event()
+    monkeypatch.setattr(arrays.cuda, "is_done", lambda event: late.is_set() and is_done(event))
+    works = [dist.isend(array, right)]
+    works += [dist.isend(np.full(1000, me + k, "f4"), right) for k in (10, 20)]
+    waiting = arrays.cuda.streams[0, array.number].waiting
+    assert waiting, "the host has waited for the stream"
+    assert not any(work.is_completed() for work in works)
+    taken = [np.zeros(1000, "f4") for _ in range(3)]
+    given = [dist.irecv(one, left) for one in taken]
+    landing = uploaded(arrays, np.zeros(7, "f4"))
+    given.append(dist.irecv(landing, left, tag=1))
+    late.set()
+    works.append(dist.isend(np.full(7, me, "f4"), right, tag=1))
+    for work in [*works, *given]:
+        work.wait()
+    assert [one[-1] for one in taken] == [left, left + 10, left + 20]
+    assert (got(landing) == left).all()
+    assert not dist.group.WORLD.held_back
+
+
+def test_a_message_that_is_never_due(on, monkeypatch):
+    """It can be given up: MPI has nothing of it."""
+    arrays, me, n = on()
+    if n == 1:
+        return
+    array = uploaded(arrays, np.full(10, me, np.float32))
+    monkeypatch.setattr(arrays.cuda, "is_done", lambda event: False)
+    work = dist.isend(array, (me + 1) % n)
+    with pytest.raises(dist.CollectiveTimeoutError):
+        work.wait(0.05)
+    work.abandon(RuntimeError("given up"))
+    assert work.is_completed() and not dist.group.WORLD.held_back
+
+
+@pytest.mark.parametrize("layout", ["C", "F"])
+def test_messages_pin_little(on, monkeypatch, layout):
+    """Whatever their size."""
+    monkeypatch.setattr(staged, "CHUNK", 1000)
+    arrays, me, n = on()
+    if n == 1:
+        return
+    pinned, allocate = [], arrays.cuda.allocate_pinned
+
+    def noted(index, nbytes):
+        pinned.append(nbytes)
+        return allocate(index, nbytes)
+
+    arrays.cuda.allocate_pinned = noted
+    for count in (10, 250, 251, 376, 3000):
+        numbers = np.arange(2 * count, dtype=np.float32).reshape(2, count)
+        given = arrays.make(numbers + me, layout=layout)
+        taken = arrays.make(0 * numbers, layout=layout)
+        for array in (given, taken):
+            array.upload()
+        works = [dist.isend(given, (me + 1) % n), dist.irecv(taken, (me - 1) % n)]
+        for work in works:
+            work.wait()
+        assert (got(taken) == numbers + (me - 1) % n).all()
+    assert max(pinned) <= 1000

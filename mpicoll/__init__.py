@@ -37,10 +37,10 @@ _HOMES = {
     ),
     "dtypes": ("ReduceOp",),
     "errors": (
-        "ArgumentError", "ArgumentTypeError", "CollectiveTimeoutError", "DistBackendError",
-        "DistError", "EmptyListError", "ForkedError", "LaunchError", "LostRankError", "MPIError",
-        "MismatchError", "MpicollError", "NotInitializedError", "RefusedPickleError",
-        "UnsupportedError", "UsageError",
+        "ArgumentError", "ArgumentTypeError", "CollectiveTimeoutError", "DeviceMemoryError",
+        "DistBackendError", "DistError", "EmptyListError", "ForkedError", "LaunchError",
+        "LostRankError", "MPIError", "MismatchError", "MpicollError", "NotInitializedError",
+        "RefusedPickleError", "UnsupportedError", "UsageError",
     ),
     "core.groups": (
         "GroupMember", "ProcessGroup", "get_global_rank", "get_group_rank",

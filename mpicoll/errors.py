@@ -11,6 +11,7 @@
     │   ├── NotInitializedError (ValueError) no process group exists (yet, or any more)
     │   └── ForkedError                      called in a forked child, which has no MPI
     ├── LaunchError (ValueError)         the job was started in a way that MPI does not see
+    ├── DeviceMemoryError (MemoryError)  a device has too little memory left
     ├── DistBackendError                 something failed between the ranks
     │   ├── MPIError                         the MPI library returned an error
     │   ├── LostRankError                    a rank is lost, and the job goes on without it (ULFM)
@@ -32,6 +33,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "CollectiveTimeoutError",
+    "DeviceMemoryError",
     "DistBackendError",
     "DistError",
     "EmptyListError",
@@ -85,6 +87,10 @@ class ForkedError(UsageError):
 
 class LaunchError(MpicollError, ValueError):
     """Launcher, MPI library and arguments disagree about who is in the job."""
+
+
+class DeviceMemoryError(MpicollError, MemoryError):
+    """A device has too little memory, when what torch and CuPy keep unused is freed, too."""
 
 
 class DistBackendError(MpicollError):

@@ -450,6 +450,7 @@ def test_the_tree_of_errors_is_as_it_is_drawn() -> None:
         ("MismatchError", dist.DistBackendError),
         ("MPIError", dist.DistBackendError),
         ("LostRankError", dist.DistBackendError),
+        ("DeviceMemoryError", MemoryError),
     ],
 )
 def test_an_except_clause_written_for_torch_catches(name: str, standard: type) -> None:

@@ -331,6 +331,8 @@ def test_doctor_finds_support_that_is_claimed_and_crashes(ended: Ended) -> None:
     )
     assert "WRONG: MPI says that it takes device memory (fake_query: yes), but tried" in words
     assert words.count("Python") == 1, "every rank prints"
+    assert "not ipc rank 0: no workspace: 'FakeGpu' object has no attribute" in words, words
+    assert "not mpi each of ranks 0, 1 lacks an MPI that sends, receives and reduces" in words
 
 
 @needs_mpiexec

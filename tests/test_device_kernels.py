@@ -130,7 +130,7 @@ class FakeCupy(types.ModuleType):
     def __init__(self, folder):
         super().__init__("cupy")
         self.multiprocessors, self.flush = 1, False
-        self.current, self.launched = [], []
+        self.current, self.launched, self.loaded = [], [], []
         fake = self
 
         class Current:
@@ -160,7 +160,7 @@ class FakeCupy(types.ModuleType):
 
             def get_function(self, name):
                 def kernel(grid, block, arguments):
-                    assert fake.current == [3, (0, STREAM)]
+                    assert fake.current == [(0, STREAM)]
                     assert self.library.count_arguments() == len(arguments)
                     held = [in_memory(argument) for argument in arguments]
                     addresses = [each.__array_interface__["data"][0] for each in held]
@@ -168,6 +168,8 @@ class FakeCupy(types.ModuleType):
                     fake.launched.append((name, grid[0], *arguments[-3:]))
                     self.library.run(grid[0], block[0], given, fake.flush)
 
+                kernel.num_regs = 1
+                fake.loaded.append(name)
                 return kernel
 
         self.RawModule = RawModule
@@ -333,6 +335,16 @@ def test_nothing_is_launched_for_nothing(kernels, cupy):
     assert not cupy.launched
 
 
+def test_what_is_loaded_before_is_not_compiled_again(kernels, cupy):
+    by = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
+    kernels.load(by, 3)
+    assert cupy.loaded == ["combine"] and not cupy.launched
+    check(kernels, ReduceOp.SUM, by_name["float32"], 3, 100, [0, 0, 0, 0], tame)
+    assert cupy.loaded == ["combine"] and cupy.launched
+    with pytest.raises(UnsupportedError, match="4000 arrays at most, got 4001"):
+        kernels.load(by, 4001)
+
+
 # ---- Scaling and rounding ------------------------------------------------------------------------
 
 
@@ -495,7 +507,7 @@ def test_nvrtc_compiles_to_the_instructions_that_were_meant(nvrtc, architecture)
 def test_cupy_has_what_is_used_of_it(nvrtc):
     import cupy
 
-    assert callable(cupy.RawModule.get_function)
+    assert callable(cupy.RawModule.get_function) and hasattr(cupy.RawKernel, "num_regs")
     assert isinstance(cupy.cuda.Device.attributes, types.GetSetDescriptorType | property)
     assert callable(cupy.cuda.Stream.from_external)
     assert "code" in cupy.RawModule.__doc__ and "options" in cupy.RawModule.__doc__

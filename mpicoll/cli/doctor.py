@@ -62,7 +62,7 @@ def _json(seen: Findings, advice: list[tuple[bool, str]]) -> str:
                 seen.facts, seen.all_ranks or [None] * len(seen.facts), strict=True
             )
         ],
-        "routes": {"host": seen.host, "device": seen.device},
+        "routes": {"host": seen.host, "device": seen.device, "off": seen.off},
         "clusters": seen.clusters,
         "advice": [{"wrong": bad, "text": text} for bad, text in advice],
     }
@@ -81,6 +81,7 @@ def _text(seen: Findings, advice: list[tuple[bool, str]]) -> str:
             lines += [f"  large sums cross once between clusters of near ranks, {each} of them"]
         lines += ["", "and on arrays on a device"]
         lines += [f"  {name:<34}{route}" for name, route in seen.device.items()]
+        lines += [f"  {f'not {name}':<34}{why}" for name, why in seen.off.items()]
         if not seen.device:
             lines += ["  no rank has a GPU that can be used" if not seen.bad_route else "  ?"]
     lines += [

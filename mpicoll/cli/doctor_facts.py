@@ -59,6 +59,7 @@ class Findings:
     clusters: of ranks that share memory, how many in a row are near each other.
     apart:  by rank, why it cannot copy from the memory of others on its node; "" for nothing.
     host, device: the route of arrays there, by primitive.
+    off:    why device routes are not taken, by their names.
     """
 
     facts: list[Facts]
@@ -74,6 +75,7 @@ class Findings:
     apart: list[str] = field(default_factory=list)
     host: Routes = field(default_factory=dict)
     device: Routes = field(default_factory=dict)
+    off: Routes = field(default_factory=dict)
 
 
 def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, Findings]:
@@ -93,16 +95,17 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     names: tuple[str, ...] = ()
     try:
         seen.all_ranks = exchange(group.inner, probes=True, again=again)
-        names = eligible_routes(seen.all_ranks, forced_route(seen.all_ranks))
-    except MpicollError as error:  # the same on all ranks
-        seen.bad_route = str(error)
-    if seen.all_ranks:
         local = group.inner.allgather(dist.get_node_local_rank())
         used = [
             binding.device_for(rank, len(own.gpus))
             for rank, own in zip(local, seen.all_ranks, strict=True)
         ]
         seen.idle = list(binding.describe_idle_gpus(seen.all_ranks, used).values())
+        names = eligible_routes(seen.all_ranks, forced_route(seen.all_ranks))
+        if None not in used:
+            names, seen.off = _try_device_routes(group, used[me] or 0)
+    except MpicollError as error:  # the same on all ranks
+        seen.bad_route = str(error)
     seen.host = _describe_host_routes(group)
     if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
         memory = group.resources.find("shared")
@@ -128,6 +131,29 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
         each["/dev/shm"] = shared
     dist.destroy_process_group()
     return me == 0, seen
+
+
+def _try_device_routes(group: ProcessGroup, index: int) -> tuple[tuple[str, ...], Routes]:
+    """Return the routes that the ranks agree on as in a first call, and why not the others."""
+    from mpicoll.cuda.runtime import get_runtime
+    from mpicoll.cuda.streams import DeviceContext
+    from mpicoll.errors import DistBackendError
+    from mpicoll.routes.device.select import agree
+
+    context, problem = None, ""
+    try:
+        context = group.resources.get_or_create(
+            "doctor", lambda: DeviceContext(get_runtime(), index), DeviceContext.close
+        )
+    except Exception as error:  # whatever CUDA says
+        problem = f"GPU {index} cannot be used: {error}"
+    problems = group.inner.allgather(problem)
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise DistBackendError(f"rank {rank}: {problem}")
+    assert context is not None
+    agreed = agree(group, context)
+    return agreed.names, {name: why for name, why in agreed.describe().items() if why}
 
 
 def _measure_distances(comm: MPI.Intracomm) -> list[Pair] | str:

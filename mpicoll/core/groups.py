@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ class ProcessGroup(Calls):
     reproducible: how far reductions give the same bits again: None, "order" or "exact"; see
               reproducible.py.
     in_flight: the user's messages that are not complete.
+    held_back: those to be sent, in order, of which the first is not ready yet.
     pending:  the asynchronous collectives that are not done.
     statuses: where other ranks are among the group's calls; see watch/rank_status.py.
     object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
@@ -108,6 +110,7 @@ class ProcessGroup(Calls):
         self.splits = 0
         self.closed: type[Exception] | None = None
         self.in_flight: set[Any] = set()
+        self.held_back: deque[Any] = deque()
         self.pending: set[Any] = set()
         self.statuses: dict[int, Any] = {}
         self.object_tag = greatest_tag()

@@ -46,7 +46,7 @@ class Capabilities:
     remedy:  what to change to get more of it, if known.
     settled: nothing is left to probe.
     key:     of the probe's outcome: equal for ranks whose probes would have the same outcome.
-    gpus:    the PCI bus ids of the GPUs that this process sees.
+    gpus:    what names the GPUs that this process sees: PCI bus ids and UUIDs.
     names:   of their models.
     no_gpu:  why there are none.
     nccl:    NCCL is available.
@@ -137,7 +137,7 @@ def _discover(probes: bool, again: bool) -> Capabilities:
         found = replace(found, no_gpu=str(error), why="there is no GPU")
     else:
         count = range(cuda.count())
-        names, gpus = tuple(map(cuda.name, count)), tuple(map(cuda.pci_bus_id, count))
+        names, gpus = tuple(map(cuda.name, count)), tuple(map(cuda.identity, count))
         found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl())
     override = settings.CUDA_AWARE.value()
     if override:

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 
+from mpicoll.cuda.driver import EXPORTABLE, MANAGED, ORDINAL, Driver
 from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, NcclCommunicator, StridedMemory
 from mpicoll.dtypes import DType, Factor
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
 from mpicoll.kernels.reduction import Loop
 
-if TYPE_CHECKING:
-    import cupy
-
 __all__ = ["CupyRuntime"]
 
-
-class _CupyEvent:
-    """An event of CuPy, which is destroyed with its last reference, and its device."""
-
-    def __init__(self, index: int, event: cupy.cuda.Event) -> None:
-        self.index = index
-        self.event = event
-
-
-#: cuPointerGetAttribute's CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE and ..._IS_MANAGED.
-_EXPORTABLE, _MANAGED = 10, 8
+#: cudaErrorMemoryAllocation.
+_OUT_OF_MEMORY = 2
 
 
 class CupyRuntime:
@@ -40,18 +27,25 @@ class CupyRuntime:
     def __init__(self) -> None:
         try:
             import cupy
-        except ImportError as error:
+        except (ImportError, OSError) as error:  # the latter where its cache cannot be written
             raise UnsupportedError(
                 f"arrays on a GPU need CuPy, which cannot be loaded: {error}. Install it with "
                 "'pip install mpicoll[cuda13]' (or [cuda12])"
             ) from error
         if not cupy.cuda.is_available():
             raise UnsupportedError("arrays on a GPU: CuPy finds no GPU on this host")
+        try:
+            self._driver = Driver(ctypes.CDLL("libcuda.so.1"))
+        except OSError as error:
+            kind = "ROCm" if cupy.cuda.runtime.is_hip else "CUDA"
+            raise UnsupportedError(
+                f"arrays on a GPU need the driver of CUDA, which cannot be loaded: {error}. (CuPy "
+                f"is built for {kind}.)"
+            ) from error
         self._cupy = cupy
         self._api = cupy.cuda.runtime
-        self._streams: dict[int, Any] = {}  # by number; CuPy destroys those without a reference
+        self._streams: dict[int, _Handle] = {}  # by number
         self._kernels: dict[int, DeviceKernels] = {}
-        self._driver = ctypes.CDLL("libcuda.so.1")
 
     def count(self) -> int:
         """Return the number of devices."""
@@ -66,6 +60,10 @@ class CupyRuntime:
         """Return the device's PCI bus id."""
         return str(self._api.deviceGetPCIBusId(index))
 
+    def identity(self, index: int) -> str:
+        """Return the device's PCI bus id, which MIG devices share, and its UUID."""
+        return f"{self.pci_bus_id(index)} {self._driver.uuid(index)}"
+
     def driver_version(self) -> str:
         """Return the driver's and the runtime's version of CUDA, and CuPy's."""
         versions = [self._api.driverGetVersion(), self._api.runtimeGetVersion()]
@@ -74,20 +72,23 @@ class CupyRuntime:
 
     def device_of(self, address: int) -> int:
         """Return the device that the driver says the memory belongs to."""
-        return int(self._api.pointerGetAttributes(address).device)
+        found = self._driver.attribute(ORDINAL, address)
+        if found is None:
+            raise UnsupportedError(f"CUDA's driver does not know the memory at {address:#x}")
+        return found
 
     def use(self, index: int) -> None:
         """Make a device the calling thread's current one."""
         self._cupy.cuda.Device(index).use()
 
+    def settle(self, index: int) -> None:
+        """Make a device current and relax what captures forbid."""
+        self.use(index)
+        self._driver.relax_capture()
+
     def on(self, index: int) -> AbstractContextManager[object]:
-        """Return a context in which a device is current; on mpicoll's own threads it stays so."""
-        current: cupy.cuda.Device = self._cupy.cuda.Device(index)
-        if threading.current_thread().name.startswith("mpicoll-"):
-            # Going back to device 0, where threads begin, would set it up in every rank.
-            current.use()
-            return nullcontext()
-        return current  # type: ignore[no-any-return]
+        """Return a context in which a device's primary context is current."""
+        return self._driver.on(index)
 
     def check_stream(self, index: int, stream: int, where: str) -> None:
         """Raise UnsupportedError for a stream that is being captured into a graph."""
@@ -104,39 +105,65 @@ class CupyRuntime:
         return int(self._cupy.cuda.get_current_stream(index).ptr) or LEGACY
 
     def destroy_stream(self, stream: int) -> None:
-        """Drop the stream, which CuPy destroys."""
+        """Drop the stream, which destroys it once all that it holds is done."""
         del self._streams[stream]
 
     def create_stream(self, index: int) -> int:
         """Return a new non-blocking stream."""
         with self.on(index):
-            made = self._cupy.cuda.Stream(non_blocking=True)
-        self._streams[made.ptr] = made
-        return int(made.ptr)
+            made = self._api.streamCreateWithFlags(self._api.streamNonBlocking)
+        self._streams[made] = _Handle(self, index, made, self._api.streamDestroy)
+        return int(made)
 
-    def record(self, index: int, stream: int) -> _CupyEvent:
+    def record(self, index: int, stream: int) -> _Handle:
         """Record an event in the stream."""
         with self.on(index):
-            event = self._cupy.cuda.Event(disable_timing=True)
-            self._api.eventRecord(event.ptr, stream)
-        return _CupyEvent(index, event)
+            made = self._api.eventCreateWithFlags(self._api.eventDisableTiming)
+            event = _Handle(self, index, made, self._api.eventDestroy)
+            self._api.eventRecord(made, stream)
+        return event
 
     def wait(self, index: int, stream: int, event: Event) -> None:
         """Make the stream wait for the event."""
-        assert isinstance(event, _CupyEvent)
+        assert isinstance(event, _Handle)
         with self.on(index):
-            self._api.streamWaitEvent(stream, event.event.ptr)
+            self._api.streamWaitEvent(stream, event.number)
+
+    def is_done(self, event: Event) -> bool:
+        """Query the event."""
+        assert isinstance(event, _Handle)
+        with self.on(event.index):
+            return bool(self._api.eventQuery(event.number) == 0)
 
     def synchronize(self, event: Event) -> None:
         """Wait for the event; other threads run meanwhile."""
-        assert isinstance(event, _CupyEvent)
-        event.event.synchronize()
+        assert isinstance(event, _Handle)
+        with self.on(event.index):
+            self._api.eventSynchronize(event.number)
 
     def allocate(self, index: int, nbytes: int) -> Memory:
         """Allocate by cudaMalloc."""
         with self.on(index):
-            memory = self._cupy.cuda.Memory(nbytes)
-        return Memory(memory.ptr, nbytes, memory)
+            try:
+                address = self._api.malloc(nbytes)
+            except self._api.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                free, total = self._api.memGetInfo()
+                raise DeviceMemoryError(
+                    f"GPU {index} has too little memory: {nbytes >> 20} MiB are needed, "
+                    f"{free >> 20} of {total >> 20} MiB are free; end groups that are not needed, "
+                    "or keep less"
+                ) from error
+        return Memory(address, nbytes, _Handle(self, index, address, self._api.free))
+
+    def free_cached(self, index: int) -> None:
+        """Empty the caches of torch and CuPy."""
+        torch = sys.modules.get("torch")
+        with self.on(index):
+            if torch is not None and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self._cupy.get_default_memory_pool().free_all_blocks()
 
     def allocate_pinned(self, index: int, nbytes: int) -> Memory:
         """Allocate by cudaHostAlloc, from CuPy's pool."""
@@ -146,14 +173,8 @@ class CupyRuntime:
 
     def is_plain(self, address: int) -> bool:
         """Return whether the driver would export the memory by cudaIpcGetMemHandle."""
-        return self._attribute(_EXPORTABLE, address) and not self._attribute(_MANAGED, address)
-
-    def _attribute(self, which: int, address: int) -> bool:
-        value = ctypes.c_uint(0)
-        failed = self._driver.cuPointerGetAttribute(
-            ctypes.byref(value), which, ctypes.c_uint64(address)
-        )
-        return not failed and bool(value.value)
+        attribute = self._driver.attribute
+        return bool(attribute(EXPORTABLE, address)) and not attribute(MANAGED, address)
 
     def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a cudaMemcpyAsync; the addresses tell its kind."""
@@ -178,13 +199,19 @@ class CupyRuntime:
             target, given = arrays
             target[...] = given
 
+    def load(self, index: int, by: Loop, n: int) -> None:
+        """Compile a kernel."""
+        with self.on(index):
+            self._kernels_of(index).load(by, n)
+
     def combine(
         self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
         stream: int,
     ) -> None:  # fmt: skip
         """Enqueue a kernel."""
         if count:
-            self._kernels_of(index).combine(by, sources, out, count, divisor, stream)
+            with self.on(index):
+                self._kernels_of(index).combine(by, sources, out, count, divisor, stream)
 
     def scale(
         self, index: int, dtype: DType, source: int, factor: Factor, out: int, count: int,
@@ -192,14 +219,16 @@ class CupyRuntime:
     ) -> None:  # fmt: skip
         """Enqueue a kernel."""
         if count:
-            self._kernels_of(index).scale(dtype, source, factor, out, count, stream)
+            with self.on(index):
+                self._kernels_of(index).scale(dtype, source, factor, out, count, stream)
 
     def narrow(
         self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
     ) -> None:
         """Enqueue a kernel."""
         if count:
-            self._kernels_of(index).narrow(dtype, source, out, count, stream)
+            with self.on(index):
+                self._kernels_of(index).narrow(dtype, source, out, count, stream)
 
     def _kernels_of(self, index: int) -> DeviceKernels:
         if index not in self._kernels:
@@ -216,7 +245,7 @@ class CupyRuntime:
         """Map memory by cudaIpcOpenMemHandle, with lazy peer access."""
         with self.on(index):
             address = self._api.ipcOpenMemHandle(handle)
-        return Memory(address, 0, _MappedMemory(self, index, address))
+        return Memory(address, 0, _Handle(self, index, address, self._api.ipcCloseMemHandle))
 
     def has_nccl(self) -> bool:
         """Return whether CuPy finds NCCL's library."""
@@ -248,14 +277,20 @@ class CupyRuntime:
             self._cupy.cuda.nccl.groupEnd()
 
 
-class _MappedMemory:
-    """Unmaps another process's memory with its last reference."""
+class _Handle:
+    """A stream, an event or memory of a device: given back with its last reference.
 
-    def __init__(self, runtime: CupyRuntime, index: int, address: int) -> None:
-        self._runtime, self._index, self._address = runtime, index, address
+    number: the handle, or the address. give_back: takes it, with the device current.
+    """
+
+    def __init__(
+        self, runtime: CupyRuntime, index: int, number: int, give_back: Callable[[int], object]
+    ) -> None:
+        self.index, self.number = index, number
+        self._runtime, self._give_back = runtime, give_back
 
     def __del__(self) -> None:
-        if sys.is_finalizing():  # the driver goes as well, and closes it
+        if sys.is_finalizing():  # the driver goes as well, and takes it back
             return
-        with suppress(Exception), self._runtime.on(self._index):
-            self._runtime._api.ipcCloseMemHandle(self._address)
+        with suppress(Exception), self._runtime.on(self.index):
+            self._give_back(self.number)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,7 @@ from mpicoll.cuda import runtime
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ProbeOutcome", "run_probe"]
+__all__ = ["HUNG", "OK", "Place", "ProbeOutcome", "exchange_messages", "run_probe"]
 
 #: Seconds that the processes have: starting CUDA from a network file system is slow.
 LIMIT = 60.0
@@ -35,7 +35,7 @@ LIMIT = 60.0
 _GRACE = 5.0
 #: Bytes of the messages: an eager one, and one that waits for its receiver.
 SIZES = (64, 4 * 1024 * 1024)
-OK = "ok"
+OK, HUNG = "ok", "hung"
 
 
 class ProbeOutcome(NamedTuple):
@@ -202,18 +202,18 @@ def _verdict(stage: str, notes: list[dict[str, str]], codes: list[int | None]) -
     # The one that ended by itself; the others waited for it until they were terminated.
     ended = next((code for code in codes if code not in (None, 0, *late)), None)
     if ended is None:
-        return "hung"
+        return HUNG
     number = -ended if ended < 0 else ended - 128  # how mpirun reports a signal
     if number in set(signal.Signals):
         return f"crashed ({signal.Signals(number).name})"
     return f"crashed (exit code {ended})"
 
 
-# --- in the child processes ---------------------------------------------------------------------
+# --- on the ranks -------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    """A rank of the probe, its device and a stream."""
+class Place(NamedTuple):
+    """A rank that tries MPI with device memory: its world, its device and a stream of that."""
 
     world: MPI.Intracomm
     cuda: runtime.Runtime
@@ -249,20 +249,45 @@ def _message(memory: runtime.Memory) -> list[Any]:
     return [buffer, memory.nbytes // 4, MPI.FLOAT]
 
 
-def _transfer(place: _Place) -> bool:
-    """Test MPI_Sendrecv around the ranks."""
-    me, n = place.world.Get_rank(), place.world.Get_size()
-    before, after, right = (me - 1) % n, (me + 1) % n, True
+#: Messages that were not received, and their memory, in which MPI may still write.
+_in_flight: list[Any] = []
+
+
+def exchange_messages(place: Place, partners: Iterable[int], limit: float = LIMIT) -> str:
+    """Exchange device memory with some ranks, which do the same, each way and of each size.
+
+    limit: seconds for the messages of one size.
+
+    Returns "ok", or what went wrong. Raises what MPI and CUDA raise.
+    """
+    world, right = place.world, True
     for nbytes in SIZES:
-        send = place.fill(_values(nbytes, me))
-        recv = place.fill(np.full(nbytes // 4, -1, np.float32))
-        place.world.Sendrecv(_message(send), after, 0, _message(recv), before, 0, None)
-        right &= place.holds(recv, _values(nbytes, before))
-    return right
+        send = place.fill(_values(nbytes, world.Get_rank()))
+        taken = {rank: place.fill(np.full(nbytes // 4, -1, np.float32)) for rank in partners}
+        requests: list[MPI.Request] = []
+        _in_flight.append((send, taken, requests))
+        for rank, recv in taken.items():
+            requests.append(world.Irecv(_message(recv), rank))
+        for rank in taken:
+            requests.append(world.Isend(_message(send), rank))
+        moment = time.monotonic() + limit
+        while not all(request.Test() for request in requests):
+            if time.monotonic() > moment:
+                return HUNG
+            time.sleep(1e-4)
+        _in_flight.pop()
+        right &= all(place.holds(recv, _values(nbytes, rank)) for rank, recv in taken.items())
+    return OK if right else "moved wrong data"
 
 
-def _reduction(place: _Place) -> bool:
-    """Test MPI_Allreduce, in place and not."""
+def _transfer(place: Place) -> str:
+    """Try messages around the ranks."""
+    me, n = place.world.Get_rank(), place.world.Get_size()
+    return exchange_messages(place, {(me - 1) % n, (me + 1) % n})
+
+
+def _reduction(place: Place) -> str:
+    """Try MPI_Allreduce, in place and not."""
     from mpi4py import MPI
 
     n, right = place.world.Get_size(), True
@@ -274,11 +299,11 @@ def _reduction(place: _Place) -> bool:
         send, recv = place.fill(own), place.fill(-own)
         place.world.Allreduce(_message(send), _message(recv), MPI.SUM)
         right &= place.holds(both, total) and place.holds(recv, total)
-    return right
+    return OK if right else "moved wrong data"
 
 
 #: The stages of a probe, in order.
-STAGES: tuple[tuple[str, Callable[[_Place], bool]], ...] = (
+STAGES: tuple[tuple[str, Callable[[Place], str]], ...] = (
     ("transfer", _transfer),
     ("reduction", _reduction),
 )
@@ -305,13 +330,13 @@ def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> No
             cuda = runtime.get_runtime()
             index = me % cuda.count()
             cuda.use(index)
-            place = _Place(world, cuda, index, cuda.create_stream(index))
+            place = Place(world, cuda, index, cuda.create_stream(index))
             world.Barrier()
         note(OK)
         for stage, test in STAGES:  # noqa: B007 (note reads it)
-            right = test(place)
-            everywhere = all(world.allgather(right))
-            note(OK if right else "moved wrong data")
+            how = test(place)
+            everywhere = all(one == OK for one in world.allgather(how))
+            note(how)
             if not everywhere:
                 break
     except Exception as error:

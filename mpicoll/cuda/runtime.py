@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpicoll.dtypes import DType, Factor
+from mpicoll.errors import DeviceMemoryError
 from mpicoll.kernels.reduction import Loop
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "NcclCommunicator",
     "Runtime",
     "StridedMemory",
+    "allocate",
     "get_runtime",
 ]
 
@@ -115,6 +117,9 @@ class Runtime(Protocol):
         """Return the name of a device's model."""
 
     def pci_bus_id(self, index: int) -> str:
+        """Return the PCI bus id of the GPU that the device is, or is a part of (MIG)."""
+
+    def identity(self, index: int) -> str:
         """Return what names the device in every process of its host."""
 
     def driver_version(self) -> str:
@@ -126,8 +131,16 @@ class Runtime(Protocol):
     def use(self, index: int) -> None:
         """Make a device the calling thread's current one."""
 
+    def settle(self, index: int) -> None:
+        """Let the calling thread, one of mpicoll's, work on a device for good; it may do so while
+        another captures a graph.
+        """
+
     def on(self, index: int) -> AbstractContextManager[object]:
-        """Return a context in which a device is the calling thread's current one."""
+        """Return a context in which a device is the calling thread's current one.
+
+        Afterwards the thread has what it had, and no device is set up that it did not use.
+        """
 
     def check_stream(self, index: int, stream: int, where: str) -> None:
         """Raise UnsupportedError if a stream is captured: no call can be ordered in it."""
@@ -147,11 +160,20 @@ class Runtime(Protocol):
     def wait(self, index: int, stream: int, event: Event) -> None:
         """Order what the stream gets from now on after an event of any device."""
 
+    def is_done(self, event: Event) -> bool:
+        """Return whether an event has come."""
+
     def synchronize(self, event: Event) -> None:
         """Wait on the host for an event."""
 
     def allocate(self, index: int, nbytes: int) -> Memory:
-        """Allocate device memory of the kind that can be exported and that every MPI takes."""
+        """Allocate device memory of the kind that can be exported and that every MPI takes.
+
+        Raises DeviceMemoryError if there is too little.
+        """
+
+    def free_cached(self, index: int) -> None:
+        """Give memory back that array libraries keep unused."""
 
     def allocate_pinned(self, index: int, nbytes: int) -> Memory:
         """Allocate pinned host memory.
@@ -170,6 +192,9 @@ class Runtime(Protocol):
         itemsize: int, stream: int,
     ) -> None:  # fmt: skip
         """Enqueue a copy of elements between two memories of one device."""
+
+    def load(self, index: int, by: Loop, n: int) -> None:
+        """Compile what ``combine`` needs for n sources, unless it is there."""
 
     def combine(
         self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
@@ -207,6 +232,18 @@ class Runtime(Protocol):
 
     def nccl_group(self) -> AbstractContextManager[None]:
         """Return a context in which NCCL's messages are one operation."""
+
+
+def allocate(runtime: Runtime, index: int, nbytes: int) -> Memory:
+    """Allocate device memory, if need be after freeing what array libraries keep unused.
+
+    Raises DeviceMemoryError if that is too little.
+    """
+    try:
+        return runtime.allocate(index, nbytes)
+    except DeviceMemoryError:
+        runtime.free_cached(index)
+    return runtime.allocate(index, nbytes)
 
 
 _runtime: Runtime | None = None

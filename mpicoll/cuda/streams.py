@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Memory, Runtime
+from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, Runtime, allocate
+from mpicoll.cuda.threads import announce
 
 __all__ = ["DeviceContext", "StreamOrder"]
 
@@ -16,15 +17,18 @@ class DeviceContext:
     work: the stream in which calls work.
     """
 
-    #: The most bytes of a piece of scratch that is kept for later calls.
-    KEPT = 64 * 1024 * 1024
+    #: Bytes of a piece of scratch from which on it is given back when it has not been used for
+    #: some calls: giving memory back, and getting it again, waits for the device.
+    LARGE, UNUSED = 64 * 1024 * 1024, 100
 
     def __init__(self, runtime: Runtime, index: int) -> None:
         self.runtime = runtime
         self.index = index
+        announce(runtime, index)
         self._streams = [runtime.create_stream(index)]
         self.work = self._streams[0]
         self._blocks: list[Memory] = []
+        self._since: list[int] = []  # for how many calls each has not been used
         self._taken = 0
         self._pinned: Memory | None = None
 
@@ -44,18 +48,22 @@ class DeviceContext:
 
     def begin(self) -> None:
         """Begin a call: the scratch of the one before is free again."""
+        self._since = [0 if k < self._taken else n + 1 for k, n in enumerate(self._since)]
         self._taken = 0
-        self._blocks = [one for one in self._blocks if one.nbytes <= self.KEPT]
+        for place in range(len(self._blocks)):
+            if self._since[place] >= self.UNUSED and self._blocks[place].nbytes > self.LARGE:
+                self._blocks[place] = _NOTHING
 
     def scratch(self, nbytes: int) -> Memory:
         """Return device memory for the rest of the call, for use in the work stream."""
         place = self._taken
         self._taken += 1
         if place == len(self._blocks):
-            self._blocks.append(self.runtime.allocate(self.index, max(nbytes, 1)))
+            self._blocks.append(allocate(self.runtime, self.index, max(nbytes, 1)))
+            self._since.append(0)
         elif self._blocks[place].nbytes < nbytes:
             # Freeing memory waits until nothing uses it any more.
-            self._blocks[place] = self.runtime.allocate(self.index, nbytes)
+            self._blocks[place] = allocate(self.runtime, self.index, nbytes)
         return self._blocks[place]
 
     def pinned(self, nbytes: int) -> Memory:
@@ -76,6 +84,10 @@ class DeviceContext:
         event = self.runtime.record(other.index, other.work)
         self.runtime.wait(self.index, self.work, event)
 
+    def record(self) -> Event:
+        """Return the event of all being done that the work stream holds so far."""
+        return self.runtime.record(self.index, self.work)
+
     def synchronize(self, stream: int) -> None:
         """Wait for all that a stream of this context holds so far."""
         self.runtime.synchronize(self.runtime.record(self.index, stream))
@@ -87,15 +99,18 @@ class DeviceContext:
     def leave_behind(self) -> None:
         """After an error, never use or free again the memory that MPI or copies may still use."""
         _left_behind.append((self._blocks, self._pinned))
-        self._blocks, self._pinned = [], None
+        self._blocks, self._since, self._pinned = [], [], None
 
-    def close(self) -> None:
+    def close(self, limit: float = 0) -> None:
         """Free everything, once nothing uses it any more."""
         self._synchronize_all()
         self._blocks, self._pinned = [], None
         for stream in self._streams:
             self.runtime.destroy_stream(stream)
 
+
+#: In the place of a piece of scratch that was given back.
+_NOTHING = Memory(0, 0, None)
 
 _left_behind: list[tuple[list[Memory], Memory | None]] = []
 
@@ -118,6 +133,10 @@ class StreamOrder:
         self._streams = tuple(streams)
         self.asynchronous = asynchronous or UNKNOWN in self._streams
         self._before = [runtime.record(index, one or LEGACY) for one in self._streams]
+
+    def is_due(self) -> bool:
+        """Return whether all is done that the caller's streams held."""
+        return all(map(self._runtime.is_done, self._before))
 
     def enter(self, context: DeviceContext) -> None:
         """Let the context begin after what the caller's streams held."""

@@ -105,17 +105,18 @@ def in_stream_order(
         for part in () if view is None else view.parts:
             assert isinstance(part, DeviceView)
             part.context = context
-    context.begin()
-    order.enter(context)
-    try:
-        plan.run(send, recv, extent, root)
-    except (ArgumentError, UnsupportedError):
-        raise  # refused: the context's memory is used by its streams alone, in their order
-    except BaseException:
-        context.leave_behind()
-        raise
-    finally:  # after an error, too: what was begun goes on for a while
-        order.leave(context)
+    with context.runtime.on(context.index):  # for MPI, too
+        context.begin()
+        order.enter(context)
+        try:
+            plan.run(send, recv, extent, root)
+        except (ArgumentError, UnsupportedError):
+            raise  # refused: the context's memory is used by its streams alone, in their order
+        except BaseException:
+            context.leave_behind()
+            raise
+        finally:  # after an error, too: what was begun goes on for a while
+            order.leave(context)
 
 
 def _context(group: ProcessGroup, index: int) -> DeviceContext:

@@ -72,17 +72,24 @@ class MessageWork(Work):
 
     It ends when a test of its request, by a waiting thread or by the poller, finds it complete.
 
-    view: the array. packed: the buffer that MPI reads or writes. land: copies what was received
-    into the array; None if it is there already.
+    view: the array. packed: the buffer that MPI reads or writes. fill: copies what is sent there
+    from the array, land: copies what was received into it; None if it is there already. is_due:
+    returns whether the array may be read or written now; None if it may.
+
+    A message that is not due is sent later, after which come those of the group behind it.
     """
 
     __slots__ = (
+        "_arrived",
+        "_fill",
         "_group",
+        "_is_due",
         "_land",
         "_lock",
         "_nbytes",
         "_packed",
         "_peer",
+        "_post",
         "_receives",
         "_request",
         "_source",
@@ -100,10 +107,10 @@ class MessageWork(Work):
         receives: bool,
         peer: int,
         post: Callable[[list[Any]], MPI.Request],
+        fill: Callable[[], None] | None = None,
+        is_due: Callable[[], bool] | None = None,
     ) -> None:
         from mpi4py import MPI
-
-        from mpicoll.routes.wire import message
 
         outputs = (view.owner,) if receives else ()
         super().__init__(
@@ -119,23 +126,60 @@ class MessageWork(Work):
         self._lock = threading.Lock()
         self._source = -1
         self._status = MPI.Status()
+        self._fill, self._is_due, self._post = fill, is_due, post
+        self._request: MPI.Request | None = None
+        self._arrived = False
+        if not receives and (group.held_back or not (is_due is None or is_due())):
+            group.held_back.append(self)
+            return
         try:
-            self._request = post(message(packed.buffer, packed.count, packed.dtype))
+            self._begin()
         except MPI.Exception as error:
             raise self._explained(error) from error
+
+    def _begin(self) -> None:
+        from mpicoll.routes.wire import message
+
+        packed = self._packed
+        assert packed is not None
+        if self._fill is not None:
+            self._fill()
+        self._request = self._post(message(packed.buffer, packed.count, packed.dtype))
+
+    def _has_begun(self) -> bool:
+        """Send what was held back, once it is its turn and due; return whether MPI has it."""
+        if self._request is None:
+            waiting = self._group.held_back
+            if waiting[0] is not self or not (self._is_due is None or self._is_due()):
+                return False
+            try:
+                self._begin()
+            finally:
+                waiting.popleft()
+        return True
 
     def poll(self) -> bool:
         """Test the request, unless another thread does; True once the message is complete."""
         if self._finished or not self._lock.acquire(blocking=False):
             return self._finished
         try:
-            if not self._finished and self._request.Test(self._status):
+            if not self._finished and self._has_arrived() and self._may_land():
                 self._complete()
         except Exception as error:
             self._end(self._explained(error))
         finally:
             self._lock.release()
         return self._finished
+
+    def _has_arrived(self) -> bool:
+        """Test the request until it is complete: after that its status would be empty."""
+        if not self._arrived and self._has_begun():
+            assert self._request is not None
+            self._arrived = self._request.Test(self._status)
+        return self._arrived
+
+    def _may_land(self) -> bool:
+        return self._land is None or self._is_due is None or self._is_due()
 
     def _complete(self) -> None:
         if self._receives:
@@ -158,7 +202,7 @@ class MessageWork(Work):
 
     def _end(self, error: BaseException | None) -> None:
         self._group.in_flight.discard(self)
-        self._view = self._packed = self._land = None
+        self._view = self._packed = self._land = self._fill = self._is_due = None
         self.finish(error)
 
     def _explained(self, error: Exception) -> Exception:
@@ -213,7 +257,12 @@ class MessageWork(Work):
         with self._lock:
             if self._finished:
                 return
-            if self._receives:
+            if self._request is None:
+                self._group.held_back.remove(self)
+            elif self._arrived:
+                self._complete()
+                return
+            elif self._receives:
                 self._request.Cancel()
                 self._request.Wait(self._status)
                 if not self._status.Is_cancelled():
@@ -274,30 +323,22 @@ def begin_message(
     """Begin to send an array to a rank in the group, or to receive one, if the tag is right."""
     group.check_open()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
-    packed, land = _packed(group, view, receives)
     begin = group.messages.Irecv if receives else group.messages.Isend
-    return MessageWork(
-        group, name, view, packed, land, receives, peer, lambda what: begin(what, peer, tag)
-    )
-
-
-def _packed(
-    group: ProcessGroup, view: View, receives: bool
-) -> tuple[View, Callable[[], None] | None]:
-    """Return the buffer for MPI, and what copies it to the array after a receive."""
+    make = partial(MessageWork, group, name, view)
+    rest = receives, peer, lambda what: begin(what, peer, tag)
     if isinstance(view, DeviceView):
         assert view.device is not None
         staging = _staging(group, view.device)
-        if not receives:
-            return staging.to_host(view), None
-        packed: View = staging.place(view)
-        return packed, partial(staging.to_device, view, packed, staging.stream_order(view))
+        packed, order = staging.place(view), staging.stream_order(view)
+        copy = partial(staging.to_device if receives else staging.to_host, view, packed, order)
+        fill, land = (None, copy) if receives else (copy, None)
+        return make(packed, land, *rest, fill, order.is_due)
     if view.buffer is not None:
-        return view, None
+        return make(view, None, *rest)
     if not receives:
-        return view.contiguous(), None
+        return make(view.contiguous(), None, *rest)
     packed = view.empty_like()
-    return packed, partial(view.copy_from, packed)
+    return make(packed, partial(view.copy_from, packed), *rest)
 
 
 def _staging(group: ProcessGroup, device: int) -> HostStaging:

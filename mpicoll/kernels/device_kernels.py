@@ -22,7 +22,7 @@ from mpicoll.dtypes import DType, Factor, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.kernels.reduction import Loop, factor_of, find_loop
 
-__all__ = ["DeviceKernels", "external_stream"]
+__all__ = ["PIECE", "DeviceKernels", "external_stream"]
 
 #: Threads of a block.
 _THREADS = 256
@@ -35,8 +35,9 @@ _BLOCKS = 32
 #: of arguments, and from CUDA 12.1 on 32 KiB.
 _CAPACITIES = (16, 500, 4000)
 
-#: Bytes that a thread reads or writes at once; LENGTH in device.cu.
-_PIECE = 16
+#: Bytes that a thread reads or writes at once; LENGTH in device.cu. Arrays that are combined are
+#: read so if their addresses are alike modulo this number, else element by element.
+PIECE = 16
 
 _SOURCES = ("formats.h", "device.cu")
 
@@ -45,7 +46,7 @@ _OPTIONS = ("--fmad=false", "--std=c++17")
 
 
 class DeviceKernels:
-    """The kernels of one CUDA device, which CuPy calls ``device``.
+    """The kernels of one CUDA device, which CuPy calls ``device``; the callers make it current.
 
     Addresses are numbers, of memory that the device reaches, and multiples of the size of what is
     there. Streams are handles of cudaStream_t; everything is enqueued in one, and nothing is waited
@@ -73,20 +74,21 @@ class DeviceKernels:
             raise ArgumentError("there is nothing to combine")
         if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
             raise UnsupportedError(f"{dtype} cannot be divided")
-        capacity = next((most for most in _CAPACITIES if n <= most), None)
-        if capacity is None:
-            raise UnsupportedError(
-                f"a kernel combines {_CAPACITIES[-1]} arrays at most, got {n}; "
-                "combine them in smaller groups"
-            )
+        capacity = _capacity(n)
         size = dtype.itemsize
         cut = _cut(count * by.elements, [(out, size), *((source, size) for source in sources)])
         addresses = struct.pack(f"{n}Q{8 * (capacity - n)}x", *sources)
         # NumPy's array of one element is passed by value.
         by_value = np.frombuffer(addresses, f"V{len(addresses)}")
         arguments = by_value, np.int32(n), out, np.float64(divisor)
-        line = f"COMBINE({by.format}, {by.operation}, {capacity})"
-        self._launch("combine", line, arguments, cut, stream)
+        self._launch("combine", _combine(by, n), arguments, cut, stream)
+
+    def load(self, by: Loop, n: int) -> None:
+        """Compile what combines n arrays, unless it is there.
+
+        UnsupportedError: n is more than 4000.
+        """
+        self._kernel("combine", _combine(by, n))
 
     def scale(
         self, dtype: DType, source: int, factor: Factor, out: int, count: int, stream: int
@@ -145,12 +147,36 @@ class DeviceKernels:
         device = cupy.cuda.Device(self._device)
         most = _BLOCKS * device.attributes["MultiProcessorCount"]
         blocks = min(-(-cut.steps // _THREADS), most)
-        with device, external_stream(stream):
-            kernel = self._kernels.get(line)
-            if kernel is None:
-                module = cupy.RawModule(code=f"{_source()}\n{line}\n", options=_OPTIONS)
-                kernel = self._kernels[line] = module.get_function(name)
+        with external_stream(stream):
+            kernel = self._kernel(name, line)
             kernel((blocks,), (_THREADS,), (*arguments, cut.head, cut.pieces, cut.elements))
+
+    def _kernel(self, name: str, line: str) -> Any:
+        """Return the kernel that ``line`` defines, for the current device."""
+        import cupy
+
+        kernel = self._kernels.get(line)
+        if kernel is None:
+            module = cupy.RawModule(code=f"{_source()}\n{line}\n", options=_OPTIONS)
+            kernel = module.get_function(name)
+            _ = kernel.num_regs  # which loads it: CUDA may put that off to the first launch
+            self._kernels[line] = kernel
+        return kernel
+
+
+def _capacity(n: int) -> int:
+    """Return for how many sources the kernel is that combines n."""
+    for most in _CAPACITIES:
+        if n <= most:
+            return most
+    raise UnsupportedError(
+        f"a kernel combines {_CAPACITIES[-1]} arrays at most, got {n}; combine them in smaller "
+        "groups"
+    )
+
+
+def _combine(by: Loop, n: int) -> str:
+    return f"COMBINE({by.format}, {by.operation}, {_capacity(n)})"
 
 
 def external_stream(stream: int) -> Any:
@@ -195,7 +221,7 @@ def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:
 
     ArgumentError: an address lies between two numbers.
     """
-    length = _PIECE // max(size for _, size in arrays)
+    length = PIECE // max(size for _, size in arrays)
     heads = set()
     for address, size in arrays:
         if address % (size // parts):

@@ -82,8 +82,11 @@ def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> N
         chunks = [_Chunk(cut, recv.part(*cut[me])) for cut in cuts]
     else:
         # The result of one chunk is on its way while the next one is combined.
-        rooms = [space.empty(recv.dtype, cut[me][1]) for cut in cuts[:2]]
-        chunks = [_Chunk(cut, rooms[i % 2].part(0, cut[me][1])) for i, cut in enumerate(cuts)]
+        rooms = [space.empty(recv.dtype, space.room(1, cut[me][1])) for cut in cuts[:2]]
+        chunks = []
+        for i, shares in enumerate(cuts):
+            own = recv.part(*shares[me])
+            chunks.append(_Chunk(shares, *space.places(rooms[i % 2], 1, own.count, own)))
 
     def then(chunk: _Chunk) -> None:
         messages = Messages(scope)
@@ -133,7 +136,9 @@ def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> N
         return
     cuts = _cuts(scope, send)
     most = max(size for _, size in cuts[0])  # no chunk is larger than the first
-    stack, results = space.empty(terms.dtype, n * most), space.empty(send.dtype, n * most)
+    stack, results = (
+        space.empty(dtype, space.room(n, most)) for dtype in (terms.dtype, send.dtype)
+    )
     room = space.empty(terms.dtype, n * most) if terms.factor is not None else None
     for cut in cuts:
         begin, size = cut[0][0], cut[me][1]
@@ -143,7 +148,8 @@ def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> N
                 products[span] = room.part(span[0] - begin, source.count)
                 terms.take(source, products[span])
             space.synchronize()
-        sources = [stack.part(r * size, size) for r in range(n)]
+        sources = space.places(stack, n, size, products[cut[me]])
+        own = sources[me]
         sources[me] = products[cut[me]]
         messages = Messages(scope)
         for r in scope.others():
@@ -151,7 +157,7 @@ def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> N
         for r in scope.others():
             messages.send(products[cut[r]], r)
         messages.finish()
-        own, out = stack.part(me * size, size), [results.part(r * size, size) for r in range(n)]
+        out = space.places(results, n, size, sources[me])
         out[me] = recv.part(*cut[me])
         for r, ranks in enumerate(scope.combined):
             if ranks:
@@ -247,7 +253,7 @@ class _Reduction:
         self._terms = _Terms(scope, source.dtype)
         dtype, both = self._terms.dtype, range(min(2, len(chunks)))
         most = max((chunk.out.count for chunk in chunks), default=0)
-        self._stacks = [space.empty(dtype, (n - 1) * most) for _ in both]
+        self._stacks = [space.empty(dtype, space.room(n - 1, most)) for _ in both]
         if self._terms.factor is not None:
             products = max((sum(c for _, c in set(chunk.cut)) for chunk in chunks), default=0)
             self._products = [space.empty(dtype, products) for _ in both]
@@ -294,12 +300,13 @@ class _Reduction:
 
     def _begin(self, i: int, parts: Sequence[View]) -> tuple[Messages, list[View]]:
         """Begin the messages of a chunk's terms; return where this rank's of all ranks will be."""
-        me = self._scope.me
-        messages, size = Messages(self._scope), parts[me].count
-        sources = list(parts)
-        for place, r in enumerate(self._scope.others()):
-            sources[r] = self._stacks[i % 2].part(place * size, size)
-            messages.receive(sources[r], r)
+        me, out = self._scope.me, self._chunks[i].out
+        messages, sources = Messages(self._scope), list(parts)
+        beside = out if out.dtype is self._terms.dtype else parts[me]
+        places = self._space.places(self._stacks[i % 2], self._scope.n - 1, out.count, beside)
+        for place, r in zip(places, self._scope.others(), strict=True):
+            sources[r] = place
+            messages.receive(place, r)
         for r in self._scope.others():
             messages.send(parts[r], r)
         return messages, sources

@@ -55,6 +55,14 @@ class Space(Protocol):
         """Let the memory be used again. What is left out, after an error, stays taken."""
         return
 
+    def room(self, n: int, count: int) -> int:
+        """Return how many elements of scratch ``places`` needs for n arrays of so many."""
+        return n * count
+
+    def places(self, stack: View, n: int, count: int, beside: View) -> list[View]:
+        """Return n arrays of ``count`` elements in scratch, to be combined with ``beside``."""
+        return [stack.part(place * count, count) for place in range(n)]
+
     def copy(self, source: View, into: View) -> None:
         """Copy elements; those of one of the views may lie apart, in C order."""
         if into.buffer is None:

@@ -160,7 +160,9 @@ class CompletedWork(TorchWork):  # type: ignore[misc]
         return flatten(self.output)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a completed torch.futures.Future of the list of output tensors."""
+        """Return a completed torch.futures.Future of the list of output tensors; its callbacks come
+        after what their devices' current streams hold now.
+        """
         return _build_future((), self.result())
 
     def get_future_result(self) -> Any:
@@ -187,10 +189,13 @@ def _build_future(
     works: Sequence[core.Work], outputs: list[Tensor]
 ) -> torch.futures.Future[list[Tensor]]:
     """Return a torch Future of ``outputs`` that ends with all works, with an error if one has."""
-    # A torch Future accepts only values on the devices that it was created with.
+    # A torch Future accepts only values on the devices that it was created with. Its callbacks run
+    # in streams of their own, after what the streams that are current when it gets its value hold
+    # on the value's devices. The results of works are there for every stream once they have ended;
+    # those of a synchronous call, without works, for the caller's current one.
     devices = {one.device for one in outputs if one.is_cuda}
-    ended: torch.futures.Future[None] = torch.futures.Future(devices=list(devices))
-    pending = list(works)
+    ended: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
+    pending, value = list(works), None if works else outputs
 
     def check_works(_: core.Future | None) -> None:
         # The works end in any order; the callback that finds the last one done settles the future.
@@ -201,9 +206,9 @@ def _build_future(
             if pending[0].exception() is not None:
                 break
             pending.pop(0)
-        ended.set_result(None)
+        ended.set_result(value)
 
-    def get_outputs(_: torch.futures.Future[None]) -> list[Tensor]:
+    def get_outputs(_: torch.futures.Future[Any]) -> list[Tensor]:
         for work in pending:  # the first of these has failed
             error = work.exception()
             if error is not None:

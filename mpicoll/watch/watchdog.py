@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from mpicoll import launch
 from mpicoll.core.groups import state
+from mpicoll.cuda.threads import attend
 from mpicoll.errors import LostRankError
 from mpicoll.output import write_lines
 from mpicoll.watch import lost_ranks, rank_status
@@ -156,6 +157,7 @@ class Watchdog:
             os._exit(code)
 
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
+        attend()
         now = time.monotonic()
         # The status messages for a rank that never waits must not pile up. Where MPI lets one
         # thread in at a time, the program may be inside it now.

@@ -33,6 +33,9 @@ class FakeGpu:
     def pci_bus_id(self, index):
         return f"0000:{index:02x}:00.0"
 
+    def identity(self, index):
+        return self.pci_bus_id(index)
+
     def driver_version(self):
         return "fake driver"
 
@@ -45,6 +48,9 @@ class FakeGpu:
 
     def create_stream(self, index):
         return 1
+
+    def destroy_stream(self, stream):
+        pass
 
     def record(self, index, stream):
         return None

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.cuda.runtime import Memory
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels import reduction
 
 #: The stream that CUDA calls legacy; here it is a stream like others.
@@ -64,6 +64,8 @@ class Simulated:
         self.captured: set[int] = set()
         self.eager = False  # everything happens as early as can be, instead of as late
         self.current = 0
+        self.room, self.cached = 1 << 40, 0  # bytes of a device, and of what libraries keep unused
+        self.settled: dict[int, int] = {}  # by thread
         self.given_back: list[Any] = []
 
     def _find(self, index: int, stream: int) -> Stream:
@@ -96,6 +98,9 @@ class Simulated:
 
     def pci_bus_id(self, index: int) -> str:
         return f"0000:0{index}:00.0"
+
+    def identity(self, index: int) -> str:
+        return self.pci_bus_id(index)
 
     def driver_version(self) -> str:
         return "simulated"
@@ -134,11 +139,23 @@ class Simulated:
         with self.lock:
             self._find(index, stream).waiting.append(event)
 
+    def is_done(self, event: Event) -> bool:
+        """Asked for the first time, it is not, as a program must expect; then it comes."""
+        with self.lock:
+            done = event.stream.done >= event.place
+            self._run(event.stream, event.place)
+            return done
+
     def synchronize(self, event: Event) -> None:
         self._run(event.stream, event.place)
 
+    def free_cached(self, index: int) -> None:
+        self.cached = 0
+
     def allocate(self, index: int, nbytes: int) -> Memory:
         """As a file without a name, which another process may open."""
+        if nbytes > self.room - self.cached:
+            raise DeviceMemoryError(f"{nbytes} bytes are too many")
         given_back, self.given_back = self.given_back, []
         if len(given_back) < 16:
             self.given_back += given_back
@@ -178,6 +195,9 @@ class Simulated:
         if 0 not in shape:
             self.enqueue(index, stream, task)
 
+    def load(self, index: int, by: Any, n: int) -> None:
+        pass
+
     def combine(
         self, index: int, by: Any, sources: Any, out: int, count: int, divisor: float, stream: int
     ) -> None:
@@ -212,6 +232,9 @@ class Simulated:
             reduction.narrow(wide, elements(out, dtype.numpy, count))
 
         self.enqueue(index, stream, task)
+
+    def settle(self, index: int) -> None:
+        self.settled[threading.get_ident()] = index
 
     def on(self, index: int) -> Any:
         return contextlib.nullcontext()

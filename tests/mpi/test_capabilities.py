@@ -26,6 +26,9 @@ class Gpus:
     def pci_bus_id(self, index):
         return f"0000:0{index}:00.0"
 
+    def identity(self, index):
+        return self.pci_bus_id(index)
+
     def driver_version(self):
         return "1"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import warnings
 
@@ -13,10 +14,11 @@ from conftest import TIMEOUT
 from test_devices import got, uploaded
 
 import mpicoll as dist
-from mpicoll.cuda import capabilities, mpi_support, probe, runtime, streams
+from mpicoll.cuda import between_nodes, capabilities, mpi_support, probe, runtime, streams
 from mpicoll.cuda.probe import OK, ProbeOutcome
-from mpicoll.errors import MismatchError, UnsupportedError
+from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes.device import ipc as peer
+from mpicoll.routes.device import space as device_space
 from mpicoll.routes.device import staged
 from mpicoll.routes.host import select
 
@@ -47,29 +49,44 @@ def total(arrays, me, n, count=10, group=None):
     assert (got(array) == sum(range(n))).all()
 
 
-@pytest.mark.parametrize("count", [10, 200_000])
-def test_an_error_of_one_rank_in_its_kernel(on, count):
-    """The others have ended the call, or have not begun the next: slots stay in step."""
+@pytest.mark.parametrize("count", [10, 2000])
+@pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 30])
+@pytest.mark.parametrize("what", ["load", "copy", "combine", "synchronize"])
+def test_an_error_of_one_rank(on, monkeypatch, what, call, count):
+    """Wherever it comes, all leave the call together, but for what no other rank depends on; no
+    result is wrong, and the slots stay in step.
+    """
+    monkeypatch.setattr(peer, "SLOT", 512)
+    monkeypatch.setattr(peer, "WHOLE", 64)
     arrays, me, n = on("ipc")
     total(arrays, me, n)
-    combine, broken = arrays.cuda.combine, []
+    works, calls = getattr(arrays.cuda, what), []
 
-    def fails(*what):
-        if me == 0 and not broken:
-            broken.append(what)
-            raise RuntimeError("this kernel cannot be compiled")
-        combine(*what)
+    def fails(*how):
+        calls.append(how)
+        if me == 0 and len(calls) == call:
+            raise RuntimeError(f"{what} cannot be done")
+        return works(*how)
 
-    arrays.cuda.combine = fails
-    array = uploaded(arrays, np.full(5, me, np.float32))
-    if me == 0:
-        with pytest.raises(RuntimeError, match="cannot be compiled"):
-            dist.all_reduce(array)
-    else:
+    array = uploaded(arrays, np.full(count, me, np.float32))
+    monkeypatch.setattr(arrays.cuda, what, fails)
+    error = None
+    try:
         dist.all_reduce(array)
+    except RuntimeError as caught:
+        error = caught
+    failed, seen = me == 0 and len(calls) >= call, str(error)
+    monkeypatch.setattr(arrays.cuda, what, works)
+    if me == 0:
+        assert (error is not None) == failed and (not failed or "cannot be done" in seen)
+    elif error is not None:
+        assert isinstance(error, DistBackendError) and "another rank failed" in seen
+    if error is None:
         assert (got(array) == sum(range(n))).all()
-    for _ in range(3):
-        total(arrays, me, n, count)
+    if what == "load" and call == 1:
+        assert error is not None, "this comes before the first round, on all ranks"
+    for length in (3, count, 700):
+        total(arrays, me, n, length)
 
 
 def test_calls_that_differ(on, monkeypatch):
@@ -126,8 +143,10 @@ def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
             total(arrays, me, n)
     else:
         total(arrays, me, n)
-        assert dist.group.WORLD.resources.find("devices").names[0] == (road or "ipc")
-    assert len(tries) == (road is not None and me == 0)
+        assert dist.group.WORLD.resources.find("devices").names[0] == (
+            road or ("direct" if n == 1 else "ipc")
+        )
+    assert len(tries) == (road is not None and me == 0), "nothing depends on it"
 
 
 def test_what_is_refused_leaves_nothing_behind(on):
@@ -185,8 +204,8 @@ def test_the_stream_of_a_thread(on, road):
 
 def test_an_error_between_pieces(on, monkeypatch):
     """What is on its way then comes before what the caller does next."""
-    arrays, me, n = on("staged")
-    monkeypatch.setattr(staged, "CHUNK", 400 * (n + 1))
+    arrays, me, _ = on("staged")
+    monkeypatch.setattr(staged, "CHUNK", 400)
     choose, calls = select.choose, []
 
     def breaking(kind):
@@ -299,3 +318,362 @@ def test_many_groups(on, monkeypatch, ipc):
         round()
     assert (len(arrays.cuda.streams), len(peer._mapped)) == (streams, mapped)
     assert mapped == 0
+
+
+# ---- Several nodes -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def apart(on, monkeypatch):
+    """As ``on``, with each rank on a node of its own; gives the sizes of what each has tried."""
+
+    def begin(road=None, **how):
+        made = on(road, **how)
+        monkeypatch.setattr(capabilities, "node", lambda: f"node {made[1]}")
+        return made
+
+    return begin
+
+
+@pytest.mark.parametrize("road", [None, "direct"])
+def test_messages_between_nodes_are_tried_where_they_are_used(apart, monkeypatch, road):
+    """Two processes of one node have not shown what the way between nodes does."""
+    arrays, me, n = apart(road)
+    tried, fill = [], probe.Place.fill
+
+    def filled(place, values):
+        tried.append(values.nbytes)
+        return fill(place, values)
+
+    monkeypatch.setattr(probe.Place, "fill", filled)
+    before = len(arrays.cuda.streams)
+    total(arrays, me, n)
+    assert dist.group.WORLD.resources.find("devices").names[0] == "direct"
+    assert set(tried) == (set() if n == 1 else {64, 4 << 20})
+    tried.clear()
+    total(arrays, me, n)
+    assert not tried
+    assert len(arrays.cuda.streams) <= before + 4, "the streams of two arrays, the group, a try"
+
+
+@pytest.mark.parametrize("road", [None, "direct"])
+@pytest.mark.parametrize("how", ["wrong", "failed", "hung"])
+def test_messages_that_fail_between_nodes(apart, monkeypatch, road, how):
+    """The ranks learn it together: another route, or an error that names the rank."""
+    arrays, me, n = apart(road)
+    monkeypatch.setattr(between_nodes, "LIMIT", 1.0)
+    exchange, values = between_nodes.exchange_messages, probe._values
+
+    def spoilt(nbytes, rank):
+        found = values(nbytes, rank)
+        if nbytes > 64 and rank == me:
+            found[-1] += 1
+        return found
+
+    def broken(place, partners, limit):
+        if me == n - 1 and how == "failed":
+            raise RuntimeError("no such link")
+        if me == n - 1 and how == "hung":
+            return "hung"
+        return exchange(place, partners, limit)
+
+    monkeypatch.setattr(between_nodes, "exchange_messages", broken)
+    if me == n - 1 and how == "wrong":
+        monkeypatch.setattr(probe, "_values", spoilt)
+    if n == 1:
+        return
+    word = {"wrong": "moved wrong data", "failed": f"no such link (rank {n - 1})", "hung": "hung"}
+    if road is None:
+        total(arrays, me, n)
+        assert dist.group.WORLD.resources.find("devices").names == ("staged",)
+    else:
+        with pytest.raises(UnsupportedError, match=re.escape(word[how])):
+            total(arrays, me, n)
+
+
+def test_partners():
+    """Both sides know of each other, and are on different nodes."""
+    for nodes in ("ab", "aab", "abab", "aabb", "aaabbc", "abbb", "abcabcab"):
+        found = [between_nodes.find_partners(nodes, rank) for rank in range(len(nodes))]
+        for rank, partners in enumerate(found):
+            assert partners, nodes
+            assert all(nodes[one] != nodes[rank] and rank in found[one] for one in partners)
+        if len(set(map(nodes.count, nodes))) == 1:
+            assert max(map(len, found)) <= 2
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+def agreed():
+    return dist.group.WORLD.resources.find("devices")
+
+
+def test_memory_that_libraries_keep_unused(on):
+    """It is freed where there is too little, and then there is enough."""
+    arrays, me, n = on()
+    array = uploaded(arrays, np.full(10, me, np.float32))
+    arrays.cuda.room, arrays.cuda.cached = 1 << 30, 1 << 30
+    dist.all_reduce(array)
+    assert agreed().names[0] == ("direct" if n == 1 else "ipc")
+    third = arrays.make(np.full(10, me, np.float32), layout="third")
+    third.upload()
+    arrays.cuda.cached = 1 << 30
+    dist.all_reduce(third)  # needs scratch
+    assert (got(array) == sum(range(n))).all() and (got(third) == sum(range(n))).all()
+
+
+def test_a_rank_without_memory(on):
+    """All take another route, a warning says why, and so does what ``doctor`` prints."""
+    arrays, me, n = on(cuda="none")
+    array = uploaded(arrays, np.full(10, me, np.float32))
+    if me == n - 1:
+        arrays.cuda.room = 1 << 20
+    why = rf"ipc is off: rank {n - 1}: no workspace: \d+ bytes are too many"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "mpicoll: ranks .* share GPU")
+        if me == 0 and n > 1:
+            with pytest.raises(RuntimeWarning, match=f"arrays on GPUs go by staged, because {why}"):
+                dist.all_reduce(array)
+        else:
+            dist.all_reduce(array)
+    assert (got(array) == sum(range(n))).all()
+    if n > 1:
+        assert agreed().names == ("staged",)
+        assert re.match(why, f"ipc is off: {agreed().describe()['ipc']}")
+
+
+def test_why_routes_are_off(on):
+    arrays, me, n = on(cuda="none")
+    total(arrays, me, n)
+    told = agreed().describe()
+    assert {name for name, why in told.items() if not why} == set(agreed().names)
+    assert "lacks NCCL" in told["nccl"]
+    if n > 1:
+        assert "MPICOLL_CUDA_AWARE=none" in told["direct"]
+
+
+def test_what_is_forced_and_lost(on, monkeypatch):
+    arrays, me, n = on("ipc")
+
+    def refuse(index, handle):
+        raise RuntimeError("no peer access")
+
+    monkeypatch.setattr(arrays.cuda, "open", refuse)
+    if n > 1:
+        words = r"MPICOLL_DEVICE_ROUTE=ipc: rank 0: cannot map another .*no peer access; unset it"
+        with pytest.raises(UnsupportedError, match=words):
+            total(arrays, me, n)
+
+
+def test_a_group_of_one_rank(on, monkeypatch):
+    """It meets nobody, maps and stages nothing, and no call waits for the device."""
+    arrays, me, _ = on(cuda="none")
+    group = dist.new_group([me], use_local_synchronization=True)
+    for name in ("synchronize", "export", "allocate_pinned"):
+        monkeypatch.setattr(arrays.cuda, name, lambda *what: pytest.fail("not alone"))
+    numbers = np.arange(3_000_000, dtype=np.float32)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM(2.0)):
+        array, output = uploaded(arrays, numbers), uploaded(arrays, 0 * numbers)
+        dist.all_reduce(array, op, group=group)
+        dist.reduce(array, me, group=group)
+        dist.broadcast(array, me, group=group)
+        dist.reduce_scatter_single(output, array, op, group=group)
+        for stream in list(arrays.cuda.streams.values()):
+            arrays.cuda._run(stream, stream.end)
+        factor = 2 if op.factor else 1
+        assert (array._numpy() == factor * numbers).all()
+        assert (output._numpy() == factor * factor * numbers).all()
+    monkeypatch.undo()
+    assert group.resources.find("devices").names == ("direct", "staged")
+    assert sum(block.nbytes for block in group.resources.find(("device", 0))._blocks) < 40 << 20
+
+
+# ---- How calls are cut and placed ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("road", ["ipc", "direct"])
+@pytest.mark.parametrize("offset", [0, 4, 12])
+def test_kernels_get_arrays_that_lie_alike(on, monkeypatch, road, offset):
+    """Modulo 16 bytes, at which they read in pieces: whatever the address, and odd shares too."""
+    monkeypatch.setattr(peer, "SLOT", 4096)
+    monkeypatch.setattr(peer, "WHOLE", 1000)
+    monkeypatch.setattr(device_space.DeviceSpace, "small", 1000)
+    monkeypatch.setattr(device_space.DeviceSpace, "chunk", 2048)
+    arrays, me, n = on(road)
+    combine, seen = arrays.cuda.combine, []
+
+    def noted(index, by, sources, out, count, *more):
+        seen.append((count, len({one % 16 for one in (*sources, out)})))
+        combine(index, by, sources, out, count, *more)
+
+    arrays.cuda.combine = noted
+    mine = offset if me else 4  # a rank's address is its own affair
+
+    def shifted(host):
+        array = arrays.make(host, layout="third")
+        array.strides, array.offset = None, mine
+        array.upload()
+        return array
+
+    for count in (5, 333, 1001, 3001):
+        array = shifted(np.arange(count, dtype=np.float32))
+        dist.all_reduce(array)
+        assert (got(array) == n * np.arange(count)).all()
+        dist.reduce(array, 0)
+        if me == 0:
+            assert (got(array) == n * n * np.arange(count)).all()
+        if n > 1 and count > 100:  # what all ranks get from all is packed
+            given, output = shifted(np.ones(count, "f4")), shifted(np.zeros(count, "f4"))
+            dist.scan(output, given)
+            assert (got(output) == me + 1).all()
+    assert seen and {alike for count, alike in seen if count} == {1}
+    assert n == 1 or len(seen) > 8
+
+
+def test_few_copies(on, monkeypatch):
+    """A rank's slot gets all but its own share, which is one range or two."""
+    arrays, me, n = on("ipc")
+    total(arrays, me, n, 400_000)
+    copy, seen = arrays.cuda.copy, []
+
+    def noted(index, into, source, nbytes, stream):
+        seen.append(nbytes)
+        copy(index, into, source, nbytes, stream)
+
+    arrays.cuda.copy = noted
+    array = uploaded(arrays, np.full(400_000, me, np.float32))
+    dist.all_reduce(array)
+    assert (got(array) == sum(range(n))).all()
+    given, spread = seen[:-n], seen[-n:]
+    if n > 1:
+        assert len(given) == 2 and sum(given) < 1_600_000 and sum(spread) == 1_600_000
+
+
+@pytest.mark.parametrize("slot", [512, 8 << 20])
+def test_workspaces_are_whole_blocks(on, monkeypatch, slot):
+    """The driver puts small allocations into one block, all of which a handle opens."""
+    monkeypatch.setattr(peer, "SLOT", slot)
+    arrays, me, n = on("ipc")
+    total(arrays, me, n)
+    assert agreed().ipc._own.nbytes % (2 << 20) == 0
+
+
+def test_pieces_that_are_staged(on, monkeypatch):
+    """As large as the pinned memory is meant for, whatever the number of ranks."""
+    arrays, me, n = on("staged")
+    choose, seen = select.choose, []
+
+    def noting(kind):
+        route = choose(kind)
+
+        def noted(send, recv, extent, root):
+            seen.append(extent)
+            route(send, recv, extent, root)
+
+        return noted
+
+    monkeypatch.setattr(select, "choose", noting)
+    monkeypatch.setattr(staged, "CHUNK", 4000)
+    total(arrays, me, n, 2500)
+    assert seen == [1000, 1000, 500]
+    seen.clear()
+    output = uploaded(arrays, np.zeros((n, 1000), np.float32))
+    dist.all_gather_single(output, uploaded(arrays, np.full(1000, me, np.float32)))
+    assert (got(output) == np.arange(n)[:, None]).all()
+    assert max(seen) == 1000 // (n + 1)
+
+
+def test_large_scratch_stays_while_it_is_used(on):
+    """Giving it back waits for the device."""
+    arrays, *_ = on()
+    context, taken = streams.DeviceContext(arrays.cuda, 0), []
+    allocate = arrays.cuda.allocate
+    arrays.cuda.allocate = lambda index, nbytes: taken.append(nbytes) or allocate(index, nbytes)
+    context.LARGE, large = 1000, 5000
+    for turn in range(6):
+        context.begin()
+        context.scratch(10)
+        if turn % 2 == 0:
+            context.scratch(large)
+    assert taken == [10, large]
+    for _ in range(context.UNUSED + 1):
+        context.begin()
+        context.scratch(10)
+    assert [block.nbytes for block in context._blocks] == [10, 0]
+    context.begin()
+    context.scratch(10)
+    assert context.scratch(large).nbytes == large and taken == [10, large, large]
+    context.close()
+
+
+# ---- Messages ------------------------------------------------------------------------------------
+
+
+def test_messages_do_not_wait_for_the_device(on, monkeypatch):
+    """isend returns while the array is still being made; what is sent after it comes after it."""
+    arrays, me, n = on()
+    if n == 1:
+        return
+    right, left = (me + 1) % n, (me - 1) % n
+    array = uploaded(arrays, np.full(1000, me, np.float32))
+    is_done, late = arrays.cuda.is_done, threading.Event()
+    monkeypatch.setattr(arrays.cuda, "is_done", lambda event: late.is_set() and is_done(event))
+    works = [dist.isend(array, right)]
+    works += [dist.isend(np.full(1000, me + k, "f4"), right) for k in (10, 20)]
+    waiting = arrays.cuda.streams[0, array.number].waiting
+    assert waiting, "the host has waited for the stream"
+    assert not any(work.is_completed() for work in works)
+    taken = [np.zeros(1000, "f4") for _ in range(3)]
+    given = [dist.irecv(one, left) for one in taken]
+    landing = uploaded(arrays, np.zeros(7, "f4"))
+    given.append(dist.irecv(landing, left, tag=1))
+    late.set()
+    works.append(dist.isend(np.full(7, me, "f4"), right, tag=1))
+    for work in [*works, *given]:
+        work.wait()
+    assert [one[-1] for one in taken] == [left, left + 10, left + 20]
+    assert (got(landing) == left).all()
+    assert not dist.group.WORLD.held_back
+
+
+def test_a_message_that_is_never_due(on, monkeypatch):
+    """It can be given up: MPI has nothing of it."""
+    arrays, me, n = on()
+    if n == 1:
+        return
+    array = uploaded(arrays, np.full(10, me, np.float32))
+    monkeypatch.setattr(arrays.cuda, "is_done", lambda event: False)
+    work = dist.isend(array, (me + 1) % n)
+    with pytest.raises(dist.CollectiveTimeoutError):
+        work.wait(0.05)
+    work.abandon(RuntimeError("given up"))
+    assert work.is_completed() and not dist.group.WORLD.held_back
+
+
+@pytest.mark.parametrize("layout", ["C", "F"])
+def test_messages_pin_little(on, monkeypatch, layout):
+    """Whatever their size."""
+    monkeypatch.setattr(staged, "CHUNK", 1000)
+    arrays, me, n = on()
+    if n == 1:
+        return
+    pinned, allocate = [], arrays.cuda.allocate_pinned
+
+    def noted(index, nbytes):
+        pinned.append(nbytes)
+        return allocate(index, nbytes)
+
+    arrays.cuda.allocate_pinned = noted
+    for count in (10, 250, 251, 376, 3000):
+        numbers = np.arange(2 * count, dtype=np.float32).reshape(2, count)
+        given = arrays.make(numbers + me, layout=layout)
+        taken = arrays.make(0 * numbers, layout=layout)
+        for array in (given, taken):
+            array.upload()
+        works = [dist.isend(given, (me + 1) % n), dist.irecv(taken, (me - 1) % n)]
+        for work in works:
+            work.wait()
+        assert (got(taken) == numbers + (me - 1) % n).all()
+    assert max(pinned) <= 1000

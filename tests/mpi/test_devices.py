@@ -193,7 +193,7 @@ def test_pieces(road, arrays, world, monkeypatch, dtype):
     """One, two and more pieces, with a rest."""
     if not arrays.serves(dtype):
         pytest.skip(f"the library has no arrays of {dtype}")
-    monkeypatch.setattr(staged, "CHUNK", 8 * dtype.itemsize * (world.size + 1))
+    monkeypatch.setattr(staged, "CHUNK", 16 * dtype.itemsize)
     monkeypatch.setattr(ipc, "SLOT", 64 * world.size)
     monkeypatch.setattr(ipc, "_LINE", 16)
     monkeypatch.setattr(ipc, "WHOLE", 32)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
@@ -94,6 +96,61 @@ def test_abandoned_works(world):
 
 
 # ---- Futures -------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """A tensor of a GPU that is not there."""
+
+    is_cuda, device = True, "cuda:0"
+
+
+class StreamFuture:
+    """torch's Future where there are GPUs (ATen/core/ivalue_inl.h): the result is ordered after
+    what is current on the devices of its value when it is set, and so are callbacks, which run in
+    streams that hold nothing else.
+    """
+
+    current: ClassVar[set[str]] = set()  # what the current streams hold
+
+    def __init__(self, *, devices: list[str]) -> None:
+        self.devices = devices
+        self.waiting: list[Callable[[], None]] = []
+        self.done = False
+
+    def set_result(self, value: object) -> None:
+        held = value if isinstance(value, list) else []
+        assert all(one.device in self.devices for one in held)
+        self.result, self.done = value, True
+        self.after = set(StreamFuture.current) if held else set()
+        for callback in self.waiting:
+            callback()
+
+    def then(self, callback: Callable[[StreamFuture], object]) -> StreamFuture:
+        found = StreamFuture(devices=self.devices)
+
+        def call() -> None:
+            outside, StreamFuture.current = StreamFuture.current, set(self.after)
+            found.set_result(callback(self))
+            StreamFuture.current = outside
+
+        call() if self.done else self.waiting.append(call)
+        return found
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll's own")
+def test_the_future_of_a_synchronous_call_on_a_gpu(monkeypatch):
+    """Its callbacks come after what the caller's stream waits for: the call."""
+    from mpicoll.torch import works
+
+    monkeypatch.setattr(torch.futures, "Future", StreamFuture)
+    monkeypatch.setattr(StreamFuture, "current", {"the call"})
+    work, tensor = works.CompletedWork(), OnDevice()
+    work.output = [tensor]
+    future = work.get_future()
+    assert future.after == {"the call"} and future.result == [tensor]
+    seen = []
+    future.then(lambda done: seen.append((done.result, set(StreamFuture.current))))
+    assert seen == [([tensor], {"the call"})]
 
 
 def test_future(world):

@@ -19,7 +19,8 @@ __all__ = ["ROUTE"]
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    return for_mpi(agreed.space, kind, algorithms.build(kind, agreed.space))
+    inner = algorithms.build(kind, agreed.space)
+    return inner if agreed.space.alone else for_mpi(agreed.space, kind, inner)
 
 
 ROUTE = Route(

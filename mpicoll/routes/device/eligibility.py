@@ -9,7 +9,7 @@ from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 
-__all__ = ["FORCED", "eligible_routes", "forced_route"]
+__all__ = ["FORCED", "describe_missing", "eligible_routes", "forced_route"]
 
 #: The variable that forces a device route.
 FORCED = settings.DEVICE_ROUTE.name
@@ -29,18 +29,18 @@ def eligible_routes(
         return tuple(
             name
             for name, route in registry.DEVICE.items()
-            if not route.on_demand and not _missing(name, all_ranks)
+            if not route.on_demand and not describe_missing(name, all_ranks)
         )
     if forced not in registry.DEVICE:
         expected = ", ".join(registry.DEVICE)
         raise ArgumentError(f"{FORCED}: expected one of {expected}, got {forced!r}")
-    missing = _missing(forced, all_ranks)
+    missing = describe_missing(forced, all_ranks)
     if missing:
         raise UnsupportedError(f"{FORCED}={forced}: {missing}; unset it, or choose another route")
     return (forced,)
 
 
-def _missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
+def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
     """Describe what is missing for a route, and on which ranks; "" for nothing."""
     route = registry.DEVICE[name]
     lacking: dict[str, list[int]] = {}

@@ -25,25 +25,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from mpi4py import MPI
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
 from mpicoll.core.work import deadline
-from mpicoll.cuda.runtime import Memory
+from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
-from mpicoll.dtypes import ReduceOp
-from mpicoll.errors import MismatchError
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import at_home
 from mpicoll.routes.route import MemoryKind, Route
-from mpicoll.routes.transfers import CARRIED, transfer_of
-from mpicoll.routes.wire import all_gather_bytes
+from mpicoll.routes.transfers import CARRIED, Get, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ SLOT = 8 * 1024 * 1024
 #: Bytes of a message up to which every rank combines everything, to save a turn.
 WHOLE = 256 * 1024
 _LINE = 256
+#: Bytes of the blocks that the driver shares out to small allocations: who opens one has them all.
+_BLOCK = 2 * 1024 * 1024
 
 
 def _rounded(nbytes: int) -> int:
@@ -88,6 +93,7 @@ class Peers:
         self._own = own
         self._workspaces = others  # by rank; this rank's is its own
         self._turn = 0  # the number of the current call's first round
+        self._between: Memory | None = None  # where results are made that go elsewhere
 
     def slot(self, rank: int, k: int) -> int:
         """Return the address of a rank's slot in round ``k`` of this call."""
@@ -100,54 +106,107 @@ class Peers:
         return start + (self._turn + k) % SLOTS * size
 
     def go(
-        self, kind: int, count: int, rounds: int, steps: Sequence[Callable[[int], None]]
+        self,
+        kind: int,
+        count: int,
+        rounds: int,
+        steps: Sequence[Callable[[int], None]],
+        prepare: Callable[[], None],
     ) -> None:
         """Carry a call out: ``steps[s](k)`` enqueues step s of round k.
 
         kind, count: what all ranks must have alike. Raises MismatchError on all ranks otherwise.
+        prepare: compiles and allocates all that the steps need.
+
+        A rank that fails goes on to the next meeting, and all leave the call there: it with its
+        error, the others with DistBackendError. After the last meeting no rank depends on another.
         """
         context, lag = self.context, LAG if rounds > 1 else 1
         turns, done = rounds + lag * (len(steps) - 1), []
-        try:
-            for turn in range(turns):
-                for s, step in enumerate(steps):
-                    if 0 <= turn - lag * s < rounds:
-                        step(turn - lag * s)
-                done.append(context.runtime.record(context.index, context.work))
-                known = turn - lag + 1
-                if known < 0 or turn == turns - 1:
-                    continue
-                context.runtime.synchronize(done[known])
-                if known > 0:
-                    self.group.inner.Barrier()
-                elif differences := self._compare(kind, count):
-                    self._turn = -rounds  # all raise, and begin anew: no rank has read anything
-                    raise MismatchError(differences)
-        finally:  # after an error of this rank's, too, for the others go on
-            self._turn += rounds
 
-    def _compare(self, kind: int, count: int) -> str:
-        """Wait for all ranks; return how their calls differ, "" if they do not."""
-        mine = np.array([kind, count, self.group.sequence, self._turn % SLOTS], np.int64)
+        def enqueue(turn: int) -> None:
+            for s, step in enumerate(steps):
+                if 0 <= turn - lag * s < rounds:
+                    step(turn - lag * s)
+            done.append(context.runtime.record(context.index, context.work))
+            if turn - lag + 1 >= 0 and turn < turns - 1:
+                context.runtime.synchronize(done[turn - lag + 1])
+
+        failure = _failure_of(prepare)
+        for turn in range(turns):
+            failure = failure or _failure_of(partial(enqueue, turn))
+            if turn - lag + 1 >= 0 and turn < turns - 1:
+                if turn - lag + 1 == 0:
+                    problem = self._compare(kind, count, failure)
+                else:
+                    problem = self._meet(kind, failure)
+                if problem is not None:
+                    self._begin_anew()
+                    raise failure or problem
+        self._turn += rounds
+        if failure is not None:
+            raise failure
+
+    def _compare(self, kind: int, count: int, failure: Exception | None) -> Exception | None:
+        """Wait for all ranks; return what is wrong: their calls differ, or one has failed."""
+        mine = [kind, count, self.group.sequence, self._turn % SLOTS, failure is None]
         everybody = np.empty((self.n, len(mine)), np.int64)
-        self.group.inner.Allgather(mine, everybody)
-        if (everybody == mine).all():
-            return ""
-        return (
-            f"{decode_primitive(kind)} on rank {self.me} of group {self.group.group_name}: "
-            f"the ranks' calls do not belong together: "
-            f"{describe_by_rank(describe(*row[:2]) for row in everybody.tolist())}"
+        self.group.inner.Allgather(np.array(mine, np.int64), everybody)
+        if (everybody[:, :-1] != mine[:-1]).any():
+            return MismatchError(
+                f"{self._name(kind)}: the ranks' calls do not belong together: "
+                f"{describe_by_rank(describe(*row[:2]) for row in everybody.tolist())}"
+            )
+        return None if everybody[:, -1].all() else self._failed(kind)
+
+    def _meet(self, kind: int, failure: Exception | None) -> Exception | None:
+        """Wait for all ranks; return what is wrong if one has failed."""
+        able = np.array([failure is None])
+        self.group.inner.Allreduce(MPI.IN_PLACE, able, MPI.LAND)
+        return None if able[0] else self._failed(kind)
+
+    def _failed(self, kind: int) -> DistBackendError:
+        return DistBackendError(
+            f"{self._name(kind)}: another rank failed in this call, and says why; its result is "
+            "incomplete on all ranks"
         )
+
+    def _name(self, kind: int) -> str:
+        return f"{decode_primitive(kind)} on rank {self.me} of group {self.group.group_name}"
+
+    def _begin_anew(self) -> None:
+        """Begin with the first slot again, once no device reads or writes any more."""
+        with suppress(Exception):  # a device that has failed does nothing more
+            self.context.synchronize(self.context.work)
+        self.group.inner.Barrier()
+        self._turn = 0
 
     def copy(self, into: int, source: int, nbytes: int) -> None:
         """Enqueue a copy."""
         self.context.runtime.copy(self.context.index, into, source, nbytes, self.context.work)
 
-    def combine(self, by: Loop, sources: Sequence[int], out: int, count: int, divisor: int) -> None:
-        """Enqueue a reduction, which may read other ranks' memory."""
-        context = self.context
-        if count:
-            context.runtime.combine(context.index, by, sources, out, count, divisor, context.work)
+    def prepare(self, by: Loop | None, n: int, out: int, nbytes: int) -> None:
+        """Compile and allocate what combines n arrays into one of some bytes, if there is one."""
+        if by is None or not n:
+            return
+        self.context.runtime.load(self.context.index, by, n)
+        self._between = None if out % PIECE == 0 else self.context.scratch(nbytes)
+
+    def combine(
+        self, by: Loop, sources: Sequence[int], out: int, nbytes: int, divisor: int
+    ) -> None:
+        """Enqueue a reduction of slots, as prepared; a result that does not lie as the slots do is
+        made beside and copied.
+        """
+        context, size = self.context, by_name[by.format].itemsize * by.elements
+        if not nbytes:
+            return
+        into = out if self._between is None else self._between.address
+        context.runtime.combine(
+            context.index, by, sources, into, nbytes // size, divisor, context.work
+        )
+        if into != out:
+            self.copy(out, into, nbytes)
 
     def close(self, limit: float) -> None:
         """Let go of the workspaces; all ranks call. This rank's is freed once no other rank maps it
@@ -163,6 +222,15 @@ class Peers:
         _mapped.remove(self._own)
 
 
+def _failure_of(task: Callable[[], None]) -> Exception | None:
+    """Return the exception that a task raises; None if it does its work."""
+    try:
+        task()
+    except Exception as error:
+        return error
+    return None
+
+
 #: Workspaces that other ranks may map: freeing such memory would pull it away under them.
 _mapped: list[Memory] = []
 
@@ -172,36 +240,41 @@ def _share_slot(room: int, n: int) -> int:
     return _rounded(-(-room // n)) + _LINE
 
 
-def meet(group: ProcessGroup, context: DeviceContext) -> Peers | None:
-    """Return the workspaces of all ranks; None on all if one cannot see another's. All call."""
+def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
+    """Return the workspaces of all ranks, or, on all, why there are none. All ranks call."""
     runtime, me, room = context.runtime, group.rank(), SLOT
-    own, handle = None, b""
+    own, handle, found, problem = None, b"", [], ""
     try:
-        own = runtime.allocate(context.index, SLOTS * (room + _share_slot(room, group.size())))
+        nbytes = SLOTS * (room + _share_slot(room, group.size()))
+        nbytes = -(-nbytes // _BLOCK) * _BLOCK
+        own = allocate(runtime, context.index, nbytes)
         handle = runtime.export(context.index, own)
         _mapped.append(own)
-    except Exception:  # whatever the driver says: all ranks take another route then
-        own = None
-    handles = [bytes(one) for one in all_gather_bytes(group.inner, np.frombuffer(handle, np.uint8))]
-    found: list[Memory] = []
-    if own is not None and all(handles):
+    except Exception as error:  # whatever the driver says: all ranks take another route then
+        own, problem = None, f"no workspace: {error}"
+    said: list[tuple[bytes, str]] = group.inner.allgather((handle, problem))
+    why = _first_problem(said)
+    if own is not None and not why:
         try:
             found = [
-                own if rank == me else runtime.open(context.index, one)
-                for rank, one in enumerate(handles)
+                own if rank == me else runtime.open(context.index, theirs)
+                for rank, (theirs, _) in enumerate(said)
             ]
-        except Exception:
-            found = []
-    able = np.array([len(found) == group.size()])
-    everybody = np.empty(group.size(), bool)
-    group.inner.Allgather(able, everybody)
-    if own is None or not everybody.all():
+        except Exception as error:
+            problem = f"cannot map another rank's device memory (CUDA IPC): {error}"
+        why = _first_problem(group.inner.allgather((b"", problem)))
+    if own is None or why:
         found.clear()
         group.inner.Barrier()  # no rank maps anything any more
         if own is not None:
             _mapped.remove(own)
-        return None
+        return why
     return Peers(group, context, room, own, found)
+
+
+def _first_problem(said: Sequence[tuple[bytes, str]]) -> str:
+    """Return the first problem of a rank; "" for none."""
+    return next((f"rank {rank}: {words}" for rank, (_, words) in enumerate(said) if words), "")
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
@@ -245,24 +318,26 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
             start = min(length, rank * each)
             return start, min(length, start + each) - start
 
+        aligned = view.address % PIECE == 0
+
         def give(k: int) -> None:
             address, length = piece(k)
-            if whole:
-                peers.copy(peers.slot(me, k), address, length * size)
-                return
-            for r in range(n):
-                start, theirs = share(length, r)
-                if r != me:  # no other rank reads that
-                    into = peers.slot(me, k) + start * size
-                    peers.copy(into, address + start * size, theirs * size)
+            start, mine = share(length, me)
+            # No other rank reads this one's share.
+            parts = [(0, length)] if whole or not aligned else [(0, start), (start + mine, length)]
+            for begin, end in parts:
+                into = peers.slot(me, k) + begin * size
+                peers.copy(into, address + begin * size, (end - begin) * size)
 
         def take(k: int) -> None:
             address, length = piece(k)
             start, mine = (0, length) if whole else share(length, me)
             at = start * size
-            sources = [peers.slot(r, k) + at if r != me else address + at for r in range(n)]
+            sources = [peers.slot(r, k) + at for r in range(n)]
+            if aligned:
+                sources[me] = address + at
             out = address if whole else peers.second_slot(me, k)
-            peers.combine(by, sources, out, mine, divisor)
+            peers.combine(by, sources, out, mine * size, divisor)
 
         def spread(k: int) -> None:
             address, length = piece(k)
@@ -271,7 +346,9 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
                 peers.copy(address + start * size, peers.second_slot(r, k), theirs * size)
 
         steps = [give, take] if whole else [give, take, spread]
-        peers.go(signature, view.count, _rounds(view.count, step), steps)
+        rounds = _rounds(view.count, step)
+        out, nbytes = (view.address, min(view.nbytes, peers.room)) if whole else (0, 0)
+        peers.go(signature, view.count, rounds, steps, lambda: peers.prepare(by, n, out, nbytes))
 
     return all_reduce
 
@@ -304,13 +381,19 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
             sources = [peers.slot(rank, k) + place * room for rank, place, _, _ in transfer.gets]
             outs = [one.address + k * step * size for one in transfer.gets]
             if by is not None and transfer.gets:
-                peers.combine(by, sources, outs[0], length(transfer.gets[0].elements, k), divisor)
+                nbytes = length(transfer.gets[0].elements, k) * size
+                peers.combine(by, sources, outs[0], nbytes, divisor)
                 return
             for one, source, out in zip(transfer.gets, sources, outs, strict=True):
                 peers.copy(out, source, length(one.elements, k) * size)
 
-        signature = encode_kind(primitive, dtype, op, root)
-        peers.go(signature, transfer.total, _rounds(transfer.most, step), [give, take])
+        def prepare() -> None:
+            first = transfer.gets[0] if transfer.gets else Get(0, 0, 0, 0)
+            nbytes = length(first.elements, 0) * size
+            peers.prepare(by, len(transfer.gets), first.address, nbytes)
+
+        signature, rounds = encode_kind(primitive, dtype, op, root), _rounds(transfer.most, step)
+        peers.go(signature, transfer.total, rounds, [give, take], prepare)
 
     return carry_out
 

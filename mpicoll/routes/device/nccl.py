@@ -7,7 +7,6 @@ other routes to the last bit, and ranks do not compare their calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,26 +59,27 @@ class Nccl:
         self.comm.destroy()
 
 
-def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | None:
-    """Return the communicator of all ranks; None on all if one has no NCCL, or two share a GPU.
-
-    All call.
-    """
+def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | str:
+    """Return the communicator of all ranks, or, on all, why there is none. All ranks call."""
     runtime = context.runtime
     able = runtime.has_nccl()
     mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
     everybody = [
         bytes(one) for one in all_gather_bytes(group.inner, np.frombuffer(mine.encode(), np.uint8))
     ]
-    if not all(everybody) or len(set(everybody)) < len(everybody):
-        return None
-    identity = None
+    if not all(everybody):
+        return f"rank {everybody.index(b'')} has no NCCL"
+    if len(set(everybody)) < len(everybody):
+        return "two ranks share a GPU"
+    identity: tuple[int, ...] | str = ""
     if group.rank() == 0:
-        with suppress(Exception):  # whatever NCCL says: all ranks take another route then
+        try:
             identity = runtime.nccl_unique_id()
+        except Exception as error:  # whatever NCCL says: all ranks take another route then
+            identity = f"rank 0: {error}"
     identity = group.inner.bcast(identity, 0)
-    if identity is None:
-        return None
+    if isinstance(identity, str):
+        return identity
     made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
     return Nccl(group, context, made)
 

@@ -4,43 +4,43 @@ its ranks exchange what they can do.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+import warnings
+from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
-from mpicoll.cuda import binding, capabilities
+from mpicoll.cuda import between_nodes, binding, capabilities
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import eligibility, ipc, nccl
-from mpicoll.routes.device.space import DeviceSpace
+from mpicoll.routes.device.space import Alone, DeviceSpace
 from mpicoll.routes.host import select
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["choose"]
+__all__ = ["Agreed", "agree", "choose"]
+
+T = TypeVar("T")
 
 
 class Agreed:
     """The agreement of a group's ranks.
 
     names: its routes, the best first.
+    lost:  the routes that should have been among them, and why they are not.
     ipc:   the workspaces of all ranks, if they are mapped.
     nccl:  NCCL's communicator, if it was requested and is available.
     space: this rank's device memory.
-    warn:  warns of ranks that share a GPU while others are idle.
     """
 
     def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:
         self.space = DeviceSpace(context)
-        found = capabilities.exchange(group.inner)
-        forced = eligibility.forced_route(found)
-        peers = forced == "ipc" or (forced is None and "ipc" in eligibility.eligible_routes(found))
-        if not peers and forced not in ("staged", "nccl"):
-            found = capabilities.exchange(group.inner, probes=True)
-        self.names = eligibility.eligible_routes(found, forced)
+        self.lost: dict[str, str] = {}
+        self.names: tuple[str, ...]
+        self._found = capabilities.exchange(group.inner)
+        self._forced = forced = eligibility.forced_route(self._found)
         mine = (context.index, nccl.asked_for(group.backend))
         said = group.inner.allgather(mine)
         if len({asked for _, asked in said}) > 1:
@@ -48,23 +48,66 @@ class Agreed:
                 f"group {group.group_name}: backend 'nccl' has to be asked for by all ranks, or by "
                 f"none; this rank's is {group.backend!r}"
             )
-        self.warn = partial(
-            binding.warn_of_idle_gpus, found, [index for index, _ in said], group.rank()
-        )
-        self.nccl = None
-        if "nccl" in self.names or mine[1]:
-            self.nccl = nccl.meet(group, context)
+        self._me, self._used = group.rank(), [index for index, _ in said]
+        self.nccl: nccl.Nccl | None = None
+        self.ipc: ipc.Peers | None = None
+        if forced == "nccl" or mine[1]:
+            self.nccl = self._had("nccl", nccl.meet(group, context))
+        if group.size() == 1 and forced is None and self.nccl is None:
+            # Messages to nobody need nothing of MPI, and nobody has to be met.
+            self.space, self.names = Alone(context), ("direct", "staged")
+            return
+        if "ipc" in ((forced,) if forced else eligibility.eligible_routes(self._found)):
+            eligibility.eligible_routes(self._found, forced)  # raises
+            self.ipc = self._had("ipc", ipc.meet(group, context))
+        if self.ipc is None and forced in (None, "direct", "mpi"):
+            # What MPI claims counts now, and has to be tried.
+            self._found = capabilities.exchange(group.inner, probes=True)
+            tried = between_nodes.try_messages(
+                group.inner, context.runtime, context.index, self._found
+            )
+            if tried != self._found:
+                self.lost["direct"] = tried[0].problem
+            self._found = tried
+        eligible = eligibility.eligible_routes(self._found, forced)
+        if forced in self.lost:
+            raise UnsupportedError(f"{eligibility.FORCED}={forced}: {self.lost[forced]}; unset it")
+        without = self.lost if self.ipc is None else ("direct", "mpi")  # which nobody has tried
+        self.names = tuple(name for name in eligible if name not in without)
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
-        self.ipc = ipc.meet(group, context) if "ipc" in self.names else None
-        if forced is None and "ipc" in self.names and self.ipc is None:
-            # What MPI claims counts now, and has to be tried.
-            found = capabilities.exchange(group.inner, probes=True)
-            others = (name for name in eligibility.eligible_routes(found) if name != "ipc")
-            self.names = (*(("nccl",) if self.nccl is not None else ()), *others)
-        for name, found_to_be in (("ipc", self.ipc), ("nccl", self.nccl)):
-            if forced == name and found_to_be is None:
-                raise UnsupportedError(f"MPICOLL_DEVICE_ROUTE={name}: {_MISSING[name]}")
+
+    def _had(self, name: str, made: T | str) -> T | None:
+        """Return what the ranks have made for a route; if it is why they could not, note that."""
+        if not isinstance(made, str):
+            return made
+        self.lost[name] = made
+        return None
+
+    def warn(self) -> None:
+        """Warn of ranks that share a GPU while others are idle, and of routes that are lost."""
+        binding.warn_of_idle_gpus(self._found, self._used, self._me)
+        for name, why in self.lost.items():
+            if self._me == 0 and not registry.DEVICE[name].on_demand:
+                warnings.warn(
+                    f"mpicoll: arrays on GPUs go by {self.names[0]}, because {name} is off: {why}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def describe(self) -> dict[str, str]:
+        """Return of each route why the group does not take it, "" for those it takes."""
+        found = {}
+        for name, route in registry.DEVICE.items():
+            reasons = (
+                self.lost.get(name, ""),
+                eligibility.describe_missing(name, self._found),
+                "it is taken only on request" if route.on_demand else "",
+                f"{eligibility.FORCED}={self._forced}" if self._forced else "",
+                f"not tried, as {self.names[0]} serves its calls",
+            )
+            found[name] = "" if name in self.names else next(filter(None, reasons))
+        return found
 
     def on_host(self, kind: CallKind) -> Implementation:
         """Return the implementation of such calls on host memory."""
@@ -77,10 +120,11 @@ class Agreed:
                 route.close(limit)
 
 
-_MISSING = {
-    "ipc": "a rank cannot map another's device memory (CUDA IPC)",
-    "nccl": "a rank has no NCCL, or two ranks share a GPU",
-}
+def agree(group: ProcessGroup, context: DeviceContext) -> Agreed:
+    """Return the agreement of a group's ranks, made when all call for the first time."""
+    return group.resources.get_or_create(
+        "devices", lambda: Agreed(group, context), close=Agreed.close
+    )
 
 
 def choose(kind: CallKind) -> Implementation:
@@ -95,9 +139,7 @@ def choose(kind: CallKind) -> Implementation:
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
         is_first = group.resources.find("devices") is None  # on every rank
-        agreed = group.resources.get_or_create(
-            "devices", lambda: Agreed(group, first.context), close=Agreed.close
-        )
+        agreed = agree(group, first.context)
         agreed.space.context = first.context
         if chosen is None:
             chosen = _build(agreed, kind)

@@ -9,21 +9,30 @@ from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Factor, ReduceOp
+from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Layout
 from mpicoll.routes.space import Space
 
-__all__ = ["DeviceSpace", "at_home", "for_mpi"]
+__all__ = ["Alone", "DeviceSpace", "at_home", "for_mpi"]
 
 #: See Space. A wait for the device is slow, and copies are fast: more at a time than on hosts.
 SMALL, CHUNK, STACK = 128 * 1024, 4 * 1024 * 1024, 64 * 1024 * 1024
+
+
+def _aligned(count: int) -> int:
+    """Return a number of elements, rounded up: whole pieces of any dtype."""
+    return -(-count // PIECE) * PIECE
 
 
 class DeviceSpace(Space):
     """A device's memory.
 
     context: the device context of the current call.
+    alone:   the group has one rank.
     """
+
+    alone = False
 
     small = SMALL
     chunk = CHUNK
@@ -48,6 +57,17 @@ class DeviceSpace(Space):
         blank = DeviceView(memory, dtype, self.context.index, memory.address, (count,), None, 0)
         blank.context = self.context
         return blank
+
+    def room(self, n: int, count: int) -> int:
+        """Return what ``places`` needs, each array's beginning included."""
+        return n * (_aligned(count) + PIECE)
+
+    def places(self, stack: View, n: int, count: int, beside: View) -> list[View]:
+        """Return arrays at addresses that are those of ``beside`` modulo a piece: kernels read and
+        write such arrays in pieces.
+        """
+        shift = (address(beside) - address(stack)) % PIECE // stack.dtype.itemsize
+        return [stack.part(shift + place * _aligned(count), count) for place in range(n)]
 
     def combine(
         self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int, exact: bool = False
@@ -84,6 +104,16 @@ class DeviceSpace(Space):
     def synchronize(self) -> None:
         """Wait for the context's stream."""
         self.context.synchronize(self.context.work)
+
+
+class Alone(DeviceSpace):
+    """The same for a group of one rank: as nothing is sent, nothing is cut or waited for."""
+
+    alone = True
+    small = chunk = stack = 1 << 62
+
+    def synchronize(self) -> None:
+        """Return at once: no MPI reads or writes."""
 
 
 def at_home(home: DeviceContext, inner: Implementation) -> Implementation:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from mpicoll.arrays.views import DeviceView, View, from_numpy
+import numpy as np
+
+from mpicoll.arrays.views import Array, DeviceView, View, from_numpy
 from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import LEVELS
@@ -35,6 +37,8 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
     host, n = agreed.on_host(kind), group.size()
     sent = n if primitive.layout is Layout.SCATTERED else 1
     received = n if primitive.layout is Layout.GATHERED else 1
+    # A root has blocks of all ranks in its chunks, the others have not: all cut alike.
+    blocks = received + (sent if primitive.input else 0)
 
     def staged(send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int) -> None:
         # No rank knows the sizes of others' blocks: such calls are one chunk.
@@ -43,8 +47,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
         into = None if recv is None else _Side(recv, 1 if whole else received)
         sides = [one for one in (out, into) if one is not None]
         context, count = sides[0].context, max(one.count for one in sides)
-        # A root has blocks of all ranks in its chunks, the others have not: all cut alike.
-        step = max(1, count if whole else CHUNK // (n + 1) // sides[0].itemsize)
+        step = max(1, count if whole else CHUNK // blocks // sides[0].itemsize)
         chunks = [(at, min(step, count - at)) for at in range(0, max(count, 1), step)]
         half = sum(one.room(chunks[0]) for one in sides)
         pinned = context.pinned(half * min(2, len(chunks))).on_host()
@@ -140,44 +143,78 @@ class HostStaging:
         """Free its device resources."""
         self._context.close()
 
-    def to_host(self, view: DeviceView) -> View:
-        """Return a copy of the elements on the host, complete on return."""
-        host, order = self.place(view), self.stream_order(view)
-        with self._lock:
-            self._carry(view, host, order, inward=False)
-        return host
-
     def place(self, view: DeviceView) -> View:
-        """Return memory for the elements on the host."""
-        memory = self._context.runtime.allocate_pinned(self._context.index, view.nbytes).on_host()
-        return from_numpy(memory[: view.nbytes].view(view.dtype.numpy), view.dtype)
+        """Return memory for the elements on the host: pinned, if it is not more than a chunk."""
+        runtime, nbytes = self._context.runtime, view.nbytes
+        if nbytes <= CHUNK:
+            memory = runtime.allocate_pinned(self._context.index, nbytes).on_host()
+        else:
+            memory = np.empty(nbytes, np.uint8)
+        return from_numpy(memory[:nbytes].view(view.dtype.numpy), view.dtype)
 
     def stream_order(self, view: DeviceView) -> StreamOrder:
         """Return the moment at which an array was given."""
         return StreamOrder(self._context.runtime, self._context.index, {view.stream})
 
-    def to_device(self, view: DeviceView, host: View, order: StreamOrder) -> None:
-        """Copy elements to their array, where they are on return.
+    def to_host(self, view: DeviceView, host: View, order: StreamOrder) -> None:
+        """Copy the elements of an array to their place, where they are on return.
 
-        order: made when the array was given.
+        order: made when the array was given. If it is due, only the copy is waited for.
         """
+        with self._lock:
+            self._carry(view, host, order, inward=False)
+
+    def to_device(self, view: DeviceView, host: View, order: StreamOrder) -> None:
+        """Copy elements to their array, where they are on return; as ``to_host``."""
         with self._lock:
             self._carry(view, host, order, inward=True)
 
     def _carry(self, view: DeviceView, host: View, order: StreamOrder, inward: bool) -> None:
         context = view.context = self._context
-        context.begin()
-        order.enter(context)
-        packed = view if view.buffer is not None else view.empty_like()
-        assert isinstance(packed, DeviceView)
-        on_host = host.array.ctypes.data
-        if not inward and packed is not view:
-            view.copy_to(packed)
-        into, source = (packed.address, on_host) if inward else (on_host, packed.address)
-        context.runtime.copy(context.index, into, source, view.nbytes, context.work)
-        if inward and packed is not view:
-            view.copy_from(packed)
-        context.synchronize(context.work)
+        with context.runtime.on(context.index):
+            context.begin()
+            order.enter(context)
+            packed = view if view.buffer is not None else view.empty_like()
+            assert isinstance(packed, DeviceView)
+            if not inward and packed is not view:
+                view.copy_to(packed)
+            self._copy(packed.address, host.array.reshape(-1).view(np.uint8), inward)
+            if inward and packed is not view:
+                view.copy_from(packed)
+            context.synchronize(context.work)
+
+    def _copy(self, address: int, host: Array, inward: bool) -> None:
+        """Copy between the device and the host. What is more than a chunk is not pinned there: it
+        goes through two pinned halves of one, in turn.
+        """
+        context, nbytes = self._context, host.nbytes
+        if nbytes <= CHUNK:
+            there, here = address, host.ctypes.data
+            into, source = (there, here) if inward else (here, there)
+            context.runtime.copy(context.index, into, source, nbytes, context.work)
+            return
+        half = CHUNK // 2
+        pinned, done = context.pinned(2 * half).on_host(), [context.record(), context.record()]
+        parts = [slice(at, min(at + half, nbytes)) for at in range(0, nbytes, half)]
+        rooms = [pinned[k % 2 * half :][: part.stop - part.start] for k, part in enumerate(parts)]
+
+        def begin(k: int) -> None:
+            there, here = address + parts[k].start, rooms[k].ctypes.data
+            into, source = (there, here) if inward else (here, there)
+            context.runtime.copy(context.index, into, source, rooms[k].nbytes, context.work)
+            done[k % 2] = context.record()
+
+        if not inward:
+            begin(0)
+        for k, part in enumerate(parts):
+            if not inward and k + 1 < len(parts):
+                begin(k + 1)
+            context.runtime.synchronize(done[k % 2])  # of this part, or of the last but one
+            if inward:
+                rooms[k][:] = host[part]
+                begin(k)
+            else:
+                host[part] = rooms[k]
 
 
 ROUTE = Route(

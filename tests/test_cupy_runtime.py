@@ -1,0 +1,392 @@
+"""What the runtime through CuPy does to the threads of a process, with a CUDA that is not there.
+
+``World`` has of CUDA what this is about: the contexts of each thread, on which devices there are
+any, and what captures of graphs forbid. CuPy's functions and the driver's library are its methods.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from mpicoll.core.progress import Poller, Worker
+from mpicoll.cuda import runtime, threads
+from mpicoll.cuda.cupy_runtime import CupyRuntime
+from mpicoll.cuda.runtime import Memory
+from mpicoll.cuda.streams import DeviceContext
+from mpicoll.errors import DeviceMemoryError, MpicollError, UnsupportedError
+
+pytestmark = pytest.mark.any_mpi
+
+RELAXED = 2
+
+
+class World:
+    """CUDA, with two devices. Context 100 + i is the primary one of device i.
+
+    created:  devices with contexts.
+    captures: a thread captures a graph.
+    spoilt:   what has invalidated it.
+    taken, given: what was created and destroyed.
+    """
+
+    def __init__(self) -> None:
+        self.own = threading.local()
+        self.created: set[int] = set()
+        self.captures = False
+        self.spoilt: list[str] = []
+        self.taken: list[int] = []
+        self.given: list[int] = []
+
+    @property
+    def stack(self) -> list[int]:
+        if not hasattr(self.own, "stack"):
+            self.own.stack = []
+        return self.own.stack
+
+    # --- the driver's library: the addresses of results are ctypes' references
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, into, index):
+        into._obj.value = index
+        return 0 if index < 2 else 101
+
+    def cuDevicePrimaryCtxRetain(self, into, device):
+        self.created.add(device.value)
+        into._obj.value = 100 + device.value
+        return 0
+
+    def cuCtxGetCurrent(self, into):
+        into._obj.value = self.stack[-1] if self.stack else None
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context):
+        self.stack.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, into):
+        into._obj.value = self.stack.pop()
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        self.own.mode = mode._obj.value
+        return 0
+
+    def cuPointerGetAttribute(self, into, which, address):
+        into._obj.value = {9: 1, 10: 1, 8: 0}[which]
+        return 0 if address.value else 1
+
+    def cuDeviceGetUuid_v2(self, into, device):
+        into._obj[:] = [device.value] * 16
+        return 0
+
+    # --- cupy.cuda.runtime
+
+    is_hip = False
+    streamNonBlocking, eventDisableTiming = 1, 2
+
+    def _enter(self, what, unsafe=False):
+        """As the runtime does: a thread without a context gets one on its device, the first."""
+        if not self.stack:
+            self.setDevice(0)
+        if unsafe and self.captures and getattr(self.own, "mode", 0) != RELAXED:
+            self.spoilt.append(what)
+
+    def setDevice(self, index):
+        self.created.add(index)
+        self.stack[-1:] = [100 + index]
+
+    def _make(self, what, unsafe=False):
+        self._enter(what, unsafe)
+        self.taken.append(1000 + len(self.taken))
+        return self.taken[-1]
+
+    def _destroy(self, number):
+        self._enter("destroy")
+        assert number in self.taken and number not in self.given
+        self.given.append(number)
+
+    def streamCreateWithFlags(self, flags):
+        return self._make("streamCreate")
+
+    def eventCreateWithFlags(self, flags):
+        return self._make("eventCreate")
+
+    class CUDARuntimeError(RuntimeError):
+        def __init__(self, status):
+            super().__init__(f"error {status}")
+            self.status = status
+
+    room = 1 << 40
+
+    def malloc(self, nbytes):
+        if nbytes > self.room:
+            raise self.CUDARuntimeError(2 if nbytes < 1 << 50 else 700)
+        return self._make("malloc", unsafe=True)
+
+    def memGetInfo(self):
+        return self.room, 1 << 40
+
+    streamDestroy = eventDestroy = free = _destroy
+
+    def eventRecord(self, event, stream):
+        self._enter("eventRecord")
+
+    def streamWaitEvent(self, stream, event):
+        self._enter("streamWaitEvent")
+
+    def eventSynchronize(self, event):
+        self._enter("eventSynchronize", unsafe=True)
+
+    def eventQuery(self, event):
+        self._enter("eventQuery", unsafe=True)
+        return 600  # cudaErrorNotReady
+
+    def memcpyAsync(self, *what):
+        self._enter("memcpyAsync")
+
+    memcpyDefault = 4
+
+    def getDeviceCount(self):
+        return 2
+
+    def deviceGetPCIBusId(self, index):
+        return "0000:3b:00.0"  # both are MIG instances of one GPU
+
+    def getDeviceProperties(self, index):
+        return {"name": b"a GPU"}
+
+
+@pytest.fixture
+def world(monkeypatch) -> World:
+    made = World()
+    cupy = types.ModuleType("cupy")
+    cupy.cuda = types.SimpleNamespace(
+        runtime=made,
+        is_available=lambda: True,
+        Device=lambda index: types.SimpleNamespace(use=lambda: made.setDevice(index)),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
+    return made
+
+
+@pytest.fixture
+def cuda(world, monkeypatch) -> Iterator[CupyRuntime]:
+    made = CupyRuntime()
+    monkeypatch.setattr(runtime, "_runtime", made)
+    monkeypatch.setattr(threads, "_device", None)
+    yield made
+
+
+def on_a_thread(task) -> None:
+    """Runs a task on a thread that has used no device, and hands its errors on."""
+    errors = []
+
+    def run():
+        try:
+            task()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def work(cuda: CupyRuntime, index: int) -> None:
+    """All that a call does with a device, its memory given back at the end."""
+    context = DeviceContext(cuda, index)
+    context.scratch(100)
+    context.after(context.work, context.to_host)
+    cuda.copy(index, 1, 2, 3, context.work)
+    assert not cuda.is_done(context.record())
+    context.synchronize(context.work)
+    assert cuda.device_of(5) == 1 and cuda.is_plain(5)
+    context.close()
+
+
+# ---- Contexts ------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_used_gets_no_context(world, cuda):
+    """A rank works on its own GPU from a thread that has used none: GPU 0 stays as it is."""
+    on_a_thread(lambda: work(cuda, 1))
+    gc.collect()
+    assert world.created == {1}
+    assert sorted(world.given) == world.taken, "something is not given back"
+
+
+def test_what_is_dropped_on_another_thread_sets_nothing_up(world, cuda):
+    held: list[Memory] = []
+    on_a_thread(lambda: held.append(cuda.allocate(1, 10)))
+    on_a_thread(held.clear)
+    gc.collect()
+    assert world.created == {1} and world.given == world.taken
+
+
+def test_a_thread_has_afterwards_what_it_had(world, cuda):
+    def task(before):
+        world.stack[:] = before
+        with cuda.on(1):
+            assert world.stack[-1] == 101
+            with cuda.on(1), cuda.on(0):
+                assert world.stack[-1] == 100
+            assert world.stack[-1] == 101
+            work(cuda, 0)
+        assert world.stack == before
+
+    for before in ([], [100], [101], [7]):
+        on_a_thread(lambda before=before: task(before))
+
+
+def test_an_error_inside_leaves_the_context(world, cuda):
+    with pytest.raises(ZeroDivisionError), cuda.on(1):
+        1 / 0  # noqa: B018
+    assert not world.stack
+    with pytest.raises(MpicollError, match=r"cuDeviceGet: .*101"), cuda.on(2):
+        pass
+
+
+# ---- mpicoll's own threads -----------------------------------------------------------------------
+
+
+class Polled:
+    """Something that the poller tests until it is told to stop."""
+
+    def __init__(self, task) -> None:
+        self.task, self.stops = task, False
+
+    def poll(self) -> bool:
+        self.task()
+        return self.stops
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
+def test_threads_have_a_device_from_when_the_process_has_one(world, cuda):
+    """MPI moves device memory on any thread that lets it; none is set up before."""
+    seen: dict[str, int | None] = {}
+
+    def look(name):
+        seen[name] = world.stack[-1] if world.stack else None
+
+    poller, worker = Poller(), Worker("mpicoll-test")
+    polled = Polled(lambda: look("poller"))
+    poller.add(polled)
+    worker.submit(lambda: look("worker"))
+    wait_for(lambda: len(seen) == 2)
+    assert seen == {"poller": None, "worker": None} and not world.created
+    context = DeviceContext(cuda, 1)
+    worker.submit(lambda: look("worker"))
+    wait_for(lambda: seen == {"poller": 101, "worker": 101})
+    worker.submit(lambda: work(cuda, 0))
+    worker.submit(lambda: look("worker"))
+    worker.stop(30)
+    assert seen["worker"] == 101, "calls on another device leave it"
+    polled.stops = True
+    poller.stop()
+    assert threading.current_thread() is threading.main_thread() and not world.stack
+    context.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_threads_do_not_spoil_the_capture_of_a_graph(world, cuda, first):
+    """first: the thread's call is the first that uses a device."""
+    if not first:
+        context = DeviceContext(cuda, 1)
+    world.captures = True
+    worker, poller = Worker("mpicoll-test"), Poller()
+    worker.submit(lambda: work(cuda, 1))
+    worker.stop(30)
+    done = Polled(lambda: work(cuda, 1))
+    done.stops = True
+    poller.add(done)
+    poller.stop()
+    assert not world.spoilt
+    work(cuda, 1)
+    assert world.spoilt, "the program's own threads are its own affair"
+    if not first:
+        context.close()
+
+
+# ---- What there is -------------------------------------------------------------------------------
+
+
+def test_instances_of_one_gpu_are_told_apart(cuda):
+    assert cuda.pci_bus_id(0) == cuda.pci_bus_id(1)
+    assert cuda.identity(0) != cuda.identity(1)
+    assert cuda.identity(1) == "0000:3b:00.0 01010101-0101-0101-0101-010101010101"
+
+
+@pytest.mark.parametrize("hip", [True, False])
+def test_a_cupy_without_the_driver_is_refused(world, monkeypatch, hip):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    monkeypatch.setattr(world, "is_hip", hip)
+    with pytest.raises(
+        UnsupportedError, match=r"libcuda.*built for " + ("ROCm" if hip else "CUDA")
+    ):
+        CupyRuntime()
+
+
+def test_a_cupy_that_cannot_write_is_refused(monkeypatch):
+    """It makes the folder of its cache when it is imported."""
+
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "cupy":
+                raise PermissionError("/root/.cupy")
+
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(UnsupportedError, match=r"cannot be loaded.*/root/.cupy"):
+        CupyRuntime()
+
+
+def test_caches_are_emptied_where_memory_is_short(world, cuda, monkeypatch):
+    emptied = []
+
+    def empty(name):
+        emptied.append((name, world.stack[-1]))
+        world.room = 1 << 30
+
+    pool = types.SimpleNamespace(free_all_blocks=lambda: empty("cupy"))
+    sys.modules["cupy"].get_default_memory_pool = lambda: pool
+    torch = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(
+        is_initialized=lambda: True, empty_cache=lambda: empty("torch")
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    world.room = 1 << 20
+    held = runtime.allocate(cuda, 1, 1 << 30)
+    assert emptied == [("torch", 101), ("cupy", 101)] and held.nbytes == 1 << 30
+    with pytest.raises(DeviceMemoryError, match=r"GPU 1 .* 2048 MiB are needed, 1024 of 1048576"):
+        runtime.allocate(cuda, 1, 2 << 30)
+    with pytest.raises(RuntimeError, match="error 700"):  # of something else
+        runtime.allocate(cuda, 1, 1 << 60)
+    assert len(emptied) == 4
+
+
+def test_memory_that_nobody_knows(cuda):
+    with pytest.raises(UnsupportedError, match="does not know the memory"):
+        cuda.device_of(0)
+    assert not cuda.is_plain(0)

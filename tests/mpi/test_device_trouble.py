@@ -22,6 +22,8 @@ from mpicoll.routes.device import space as device_space
 from mpicoll.routes.device import staged
 from mpicoll.routes.host import select
 
+pytestmark = pytest.mark.up_to_3
+
 
 @pytest.fixture
 def on(monkeypatch):

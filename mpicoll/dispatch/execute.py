@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -123,12 +124,16 @@ def _dispatch(
         order.asynchronous = True  # the group's thread has no part in the caller's streams
     at_once = at_once and async_op and _should_run_inline(plan, root, sizes)
     task = partial(perform, plan, sizes, root, carry, send, recv, how)
-    written = () if output is None else output if isinstance(output, (list, tuple)) else (output,)
-    work = submit(group, task, name or plan.name, written, at_once)
+    work = submit(group, task, name or plan.name, _written(output), at_once)
     if async_op:
         return work
     work.wait()
     return None
+
+
+def _written(output: Any) -> Sequence[Any]:
+    """Return the arrays that a call fills, of its argument."""
+    return () if output is None else output if isinstance(output, (list, tuple)) else (output,)
 
 
 def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
@@ -229,13 +234,17 @@ def _finish(
     root: int,
 ) -> None:  # fmt: skip
     """End a call that was begun without Python, see ``Short``, or raise why it failed; with the
-    group's lock held.
+    group's lock held. A rank whose arrays are no more takes part in that with the others, too.
     """
-    if root == LIST:
-        encode_list(fusing.Entries("", primitive, group, output, input, held=True).counts)
-        owner.finish(result, None, None, 0)
-    send, recv, extent = checks.build_views(primitive, group, output, input, root, None)
+    send = recv = None
+    extent: Any = 0
     try:
+        if root == LIST:
+            with contextlib.suppress(MpicollError):  # for the message
+                encode_list(fusing.Entries("", primitive, group, output, input, True).counts)
+        else:
+            with contextlib.suppress(*() if result else (MpicollError,)):
+                send, recv, extent = checks.build_views(primitive, group, output, input, root, None)
         owner.finish(result, packing.buffers_of(send), packing.buffers_of(recv), extent)
     except MpicollError:
         raise
@@ -260,7 +269,7 @@ def _finished(
     group: ProcessGroup, primitive: Primitive, output: Any, error: BaseException | None
 ) -> Work:
     """Return the Work of an asynchronous call that was carried out without Python."""
-    outputs = output if isinstance(output, (list, tuple)) else (output,)
+    outputs = _written(output)
     work = Work(_describe(primitive.name, group), outputs, group.timeout)
     work.finish(error)
     return work

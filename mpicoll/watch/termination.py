@@ -78,7 +78,8 @@ def end_job(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    _wait_for_launcher()
+    with contextlib.suppress(KeyboardInterrupt):  # another one: it cannot end sooner
+        _wait_for_launcher()
     session = launch.current()
     if session is not None:
         session.abort(code)

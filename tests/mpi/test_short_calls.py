@@ -552,6 +552,9 @@ def test_asynchronous_calls_at_once_need_no_python(eager):
             "scatter": lambda x=part, lists=blocks: dist.scatter(
                 x, lists, group=group, async_op=True, group_src=0
             ),
+            "gather": lambda x=part, lists=blocks: dist.gather(
+                x, lists, group=group, async_op=True, group_dst=0
+            ),
         }
         for name, call in each.items():
             call().wait()
@@ -560,7 +563,7 @@ def test_asynchronous_calls_at_once_need_no_python(eager):
                 work = call()
             assert not seen and work.is_completed() and work.wait(), name
             assert name in repr(work) and work.get_future().done()
-        assert work.result()[0] is part
+        assert len(work.result()) == (n if me == 0 else 0)
         assert (ones == float(n) ** 3).all() and (part == me).all()
         assert (whole.reshape(n, count) == np.arange(n)[:, None]).all()
 
@@ -582,26 +585,53 @@ def test_asynchronous_calls_that_are_not_alike_go_to_the_thread(eager):
         work.wait()
 
 
+@contextmanager
+def answering(monkeypatch, answer):
+    """Whether all ranks make an asynchronous call now says ``answer()``."""
+    arguments = ctypes.c_void_p, ctypes.c_uint32, *(ctypes.c_uint64,) * 3
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(lambda *others: answer())
+    short = shared.Shared.short
+
+    def asked(self, *others):
+        return short(self, *others)._replace(ask=(shared._address(function), 0, 0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.Shared, "short", asked)
+        yield
+
+
+@compiled
+def test_a_group_that_changes_while_the_others_are_asked(eager, monkeypatch):
+    """Another thread may end it: what was learnt is not there any more."""
+    group, array = eager.group, np.ones(3, np.uint16)
+
+    def forget():
+        group.forget()
+        return 1
+
+    with answering(monkeypatch, forget):
+        for _ in range(3):
+            dist.all_reduce(array, MAX, group)
+        with python_way() as seen:
+            dist.all_reduce(array, MAX, group, async_op=True).wait()
+    assert seen == ["all_reduce"]
+    dist.all_reduce(array, group=group)
+    assert (array == eager.size).all()
+
+
 @compiled
 def test_the_error_of_an_asynchronous_call_is_its_works(eager, monkeypatch):
     """It was said that all ranks make the same call, and they do not."""
     if eager.size == 1:
         return
-    arguments = ctypes.c_void_p, ctypes.c_uint32, *(ctypes.c_uint64,) * 3
-    always = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(lambda *others: 1)
-    group, kind = eager.group, type(eager.group.resources.find("shared"))
-    short = kind.short
-
-    def asked(self, *others):
-        return short(self, *others)._replace(ask=(shared._address(always), 0, 0))
-
-    monkeypatch.setattr(kind, "short", asked)
+    group = eager.group
     array, other = np.ones(3, np.int32), np.ones(4, np.int32)
-    for x in (array, other):
-        for _ in range(2):
-            dist.all_reduce(x, MAX, group)
-    with python_way() as seen:
-        work = dist.all_reduce(other if eager.me == 0 else array, MAX, group, async_op=True)
+    with answering(monkeypatch, lambda: 1):
+        for x in (array, other):
+            for _ in range(2):
+                dist.all_reduce(x, MAX, group)
+        with python_way() as seen:
+            work = dist.all_reduce(other if eager.me == 0 else array, MAX, group, async_op=True)
     assert not seen and work.is_completed() and not work.is_success()
     with pytest.raises(MismatchError, match=r"all_reduce of 4 elements.*of 3 elements"):
         work.wait()

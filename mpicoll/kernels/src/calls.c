@@ -282,6 +282,11 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
             return 0;
         if (!are_all_here(calls, &way, sizes, root))
             return QUEUED;
+        /* Meanwhile another thread may have ended the group, or given its thread a task. */
+        found = find(calls, primitive, dtype, op, out, in);
+        if (!found || is_busy(calls))
+            return 0;
+        way = *found;
     }
     const int begun = begin(calls, &way, sizes, root);
     if (begun <= 0)

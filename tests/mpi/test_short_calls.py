@@ -502,6 +502,7 @@ def test_asynchronous_calls_come_first(team):
         work.wait()
 
 
+@compiled
 def test_short_again_once_the_groups_thread_is_idle(team):
     """While it is not, calls come behind what it does."""
     array, order, waiting = np.ones(3, np.float32), [], threading.Event()

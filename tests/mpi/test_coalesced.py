@@ -22,7 +22,7 @@ from driver import (
     together,
     wait_for_all,
 )
-from test_shared import share_all
+from test_shared import share_all, sharing_team
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
@@ -281,11 +281,7 @@ def sharing(world):
     """A new group whose ranks share memory, past its first calls."""
     with pytest.MonkeyPatch.context() as patch:
         share_all(patch)
-        made = group_of("lists in memory", range(world.size))
-        for _ in range(3):
-            dist.all_reduce(np.ones(2), group=made.group)
-        if not made.group.compared:
-            pytest.skip("the ranks share no memory")
+        made = sharing_team("lists in memory", world)
         yield made
     dist.destroy_process_group(made.group)
 

@@ -43,6 +43,16 @@ def share_all(patch):
     patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
 
 
+def sharing_team(name, world):
+    """A new group whose ranks share memory, past its first calls: each call is compared."""
+    made = group_of(name, range(world.size))
+    for _ in range(3):
+        dist.all_reduce(np.ones(1), group=made.group)
+    if not made.group.compared:
+        pytest.skip("the ranks share no memory")
+    return made
+
+
 def pass_signals_on(patch, world):
     """Two ranks are too many to wait for each other, and do not take turns on processors."""
     patch.setattr(shared, "FEW", 1)

@@ -11,7 +11,7 @@ from time import sleep
 import numpy as np
 import pytest
 from conftest import team as group_of
-from test_shared import share_all
+from test_shared import share_all, sharing_team
 
 import mpicoll as dist
 from mpicoll.dispatch import execute
@@ -53,12 +53,7 @@ def team(world):
     """A group whose calls go through shared memory, past its first calls."""
     with pytest.MonkeyPatch.context() as patch:
         share_all(patch)
-        made = group_of("short", range(world.size))
-        number = np.ones(1)
-        for _ in range(3):
-            dist.all_reduce(number, group=made.group)
-        if not made.group.compared:
-            pytest.skip("the ranks share no memory")
+        made = sharing_team("short", world)
         yield made
     dist.destroy_process_group(made.group)
 
@@ -526,11 +521,7 @@ def eager(world, monkeypatch):
     share_all(monkeypatch)
     monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
     monkeypatch.setattr(shared, "PATIENCE", 30)
-    made = group_of("eager", range(world.size))
-    for _ in range(3):
-        dist.all_reduce(np.ones(1), group=made.group)
-    if not made.group.compared:
-        pytest.skip("the ranks share no memory")
+    made = sharing_team("eager", world)
     yield made
     dist.destroy_process_group(made.group)
 

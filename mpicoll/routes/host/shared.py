@@ -420,11 +420,11 @@ class _Exchange:
     @property
     def short(self) -> Short:
         """The first round, in short, and the large calls', if they have a short way."""
+        large = find_short(self._large) if self._large else None
+        if large:
+            return large[0]._replace(owner=self)
         at, function = self._memory.described(self._kind), self._memory.kernels.shared_all_to_all
-        short = self._memory.short(LISTS, function, ctypes.addressof(at))
-        for large in find_short(self._large) or () if self._large else ():
-            short = large
-        return short._replace(owner=self)
+        return self._memory.short(LISTS, function, ctypes.addressof(at))._replace(owner=self)
 
     def carry_out(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
         """Carry a call out; an implementation."""

@@ -66,7 +66,7 @@ class Ranks(NamedTuple):
 #: With the first MPI, with Intel MPI, which is of MPICH's family, and with any other.
 FIRST, INTEL, OTHER = range(3)
 RANKS = {
-    FIRST: Ranks([0, 1, 4], [2, 4]),
+    FIRST: Ranks([0, 1, 4], [4]),
     INTEL: Ranks([2], [2], {"MPICOLL_CALLS": "python"}),
     OTHER: Ranks([0, 3], [2]),
 }

@@ -72,6 +72,7 @@ def family() -> str:
 # ---- import torch --------------------------------------------------------------------------------
 
 
+@pytest.mark.any_mpi
 def test_import_torch_registers_and_loads_no_mpi():
     done = python("""
         loaded = [name for name in sys.modules if name.partition(".")[0] in ("mpi4py", "ml_dtypes")]
@@ -80,6 +81,7 @@ def test_import_torch_registers_and_loads_no_mpi():
     assert done.stdout == "[] True True\n", done.stdout + done.stderr
 
 
+@pytest.mark.any_mpi
 def test_without_autoload_register_does_the_same():
     done = python(
         """
@@ -94,6 +96,7 @@ def test_without_autoload_register_does_the_same():
     assert done.stdout == "False\nTrue 1\n", done.stdout + done.stderr
 
 
+@pytest.mark.any_mpi
 def test_what_mpicoll_cannot_do_never_breaks_import_torch():
     """As with an old torch, in which something that registering needs has another name."""
     done = python(
@@ -114,6 +117,7 @@ def test_what_mpicoll_cannot_do_never_breaks_import_torch():
     assert "AttributeError" in done.stdout, done.stdout
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("names", ["ucc", "gloo;nccl", "gloo,", ""])
 def test_other_names_are_not_stood_in_for(names):
     import mpicoll.torch
@@ -122,6 +126,7 @@ def test_other_names_are_not_stood_in_for(names):
         mpicoll.torch.install_as(names)
 
 
+@pytest.mark.any_mpi
 def test_what_names_mean_by_device():
     done = python(
         """
@@ -262,6 +267,7 @@ def test_torchs_own_wrapper_for_debugging(backend):
     assert lines == ["2.0 [1.0, 1.0]"] * 2
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_the_facade_beside():
     """``import mpicoll`` has the same default group."""
@@ -320,6 +326,7 @@ def test_mpi_rendezvous_for_another_backend():
     ]
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @pytest.mark.parametrize("how", ["environment", "call"])
 def test_in_place_of_torchs_own_backends(how):
@@ -419,6 +426,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_a_process_beside_a_rank_keeps_gloo(tmp_path):
     """As asynchronous checkpoints have one. It is no rank of the job that mpiexec started."""
@@ -469,6 +477,7 @@ if __name__ == "__main__":
 SAYS = "['__main__', 'train.py', '-m', '--backend', 'x'] 2.0 gloo "
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @pytest.mark.parametrize(
     ("words", "name"),
@@ -497,6 +506,7 @@ def test_run_under_torchrun(tmp_path):
     assert done.stdout == f"{SAYS}mpicoll\n" * 2, done.stdout + done.stderr
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 def test_run_ends_as_the_script_does(tmp_path):
     start = [*MPIEXEC, "-n", "2"]
@@ -527,6 +537,7 @@ def test_run_says_nothing_of_ranks_that_met_without_mpi(tmp_path):
     assert "ranks were started" not in done.stderr, done.stderr
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("words", "environment", "why"),
     [
@@ -680,6 +691,7 @@ def test_backward_knows_the_timeout():
     assert "True\n" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.any_mpi
 def test_a_prompt_goes_on_after_a_mistake():
     lines = "import mpicoll as dist\ndist.init_process_group()\n1/0\nprint('still', 'here')\n"
     done = subprocess.run(

@@ -122,7 +122,13 @@ def team(world, request):
     dist.destroy_process_group(made.group)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one node", "several nodes"])
+@pytest.mark.parametrize(
+    "apart",
+    [
+        pytest.param(False, id="one node", marks=pytest.mark.up_to_3),
+        pytest.param(True, id="several nodes"),
+    ],
+)
 @pytest.mark.parametrize("name", registry.HOST)
 def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
     """Whatever route the table names: what rounds otherwise is not taken, and all others agree."""

@@ -334,6 +334,7 @@ def test_counters_wrap_around(world, waits, monkeypatch):
 
 
 @needs
+@pytest.mark.up_to_3
 def test_ranks_that_disagree(world, waits):
     """An error on every rank, with what they said; then all goes on."""
     if world.size == 1:

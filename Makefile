@@ -58,7 +58,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
 
 .PHONY: help demo torch test test-clients test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
-.PHONY: sanitize random soak coverage bench-environment gpu-environment clean
+.PHONY: sanitize random chaos soak coverage bench-environment gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -111,6 +111,9 @@ sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and Thre
 
 random: environment  ## random programs for 20 minutes, each way of a call forced in turn
 	$(VENV)/bin/python tests/random_programs/run.py --mpiexec '$(START)' $(ARGS)
+
+chaos: environment  ## faults of every kind in every way of a call: how does each job end?
+	$(VENV)/bin/python tests/chaos/run.py --mpiexec '$(START)' $(ARGS)
 
 soak: environment  ## ten million calls, ten thousand groups and more in one process: does anything grow?
 	UCX_MEM_EVENTS=n $(START) -n 2 $(VENV)/bin/python tests/soak/soak.py $(ARGS)

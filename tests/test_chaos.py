@@ -1,0 +1,63 @@
+"""What happens to jobs, and what becomes of them; ``make chaos`` does all of it to all ways."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from rank_scripts import MPIEXEC, needs_mpiexec
+
+sys.path.insert(0, str(Path(__file__).parent / "chaos"))
+
+import run as chaos
+
+pytestmark = [needs_mpiexec, pytest.mark.waits, pytest.mark.slow]
+
+RANKS = 3
+CASES = [(fault, way) for fault, row in chaos.FAULTS.items() for way in row.ways]
+#: How many jobs run at a time: most of them wait.
+AT_A_TIME = 3
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[object, Future[chaos.Outcome]]]:
+    """What becomes of the jobs of all chosen tests, begun at once."""
+    chosen = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_as_written"
+    ]
+    pool = ThreadPoolExecutor(AT_A_TIME)
+    command = [*MPIEXEC, "-n", str(RANKS)]
+    yield {case: pool.submit(chaos.watch, command, *case) for case in chosen}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=" - ".join)
+def test_as_written(case: tuple[str, str], outcomes: dict[object, Future[chaos.Outcome]]) -> None:
+    found = outcomes[case].result()
+    wrong = chaos.judge(case[0], RANKS, found)
+    assert not wrong, "; ".join(wrong) + "\n" + found.words
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("fault", "found", "wrong"),
+    [
+        ("late", chaos.Outcome(0, 1.0, RANKS, "", []), []),
+        ("late", chaos.Outcome(0, 1.0, RANKS - 1, "", []), ["2 of 3 came through"]),
+        ("late", chaos.Outcome(1, 1.0, RANKS, "", []), ["exit code 1"]),
+        ("exit", chaos.Outcome(0, 1.0, 0, "", []), ["exit code 0"]),
+        ("exit", chaos.Outcome(3, 99.0, 0, "", ["process 9: x"]), ["more than", "left behind"]),
+        ("exit", chaos.Outcome(None, 99.0, 0, "", []), ["it hung"]),
+        ("another root", chaos.Outcome(1, 1.0, 0, "MPI_Abort src 1", []), ["is missing"]),
+        ("late", chaos.Outcome(0, 1.0, RANKS, "a silent wrong result", []), ["a wrong result"]),
+    ],
+)
+def test_what_is_wrong_is_seen(fault: str, found: chaos.Outcome, wrong: list[str]) -> None:
+    said = chaos.judge(fault, RANKS, found)
+    assert len(said) == len(wrong), said
+    assert all(words in each for words, each in zip(wrong, said, strict=True)), said

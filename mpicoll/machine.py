@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["describe"]
+__all__ = ["describe", "format_ranges"]
 
 
 def describe() -> str:
@@ -21,3 +22,14 @@ def describe() -> str:
             words[name.strip()] = value.strip()
     parts = [platform.machine(), words.get("CPU implementer"), words.get("CPU part")]
     return f"{os.cpu_count()} x {words.get('model name') or ' '.join(filter(None, parts))}"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format numbers as ranges: 0-3,8."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)

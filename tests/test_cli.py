@@ -331,8 +331,52 @@ def test_doctor_finds_support_that_is_claimed_and_crashes(ended: Ended) -> None:
     )
     assert "WRONG: MPI says that it takes device memory (fake_query: yes), but tried" in words
     assert words.count("Python") == 1, "every rank prints"
-    assert "not ipc rank 0: no workspace: 'FakeGpu' object has no attribute" in words, words
-    assert "not mpi each of ranks 0, 1 lacks an MPI that sends, receives and reduces" in words
+    assert " ipc not: rank 0: no workspace: 'FakeGpu' object has no attribute" in words, words
+    assert " direct taken" in words and " nccl not: each of ranks 0, 1 lacks NCCL" in words
+    assert " mpi not: each of ranks 0, 1 lacks an MPI that sends, receives and reduces" in words
+
+
+#: Two GPUs, of which the second is far from all processors, and a card beside the first.
+JOINED = """
+import os, pathlib
+root = pathlib.Path(os.environ["XDG_CACHE_HOME"], f"sys{os.getpid()}")
+far = max(os.sched_getaffinity(0)) + 1
+for number, near in (("00", "0-9999"), ("01", str(far)), ("02", "0-9999")):
+    address = f"0000:{number}:00.0"
+    place = root / "devices/pci0000:00" / address
+    place.mkdir(parents=True)
+    (place / "class").write_text("0x030200")
+    (place / "local_cpulist").write_text(near)
+    (root / "bus/pci/devices").mkdir(parents=True, exist_ok=True)
+    (root / "bus/pci/devices" / address).symlink_to(place)
+(root / "class/infiniband/mlx5_9").mkdir(parents=True)
+(root / "class/infiniband/mlx5_9/device").symlink_to(place)
+from mpicoll.cuda import topology
+topology._SYS = root
+import runpy
+runpy.run_path(os.path.join(os.environ["FAKE"], "sitecustomize.py"))
+"""
+TOGETHER = {"FAKE_GPU": "nothing", "FAKE_GPUS": "2", "PYTHONPATH": FAKE, "FAKE": FAKE}
+
+
+@needs_mpiexec
+@job("doctor", ranks=2, environment=TOGETHER, site=JOINED)
+def test_doctor_tells_how_gpus_are_joined(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    words = " ".join(ended.out.split())
+    assert f"GPUs and network cards of {socket.gethostname()} GPU0 GPU1 mlx5_9" in words, words
+    assert "GPU0 0000:00:00.0 X PHB PHB 0-9999 0" in words
+    assert re.search(r"GPU1 0000:01:00.0 PHB X PHB \d+ 1 \(NV4: four NVLinks", words)
+    assert re.search(r"rank 1: GPU 0000:01:00.0 is far from the processors", words)
+    assert "rank 0: GPU" not in words
+
+
+@needs_mpiexec
+@job("hello", ranks=2, environment=TOGETHER, site=JOINED)
+def test_hello_tells_what_is_near(ended: Ended) -> None:
+    first, second = ended.out.splitlines()
+    assert first.endswith("device route ipc, nearest to mlx5_9 (PHB)"), ended
+    assert "nearest to mlx5_9 (PHB); GPU 0000:01:00.0 is far from the processors" in second
 
 
 @needs_mpiexec

@@ -1,7 +1,8 @@
 """Views of arrays of any library, through one adapter for each kind of array.
 
-The adapter is found by the type of the array, once for each type, and no array library is ever
-imported: if there is an array of a library, the library is loaded.
+The adapter is found by the type of the array, once for each type (but for protocols that some
+arrays of a type may lack), and no array library is ever imported: if there is an array of a
+library, the library is loaded.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def _find_and_build(array: object, writable: bool, where: str) -> View:
             f"{where}: expected an array (NumPy, CuPy, torch, or anything with the buffer "
             f"protocol, the CUDA array interface or DLPack), got {kind.__name__}"
         )
-    _builders[kind] = adapter.build_view
+    if adapter.of_type:
+        _builders[kind] = adapter.build_view
     if adapter.fast_view is not None:
         fast_views[kind] = adapter.fast_view
     return adapter.build_view(array, writable, where)

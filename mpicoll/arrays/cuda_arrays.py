@@ -1,9 +1,12 @@
-"""The adapter of arrays with the CUDA array interface: CuPy's, Numba's and others.
+"""The adapters of CuPy's arrays, and of others with the CUDA array interface, such as Numba's.
 
-https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html (version 2 or 3)
+https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html (version 3, and those before)
 """
 
 from __future__ import annotations
+
+import sys
+from typing import Any
 
 import numpy as np
 
@@ -17,36 +20,76 @@ from mpicoll.errors import UnsupportedError
 
 __all__ = ["build_device_view", "find_adapter", "get_runtime"]
 
+#: The newest version of the interface.
+_VERSION = 3
+
 
 def find_adapter(array: object) -> Adapter | None:
-    """Return the adapter if the array's type has the interface."""
-    return Adapter(_build_view) if hasattr(type(array), "__cuda_array_interface__") else None
+    """Return the adapter if this is CuPy's, or has the interface: arrays on the host may lack it
+    though others of their type have it.
+    """
+    if isinstance(array, getattr(sys.modules.get("cupy"), "ndarray", ())):
+        return Adapter(_build_cupy_view)
+    if hasattr(array, "__cuda_array_interface__"):
+        return Adapter(_build_view, of_type=False)
+    return None
+
+
+def _build_cupy_view(array: Any, writable: bool, where: str) -> View:
+    """By CuPy's own attributes: on ROCm it may lack the interface, which has no bfloat16, and whose
+    stream is that of the current device.
+    """
+    index = array.device.id
+    stream = get_runtime(where).current_stream(index)
+    return build_device_view(
+        array, _find_dtype(array.dtype, where), index, array.data.ptr, array.shape, array.strides,
+        stream, writable, False, where,
+    )  # fmt: skip
 
 
 def _build_view(array: SupportsCudaArrayInterface, writable: bool, where: str) -> View:
     interface = array.__cuda_array_interface__
-    address, read_only = interface["data"]
-    # The interface cannot express bfloat16 and the 8-bit floats, the array's own dtype can.
-    kind = getattr(array, "dtype", None)
-    kind = kind if isinstance(kind, np.dtype) else np.dtype(interface["typestr"])
-    dtype = by_numpy.get(kind)
-    if dtype is None:
-        raise dtype_error(kind, where)
+    try:
+        address, read_only = interface["data"]
+        shape, typestr, version = interface["shape"], interface["typestr"], interface["version"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"{where}: the CUDA array interface of {type(array).__name__} has to have shape, "
+            f"typestr, data (address and whether it is read-only) and version, got {interface!r}"
+        ) from error
+    if version > _VERSION:
+        raise UnsupportedError(
+            f"{where}: version {version} of the CUDA array interface is not known here; expected "
+            f"{_VERSION} at most"
+        )
     if interface.get("mask") is not None:
         raise UnsupportedError(f"{where}: a masked array would lose its mask")
+    stream, strides = interface.get("stream"), interface.get("strides")
+    if stream == 0:
+        raise UnsupportedError(
+            f"{where}: the CUDA array interface of {type(array).__name__} says stream 0, which may "
+            "mean several; expected 1 (the legacy default stream), 2 (that of the thread), the "
+            "address of a stream, or None"
+        )
+    # The interface cannot express bfloat16 and the 8-bit floats, the array's own dtype can.
+    kind = getattr(array, "dtype", None)
+    dtype = _find_dtype(kind if isinstance(kind, np.dtype) else np.dtype(typestr), where)
+    cuda, shape = get_runtime(where), tuple(shape)
     index = getattr(getattr(array, "device", None), "id", None)
-    if index is None:
-        index = get_runtime(where).device_of(address)
-    if type(array).__module__.partition(".")[0] == "cupy":
-        stream = get_runtime(where).current_stream(
-            index
-        )  # the interface has that of the current device
-    else:
-        stream = interface.get("stream") or UNKNOWN
+    if not isinstance(index, int):
+        # An array without elements has no address, and is on any device.
+        index = cuda.current_device() if 0 in shape else cuda.device_of(address)
     return build_device_view(
-        array, dtype, index, address, tuple(interface["shape"]), interface.get("strides"),
-        stream, writable, read_only, where,
+        array, dtype, index, address, shape, None if strides is None else tuple(strides),
+        UNKNOWN if stream is None else stream, writable, read_only, where,
     )  # fmt: skip
+
+
+def _find_dtype(kind: np.dtype[Any], where: str) -> DType:
+    found = by_numpy.get(kind)
+    if found is None:
+        raise dtype_error(kind, where)
+    return found
 
 
 def get_runtime(where: str) -> runtime.Runtime:

@@ -1,7 +1,9 @@
 """The adapter of arrays with DLPack, and a reader of its capsules.
 
 NumPy's own reader refuses bfloat16 and the 8-bit floats; this one serves every row of the dtype
-table. Structures as in DLPack 1.1 (https://dmlc.github.io/dlpack/latest/c_api.html).
+table. Structures as in DLPack 1.1 (https://dmlc.github.io/dlpack/latest/c_api.html), arguments as
+in the array API standard, 2024.12
+(https://data-apis.org/array-api/2024.12/API_specification/generated/array_api.array.__dlpack__.html).
 """
 
 from __future__ import annotations
@@ -14,54 +16,89 @@ import numpy as np
 from mpicoll.arrays import cuda_arrays, numpy_arrays
 from mpicoll.arrays.protocols import SupportsDlpack
 from mpicoll.arrays.views import Adapter, Alias, Array, View
-from mpicoll.cuda.runtime import LEGACY, UNKNOWN
+from mpicoll.cuda.runtime import CUDA, ROCM, UNKNOWN
 from mpicoll.dtypes import DType, by_dlpack
 from mpicoll.errors import UnsupportedError
 
 __all__ = ["build_view", "find_adapter"]
 
-#: kDLCPU and kDLCUDAHost: memory that the host can read and write.
-CPU_DEVICES = frozenset({1, 3})
-#: kDLCUDA and kDLCUDAManaged.
-CUDA_DEVICES = frozenset({2, 13})
+#: kDLCPU, kDLCUDAHost and kDLROCMHost: memory that the host can read and write.
+HOST_DEVICES = frozenset({1, 3, 11})
+#: kDLCUDAManaged, whose device may be any.
+_MANAGED = 13
+
+
+class _Kind(NamedTuple):
+    """How DLPack speaks of the devices of one kind of runtime.
+
+    devices: its device types.
+    stream:  its legacy default stream.
+    """
+
+    devices: frozenset[int]
+    stream: int
+
+
+_KINDS = {CUDA: _Kind(frozenset({2, _MANAGED}), 1), ROCM: _Kind(frozenset({10}), 0)}
 _DEVICE_NAMES = {
     1: "cpu", 2: "cuda", 3: "cuda_host", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm",
-    13: "cuda_managed", 14: "oneapi",
+    11: "rocm_host", 13: "cuda_managed", 14: "oneapi",
 }  # fmt: skip
-_READ_ONLY = 1
+#: The newest version that is understood here: producers hand out that, or an older one.
+_VERSION = (1, 1)
+#: Flags of a capsule.
+_READ_ONLY, _COPIED = 1, 2
 
 
 def find_adapter(array: object) -> Adapter | None:
     """Return the adapter if the array has DLPack."""
-    return Adapter(build_view) if hasattr(array, "__dlpack__") else None
+    if not hasattr(array, "__dlpack__"):
+        return None
+    return Adapter(build_view, of_type=not hasattr(type(array), "__cuda_array_interface__"))
 
 
 def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
     """Return the view of an array; `adapters.build_view` says more."""
-    kind, index = (int(word) for word in array.__dlpack_device__())
-    if kind not in CPU_DEVICES | CUDA_DEVICES:
-        raise UnsupportedError(
-            f"{where}: arrays on {device_name(array)} are not supported; copy to the host "
-            "or to a CUDA device first"
-        )
-    on_device = kind in CUDA_DEVICES
-    if on_device:
-        cuda_arrays.get_runtime(where)  # raises where there is no CUDA
+    refused = f"{where}: {type(array).__name__}"
     try:
-        if on_device:
+        kind, index = (int(word) for word in array.__dlpack_device__())
+    except Exception as error:  # such as an array on several devices
+        raise UnsupportedError(f"{refused}: {error}") from error
+    if kind in HOST_DEVICES:
+        try:
+            alias = to_numpy(array, writable)
+        except Exception as error:  # whatever the producer raises when it refuses
+            raise UnsupportedError(f"{refused}: {error}") from error
+        inner = numpy_arrays.build_view(alias, writable, where)
+        return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
+    name = device_name(kind, index)
+    if not any(kind in each.devices for each in _KINDS.values()):
+        raise UnsupportedError(
+            f"{where}: arrays on {name} are not supported; copy to the host or to a GPU first"
+        )
+    runtime = cuda_arrays.get_runtime(where)  # raises where there is no GPU
+    own = _KINDS[runtime.kind()]
+    if kind not in own.devices:
+        raise UnsupportedError(
+            f"{where}: arrays on {name} are not supported where CuPy is built for "
+            f"{runtime.kind()}; copy to the host first, or install the CuPy of these devices"
+        )
+    try:
+        with runtime.on(index):  # producers may want it to be the current device
             # The producer makes its work visible to this stream.
-            found = open_capsule(array, stream=LEGACY)
-        else:
-            alias = to_numpy(array)
+            found = open_capsule(array, writable, stream=own.stream)
+        if found.device[0] not in own.devices:
+            raise UnsupportedError(
+                f"__dlpack_device__() says {name}, the capsule {device_name(*found.device)}"
+            )
     except Exception as error:  # whatever the producer raises when it refuses
-        raise UnsupportedError(f"{where}: {type(array).__name__}: {error}") from error
-    if on_device:
-        return cuda_arrays.build_device_view(
-            (array, found), found.dtype, index, found.address, found.shape, found.strides, UNKNOWN,
-            writable, found.read_only, where,
-        )  # fmt: skip
-    inner = numpy_arrays.build_view(alias, writable, where)
-    return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
+        raise UnsupportedError(f"{refused}: {error}") from error
+    if kind == _MANAGED and 0 not in found.shape:
+        index = runtime.device_of(found.address)
+    return cuda_arrays.build_device_view(
+        (array, found), found.dtype, index, found.address, found.shape, found.strides, UNKNOWN,
+        writable, found.read_only, where,
+    )  # fmt: skip
 
 
 # --- capsules -----------------------------------------------------------------------------------
@@ -110,11 +147,13 @@ _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
-def device_name(array: SupportsDlpack) -> str:
-    """Return the device of a DLPack array, as ``cpu`` or ``cuda:1``."""
-    kind, index = array.__dlpack_device__()
-    name = _DEVICE_NAMES.get(int(kind), f"device type {int(kind)}")
-    return name if int(kind) in CPU_DEVICES else f"{name}:{index}"
+def device_name(kind: int, index: int) -> str:
+    """Return the name of a device, as ``cpu`` or ``cuda:1``.
+
+    kind, index: its DLPack type and number.
+    """
+    name = _DEVICE_NAMES.get(kind, f"device type {kind}")
+    return name if kind in HOST_DEVICES else f"{name}:{index}"
 
 
 class _Memory:
@@ -126,7 +165,10 @@ class _Memory:
 
 
 class DlpackArray(NamedTuple):
-    """An array as its capsule describes it; strides in bytes, None in C order."""
+    """An array as its capsule describes it; strides in bytes, None in C order.
+
+    device: its DLPack type and number.
+    """
 
     capsule: object
     dtype: DType
@@ -134,28 +176,42 @@ class DlpackArray(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     read_only: bool
+    device: tuple[int, int]
 
 
-def open_capsule(array: SupportsDlpack, **stream: int) -> DlpackArray:
+def open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> DlpackArray:
     """Return the array behind a DLPack object; its memory lives as long as the capsule.
 
-    stream: for arrays on a device, the stream that the producer's work has to be visible to.
+    writable: the array will be written to, so a copy of it will not do.
+    stream:   for arrays on a device, the stream that the producer's work has to be visible to.
 
-    Raises UnsupportedError for a dtype that is not in the table, and whatever the producer raises
-    if it refuses to export.
+    Raises UnsupportedError for a dtype that is not in the table, for a copy where none will do and
+    for a version of DLPack that is not known, and whatever the producer raises if it refuses to
+    export.
     """
+    copy = {"copy": False} if writable else {}
     try:
-        capsule = array.__dlpack__(max_version=(1, 1), **stream)
+        capsule = array.__dlpack__(max_version=_VERSION, **copy, **stream)
     except TypeError:  # a producer from before DLPack 1.0
         capsule = array.__dlpack__(**stream)
-    name = _capsule_name(capsule)
-    pointer = _capsule_pointer(capsule, name)
-    read_only = False
+    name, flags = _capsule_name(capsule), 0
     if name == b"dltensor_versioned":
-        versioned = _VersionedTensor.from_address(pointer)
-        tensor, read_only = versioned.tensor, bool(versioned.flags & _READ_ONLY)
-    else:
-        tensor = _ManagedTensor.from_address(pointer).tensor
+        versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, name))
+        if versioned.major != _VERSION[0]:  # what follows may lie elsewhere
+            raise UnsupportedError(
+                f"DLPack {versioned.major}.{versioned.minor} is not known here; expected "
+                f"{_VERSION[0]}.x"
+            )
+        tensor, flags = versioned.tensor, versioned.flags
+    elif name == b"dltensor":
+        tensor = _ManagedTensor.from_address(_capsule_pointer(capsule, name)).tensor
+    else:  # used_dltensor: a capsule that somebody else has taken
+        raise UnsupportedError(f"expected a capsule named dltensor, got {name!r}")
+    if writable and flags & _COPIED:
+        raise UnsupportedError(
+            "DLPack gives a copy of the array, and what is written there would be lost; pass an "
+            "array that can be shared"
+        )
     code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
     row = by_dlpack.get((code, bits))
     if row is None or lanes != 1:
@@ -167,16 +223,19 @@ def open_capsule(array: SupportsDlpack, **stream: int) -> DlpackArray:
     if tensor.strides:
         strides = tuple(tensor.strides[i] * row.itemsize for i in range(tensor.ndim))
     address = (tensor.data or 0) + tensor.byte_offset
-    return DlpackArray(capsule, row, address, shape, strides, read_only)
+    device = tensor.device.type, tensor.device.id
+    return DlpackArray(capsule, row, address, shape, strides, bool(flags & _READ_ONLY), device)
 
 
-def to_numpy(array: SupportsDlpack) -> Array:
+def to_numpy(array: SupportsDlpack, writable: bool) -> Array:
     """Return a NumPy array on the memory of ``array``, a DLPack object on the host.
 
     It is read-only if the producer says so. The producer's memory lives as long as the result.
     Raises as `open_capsule` does.
     """
-    found = open_capsule(array)
+    found = open_capsule(array, writable)
+    if found.device[0] not in HOST_DEVICES:
+        raise UnsupportedError(f"the capsule is on {device_name(*found.device)}")
     row = found.dtype
     if 0 in found.shape:
         return np.empty(found.shape, row.numpy)

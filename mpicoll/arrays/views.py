@@ -356,7 +356,9 @@ class Adapter(NamedTuple):
 
     build_view: serves every array of the type, or raises.
     fast_view:  serves the plain ones without a View, on the hot path; optional.
+    of_type:    it serves all arrays of the type; else it is looked for with each array.
     """
 
     build_view: BuildView
     fast_view: FastView | None = None
+    of_type: bool = True

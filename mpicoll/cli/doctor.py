@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import textwrap
+from dataclasses import asdict
 
 from mpicoll import cli, settings
 from mpicoll.cli.doctor_advice import advise
@@ -18,6 +19,8 @@ from mpicoll.cli.doctor_facts import (
     name_launcher,
 )
 from mpicoll.cli.doctor_machine import name_ranks
+from mpicoll.cli.doctor_topology import format_table
+from mpicoll.cuda.topology import LEGEND
 
 __all__ = ["add_arguments", "run"]
 
@@ -62,8 +65,13 @@ def _json(seen: Findings, advice: list[tuple[bool, str]]) -> str:
                 seen.facts, seen.all_ranks or [None] * len(seen.facts), strict=True
             )
         ],
-        "routes": {"host": seen.host, "device": seen.device, "off": seen.off},
+        "routes": {
+            "host": seen.host,
+            "device": seen.device,
+            "off": {name: why for name, why in seen.off.items() if why},
+        },
         "clusters": seen.clusters,
+        "topology": [asdict(one) for one in seen.joined],
         "advice": [{"wrong": bad, "text": text} for bad, text in advice],
     }
     return json.dumps(report, indent=1)
@@ -81,9 +89,14 @@ def _text(seen: Findings, advice: list[tuple[bool, str]]) -> str:
             lines += [f"  large sums cross once between clusters of near ranks, {each} of them"]
         lines += ["", "and on arrays on a device"]
         lines += [f"  {name:<34}{route}" for name, route in seen.device.items()]
-        lines += [f"  {f'not {name}':<34}{why}" for name, why in seen.off.items()]
         if not seen.device:
             lines += ["  no rank has a GPU that can be used" if not seen.bad_route else "  ?"]
+        else:
+            lines += ["", "Routes of arrays on a device, the best first"]
+            lines += _device_routes(seen)
+    for one in seen.joined:
+        lines += ["", f"GPUs and network cards of {one.host}"]
+        lines += [f"  {line}" for line in (*format_table(one), f"({LEGEND})")]
     lines += [
         "",
         "What to change" if advice else "Nothing is wrong, and there is nothing to change",
@@ -96,6 +109,11 @@ def _text(seen: Findings, advice: list[tuple[bool, str]]) -> str:
         for bad, text in advice
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _device_routes(seen: Findings) -> list[str]:
+    """Say of each route of device memory whether it is taken, and why not."""
+    return [f"  {name:<10}{f'not: {why}' if why else 'taken'}" for name, why in seen.off.items()]
 
 
 def _fact(name: str, values: list[str]) -> list[str]:

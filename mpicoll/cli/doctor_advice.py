@@ -115,6 +115,15 @@ def _moving(seen: Findings) -> Sequence[str]:
     ]
 
 
+def _far(seen: Findings) -> Sequence[str]:
+    """Advise ranks whose GPU or network card is far from what they use with it."""
+    found: dict[str, list[int]] = {}
+    for rank, texts in enumerate(seen.far):
+        for text in texts:
+            found.setdefault(text, []).append(rank)
+    return [f"{name_ranks(ranks)}: {text}" for text, ranks in found.items()]
+
+
 def _remedies(seen: Findings) -> Sequence[str]:
     """Advise how to get a better device route, where there are GPUs."""
     from mpicoll.cuda.capabilities import CudaSupport
@@ -183,6 +192,7 @@ ADVICE: tuple[Advice, ...] = (
     Advice(False, _no_cupy),
     Advice(False, _remedies),
     Advice(False, lambda seen: seen.idle),
+    Advice(False, _far),
     Advice(False, lambda seen: find_crowded(seen.places)),
     Advice(False, _moving),
     Advice(False, lambda seen: find_small_memory(seen.places)),

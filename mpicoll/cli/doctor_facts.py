@@ -21,6 +21,7 @@ from mpicoll.cli.doctor_machine import (
     describe_system,
     find_moving,
 )
+from mpicoll.cli.doctor_topology import Joined, examine_topology
 from mpicoll.launch.host_identity import node
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class Findings:
     clusters: of ranks that share memory, how many in a row are near each other.
     apart:  by rank, why it cannot copy from the memory of others on its node; "" for nothing.
     host, device: the route of arrays there, by primitive.
-    off:    why device routes are not taken, by their names.
+    off:    why device routes are not taken, by their names; "" for those that are.
+    joined: how the GPUs of each node are joined.
+    far:    by rank, what is far from its GPU though it need not be.
     """
 
     facts: list[Facts]
@@ -76,6 +79,8 @@ class Findings:
     host: Routes = field(default_factory=dict)
     device: Routes = field(default_factory=dict)
     off: Routes = field(default_factory=dict)
+    joined: list[Joined] = field(default_factory=list)
+    far: list[list[str]] = field(default_factory=list)
 
 
 def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, Findings]:
@@ -86,7 +91,7 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     from mpicoll.cuda.capabilities import exchange
     from mpicoll.errors import MpicollError
     from mpicoll.primitives import PRIMITIVES, Layout
-    from mpicoll.routes.device.eligibility import eligible_routes, forced_route
+    from mpicoll.routes.device.eligibility import describe_routes, eligible_routes, forced_route
     from mpicoll.routes.host import single_copy
     from mpicoll.routes.registry import DEVICE
 
@@ -101,7 +106,11 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
             for rank, own in zip(local, seen.all_ranks, strict=True)
         ]
         seen.idle = list(binding.describe_idle_gpus(seen.all_ranks, used).values())
-        names = eligible_routes(seen.all_ranks, forced_route(seen.all_ranks))
+        host = socket.gethostname()
+        seen.joined, seen.far = examine_topology(group.inner, seen.all_ranks, used, host)
+        forced = forced_route(seen.all_ranks)
+        names = eligible_routes(seen.all_ranks, forced)
+        seen.off = describe_routes(names, seen.all_ranks, forced)
         if None not in used:
             names, seen.off = _try_device_routes(group, used[me] or 0)
     except MpicollError as error:  # the same on all ranks
@@ -153,7 +162,7 @@ def _try_device_routes(group: ProcessGroup, index: int) -> tuple[tuple[str, ...]
             raise DistBackendError(f"rank {rank}: {problem}")
     assert context is not None
     agreed = agree(group, context)
-    return agreed.names, {name: why for name, why in agreed.describe().items() if why}
+    return agreed.names, agreed.describe()
 
 
 def _measure_distances(comm: MPI.Intracomm) -> list[Pair] | str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from mpicoll import machine
 from mpicoll.cli.distance import FAR, NEAR, Pair, classify
+from mpicoll.machine import format_ranges
 
 __all__ = [
     "Place",
@@ -115,17 +116,6 @@ def find_moving(pairs: Sequence[Pair] | str) -> set[int]:
     if isinstance(pairs, str):
         return set()
     return {rank for pair in pairs if pair.moves for rank in pair.ranks}
-
-
-def format_ranges(numbers: Iterable[int]) -> str:
-    """Format numbers as ranges: 0-3,8."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 # --- what to change -----------------------------------------------------------------------------

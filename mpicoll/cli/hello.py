@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
+from collections.abc import Sequence
 
 from mpicoll import cli
 from mpicoll.output import write_lines
@@ -34,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
     own, local = all_ranks[dist.get_rank()], dist.get_node_local_rank()
     index = device_for(local, len(own.gpus))
     gpu = "no GPU" if index is None else f"GPU {index} ({own.gpus[index]}), device route {route}"
+    if index is not None:
+        gpu += _describe_place(own.gpus, index)
     line = (
         f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}, "
         f"local rank {local} of {node_size()}, {own.vendor} {own.version}, {gpu}"
@@ -44,3 +48,18 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(lines), flush=True)
     dist.destroy_process_group()
     return 0
+
+
+def _describe_place(gpus: Sequence[str], index: int) -> str:
+    """Say which network cards are nearest to a GPU, and what is far from it; "" for nothing."""
+    from mpicoll.cuda import topology
+
+    names = [gpu.partition(" ")[0] for gpu in gpus]
+    known = topology.find(names, links=False)
+    gpu = known.gpu(names[index])
+    if gpu is None:
+        return ""
+    distance, cards = known.nearest_cards(gpu)
+    near = f", nearest to {' and '.join(card.name for card in cards)} ({distance})" if cards else ""
+    far = topology.find_far(known, gpu.name, os.sched_getaffinity(0), os.environ, names)
+    return "".join([near, *(f"; {text}" for text in far)])

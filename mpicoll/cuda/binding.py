@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from mpicoll import launch
-from mpicoll.cuda import runtime
+from mpicoll.cuda import runtime, topology
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import MpicollError, UnsupportedError
 
-__all__ = ["bind", "describe_idle_gpus", "device_for", "warn_of_idle_gpus"]
+__all__ = ["bind", "describe_idle_gpus", "device_for", "warn_of_far_gpu", "warn_of_idle_gpus"]
 
 
 def device_for(
@@ -93,3 +93,15 @@ def warn_of_idle_gpus(
     text = describe_idle_gpus(all_ranks, used).get(node)
     if text and rank == next(r for r, own in enumerate(all_ranks) if own.node == node):
         warnings.warn(f"mpicoll: {text}", RuntimeWarning, stacklevel=3)
+
+
+def warn_of_far_gpu(own: Capabilities, used: int, rank: int) -> None:
+    """Warn if this rank's GPU, or the network card that it is to use, is far though it need not be.
+
+    used: the number of the GPU that the rank works on.
+    """
+    seen = [gpu.partition(" ")[0] for gpu in own.gpus]
+    for text in topology.find_far(
+        topology.find(seen, links=False), seen[used], os.sched_getaffinity(0), os.environ, seen
+    ):
+        warnings.warn(f"mpicoll: rank {rank}: {text}", RuntimeWarning, stacklevel=3)

@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 from mpicoll.cuda.driver import EXPORTABLE, MANAGED, ORDINAL, Driver
-from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, NcclCommunicator, StridedMemory
+from mpicoll.cuda.runtime import (
+    CUDA,
+    LEGACY,
+    ROCM,
+    UNKNOWN,
+    Event,
+    Memory,
+    NcclCommunicator,
+    StridedMemory,
+)
 from mpicoll.dtypes import DType, Factor
 from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
@@ -69,6 +78,14 @@ class CupyRuntime:
         versions = [self._api.driverGetVersion(), self._api.runtimeGetVersion()]
         driver, here = (f"{one // 1000}.{one % 1000 // 10}" for one in versions)
         return f"CUDA {driver} (driver), {here} (runtime), CuPy {self._cupy.__version__}"
+
+    def kind(self) -> str:
+        """Return what CuPy is built for."""
+        return ROCM if self._api.is_hip else CUDA
+
+    def current_device(self) -> int:
+        """Return the current device, which this does not set up."""
+        return int(self._api.getDevice())
 
     def device_of(self, address: int) -> int:
         """Return the device that the driver says the memory belongs to."""

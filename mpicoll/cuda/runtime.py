@@ -17,7 +17,9 @@ from mpicoll.errors import DeviceMemoryError
 from mpicoll.kernels.reduction import Loop
 
 __all__ = [
+    "CUDA",
     "LEGACY",
+    "ROCM",
     "UNKNOWN",
     "Event",
     "Memory",
@@ -31,6 +33,9 @@ __all__ = [
 #: CUDA's legacy default stream, which is ordered with all others but the non-blocking ones; and the
 #: number that stands for a stream that the array's library does not name.
 LEGACY, UNKNOWN = 1, 0
+
+#: Kinds of runtime.
+CUDA, ROCM = "CUDA", "ROCm"
 
 
 class Memory:
@@ -124,6 +129,12 @@ class Runtime(Protocol):
 
     def driver_version(self) -> str:
         """Return the versions of the driver and of the libraries above it, as text."""
+
+    def kind(self) -> str:
+        """Return what the devices are programmed by: CUDA or ROCM."""
+
+    def current_device(self) -> int:
+        """Return the calling thread's current device."""
 
     def device_of(self, address: int) -> int:
         """Return the device that the memory belongs to."""

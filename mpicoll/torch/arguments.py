@@ -63,7 +63,8 @@ class DefaultOptions:
 def convert_op(op: Operation) -> ReduceOp:
     """Return the core's operation for torch's ReduceOp, or for its RedOpType."""
     row = OPERATION_BY_HASH[hash(op)]
-    return row if row is not ReduceOp.PREMUL_SUM else row(op.factor)
+    # Its state is the operation and the factor; an attribute for that there is from torch 2.13 on.
+    return row if row is not ReduceOp.PREMUL_SUM else row(op.__getstate__()[1])
 
 
 def fill_options(

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from mpicoll.core import backends
 from mpicoll.core.work import parse_timeout
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch import NAME, core_groups
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS, BackedGroup, TorchBackend
 from mpicoll.torch.caller_frames import find_variable
@@ -32,8 +32,9 @@ def create(
     If the group has other backends as well, return only mpicoll's backend. Of pg_options only
     mpicoll's own have an effect.
 
-    Raises UnsupportedError before torch 2.15 for several backends, and for a subset of the ranks
-    if it is the first group and the default group has another backend.
+    Raises ArgumentError if a rank is named twice; and UnsupportedError before torch 2.15 for
+    several backends, and for a subset of the ranks if it is the first group and the default group
+    has another backend.
     """
     requested = str(find_variable("_new_process_group_helper", "backend") or NAME)
     mixed = _is_mixed(requested)
@@ -45,6 +46,8 @@ def create(
     _enable_flight_recorder()
     limit = parse_timeout(options.timeout, None, "timeout")
     ranks = list(options.global_ranks_in_group)
+    if len(set(ranks)) < len(ranks):  # which torch refuses from 2.13 on
+        raise ArgumentError(f"new_group: ranks: expected each rank once, got {ranks}")
     rank, size, group = options.group_rank, options.group_size, options.group_id
     if ranks:
         core = core_groups.create(options.store, rank, ranks, limit, group, level)

@@ -12,7 +12,7 @@ __all__ = ["REQUIREMENT", "warn_if_newer"]
 #: The newest version that the tests have run with.
 _NEWEST = 2, 15
 #: The supported versions; the oldest is that of pyproject.toml.
-REQUIREMENT = "it needs 2.13 or newer, and was tested with 2.13 to 2.15"
+REQUIREMENT = "it needs 2.11 or newer, and was tested with 2.11 and 2.13 to 2.15"
 
 
 def warn_if_newer() -> None:

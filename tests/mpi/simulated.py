@@ -105,6 +105,12 @@ class Simulated:
     def driver_version(self) -> str:
         return "simulated"
 
+    def kind(self) -> str:
+        return "CUDA"
+
+    def current_device(self) -> int:
+        return self.current
+
     def device_of(self, address: int) -> int:
         return 0
 

@@ -10,6 +10,7 @@ ask for PyTorch's behaviour and not for ours::
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import tempfile
@@ -28,7 +29,13 @@ BACKEND = os.environ.get("TEST_MPICOLL_BACKEND", "mpicoll")
 #: After which a rank that waits for the others ends the launch.
 TIMEOUT = timedelta(seconds=120)
 
+#: Whether new_group can number ranks as they are listed: from torch 2.13 on.
+NUMBERS_AS_LISTED = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
 torch.set_num_threads(1)
+if not hasattr(dist, "all_gather_single"):  # before torch 2.13, under these names alone
+    dist.all_gather_single = dist.all_gather_into_tensor
+    dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 
 def pytest_configure(config):
@@ -75,7 +82,8 @@ def start() -> None:
 def team(name: str, ranks: Any) -> Team:
     """Make a group of those ranks; every rank calls."""
     ranks = tuple(ranks)
-    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), sort_ranks=False)
+    as_listed = {"sort_ranks": False} if NUMBERS_AS_LISTED else {}
+    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), **as_listed)
     me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
     return Team(name, group, ranks, me)
 
@@ -93,6 +101,8 @@ def teams(world):
     """All ranks; some of them; all of them in another order."""
     n = world.size
     reordered = {4: [2, 0, 3, 1]}.get(n, list(range(n))[::-1])
+    if not NUMBERS_AS_LISTED:
+        reordered.sort()
     return [world, team("subset", range(1, n)), team("reordered", reordered)]
 
 

@@ -60,7 +60,15 @@ def reduce_op(name: str, dtype: torch.dtype):
     if name != "PREMUL_SUM":
         return op
     by = factor(dtype)
-    return op(torch.tensor(by) if dtype in INTEGERS else by)  # torch makes a float of an int
+    return premultiplied(
+        torch.tensor(by) if dtype in INTEGERS else by
+    )  # of an int torch makes a float
+
+
+def premultiplied(by: float | torch.Tensor):
+    """PREMUL_SUM with a factor; before torch 2.13 it has another name."""
+    op = dist.ReduceOp.PREMUL_SUM
+    return op(by) if callable(op) else torch._C._distributed_c10d._make_nccl_premul_sum(by)
 
 
 FOLDS = {

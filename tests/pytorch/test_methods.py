@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import BACKEND, not_gloo
-from inputs import combined, equal, near, normal
+from inputs import combined, equal, near, normal, premultiplied
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -285,7 +285,7 @@ def test_reduce_scatter_premultiplied(world, group, async_op):
     parts = parts_of(world, world.size, 3)
     for call in method(group, "_reduce_scatter_base", "reduce_scatter_single"):
         output = torch.zeros(1, 3)
-        op = ReduceOp.PREMUL_SUM(1 / 3)
+        op = premultiplied(1 / 3)
         finish(call(output, parts[world.me], options(ReduceScatterOptions, async_op, reduceOp=op)))
         near(output[0], sum(parts)[world.me] / 3)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mpicoll import settings
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 
-__all__ = ["FORCED", "describe_missing", "eligible_routes", "forced_route"]
+__all__ = ["FORCED", "describe_missing", "describe_routes", "eligible_routes", "forced_route"]
 
 #: The variable that forces a device route.
 FORCED = settings.DEVICE_ROUTE.name
@@ -53,6 +53,29 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
     if route.place == "node" and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
     return "; ".join(missing)
+
+
+def describe_routes(
+    taken: Sequence[str], all_ranks: Sequence[Capabilities], forced: str | None,
+    lost: Mapping[str, str] = {},
+) -> dict[str, str]:  # fmt: skip
+    """Describe of each route why a group does not take it, by name; "" for those it takes.
+
+    taken:  those that it takes, the best first.
+    forced: the one requested route (`forced_route`).
+    lost:   why some that it could take have failed.
+    """
+    found = {}
+    for name, route in registry.DEVICE.items():
+        reasons = (
+            lost.get(name, ""),
+            describe_missing(name, all_ranks),
+            "it is taken only on request" if route.on_demand else "",
+            f"{FORCED}={forced}" if forced else "",
+            f"not tried, as {taken[0]} serves its calls",
+        )
+        found[name] = "" if name in taken else next(filter(None, reasons))
+    return found
 
 
 def _describe_ranks(ranks: Sequence[int]) -> str:

@@ -85,8 +85,11 @@ class Agreed:
         return None
 
     def warn(self) -> None:
-        """Warn of ranks that share a GPU while others are idle, and of routes that are lost."""
+        """Warn of ranks that share a GPU while others are idle, of a GPU that is far from the
+        rank's processors, and of routes that are lost.
+        """
         binding.warn_of_idle_gpus(self._found, self._used, self._me)
+        binding.warn_of_far_gpu(self._found[self._me], self._used[self._me], self._me)
         for name, why in self.lost.items():
             if self._me == 0 and not registry.DEVICE[name].on_demand:
                 warnings.warn(
@@ -97,17 +100,7 @@ class Agreed:
 
     def describe(self) -> dict[str, str]:
         """Return of each route why the group does not take it, "" for those it takes."""
-        found = {}
-        for name, route in registry.DEVICE.items():
-            reasons = (
-                self.lost.get(name, ""),
-                eligibility.describe_missing(name, self._found),
-                "it is taken only on request" if route.on_demand else "",
-                f"{eligibility.FORCED}={self._forced}" if self._forced else "",
-                f"not tried, as {self.names[0]} serves its calls",
-            )
-            found[name] = "" if name in self.names else next(filter(None, reasons))
-        return found
+        return eligibility.describe_routes(self.names, self._found, self._forced, self.lost)
 
     def on_host(self, kind: CallKind) -> Implementation:
         """Return the implementation of such calls on host memory."""

@@ -1,0 +1,310 @@
+"""How the GPUs of this node, its network cards and its processors are joined.
+
+What is on PCIe is in /sys for every process, also for GPUs that it does not see. Of NVLink NVIDIA's
+management library (NVML) tells, of AMD's Infinity Fabric /sys again. Nothing here sets up a device.
+
+The words for distances are those of ``nvidia-smi topo -m`` and of NCCL:
+
+- ``NV#``, ``XGMI``: so many NVLinks, directly or through switches; Infinity Fabric
+- ``PIX``: at most one PCIe switch between them
+- ``PXB``: several PCIe switches, and no host bridge
+- ``PHB``: the host bridge
+- ``NODE``: two host bridges of one NUMA node
+- ``SYS``: the link between NUMA nodes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpicoll.machine import format_ranges
+
+__all__ = ["DISTANCES", "LEGEND", "Device", "Topology", "find", "find_far", "parse_ranges"]
+
+#: Distances over PCIe, the nearest first.
+DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
+#: What the words mean, for whoever reads a table of them.
+LEGEND = (
+    "NV4: four NVLinks; XGMI: Infinity Fabric; PIX: at most one PCIe switch; PXB: several; PHB: "
+    "the host bridge; NODE: two of them on one NUMA node; SYS: between NUMA nodes"
+)
+
+#: Where Linux shows its devices.
+_SYS = Path("/sys")
+#: Classes of PCI devices that GPUs have: display controllers and processing accelerators.
+_GPU_CLASSES = ("0x03", "0x12")
+#: Where network cards are listed, the kinds that MPI takes first: InfiniBand, RoCE, Omni-Path and
+#: EFA; Slingshot. The first that has any counts.
+_CARD_FOLDERS = ("class/infiniband", "class/cxi", "class/net")
+#: Most NVLinks of a GPU, in NVML.
+_MOST_LINKS = 18
+#: What is at the other end of an NVLink, for NVML: a switch.
+_SWITCH = 2
+#: The type of a link of Infinity Fabric in /sys/class/kfd.
+_XGMI = 11
+
+
+class Device(NamedTuple):
+    """A GPU or a network card.
+
+    name:  of a GPU, its PCI address; of a card, its name in the system.
+    path:  of /sys: the host bridge, all bridges below it, and the device itself.
+    numa:  its NUMA node; -1 if that is unknown, or there is one.
+    processors: the numbers of those that are near; empty if that is unknown.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    numa: int
+    processors: frozenset[int]
+
+    def distance(self, other: Device) -> str:
+        """Return how far another device is on PCIe, as one of DISTANCES."""
+        pairs = zip(self.path, other.path, strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if not common:
+            return "NODE" if self.numa == other.numa else "SYS"
+        if common == 1:
+            return "PHB"
+        # Below the last bridge that they share a switch has one port for each.
+        bridges = max(len(self.path), len(other.path)) - common - 1
+        return "PIX" if bridges <= 1 else "PXB"
+
+
+class Topology(NamedTuple):
+    """GPUs and network cards of one node.
+
+    links: of pairs of GPUs, by their names in order: "NV4" for four NVLinks, or "XGMI".
+    """
+
+    gpus: tuple[Device, ...]
+    cards: tuple[Device, ...]
+    links: Mapping[tuple[str, str], str]
+
+    def between(self, one: Device, other: Device) -> str:
+        """Return how two devices are joined: NVLink or Infinity Fabric, else one of DISTANCES."""
+        first, second = sorted((one.name, other.name))
+        return self.links.get((first, second)) or one.distance(other)
+
+    def gpu(self, name: str) -> Device | None:
+        """Return the GPU with a PCI address."""
+        return next((one for one in self.gpus if one.name == _normal(name)), None)
+
+    def nearest_cards(self, gpu: Device) -> tuple[str, tuple[Device, ...]]:
+        """Return the cards that are nearest to a GPU, and their distance; "" for none."""
+        by_distance: dict[str, list[Device]] = {}
+        for card in self.cards:
+            by_distance.setdefault(gpu.distance(card), []).append(card)
+        for distance in DISTANCES:
+            if distance in by_distance:
+                return distance, tuple(by_distance[distance])
+        return "", ()
+
+
+def find(addresses: Iterable[str], links: bool = True) -> Topology:
+    """Find out how the GPUs with these PCI addresses, and the network cards, are joined.
+
+    Addresses that /sys does not know as GPUs are left out.
+
+    links: look for NVLink and Infinity Fabric as well, which may take a while.
+    """
+    root = _SYS
+    found = (_find_device(root / "bus/pci/devices" / name, name) for name in _sorted(addresses))
+    gpus = tuple(one for one in found if one is not None and _is_gpu(one, root))
+    names = {one.name for one in gpus}
+    joined = {**_find_nvlinks(names), **_find_xgmi(names, root)} if links else {}
+    return Topology(gpus, _find_cards(root), joined)
+
+
+def _sorted(addresses: Iterable[str]) -> list[str]:
+    return sorted({_normal(name) for name in addresses})
+
+
+def _normal(address: str) -> str:
+    """Return a PCI address as /sys writes it; NVML has 8 digits for the domain, and capitals."""
+    domain, _, rest = address.strip().lower().partition(":")
+    with suppress(ValueError):
+        return f"{int(domain, 16):04x}:{rest}"
+    return address
+
+
+def _is_gpu(device: Device, root: Path) -> bool:
+    return _read(root / "bus/pci/devices" / device.name / "class").startswith(_GPU_CLASSES)
+
+
+def _find_device(place: Path, name: str) -> Device | None:
+    """Return the device of a folder of /sys, None if it is not on PCI."""
+    path = place.resolve()
+    parts = path.parts
+    bridge = next((i for i, part in enumerate(parts) if re.match(r"pci[0-9a-f]{4,}:", part)), None)
+    if bridge is None or not path.exists():
+        return None
+    chain = [
+        part for part in parts[bridge + 1 :] if re.fullmatch(r"[0-9a-f]{4,}(:..){2}\.\w", part)
+    ]
+    numa = _read(path / "numa_node")
+    return Device(
+        name,
+        (parts[bridge], *chain),
+        int(numa) if re.fullmatch(r"-?\d+", numa) else -1,
+        parse_ranges(_read(path / "local_cpulist")),
+    )
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def parse_ranges(text: str) -> frozenset[int]:
+    """Return the numbers of a list of /sys: ``0-3,8``."""
+    found: set[int] = set()
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def _find_cards(root: Path) -> tuple[Device, ...]:
+    for folder in _CARD_FOLDERS:
+        places = sorted((root / folder).glob("*/device"), key=lambda place: place.parent.name)
+        found = (_find_device(place, place.parent.name) for place in places)
+        cards = tuple(one for one in found if one is not None)
+        if cards:
+            return cards
+    return ()
+
+
+# --- NVLink -------------------------------------------------------------------------------------
+
+
+class _PciInfo(ctypes.Structure):
+    """The type nvmlPciInfo_t of nvml.h."""
+
+    _fields_ = (
+        ("legacy", ctypes.c_char * 16),
+        ("numbers", ctypes.c_uint * 5),
+        ("address", ctypes.c_char * 32),
+    )
+
+
+def _find_nvlinks(names: set[str]) -> dict[tuple[str, str], str]:
+    """Ask NVML which GPUs NVLink joins, and by how many links; nothing without NVML."""
+    try:
+        nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return {}
+    if nvml.nvmlInit_v2():
+        return {}
+    direct: dict[tuple[str, str], int] = {}
+    switched: dict[str, int] = {}
+    try:
+        for name in sorted(names):
+            for other in _list_links(nvml, name):
+                if other is None:
+                    switched[name] = switched.get(name, 0) + 1
+                elif other in names and name < other:
+                    direct[name, other] = direct.get((name, other), 0) + 1
+    finally:
+        nvml.nvmlShutdown()
+    # Switches join all GPUs that have links to them.
+    for one in switched:
+        for other in switched:
+            if one < other:
+                direct[one, other] = min(switched[one], switched[other])
+    return {pair: f"NV{count}" for pair, count in direct.items()}
+
+
+def _list_links(nvml: Any, name: str) -> list[str | None]:
+    """Return where the active NVLinks of a GPU lead: to a GPU, or to a switch (None)."""
+    device, found = ctypes.c_void_p(), list[str | None]()
+    if nvml.nvmlDeviceGetHandleByPciBusId_v2(name.encode(), ctypes.byref(device)):
+        return found
+    for link in range(_MOST_LINKS):
+        active, kind, remote = ctypes.c_uint(), ctypes.c_int(), _PciInfo()
+        if nvml.nvmlDeviceGetNvLinkState(device, link, ctypes.byref(active)) or not active.value:
+            continue
+        if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(device, link, ctypes.byref(kind)):
+            kind.value = 0  # an older library, which lets switches have addresses as GPUs have
+        if kind.value == _SWITCH:
+            found.append(None)
+        elif not nvml.nvmlDeviceGetNvLinkRemotePciInfo_v2(device, link, ctypes.byref(remote)):
+            found.append(_normal(remote.address.decode()))
+    return found
+
+
+# --- Infinity Fabric ----------------------------------------------------------------------------
+
+
+def _find_xgmi(names: set[str], root: Path) -> dict[tuple[str, str], str]:
+    """Read which GPUs AMD's Infinity Fabric joins."""
+    nodes = root / "class/kfd/kfd/topology/nodes"
+    addresses = {}
+    for place in nodes.glob("*/properties"):
+        known = _read_properties(place)
+        location = known.get("location_id", 0)
+        address = f"{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7:x}"
+        addresses[place.parent.name] = f"{known.get('domain', 0):04x}:{address}"
+    found = {}
+    for place in nodes.glob("*/io_links/*/properties"):
+        known = _read_properties(place)
+        ends = [addresses.get(str(known.get(key, ""))) for key in ("node_from", "node_to")]
+        if known.get("type") == _XGMI and all(end in names for end in ends):
+            one, other = sorted(map(str, ends))
+            found[one, other] = "XGMI"
+    return found
+
+
+def _read_properties(place: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _read(place).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+# --- what is far --------------------------------------------------------------------------------
+
+
+def find_far(
+    known: Topology,
+    gpu: str,
+    allowed: Iterable[int],
+    environment: Mapping[str, str] = os.environ,
+    others: Sequence[str] = (),
+) -> list[str]:
+    """Describe what is far from the GPU of a process though it need not be, and what to do.
+
+    gpu:     its PCI address.
+    allowed: the processors on which the process may run.
+    others:  the PCI addresses of the other GPUs that it sees.
+    """
+    device = known.gpu(gpu)
+    if device is None:
+        return []
+    found, own = [], frozenset(allowed)
+    if device.processors and own and not own & device.processors:
+        near = [name for name in others if (one := known.gpu(name)) and own & one.processors]
+        choice = f", or work on GPU {' or '.join(near)}" if near else ""
+        found.append(
+            f"GPU {gpu} is far from the processors that the rank may run on "
+            f"({format_ranges(own)}): bind the rank to processors near it "
+            f"({format_ranges(device.processors)}){choice}"
+        )
+    cards = environment.get("UCX_NET_DEVICES", "")
+    asked = [card for card in known.cards if card.name in re.split(r"[,:]", cards)]
+    best, near_cards = known.nearest_cards(device)
+    if asked and best:
+        given = min((device.distance(card) for card in asked), key=DISTANCES.index)
+        if DISTANCES.index(given) > DISTANCES.index(best):
+            names = ", ".join(card.name for card in near_cards)
+            found.append(
+                f"UCX_NET_DEVICES={cards} names network cards far from GPU {gpu} ({given}), while "
+                f"{names} is nearer ({best}): give each rank the card near its GPU, or unset "
+                "it, and UCX chooses"
+            )
+    return found

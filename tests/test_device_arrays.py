@@ -1,0 +1,404 @@
+"""Arrays on a GPU as their libraries show them: DLPack, the CUDA array interface, CuPy's own.
+
+The libraries are fakes that do what the standards say, and the GPU is a stub of the runtime that
+knows whose addresses are on which device. Nothing here reads the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpicoll.arrays.adapters import build_view
+from mpicoll.arrays.views import DeviceView
+from mpicoll.cuda import runtime
+from mpicoll.errors import ArgumentError, UnsupportedError
+
+pytestmark = pytest.mark.any_mpi
+
+CPU, CUDA, CUDA_HOST, METAL, ROCM, ROCM_HOST, MANAGED = 1, 2, 3, 8, 10, 11, 13
+READ_ONLY, COPIED = 1, 2
+#: An address on device 1 of the stub, and the device that is current.
+PLACE, CURRENT = 0x7000_0000, 1
+
+
+class Gpus:
+    """What views ask of a runtime."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.inside: list[int] = []
+
+    def kind(self) -> str:
+        return self._kind
+
+    def current_device(self) -> int:
+        return CURRENT
+
+    def current_stream(self, index: int) -> int:
+        return 500 + index
+
+    def device_of(self, address: int) -> int:
+        assert address, "nobody knows where nothing is"
+        return 1 if address >= PLACE else 0
+
+    def check_stream(self, index: int, stream: int, where: str) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def on(self, index: int):
+        self.inside.append(index)
+        yield
+        self.inside.pop()
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> Gpus:
+    made = Gpus("CUDA")
+    monkeypatch.setattr(runtime, "_runtime", made)
+    return made
+
+
+def view(array, writable=False) -> DeviceView:
+    found = build_view(array, writable, "broadcast: tensor")
+    assert isinstance(found, DeviceView)
+    return found
+
+
+def refused(array, words, writable=False, error=UnsupportedError) -> None:
+    with pytest.raises(error, match=rf"(?s)broadcast: tensor: .*{words}"):
+        build_view(array, writable, "broadcast: tensor")
+
+
+# ---- DLPack: capsules as bytes -------------------------------------------------------------------
+
+_new = ctypes.pythonapi.PyCapsule_New
+_new.restype = ctypes.py_object
+_new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_rename = ctypes.pythonapi.PyCapsule_SetName
+_rename.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_held: list[object] = []
+
+
+class Producer:
+    """An array that speaks DLPack, of float32 unless it says otherwise.
+
+    says:    (major, minor) of its capsules; None: from before versions.
+    device:  of the capsule; told: of __dlpack_device__.
+    strides: in elements.
+    """
+
+    def __init__(
+        self, shape=(2, 3), says=(1, 0), device=(CUDA, 1), told=None, flags=0, strides=None,
+        address=PLACE, offset=0, dtype=(2, 32, 1), name=None,
+    ) -> None:  # fmt: skip
+        self.__dict__.update(locals())
+        self.calls: list[dict[str, object]] = []
+        self.inside: list[int] = []
+
+    def __dlpack_device__(self):
+        return self.told or self.device
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        self.calls.append({"stream": stream, "max_version": max_version, "copy": copy})
+        self.inside += runtime._runtime.inside if runtime._runtime else []
+        return self._capsule()
+
+    def _capsule(self):
+        n = len(self.shape)
+        steps = (ctypes.c_int64 * n)(*(self.strides or (0,) * n))
+        extents = (ctypes.c_int64 * n)(*self.shape)
+        bits = struct.pack(
+            "=QiiiBBHQQQ", self.address, *self.device, n, *self.dtype, ctypes.addressof(extents),
+            ctypes.addressof(steps) if self.strides else 0, self.offset,
+        )  # fmt: skip
+        if self.says is None:
+            name, bits = b"dltensor", bits + bytes(16)
+        else:
+            name, bits = (
+                b"dltensor_versioned",
+                struct.pack("=IIQQQ", *self.says, 0, 0, self.flags) + bits,
+            )
+        memory, name = ctypes.create_string_buffer(bits), self.name or name
+        _held.append((extents, steps, memory, name))
+        return _new(ctypes.addressof(memory), name, None)
+
+
+class OldProducer(Producer):
+    """From before the arguments of DLPack 1.0."""
+
+    def __dlpack__(self, stream=None):
+        self.calls.append({"stream": stream})
+        return self._capsule()
+
+
+def test_dlpack_on_a_device(gpus):
+    """The consumer's arguments, and what it reads."""
+    array = Producer(strides=(1, 2), offset=8)
+    found = view(array)
+    assert (found.device, found.address, found.shape) == (1, PLACE + 8, (2, 3))
+    assert found.strides == (4, 8) and found.buffer is None and found.stream == runtime.UNKNOWN
+    assert array.calls == [{"stream": 1, "max_version": (1, 1), "copy": None}]
+    assert array.inside == [1], "the array's device is current meanwhile"
+    view(array, writable=True)
+    assert array.calls[-1]["copy"] is False
+    plain = view(Producer(shape=(4,), dtype=(4, 16, 1)))
+    assert plain.dtype.name == "bfloat16" and plain.buffer is not None and plain.count == 4
+
+
+def test_dlpack_from_before_versions(gpus):
+    for says in (None, (1, 0)):
+        array = OldProducer(says=says)
+        assert view(array, writable=True).shape == (2, 3)
+        assert array.calls == [{"stream": 1}]
+
+
+def test_dlpack_flags(gpus):
+    """What is read-only or a copy is right as an input, and wrong as an output."""
+    for flags, words, error in ((READ_ONLY, "read-only", ArgumentError),
+                                (COPIED, "a copy of the array", UnsupportedError)):  # fmt: skip
+        assert view(Producer(flags=flags)).count == 6
+        refused(Producer(flags=flags), words, True, error)
+    assert view(Producer(flags=1 << 2), writable=True).count == 6
+
+
+@pytest.mark.parametrize("kind", ["CUDA", "ROCm"])
+def test_dlpack_of_another_kind_of_device(gpus, kind):
+    gpus._kind = kind
+    own, other = (CUDA, ROCM) if kind == "CUDA" else (ROCM, CUDA)
+    array = Producer(device=(own, 1))
+    assert view(array).device == 1
+    assert array.calls[0]["stream"] == (1 if kind == "CUDA" else 0), "each has its own default"
+    name = {CUDA: "cuda", ROCM: "rocm"}[other]
+    refused(
+        Producer(device=(other, 0)), f"{name}:0 are not supported where CuPy is built for {kind}"
+    )
+    refused(Producer(device=(METAL, 0)), "metal:0 are not supported; copy to the host")
+    refused(Producer(device=(own, 0), told=None, says=(2, 0)), r"DLPack 2\.0 is not known here")
+    refused(Producer(device=(METAL, 0), told=(own, 0)), "the capsule metal:0")
+    refused(Producer(name=b"used_dltensor", device=(own, 0)), "got b'used_dltensor'")
+
+
+def test_dlpack_of_managed_memory(gpus):
+    """Its capsules may say any device: the driver knows."""
+    assert view(Producer(device=(MANAGED, 0))).device == 1
+    assert view(Producer(device=(MANAGED, 0), address=0, shape=(0,))).device == 0
+
+
+def test_dlpack_that_refuses(gpus):
+    class Sharded(Producer):
+        def __dlpack_device__(self):
+            raise BufferError("only for unsharded arrays")
+
+    class Graded(Producer):
+        def __dlpack__(self, **options):
+            raise BufferError("requires grad")
+
+    refused(Sharded(), "Sharded: only for unsharded arrays")
+    refused(Graded(), "Graded: requires grad")
+    refused(Producer(dtype=(2, 32, 4)), "4 lanes")
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA_HOST, ROCM_HOST])
+def test_dlpack_on_the_host(device):
+    """Pinned memory of either kind is the host's, with and without a GPU."""
+    memory = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+    def made(**more):
+        return Producer(address=memory.ctypes.data, device=(device, 0), **more)
+
+    found = build_view(made(), True, "x")
+    assert found.device is None and (found.array == memory).all()
+    with pytest.raises(UnsupportedError, match="a copy of the array"):
+        build_view(made(flags=COPIED), True, "x")
+    with pytest.raises(ArgumentError, match="read-only"):
+        build_view(made(flags=READ_ONLY), True, "x")
+    assert (build_view(made(flags=READ_ONLY | COPIED), False, "x").array == memory).all()
+    with pytest.raises(UnsupportedError, match="the capsule is on cuda:0"):
+        build_view(
+            Producer(address=memory.ctypes.data, device=(CUDA, 0), told=(device, 0)), False, "x"
+        )
+
+
+def test_an_output_is_never_a_copy_that_numpy_makes():
+    class Copying:
+        """As the standard has it: copies unless that is forbidden."""
+
+        def __init__(self) -> None:
+            self.array = np.zeros(3)
+
+        def __dlpack_device__(self):
+            return CPU, 0
+
+        def __dlpack__(self, *, max_version=None, copy=None, **rest):
+            if copy is False:
+                raise BufferError("cannot be shared")
+            return self.array.copy().__dlpack__()
+
+    with pytest.raises(UnsupportedError, match="Copying: cannot be shared"):
+        build_view(Copying(), True, "x")
+    assert build_view(Copying(), False, "x").count == 3
+
+
+# ---- JAX -----------------------------------------------------------------------------------------
+
+
+def test_jax(gpus, monkeypatch):
+    """On a GPU its arrays are inputs; what has no memory is refused by name."""
+    jax = types.ModuleType("jax")
+
+    class Array(Producer):
+        pass
+
+    class Tracer(Array):
+        def __dlpack_device__(self):
+            raise AttributeError("DynamicJaxprTracer has no attribute __dlpack_device__")
+
+    jax.Array = Array
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    array = Array()
+    assert view(array).device == 1 and array.calls[0]["stream"] == 1
+    refused(array, "JAX array is read-only", True, ArgumentError)
+    refused(Tracer(), "Tracer: DynamicJaxprTracer has no attribute")
+
+
+def test_jax_itself():
+    """The real one, on the host, where it is installed."""
+    jax = pytest.importorskip("jax")
+    array = jax.numpy.arange(6, dtype="bfloat16").reshape(2, 3)
+    found = build_view(array, False, "x")
+    assert found.dtype.name == "bfloat16" and (found.array == np.asarray(array)).all()
+    seen = []
+
+    def look(traced):
+        with pytest.raises(UnsupportedError, match="x: DynamicJaxprTracer: "):
+            build_view(traced, False, "x")
+        seen.append(1)
+        return traced
+
+    jax.jit(look)(array)
+    assert seen
+
+
+# ---- The CUDA array interface --------------------------------------------------------------------
+
+
+class Interface:
+    """As Numba's device arrays: the interface, and a NumPy dtype. Missing: keys to leave out."""
+
+    def __init__(self, missing=(), **changed) -> None:
+        entries = {
+            "shape": (2, 3),
+            "typestr": "<f4",
+            "data": (PLACE, False),
+            "version": 3,
+            **changed,
+        }
+        self._entries = {name: value for name, value in entries.items() if name not in missing}
+
+    @property
+    def __cuda_array_interface__(self):
+        if not self._entries["data"]:
+            raise AttributeError("on the host")
+        return self._entries
+
+
+class Holder:
+    """What programs write to pass an address on: an attribute of the object, not of its type."""
+
+    def __init__(self, entries) -> None:
+        self.__cuda_array_interface__ = entries
+
+
+def test_interface(gpus):
+    found = view(Interface(strides=[4, 8], shape=[2, 3], descr=[("", "<f4")]), writable=True)
+    assert (found.device, found.address, found.shape, found.strides) == (1, PLACE, (2, 3), (4, 8))
+    assert found.buffer is None and found.dtype.name == "float32"
+    assert view(Interface(data=(16, False))).device == 0
+    entries = Interface(strides=None).__cuda_array_interface__
+    assert view(Holder(entries)).buffer is not None
+    for version in (0, 1, 2):
+        assert view(Interface(version=version)).count == 6
+
+
+def test_interface_streams(gpus):
+    for stream, expected in ((None, runtime.UNKNOWN), (1, 1), (2, 2), (0xABCD0, 0xABCD0)):
+        assert view(Interface(stream=stream)).stream == expected
+    assert view(Interface()).stream == runtime.UNKNOWN
+    refused(Interface(stream=0), "says stream 0")
+
+
+def test_interface_without_elements(gpus):
+    """It has the address 0, which the driver does not know."""
+    found = view(Interface(shape=(0, 3), data=(0, False)), writable=True)
+    assert (found.device, found.count) == (CURRENT, 0)
+
+
+def test_interface_refusals(gpus):
+    refused(Interface(mask=Interface()), "lose its mask")
+    assert view(Interface(mask=None)).count == 6
+    refused(Interface(version=4), "version 4 .* is not known here")
+    refused(Interface(data=(PLACE, True)), "read-only", True, ArgumentError)
+    assert view(Interface(data=(PLACE, True))).count == 6
+    refused(Interface(typestr=">f4"), "byte order")
+    refused(Interface(typestr="|V2"), "dtype")
+    refused(Interface(data=(PLACE + 2, False)), "multiples of their size")
+    refused(Interface(strides=(0, 4)), "share one place", True, ArgumentError)
+    for name in ("shape", "typestr", "data", "version"):
+        if name != "data":
+            refused(Interface(missing=[name]), "has to have shape, typestr, data")
+    refused(Interface(data=PLACE), "has to have shape, typestr, data")
+
+
+def test_arrays_of_one_type_with_and_without_the_interface(gpus):
+    """As Warp's: those on the host have DLPack alone."""
+
+    class Both(Interface):
+        def __init__(self, host=None) -> None:
+            super().__init__(data=(PLACE, False) if host is None else None)
+            self.host = host
+
+        def __dlpack_device__(self):
+            return self.host.__dlpack_device__()
+
+        def __dlpack__(self, **options):
+            return self.host.__dlpack__(**options)
+
+    for _ in range(2):
+        assert view(Both()).device == 1
+        host = np.zeros(5)
+        assert build_view(Both(host), True, "x").buffer.ctypes.data == host.ctypes.data
+
+
+# ---- CuPy ----------------------------------------------------------------------------------------
+
+
+def test_cupy(gpus, monkeypatch):
+    """By its own attributes: on ROCm it has had no interface, and there is one for no bfloat16."""
+    cupy = types.ModuleType("cupy")
+
+    class ndarray:
+        def __init__(self, shape, dtype, strides) -> None:
+            self.shape, self.dtype, self.strides = shape, np.dtype(dtype), strides
+            self.data = types.SimpleNamespace(ptr=PLACE)
+            self.device = types.SimpleNamespace(id=1)
+
+        @property
+        def __cuda_array_interface__(self):
+            raise AttributeError("HIP/ROCm does not support cuda array interface")
+
+    cupy.ndarray = ndarray
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for dtype in (np.float64, ml_dtypes.bfloat16):
+        size = np.dtype(dtype).itemsize
+        found = view(ndarray((2, 3), dtype, (3 * size, size)), writable=True)
+        assert (found.device, found.address, found.stream) == (1, PLACE, 501)
+        assert found.buffer is not None and found.dtype.numpy == dtype
+    refused(ndarray((2,), np.dtype("M8[s]"), (8,)), "dtype")

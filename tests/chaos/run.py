@@ -1,12 +1,13 @@
 """Do to jobs what happens to jobs, and look at what becomes of them.
 
     python tests/chaos/run.py --mpiexec COMMAND [--ranks 3] [--faults NAME ...] [--ways NAME ...]
-        [--write PAGE]
+        [--write docs/reliability.md]
 
 Each job is ``program.py``, calls of one way, until something happens to one rank. FAULTS says what
 has to come of it: whether the job goes on or ends, after how many seconds at most, and what words
 have to be on standard error. Nothing may be left of a job: no process and no shared memory.
 ``make chaos`` runs every fault with every way; the tests, each fault with one or two of them.
+--write puts what was seen with this MPI into its column of the page's table.
 """
 
 from __future__ import annotations
@@ -200,6 +201,40 @@ def judge(fault: str, ranks: int, found: Outcome) -> list[str]:
     return wrong + [f"left behind: {each}" for each in found.left]
 
 
+#: The lines of the page that are the table's, and its columns.
+TABLE = re.compile(r"(?<=<!-- faults -->\n\n).*?(?=\n\n<!-- -->)", re.DOTALL)
+HEAD = "| what happens to a rank | the job | said on standard error | MPICH | Open MPI |"
+
+
+def write_table(page: Path, seen: Mapping[str, Sequence[Outcome]]) -> None:
+    """Put what was seen of each fault into the column of this MPI."""
+    from mpi4py import MPI
+
+    text = page.read_text()
+    found = TABLE.search(text)
+    if found is None:
+        raise SystemExit(f"{page}: expected a line <!-- faults --> and a later one <!-- -->")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found[0].splitlines()[2:]]
+    known = {row[0]: row[3:] for row in rows}
+    column = [cell.strip() for cell in HEAD.split("|")[4:-1]].index(MPI.get_vendor()[0])
+    lines = [HEAD, "|---|---|---|---|---|"]
+    for fault, row in FAULTS.items():
+        cells = known.get(fault, ["", ""])
+        if fault in seen:
+            cells[column] = describe(seen[fault])
+        words = ", ".join(f"`{each.replace('|', '&#124;')}`" for each in row.words)
+        lines.append(f"| {fault} | {'goes on' if row.goes_on else 'ends'} | {words} "
+                     f"| {' | '.join(cells)} |")  # fmt: skip
+    page.write_text(text[: found.start()] + "\n".join(lines) + text[found.end() :])
+
+
+def describe(outcomes: Sequence[Outcome]) -> str:
+    """Return how jobs ended, and after how long."""
+    codes = sorted({str(one.code) for one in outcomes})
+    seconds = sorted(one.seconds for one in outcomes)
+    return f"exit code {', '.join(codes)}; {seconds[0]:.1f} to {seconds[-1]:.1f} s"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--mpiexec", required=True, help="the launcher, and its options")
@@ -208,6 +243,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--chosen", action="store_true", help="only the ways that the tests take")
     parser.add_argument("--at-a-time", type=int, default=2, help="jobs (%(default)s)")
+    parser.add_argument("--write", type=Path, help="the page whose table gets what was seen")
     parser.add_argument("--verbose", action="store_true", help="all that the jobs print")
     arguments = parser.parse_args()
     cases = [
@@ -217,16 +253,20 @@ def main() -> int:
     ]
     command = [*shlex.split(arguments.mpiexec), "-n", str(arguments.ranks)]
     failed = 0
+    seen: dict[str, list[Outcome]] = {}
     with ThreadPoolExecutor(arguments.at_a_time) as pool:
         outcomes = pool.map(lambda case: watch(command, *case), cases)
         for (fault, way), found in zip(cases, outcomes, strict=True):
             wrong = judge(fault, arguments.ranks, found)
             failed += bool(wrong)
+            seen.setdefault(fault, []).append(found)
             end_of_it = "goes on" if found.code == 0 else f"ends with {found.code}"
             print(f"{fault:26} {way:14} {end_of_it:14} {found.seconds:5.1f} s  {'; '.join(wrong)}",
                   flush=True)  # fmt: skip
             if wrong or arguments.verbose:
                 print("    " + found.words[-6000:].replace("\n", "\n    "), flush=True)
+    if arguments.write is not None:
+        write_table(arguments.write, seen)
     print(f"{len(cases)} jobs, {failed} not as expected")
     return 1 if failed else 0
 

@@ -169,9 +169,9 @@ def test_ucx_with_cuda_is_seen_by_its_files(tmp_path):
     copied = shutil.copy(library.describe()[len("compiled (") : -1], tmp_path / "libuct.so.0")
     (tmp_path / "ucx").mkdir()
     held = ctypes.CDLL(copied)
-    assert not mpi_support.has_ucx_with_cuda()
+    assert not mpi_support.has_ucx_with("CUDA")
     (tmp_path / "ucx" / "libuct_cuda.so.0").touch()
-    assert mpi_support.has_ucx_with_cuda()
+    assert mpi_support.has_ucx_with("CUDA")
     del held
 
 

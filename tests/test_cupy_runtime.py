@@ -337,13 +337,14 @@ def test_instances_of_one_gpu_are_told_apart(cuda):
 
 @pytest.mark.parametrize("hip", [True, False])
 def test_a_cupy_without_the_driver_is_refused(world, monkeypatch, hip):
-    def absent(name):
+    def absent(name, mode=0):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
     monkeypatch.setattr(world, "is_hip", hip)
+    kind, library = ("ROCm", "libamdhip64") if hip else ("CUDA", "libcuda")
     with pytest.raises(
-        UnsupportedError, match=r"libcuda.*built for " + ("ROCm" if hip else "CUDA")
+        UnsupportedError, match=f"library of {kind}, for which .* {library}.*cannot"
     ):
         CupyRuntime()
 

@@ -49,7 +49,8 @@ class Capabilities:
     gpus:    what names the GPUs that this process sees: PCI bus ids and UUIDs.
     names:   of their models.
     no_gpu:  why there are none.
-    nccl:    NCCL is available.
+    kind:    what they are programmed by: CUDA or ROCm; "" without any.
+    nccl:    NCCL is available, or RCCL.
     node:    names the processes that share memory with this one.
     forced:  the value of MPICOLL_DEVICE_ROUTE in this process.
     """
@@ -67,6 +68,7 @@ class Capabilities:
     gpus: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     no_gpu: str = ""
+    kind: str = ""
     nccl: bool = False
     forced: str = ""
 
@@ -138,7 +140,7 @@ def _discover(probes: bool, again: bool) -> Capabilities:
     else:
         count = range(cuda.count())
         names, gpus = tuple(map(cuda.name, count)), tuple(map(cuda.identity, count))
-        found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl())
+        found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl(), kind=cuda.kind())
     override = settings.CUDA_AWARE.value()
     if override:
         return replace(
@@ -146,15 +148,15 @@ def _discover(probes: bool, again: bool) -> Capabilities:
         )
     if not found.gpus:
         return found
-    switch = mpi_support.find_switch(version, os.environ)
+    switch = mpi_support.find_switch(version, os.environ, found.kind)
     if switch is not None:
         value = os.environ.get(switch.name)
         how = "is not set" if value is None else f"is {value!r}"
         return replace(found, why=f"{switch.name} {how}", remedy=switch.remedy)
-    said = {name: query() for name, query in mpi_support.QUERIES.items()}
+    said = {name: query() for name, query in mpi_support.find_queries(found.kind).items()}
     claims = [name for name, value in said.items() if value]
     denials = [name for name, value in said.items() if value == 0]
-    if denials and not claims and not mpi_support.has_ucx_with_cuda():
+    if denials and not claims and not mpi_support.has_ucx_with(found.kind):
         return replace(found, why=f"{' and '.join(denials)}: no")
     key = probe_cache.build_key(version, library, found.names, cuda.driver_version())
     outcome = None if again else probe_cache.load(key)

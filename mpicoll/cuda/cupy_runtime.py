@@ -1,4 +1,4 @@
-"""The CUDA runtime, through CuPy."""
+"""The CUDA runtime, or ROCm's, through CuPy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
+from mpicoll.cuda import hip
 from mpicoll.cuda.driver import EXPORTABLE, MANAGED, ORDINAL, Driver
 from mpicoll.cuda.runtime import (
     CUDA,
@@ -31,7 +32,10 @@ _OUT_OF_MEMORY = 2
 
 
 class CupyRuntime:
-    """CUDA through CuPy; raises UnsupportedError without CuPy, and without a GPU."""
+    """CUDA or ROCm through CuPy; raises UnsupportedError without CuPy, and without a GPU.
+
+    What differs on ROCm is in hip.py, behind the same names.
+    """
 
     def __init__(self) -> None:
         try:
@@ -39,20 +43,23 @@ class CupyRuntime:
         except (ImportError, OSError) as error:  # the latter where its cache cannot be written
             raise UnsupportedError(
                 f"arrays on a GPU need CuPy, which cannot be loaded: {error}. Install it with "
-                "'pip install mpicoll[cuda13]' (or [cuda12])"
+                "'pip install mpicoll[cuda13]' (or [cuda12], [rocm7])"
             ) from error
         if not cupy.cuda.is_available():
             raise UnsupportedError("arrays on a GPU: CuPy finds no GPU on this host")
+        self._cupy, self._api = cupy, cupy.cuda.runtime
+        self._driver: Driver | hip.Driver
         try:
-            self._driver = Driver(ctypes.CDLL("libcuda.so.1"))
+            if self._api.is_hip:
+                self._driver = hip.Driver(hip.load())
+                self._api = hip.Api(self._api, self._driver)
+            else:
+                self._driver = Driver(ctypes.CDLL("libcuda.so.1"))
         except OSError as error:
-            kind = "ROCm" if cupy.cuda.runtime.is_hip else "CUDA"
             raise UnsupportedError(
-                f"arrays on a GPU need the driver of CUDA, which cannot be loaded: {error}. (CuPy "
-                f"is built for {kind}.)"
+                f"arrays on a GPU need the library of {self.kind()}, for which CuPy is built, and "
+                f"it cannot be loaded: {error}. Install the CuPy of your GPUs, and their driver"
             ) from error
-        self._cupy = cupy
-        self._api = cupy.cuda.runtime
         self._streams: dict[int, _Handle] = {}  # by number
         self._kernels: dict[int, DeviceKernels] = {}
 
@@ -74,10 +81,14 @@ class CupyRuntime:
         return f"{self.pci_bus_id(index)} {self._driver.uuid(index)}"
 
     def driver_version(self) -> str:
-        """Return the driver's and the runtime's version of CUDA, and CuPy's."""
+        """Return the driver's and the runtime's version, and CuPy's."""
         versions = [self._api.driverGetVersion(), self._api.runtimeGetVersion()]
-        driver, here = (f"{one // 1000}.{one % 1000 // 10}" for one in versions)
-        return f"CUDA {driver} (driver), {here} (runtime), CuPy {self._cupy.__version__}"
+        if self._api.is_hip:
+            texts = [f"{one // 10**7}.{one // 10**5 % 100}" for one in versions]
+        else:
+            texts = [f"{one // 1000}.{one % 1000 // 10}" for one in versions]
+        driver, here = texts
+        return f"{self.kind()} {driver} (driver), {here} (runtime), CuPy {self._cupy.__version__}"
 
     def kind(self) -> str:
         """Return what CuPy is built for."""
@@ -91,7 +102,9 @@ class CupyRuntime:
         """Return the device that the driver says the memory belongs to."""
         found = self._driver.attribute(ORDINAL, address)
         if found is None:
-            raise UnsupportedError(f"CUDA's driver does not know the memory at {address:#x}")
+            raise UnsupportedError(
+                f"the driver of {self.kind()} does not know the memory at {address:#x}"
+            )
         return found
 
     def use(self, index: int) -> None:

@@ -14,14 +14,17 @@ from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 class Gpus:
     """Two GPUs, of a kind."""
 
-    def __init__(self, kind):
-        self.kind = kind
+    def __init__(self, model):
+        self.model = model
+
+    def kind(self):
+        return "CUDA"
 
     def count(self):
         return 2
 
     def name(self, index):
-        return self.kind
+        return self.model
 
     def pci_bus_id(self, index):
         return f"0000:0{index}:00.0"

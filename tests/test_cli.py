@@ -369,6 +369,8 @@ def test_doctor_tells_how_gpus_are_joined(ended: Ended) -> None:
     assert re.search(r"GPU1 0000:01:00.0 PHB X PHB \d+ 1 \(NV4: four NVLinks", words)
     assert re.search(r"rank 1: GPU 0000:01:00.0 is far from the processors", words)
     assert "rank 0: GPU" not in words
+    loaded = "" if Path("/sys/module/nvidia_peermem").exists() else "not "
+    assert f"GPUDirect nvidia_peermem (RDMA) is {loaded}loaded, gdrdrv (GDRCopy) is " in words
 
 
 @needs_mpiexec

@@ -229,7 +229,7 @@ def test_memory(rocm, hip):
     with pytest.raises(UnsupportedError, match="driver of ROCm does not know the memory at 0x10"):
         rocm.device_of(16)
     assert rocm.is_plain(PLACE) and not rocm.is_plain(POOLED)
-    hip.lacks.add("ipc")  # as before ROCm 7.13: what nobody can tell gets a copy
+    hip.lacks.add("ipc")  # as before ROCm 7.12: MPI gets a copy
     assert not rocm.is_plain(PLACE)
     memory = rocm.allocate(1, 100)
     assert memory.address == PLACE and rocm.export(1, memory) == b"handle"

@@ -17,6 +17,7 @@ from mpicoll.cli.distance import Pair, measure_pairs
 from mpicoll.cli.doctor_machine import (
     Place,
     describe_distance,
+    describe_gpudirect,
     describe_memory,
     describe_system,
     find_moving,
@@ -211,6 +212,7 @@ def _describe_mpi(seen: Findings, me: int) -> Facts:
     """Return the facts that need MPI."""
     from mpi4py import MPI
 
+    from mpicoll.cuda.runtime import CUDA
     from mpicoll.routes import tuning
 
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -227,6 +229,7 @@ def _describe_mpi(seen: Findings, me: int) -> Facts:
         "GPUs": "; ".join(f"{i}: {name} ({gpu})" for i, (name, gpu) in enumerate(gpus))
         or f"none: {own.no_gpu}",
         "CUDA in MPI": f"{own.cuda.name.lower()} ({own.why})",
+        "GPUDirect": describe_gpudirect() if own.kind == CUDA else "",
     }
 
 

@@ -9,6 +9,7 @@ import platform
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from mpicoll import machine
@@ -18,6 +19,7 @@ from mpicoll.machine import format_ranges
 __all__ = [
     "Place",
     "describe_distance",
+    "describe_gpudirect",
     "describe_memory",
     "describe_system",
     "find_crowded",
@@ -86,6 +88,15 @@ def _format_shared(place: Place) -> str:
 def _format_bytes(count: int) -> str:
     unit, name = (1 << 30, "GiB") if count >= 1 << 30 else (1 << 20, "MiB")
     return f"{count / unit:.3g} {name}"
+
+
+def describe_gpudirect(modules: Path = Path("/sys/module")) -> str:
+    """Describe which kernel modules of GPUDirect are loaded; dma-buf needs none of them."""
+    found = [
+        f"{name} ({what}) is {'loaded' if (modules / name).exists() else 'not loaded'}"
+        for name, what in (("nvidia_peermem", "RDMA"), ("gdrdrv", "GDRCopy"))
+    ]
+    return ", ".join(found)
 
 
 def describe_distance(pairs: Sequence[Pair] | str) -> str:

@@ -43,7 +43,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
-from run import ENVIRONMENT, MPI, PLAIN, Launch, read_report  # noqa: E402
+from run import ENVIRONMENT, MPI, PLAIN, TORCH, Launch, read_report  # noqa: E402
 
 ROUTES = ["auto", "ipc", "staged", "direct", "mpi", "nccl"]
 RANKS = [2, 1, 4]
@@ -93,6 +93,8 @@ SUITES = (
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
         part=MPI, alone=True, host="simulated",
     ),
+    # With the torch that the GPU's machine has, which may be another than `make test` runs with.
+    Suite("pytorch", ["tests/pytorch"], ["torch"], ranks=(2,), part=TORCH, host="torch"),
     Suite(
         "jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True,
         host="simulated",

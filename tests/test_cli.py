@@ -31,6 +31,7 @@ from mpicoll.cli.distance import Pair
 from mpicoll.cli.doctor_advice import advise
 from mpicoll.cli.doctor_facts import Findings
 from mpicoll.cli.doctor_machine import Place, describe_distance, format_ranges
+from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.kernels.library import kernels
 from mpicoll.primitives import PRIMITIVES
 
@@ -554,6 +555,27 @@ def test_advice_on_the_machine(places: list[Place], words: str) -> None:
     given = advise(seen)
     assert [bad for bad, _ in given] == ([False] if words else []), given
     assert all(text.startswith(words) for _, text in given), given
+
+
+@pytest.mark.parametrize(
+    ("kind", "tls", "words"),
+    [
+        ("CUDA", "rc,sm", "leaves out cuda: add cuda_copy,cuda_ipc"), ("CUDA", "rc,cuda", ""),
+        ("CUDA", "^tcp", ""), ("CUDA", "all", ""), ("CUDA", "", ""), ("ROCm", "rc,rocm_copy", ""),
+        ("ROCm", "rc,cuda", "leaves out rocm: add rocm_copy,rocm_ipc"), ("", "rc", ""),
+    ],
+)  # fmt: skip
+def test_advice_on_ucx(kind: str, tls: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = ("a",) if kind else ()
+    own = Capabilities("M", "1", "", CudaSupport.FULL, "", "a", gpus=gpus, kind=kind)
+    monkeypatch.setenv("UCX_TLS", tls)
+    given = [text for _, text in advise(Findings([facts()], all_ranks=(own,)))]
+    assert len(given) == bool(words) and all(words in text for text in given), given
+
+
+def test_advice_on_what_is_far() -> None:
+    given = advise(Findings([facts()] * 3, far=[["GPU a is far"], [], ["GPU a is far", "x"]]))
+    assert given == [(False, "ranks 0,2: GPU a is far"), (False, "rank 2: x")]
 
 
 def test_advice_to_a_process_that_is_alone() -> None:

@@ -203,7 +203,7 @@ def describe_process() -> Facts:
         "ml_dtypes": _find_version("ml_dtypes"),
         "C library": library.describe(),
         "torch": _find_version("torch"),
-        "CuPy": _find_version("cupy", "cupy-cuda13x", "cupy-cuda12x"),
+        "CuPy": _find_version("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0"),
         "driver": _find_driver(),
     }
 
@@ -272,6 +272,8 @@ def _find_driver() -> str:
         text = Path("/proc/driver/nvidia/version").read_text()
         found = re.search(r"Kernel Module\D*([\d.]+)", text)
         return found[1] if found else text.partition("\n")[0]
+    with suppress(OSError):
+        return f"amdgpu {Path('/sys/module/amdgpu/version').read_text().strip()}"
     return "none"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import struct
 import sys
 import types
@@ -18,7 +19,8 @@ import pytest
 
 from mpicoll.arrays.adapters import build_view
 from mpicoll.arrays.views import DeviceView
-from mpicoll.cuda import runtime
+from mpicoll.cuda import hip, runtime
+from mpicoll.dtypes import by_name
 from mpicoll.errors import ArgumentError, UnsupportedError
 
 pytestmark = pytest.mark.any_mpi
@@ -402,3 +404,33 @@ def test_cupy(gpus, monkeypatch):
         assert (found.device, found.address, found.stream) == (1, PLACE, 501)
         assert found.buffer is not None and found.dtype.numpy == dtype
     refused(ndarray((2,), np.dtype("M8[s]"), (8,)), "dtype")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "bool"])
+def test_cupy_itself(gpus, dtype):
+    """The real one, where it is installed: its arrays need no GPU as long as nobody reads them."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    kind = by_name[dtype].numpy
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(PLACE, 4096, None, 1), 0)
+    array = cupy.ndarray((2, 3), kind, memory, (kind.itemsize, 2 * kind.itemsize))
+    found = view(array, writable=True)
+    assert (found.device, found.address, found.stream) == (1, PLACE, 501)
+    assert (found.shape, found.strides, found.dtype.name) == (array.shape, array.strides, dtype)
+    assert view(cupy.ndarray((5,), kind, memory + kind.itemsize)).address == PLACE + kind.itemsize
+    assert view(cupy.ndarray((0, 5), kind, memory)).count == 0
+
+
+def test_cupy_has_what_rocm_needs_of_it():
+    """By the names of the CuPy that is installed, for whatever it is built."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cupy.cuda import compiler, function
+    from cupy.cuda import runtime as api
+
+    assert list(inspect.signature(compiler.compile_using_nvrtc).parameters)[:2] == [
+        "source", "options",
+    ]  # fmt: skip
+    assert callable(function.Module.load) and callable(function.Module.get_function)
+    assert callable(function.Function.__call__)
+    names = [name for name in vars(hip.Api) if not name.startswith("_")]
+    assert "streamWaitEvent" in names and all(callable(getattr(api, name)) for name in names)
+    assert isinstance(api.is_hip, bool)

@@ -76,7 +76,10 @@ class Suite:
 
 #: The first ones show most: they run first where the time is short.
 SUITES = (
-    Suite("kernels", ["tests/gpu/test_kernels.py"], ["cupy"], ranks=(0,)),
+    Suite(
+        "kernels", ["tests/gpu/test_kernels.py", "tests/gpu/test_libraries.py"], ["cupy"],
+        ranks=(0,),
+    ),
     Suite(
         "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"], ROUTES, part=MPI,
         host="simulated",

@@ -1,0 +1,118 @@
+"""Arrays on a GPU as their own libraries make them, and how the GPUs are joined, as others say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.on_a_gpu
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from mpicoll.arrays.adapters import build_view  # noqa: E402
+from mpicoll.cuda import runtime, topology  # noqa: E402
+from mpicoll.errors import ArgumentError  # noqa: E402
+
+
+class Exporter:
+    """Speaks DLPack, and nothing else, for another array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+
+def check(array: Any, address: int, strides: tuple[int, ...] | None, writable: bool = True) -> None:
+    """Where the library says that its array is."""
+    found = build_view(array, writable, "x")
+    assert (found.device, found.address, found.shape) == (0, address, (4, 6))
+    if strides is not None:
+        assert found.strides == strides
+    assert found.dtype.name == "float32"
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_cupy(order):
+    array = cupy.zeros((4, 6), "f4", order)
+    check(array, array.data.ptr, array.strides)
+    check(Exporter(array), array.data.ptr, array.strides)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_torch(turned):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    array = torch.zeros(6, 4, device="cuda").T if turned else torch.zeros(4, 6, device="cuda")
+    strides = tuple(4 * step for step in array.stride())
+    check(array, array.data_ptr(), strides)
+    check(Exporter(array), array.data_ptr(), strides)
+
+
+def test_numba():
+    cuda = pytest.importorskip("numba.cuda", reason="Numba is not installed")
+    array = cuda.device_array((4, 6), "f4")
+    check(array, array.device_ctypes_pointer.value, array.strides)
+    stream = cuda.stream()
+    array = cuda.device_array((4, 6), "f4", stream=stream)
+    assert build_view(array, True, "x").stream == int(stream)
+    empty = build_view(cuda.device_array((0, 6), "f4"), True, "x")
+    assert (empty.device, empty.count) == (0, 0)
+
+
+def test_jax():
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX finds no GPU")
+    array = jax.numpy.zeros((4, 6), "float32")
+    check(array, array.unsafe_buffer_pointer(), None, writable=False)
+    with pytest.raises(ArgumentError, match="read-only"):
+        build_view(array, True, "x")
+
+
+def test_memory_that_is_managed():
+    """Its device is the driver's to say."""
+    memory = cupy.cuda.malloc_managed(96)
+    array = cupy.ndarray((4, 6), "f4", memory)
+    check(Exporter(array), memory.ptr, None)
+
+
+def test_every_gpu_is_known():
+    cuda = runtime.get_runtime()
+    addresses = [cuda.pci_bus_id(index) for index in range(cuda.count())]
+    known = topology.find(addresses)
+    for address in addresses:
+        if not Path("/sys/bus/pci/devices", address.lower()).exists():
+            pytest.skip(f"this container's /sys does not show {address}")
+        gpu = known.gpu(address)
+        assert gpu is not None, f"/sys does not call {address} a GPU"
+        assert gpu.processors, "/sys says nothing of near processors"
+
+
+def test_nvidia_smi_says_the_same():
+    """Of all GPUs, as the tool numbers them: by PCI address."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES"):
+        pytest.skip("there is no nvidia-smi, or it sees other GPUs")
+    query = ["--query-gpu=pci.bus_id", "--format=csv,noheader"]
+    said = subprocess.run([tool, *query], capture_output=True, text=True, check=True)
+    known = topology.find(said.stdout.split())
+    table = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, check=True).stdout
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", table)
+    rows = [line.split("\t") for line in plain.splitlines() if re.match(r"GPU\d+\t", line)]
+    assert len(rows) == len(known.gpus)
+    for i, one in enumerate(known.gpus):
+        for j, other in enumerate(known.gpus):
+            cell = rows[i][1 + j].strip()
+            assert cell == ("X" if i == j else known.between(one, other)), (one.name, other.name)

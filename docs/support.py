@@ -1,4 +1,4 @@
-"""Writes the tables of api.md from the project's own tables.
+"""Writes the tables of api.md and gpu.md from the project's own tables.
 
 python docs/support.py          rewrite what is between the marks
 python docs/support.py --check  exit code 1 if that would change anything
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind
 from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.routes import registry
 from mpicoll.settings import SETTINGS
 
-PAGE = Path(__file__).with_name("api.md")
 BEGIN, END = "<!-- {}: begin (docs/support.py) -->\n", "<!-- {}: end -->\n"
 
 _IN_WORDS = {
@@ -68,9 +68,25 @@ def environment() -> str:
     return table(["variable", "value", "what it does"], rows)
 
 
-def page(text: str) -> str:
+def waiting() -> str:
+    """The table of what the host waits for in calls on device memory."""
+    rows = [
+        [f"`{name}`", route.blocks or "for nothing: the call is put into a stream at once"]
+        for name, route in registry.DEVICE.items()
+    ]
+    return table(["route", "the host waits"], rows)
+
+
+#: The tables of each page, by their names in its marks.
+PAGES = {
+    "api.md": {"tables": tables, "environment": environment},
+    "gpu.md": {"waiting": waiting},
+}
+
+
+def page(file: str, text: str) -> str:
     """The page with its tables written anew."""
-    for name, made in (("tables", tables), ("environment", environment)):
+    for name, made in PAGES[file].items():
         begin, end = BEGIN.format(name), END.format(name)
         before, rest = text.split(begin)
         _, after = rest.split(end)
@@ -80,12 +96,15 @@ def page(text: str) -> str:
 
 def main() -> int:
     """Write or check."""
-    old = PAGE.read_text(encoding="utf-8")
-    new = page(old)
-    if "--check" in sys.argv[1:]:
-        return int(new != old)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    changed = False
+    for name in PAGES:
+        path = Path(__file__).with_name(name)
+        old = path.read_text(encoding="utf-8")
+        new = page(name, old)
+        changed = changed or new != old
+        if "--check" not in sys.argv[1:]:
+            path.write_text(new, encoding="utf-8")
+    return int(changed and "--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

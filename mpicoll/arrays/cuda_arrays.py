@@ -15,6 +15,7 @@ from mpicoll.arrays.protocols import SupportsCudaArrayInterface
 from mpicoll.arrays.views import Adapter, DeviceView, View
 from mpicoll.cuda import runtime
 from mpicoll.cuda.runtime import UNKNOWN
+from mpicoll.cuda.streams import CurrentStreams
 from mpicoll.dtypes import DType, Kind, by_numpy
 from mpicoll.errors import UnsupportedError
 
@@ -43,8 +44,15 @@ def _build_cupy_view(array: Any, writable: bool, where: str) -> View:
     stream = get_runtime(where).current_stream(index)
     return build_device_view(
         array, _find_dtype(array.dtype, where), index, array.data.ptr, array.shape, array.strides,
-        stream, writable, False, where,
+        stream, writable, False, where, _CUPY,
     )  # fmt: skip
+
+
+#: CuPy's.
+_CUPY = CurrentStreams(
+    lambda index: runtime.get_runtime().current_stream(index),
+    lambda index, stream: runtime.get_runtime().using(index, stream),
+)
 
 
 def _build_view(array: SupportsCudaArrayInterface, writable: bool, where: str) -> View:
@@ -111,18 +119,20 @@ def build_device_view(
     writable: bool,
     read_only: bool,
     where: str,
+    library: CurrentStreams | None = None,
 ) -> View:
     """Return the view of an array on a device, given what its library says of it.
 
     address, strides: of the first element, and the bytes between neighbours (None: C order).
     stream:    in which the caller works, or UNKNOWN.
     read_only: the library forbids to write to it.
+    library:   tells the caller's current streams later, if it has such.
 
     Raises UnsupportedError if there is no CuPy; else as `adapters.build_view`.
     """
     get_runtime(where).check_stream(index, stream, where)
     number = dtype.itemsize // (2 if dtype.kind is Kind.COMPLEX else 1)
-    found = DeviceView(owner, dtype, index, address, shape, strides, stream)
+    found = DeviceView(owner, dtype, index, address, shape, strides, stream, library)
     # Kernels go over numbers in contiguous arrays, over elements in others.
     places = [address % number]
     if found.buffer is None:

@@ -13,6 +13,7 @@ from mpicoll.arrays.checks import check_distinct_elements
 from mpicoll.arrays.cuda_arrays import build_device_view
 from mpicoll.arrays.views import Adapter, Alias, Array, Buffer, View
 from mpicoll.cuda.runtime import LEGACY
+from mpicoll.cuda.streams import CurrentStreams
 from mpicoll.dtypes import DType, Kind, by_name
 from mpicoll.errors import UnsupportedError
 from mpicoll.kernels.calls import add_tensor_type
@@ -86,6 +87,11 @@ def _build_adapter(torch: ModuleType) -> Adapter:
                 "to; pass resolve_conj().resolve_neg()"
             )
 
+    streams = CurrentStreams(
+        lambda index: torch.cuda.current_stream(index).cuda_stream or LEGACY,
+        lambda index, stream: torch.cuda.stream(torch.cuda.ExternalStream(stream, index)),
+    )
+
     # Complex tensors may be lazy conjugates: they have no fast view.
     real = {kind: row for kind, row in rows.items() if row.kind is not Kind.COMPLEX}
 
@@ -111,11 +117,10 @@ def _build_adapter(torch: ModuleType) -> Adapter:
             row, count, buffer = rows[tensor.dtype], tensor.numel(), None
             if tensor.is_cuda:
                 index, size = tensor.get_device(), row.itemsize
-                stream = torch.cuda.current_stream(index).cuda_stream or LEGACY
                 strides = tuple(step * size for step in tensor.stride())
                 return build_device_view(
                     tensor.detach(), row, index, tensor.data_ptr(), tuple(tensor.shape), strides,
-                    stream, writable, False, where,
+                    streams.current(index), writable, False, where, streams,
                 )  # fmt: skip
             if count and not tensor.data_ptr():
                 raise UnsupportedError(f"{where}: the tensor has no memory")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpicoll.cuda.runtime import StridedMemory
-from mpicoll.cuda.streams import DeviceContext
+from mpicoll.cuda.streams import CurrentStreams, DeviceContext
 from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 
@@ -149,10 +149,11 @@ class DeviceView(View):
 
     address, strides: of the first element, and the bytes between neighbours.
     stream:  the caller's, as a number.
+    library: tells the caller's current streams later; None if the array alone tells its stream.
     context: what the group has of the device; set when the call begins.
     """
 
-    __slots__ = ("_context", "_shape", "address", "device", "stream", "strides")
+    __slots__ = ("_context", "_shape", "address", "device", "library", "stream", "strides")
     device: int
 
     def __init__(
@@ -164,6 +165,7 @@ class DeviceView(View):
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None,
         stream: int,
+        library: CurrentStreams | None = None,
     ) -> None:
         plain = contiguous_strides(shape, dtype.itemsize)
         count = math.prod(shape)
@@ -175,6 +177,7 @@ class DeviceView(View):
         self._shape = shape
         self.strides = plain if strides is None else strides
         self.stream = stream
+        self.library = library
         self._context: DeviceContext | None = None
         self.buffer = None
         if not count or all(

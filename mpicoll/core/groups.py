@@ -67,6 +67,9 @@ class ProcessGroup(Calls):
     windows:  memory that ranks of the group put into; see windows.py.
     formed:   number of the others: groups made of this one.
     keeps_time: the collective inside MPI watches its own timeout.
+    unmet:    the calls that only put work into streams, since they were last compared, where each
+              other call is compared by itself.
+    stride:   the number of calls that are compared together.
     agree:    compares one call, of a kind and sizes, with the other ranks' through the memory that
               they share; None if they share none, or it is not known yet. See watch/consistency.py.
     broken:   why the group can no longer be used; None if it can.
@@ -102,6 +105,8 @@ class ProcessGroup(Calls):
         self.plans: dict[Any, Any] = {}
         self.resources = Resources()
         self.windows: list[Any] = []
+        self.unmet: list[tuple[int, int, int]] = []
+        self.stride = 1
         self.agree: Callable[[int, int], None] | None = None
         self.formed = 0
         self.keeps_time = False

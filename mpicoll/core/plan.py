@@ -24,11 +24,13 @@ __all__ = [
     "Short",
     "Table",
     "Task",
+    "add_enqueuing",
     "add_fused",
     "add_short",
     "agreed_sizes",
     "find_fused",
     "find_short",
+    "only_enqueues",
 ]  # fmt: skip
 
 
@@ -117,6 +119,20 @@ def find_fused(route: Implementation, count: int) -> Implementation | None:
     return None if find is None else find(count)
 
 
+def add_enqueuing(route: Implementation, find: Callable[[], bool]) -> Implementation:
+    """Return an implementation of which ``find`` returns whether it only puts work into streams, as
+    all ranks know it.
+    """
+    route.only_enqueues = find  # type: ignore[attr-defined]
+    return route
+
+
+def only_enqueues(route: Implementation | None) -> bool:
+    """Return whether an implementation, as known so far, waits for no other rank's host."""
+    find: Callable[[], bool] | None = getattr(route, "only_enqueues", None)
+    return find is not None and find()
+
+
 class CallKind(NamedTuple):
     """A kind of call, with an implementation. op and dtype are None if the primitive has none."""
 
@@ -184,6 +200,7 @@ class Task(NamedTuple):
     kind: int
     even: bool = False
     compares: bool = False
+    route: None = None
 
 
 def agreed_sizes(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:

@@ -7,10 +7,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 from mpicoll.core.progress import Worker
+from mpicoll.cuda.streams import Point, StreamOrder, look_until
 from mpicoll.errors import ArgumentError, ArgumentTypeError, CollectiveTimeoutError
 from mpicoll.output import write_lines
 
@@ -45,7 +47,14 @@ class Future:
 
     ``wait()`` returns the value or raises the error; ``value()`` does the same without waiting;
     ``then(f)`` returns a Future of ``f(self)``.
+
+    Where arrays of the value are on a device, it is there once all that makes them is in streams.
+    The current streams of who waits go on after that, and so do those in which callbacks run.
+
+    points: what makes the value on devices.
     """
+
+    points: Sequence[Point] = ()
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -70,7 +79,12 @@ class Future:
         with self._condition:
             if not self._condition.wait_for(self.done, limit):
                 raise CollectiveTimeoutError(f"Future.wait: no value within {limit} s")
+        self._join()
         return self.value()
+
+    def _join(self) -> None:
+        for point in self.points:
+            point.join("Future.wait")
 
     def value(self) -> Any:
         """Return the value of a Future that is done.
@@ -96,6 +110,7 @@ class Future:
         def run(done: Future) -> None:
             try:
                 result = callback(done)
+                after.points = [point.here() for point in done.points]
             except BaseException as error:
                 after.set_exception(error)
             else:
@@ -113,6 +128,7 @@ class Future:
             if not self._done:
                 self._callbacks.append(callback)
                 return
+        self._join()
         callback(self)
 
     def set_result(self, value: object) -> None:
@@ -160,22 +176,32 @@ class Work:
     It owns the arrays it moves until it is done, even if the caller drops the Work. ``wait()``
     raises the operation's error; one that no caller waited for is printed when the Work is deleted.
 
+    Of an operation on devices the host's part ends when all is in streams; the devices go on.
+
     description:   the operation, for messages.
     outputs:       the arrays that the operation fills, as the caller passed them.
     limit:         seconds that ``wait()`` waits by default.
     has_timed_out: a ``wait()`` has ended with CollectiveTimeoutError.
     worker:        the group's thread that runs the operation; None for any other.
+    orders:        the places of an operation on a device among the caller's streams.
     """
 
     __slots__ = (
         "__weakref__", "_error", "_error_seen", "_finished", "_future", "_gate", "description",
-        "has_timed_out", "limit", "outputs", "worker",
+        "has_timed_out", "limit", "orders", "outputs", "worker",
     )  # fmt: skip
 
-    def __init__(self, description: str, outputs: Sequence[Any], limit: float | None) -> None:
+    def __init__(
+        self,
+        description: str,
+        outputs: Sequence[Any],
+        limit: float | None,
+        orders: Sequence[StreamOrder] = (),
+    ) -> None:
         self.description = description
         self.outputs = outputs
         self.limit = limit
+        self.orders = orders
         self._gate = threading.Lock()  # held until the work is done
         self._gate.acquire()
         self._finished = False
@@ -186,7 +212,7 @@ class Work:
         self._future: Future | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the Work, when the operation has ended; only the first call counts.
+        """End the Work, when the host's part has ended; only the first call counts.
 
         error: what ``wait()`` raises, None on success.
         """
@@ -196,9 +222,23 @@ class Work:
             self._error = error
             self._finished = True
             future = self._future
-        if future is not None:
-            self._settle_future(future)
-        self._gate.release()
+        try:
+            if future is not None:
+                self._settle_in_streams(future)
+        finally:
+            self._gate.release()
+
+    def _settle_in_streams(self, future: Future) -> None:
+        """End the Future; on devices, with callbacks in streams after the operation."""
+        try:
+            with ExitStack() as stack:
+                for order in self.orders:
+                    stack.enter_context(order.in_callbacks())
+                self._settle_future(future)
+        except Exception as error:  # a device that has failed
+            self._error = self._error or error
+            if not future.done():
+                self._settle_future(future)
 
     @property
     def has_future(self) -> bool:
@@ -214,21 +254,27 @@ class Work:
         self.finish(error)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait until the outputs hold the result.
+        """Wait until the outputs hold the result; on a device, let the current streams wait.
 
         timeout: seconds or a timedelta; zero or None is the group's timeout.
+
+        Arrays on a device: the host waits until all is in streams, which the calling thread's
+        current streams then go on after, and no longer, but with a timeout above zero: then until
+        the device is done, too, as with torch's NCCL.
 
         Returns True. Raises the operation's error, and CollectiveTimeoutError when the time is
         over; the operation then goes on and can be waited for again.
         """
         if timeout is None and self._finished:
-            return self._check_error()
-        limit = parse_timeout(timeout, None, "Work.wait") or self.limit
+            return self._end_wait() if self.orders else self._check_error()
+        given = parse_timeout(timeout, None, "Work.wait")
+        limit = given or self.limit
+        moment = deadline(given or None)
         worker = self.worker
         if worker is not None and not self._finished:
             if worker.is_current:
                 # A callback of an earlier Work waits, on the thread that has to run this one.
-                worker.run_until(self.is_completed)
+                worker.run_until(self.has_ended)
             elif worker.is_crowded:
                 # A caller that waits for one Work after another would be woken for each, and take
                 # the processor from the thread each time. After a pause several are done.
@@ -236,6 +282,20 @@ class Work:
         if not self._finished and not self._wait_finished(limit):
             self.has_timed_out = True
             raise self._timeout_error(limit)
+        self._end_wait()
+        if given and not look_until(self.is_completed, moment):
+            self.has_timed_out = True
+            raise self._timeout_error(limit)
+        return True
+
+    def _end_wait(self) -> bool:
+        """Let the current streams go on after what is in streams, and raise the error."""
+        try:
+            for order in self.orders:
+                order.join("Work.wait")
+        except Exception:
+            if self._error is None:
+                raise
         return self._check_error()
 
     def _timeout_error(self, limit: float | None) -> CollectiveTimeoutError:
@@ -265,21 +325,34 @@ class Work:
         self._gate.release()
         return True
 
-    def is_completed(self) -> bool:
-        """Return whether the operation has ended, with success or an error."""
+    def has_ended(self) -> bool:
+        """Return whether the host's part has ended: a wait for it does not block the host."""
         return self._finished
+
+    def has_failed(self) -> bool:
+        """Return whether the host's part has ended with an error."""
+        return self._finished and self._error is not None
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended, with success or an error; asks the device."""
+        return self.has_failed() or (
+            self._finished and all(order.is_done() for order in self.orders)
+        )
 
     def is_success(self) -> bool:
         """Return whether the operation has ended with success."""
-        return self._finished and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the operation's error, None if there is none (yet)."""
+        """Return the operation's error, None if there is none (yet).
+
+        What a device finds wrong later is raised by the next call of CUDA, as ever.
+        """
         self._error_seen = self._error_seen or self._finished
         return self._error
 
     def result(self) -> list[Any]:
-        """Wait, and return the output arrays as a list.
+        """Wait as ``wait()`` does, and return the output arrays as a list.
 
         Raises what ``wait()`` raises.
         """
@@ -287,25 +360,30 @@ class Work:
         return list(self.outputs)
 
     def synchronize(self) -> None:
-        """Wait as ``wait()`` does: its result is there for every stream.
+        """Wait as ``wait()`` does.
 
         Raises what ``wait()`` raises.
         """
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait as ``wait()`` does: its result is there for every stream.
+        """Wait as ``wait()`` does.
 
         Raises what ``wait()`` raises.
         """
         self.wait()
 
     def get_future(self) -> Future:
-        """Return the Future of the list of output arrays, the same one at every call."""
+        """Return the Future of the list of output arrays, the same one at every call.
+
+        Its callbacks run on the group's thread, on devices after the operation, in a stream that is
+        current there meanwhile.
+        """
         with _future_lock:
             if self._future is not None:
                 return self._future
             future = self._future = Future()
+            future.points = self.orders
             finished = self._finished
         if finished:
             self._settle_future(future)
@@ -332,8 +410,19 @@ class Work:
         state = "pending" if not self._finished else "failed" if self._error else "done"
         return f"<mpicoll.Work {self.description}: {state}>"
 
+    def drop(self) -> None:
+        """Keep the arrays only for as long as the devices work on them."""
+        for order in self.orders:
+            order.drop()
+
     def __del__(self) -> None:
-        if getattr(self, "_error", None) is not None and not self._error_seen:
+        try:
+            if self.orders:
+                self.drop()
+            unseen = self._error is not None and not self._error_seen
+        except AttributeError:  # it was not made
+            return
+        if unseen:
             write_lines(f"mpicoll: nobody waited for {self!r}: {self._error}")
 
 

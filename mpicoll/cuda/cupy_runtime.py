@@ -134,6 +134,12 @@ class CupyRuntime:
         """Return CuPy's current stream on the device, whichever device is current."""
         return int(self._cupy.cuda.get_current_stream(index).ptr) or LEGACY
 
+    @contextmanager
+    def using(self, index: int, stream: int) -> Iterator[None]:
+        """Make a stream CuPy's current one."""
+        with self.on(index), external_stream(stream):
+            yield
+
     def destroy_stream(self, stream: int) -> None:
         """Drop the stream, which destroys it once all that it holds is done."""
         del self._streams[stream]

@@ -19,6 +19,7 @@ from mpicoll.kernels.reduction import Loop
 __all__ = [
     "CUDA",
     "LEGACY",
+    "PER_THREAD",
     "ROCM",
     "UNKNOWN",
     "Event",
@@ -30,9 +31,10 @@ __all__ = [
     "get_runtime",
 ]
 
-#: CUDA's legacy default stream, which is ordered with all others but the non-blocking ones; and the
-#: number that stands for a stream that the array's library does not name.
-LEGACY, UNKNOWN = 1, 0
+#: CUDA's legacy default stream, which is ordered with all others but the non-blocking ones; the
+#: default stream of each thread, another one on each; and the number that stands for a stream that
+#: the array's library does not name.
+LEGACY, PER_THREAD, UNKNOWN = 1, 2, 0
 
 #: Kinds of runtime.
 CUDA, ROCM = "CUDA", "ROCm"
@@ -158,6 +160,9 @@ class Runtime(Protocol):
 
     def current_stream(self, index: int) -> int:
         """Return CuPy's current stream on a device."""
+
+    def using(self, index: int, stream: int) -> AbstractContextManager[object]:
+        """Return a context in which a stream is CuPy's current one on a device."""
 
     def create_stream(self, index: int) -> int:
         """Return a new non-blocking stream."""

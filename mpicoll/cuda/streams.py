@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
+from typing import NamedTuple
 
-from mpicoll.cuda.runtime import LEGACY, UNKNOWN, Event, Memory, Runtime, allocate
+from mpicoll.cuda.runtime import LEGACY, PER_THREAD, UNKNOWN, Event, Memory, Runtime, allocate
 from mpicoll.cuda.threads import announce
 
-__all__ = ["DeviceContext", "StreamOrder"]
+__all__ = ["CurrentStreams", "DeviceContext", "Point", "StreamOrder", "look_until"]
 
 
 class DeviceContext:
@@ -40,6 +45,11 @@ class DeviceContext:
     @cached_property
     def to_device(self) -> int:
         """A stream for copies to the device."""
+        return self._create_stream()
+
+    @cached_property
+    def callbacks(self) -> int:
+        """A stream in which users' callbacks work."""
         return self._create_stream()
 
     def _create_stream(self) -> int:
@@ -104,9 +114,24 @@ class DeviceContext:
     def close(self, limit: float = 0) -> None:
         """Free everything, once nothing uses it any more."""
         self._synchronize_all()
+        let_go_of_arrays()
         self._blocks, self._pinned = [], None
         for stream in self._streams:
             self.runtime.destroy_stream(stream)
+
+
+def look_until(is_done: Callable[[], bool], moment: float) -> bool:
+    """Wait until something is done, or until a moment (monotonic); return whether it is.
+
+    By looking: to wait for an event has no timeout in CUDA.
+    """
+    pause = 10e-6
+    while not is_done():
+        if time.monotonic() > moment:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
 
 
 #: In the place of a piece of scratch that was given back.
@@ -115,24 +140,115 @@ _NOTHING = Memory(0, 0, None)
 _left_behind: list[tuple[list[Memory], Memory | None]] = []
 
 
-class StreamOrder:
-    """The place of one call in the caller's streams.
+class CurrentStreams(NamedTuple):
+    """How a library of arrays knows the calling thread's current streams.
 
-    The call comes after what they hold when this is created, on the caller's thread, and before
-    what they get once the call has ended. `enter` and `leave` may be called on another thread.
+    current: returns the number of that of a device.
+    using:   returns a context in which a device has a stream of that number.
+    """
 
-    asynchronous: the call ends when all is done, because the streams that will use its result are
-                  not known.
+    current: Callable[[int], int]
+    using: Callable[[int, int], AbstractContextManager[object]]
+
+
+class Point:
+    """What callers wait for: events of a device, after which the results of a call are there.
+
+    streams:   those that callers of no library work in, which cannot tell their current ones.
+    libraries: of the others.
     """
 
     def __init__(
-        self, runtime: Runtime, index: int, streams: Iterable[int], asynchronous: bool = False
+        self,
+        runtime: Runtime,
+        index: int,
+        streams: Iterable[int],
+        libraries: Iterable[CurrentStreams],
+        events: Sequence[Event] = (),
     ) -> None:
         self._runtime = runtime
         self.index = index
+        self._named = frozenset(streams)
+        self._libraries = frozenset(libraries)
+        self.events = events
+
+    def is_done(self) -> bool:
+        """Return whether the device has done it."""
+        return all(map(self._runtime.is_done, self.events))
+
+    def current_streams(self) -> set[int]:
+        """Return the streams that the calling thread works in now."""
+        return {*self._named, *(one.current(self.index) for one in self._libraries)}
+
+    def join(self, where: str) -> set[int]:
+        """Let the calling thread's current streams go on after it; return them.
+
+        The host goes on at once, but for arrays whose library does not say in which stream it
+        works: then the host waits. Raises UnsupportedError, for the function called ``where``, if a
+        stream is being captured: it cannot wait for what is outside of its graph.
+        """
+        streams = self.current_streams()
+        if not self.events:
+            return streams
+        for stream in streams:
+            self._runtime.check_stream(self.index, stream, where)
+        self._go_on(streams)
+        return streams
+
+    def _go_on(self, streams: Iterable[int]) -> None:
+        for stream in streams:
+            for event in self.events:
+                if stream == UNKNOWN:
+                    self._runtime.synchronize(event)
+                else:
+                    self._runtime.wait(self.index, stream, event)
+
+    def here(self) -> Point:
+        """Return the point up to which the calling thread's current streams are filled now."""
+        streams = self.current_streams()
+        events = [self._runtime.record(self.index, stream or LEGACY) for stream in streams]
+        return Point(self._runtime, self.index, self._named, self._libraries, events)
+
+    @contextmanager
+    def after(self, stream: int) -> Iterator[None]:
+        """In here the libraries' current stream is this one, which goes on after the point; so do
+        the streams of callers of no library.
+        """
+        self._go_on(self._named)
+        self._go_on((stream,))
+        with ExitStack() as stack:
+            for library in self._libraries:
+                stack.enter_context(library.using(self.index, stream))
+            yield
+
+
+class StreamOrder(Point):
+    """The place of one call in the caller's streams.
+
+    The call comes after what they hold when this is created, on the caller's thread. `enter` and
+    `leave` may be called on another thread. A synchronous call comes before what they get once it
+    has ended; of an asynchronous one, whoever needs the result joins the point.
+
+    held: what the call reads and writes, kept until no reuse of the memory can meet the call.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        index: int,
+        streams: Iterable[int],
+        libraries: Iterable[CurrentStreams] = (),
+        named: Iterable[int] | None = None,
+        held: object = None,
+    ) -> None:
         self._streams = tuple(streams)
-        self.asynchronous = asynchronous or UNKNOWN in self._streams
+        super().__init__(runtime, index, self._streams if named is None else named, libraries)
+        self._thread = threading.get_ident()
+        self.asynchronous = False
+        self._context: DeviceContext | None = None
+        self.held = held
         self._before = [runtime.record(index, one or LEGACY) for one in self._streams]
+        let_go_of_arrays()
 
     def is_due(self) -> bool:
         """Return whether all is done that the caller's streams held."""
@@ -144,10 +260,49 @@ class StreamOrder:
             self._runtime.wait(context.index, context.work, event)
 
     def leave(self, context: DeviceContext) -> None:
-        """Let the caller's streams go on after what the context has done."""
-        if self.asynchronous:
-            context.synchronize(context.work)
+        """End the call with what the context holds so far; if it is synchronous, let the caller's
+        streams go on after that.
+        """
+        self._context = context
+        self.events = (context.record(),)
+        if not self.asynchronous:
+            self._go_on(self._streams)
+            self.held = None
+
+    def join(self, where: str) -> set[int]:
+        """Do as `Point.join`. Where all streams of the call go on after it, its arrays are let go:
+        what reuses their memory comes in such a stream, as for any kernel.
+        """
+        streams = super().join(where)
+        one_thread = self._thread == threading.get_ident() or PER_THREAD not in self._streams
+        if one_thread and streams.issuperset(self._streams):
+            self.held = None
+        return streams
+
+    def in_callbacks(self) -> AbstractContextManager[object]:
+        """Return a context for callbacks on the group's thread: after the call, in a stream of
+        their own, so that no stream of the program waits.
+        """
+        context = self._context
+        return nullcontext() if context is None else self.after(context.callbacks)
+
+    def drop(self) -> None:
+        """Keep the arrays for as long as the device works on them, and the caller no longer."""
+        held, self.held = self.held, None
+        if held is not None and self.events:
+            _in_use.append((self, held))
+
+
+#: Arrays of calls that nobody has waited for, while the device may work on them.
+_in_use: deque[tuple[StreamOrder, object]] = deque()
+
+
+def let_go_of_arrays() -> None:
+    """Let go of arrays on which the device has done its work; asked for with each call."""
+    for _ in range(len(_in_use)):
+        try:
+            order, held = _in_use.popleft()
+        except IndexError:  # another thread looks as well
             return
-        done = self._runtime.record(context.index, context.work)
-        for stream in self._streams:
-            self._runtime.wait(self.index, stream, done)
+        if not order.is_done():
+            _in_use.append((order, held))

@@ -13,7 +13,7 @@ from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
-from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, find_short
+from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, find_short, only_enqueues
 from mpicoll.core.signature import (
     LIST,
     encode_list,
@@ -56,7 +56,7 @@ def run(
     output, input: the caller's arrays; root: a rank in the group; at_once: if ``async_op``, on this
     thread where that is best.
     Returns a Work if ``async_op``, else None once the result is there: on a device, for what the
-    current stream gets from then on. A Work is done when the result is there for every stream.
+    current stream gets from then on.
     """
     member: Any = state.default if group is None else group
     if member.__class__ is not ProcessGroup:
@@ -121,10 +121,10 @@ def _dispatch(
         perform(plan, sizes, root, carry, send, recv, how)
         return None
     for order in orders:
-        order.asynchronous = True  # the group's thread has no part in the caller's streams
+        order.asynchronous = True  # the streams that will use the result are not known yet
     at_once = at_once and async_op and _should_run_inline(plan, root, sizes)
     task = partial(perform, plan, sizes, root, carry, send, recv, how)
-    work = submit(group, task, name or plan.name, _written(output), at_once)
+    work = submit(group, task, name or plan.name, _written(output), at_once, orders)
     if async_op:
         return work
     work.wait()
@@ -138,16 +138,15 @@ def _written(output: Any) -> Sequence[Any]:
 
 def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
     """Return whether an asynchronous call, or a list of them, is best carried out at once: nothing
-    is pending, and the ranks are all here, as the memory that they share shows.
+    is pending, and either it only puts work into streams, or the ranks are all here, as the memory
+    that they share shows.
     """
     group = plan.group
-    if (
-        plan.on_device
-        or plan.dtype is None
-        or group.busy()
-        or (group.worker is not None and group.worker.is_current)
-    ):
+    if plan.dtype is None or group.busy() or (group.worker is not None and group.worker.is_current):
         return False  # the last is a callback, whose calls are carried out at once anyhow
+    if plan.on_device:
+        meets = consistency.is_due(group) or (root == LIST and not group.compared)
+        return only_enqueues(plan.route) and not meets
     shared = group.resources.find("shared")
     return bool(shared and shared.should_run_inline(with_root(plan.kind, root), sizes))
 
@@ -357,8 +356,8 @@ def perform(
 
     sizes, root: of its signature; see mpicoll.core.signature.
 
-    Returns when this rank's part is done; on a device, when the streams that it was called in wait
-    for it, or, if asynchronous, when it is done. Errors of MPI are raised as MPIError.
+    Returns when this rank's part is done; on a device, when it is in streams, and those that a
+    synchronous call was made in wait for it. Errors of MPI are raised as MPIError.
     """
     group = call.group
     group.lock.acquire()  # a with statement would take three times as long
@@ -366,7 +365,10 @@ def perform(
         if group.begin(call.kind, sizes, root):
             _check(group)
         elif group.agree is not None and (root == LIST or not call.compares):
-            group.agree(with_root(call.kind, root), sizes)
+            if only_enqueues(call.route):
+                consistency.agree_later(group, call.kind, sizes, root)
+            else:
+                group.agree(with_root(call.kind, root), sizes)
         carry(send, recv, how, root)
     except Exception as error:
         _look_at(error, call)
@@ -445,9 +447,10 @@ def submit(
     name: str,
     outputs: Sequence[Any],
     at_once: bool = False,
+    orders: Sequence[StreamOrder] = (),
 ) -> Work:
     """Give a task to the group's thread, behind what is pending there; ``at_once``: run it."""
-    work = Work(_describe(name, group), outputs, group.timeout)
+    work = Work(_describe(name, group), outputs, group.timeout, orders)
     if at_once or (group.worker is not None and group.worker.is_current):
         # The latter is a callback of an earlier work: right behind that work, not behind itself.
         try:

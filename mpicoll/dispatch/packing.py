@@ -90,10 +90,16 @@ def buffers_of(view: View | None) -> Any:
 
 def stream_order(send: View | None, recv: View | None) -> StreamOrder:
     """Return the place of a call on a device among what the caller's streams hold now."""
-    parts = [part for view in (send, recv) if view is not None for part in view.parts]
-    streams = {part.stream for part in parts if isinstance(part, DeviceView)}
-    assert parts[0].device is not None
-    return StreamOrder(runtime.get_runtime(), parts[0].device, streams)
+    both = [part for view in (send, recv) if view is not None for part in view.parts]
+    parts = [part for part in both if isinstance(part, DeviceView)]
+    return StreamOrder(
+        runtime.get_runtime(),
+        parts[0].device,
+        {part.stream for part in parts},
+        {part.library for part in parts if part.library is not None},
+        {part.stream for part in parts if part.library is None},
+        held=(send, recv),
+    )
 
 
 def in_stream_order(

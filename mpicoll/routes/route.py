@@ -49,6 +49,9 @@ class Route:
     on_demand:  it is taken only on request.
     compares:   its calls are compared between the ranks where each call of the group is.
     lists:      it takes lists of buffers where a primitive has one array for each rank.
+    blocks:     of a device route, for what the host waits in a call, in words; "" if for nothing:
+                it only puts work into streams, so that asynchronous calls are made at once, on the
+                caller's thread, and compared with the other ranks' only now and then.
     instead:    the name of the route that serves in its place where a group cannot have it, "" for
                 what the tables say of smaller messages.
     """
@@ -68,6 +71,7 @@ class Route:
     on_demand: bool = False
     compares: bool = False
     lists: bool = False
+    blocks: str | None = None
     instead: str = ""
 
     def serves(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -49,16 +50,21 @@ class PendingWork(TorchWork):  # type: ignore[misc]
     def __del__(self) -> None:
         if self._waited_for or self._future is not None:
             return
-        if any(work.is_completed() and not work.is_success() for work in self._works):
+        if any(work.has_failed() for work in self._works):
             return  # the core's Work prints its error when it is deleted
-        if sum(one.numel() * one.element_size() for one in self._outputs) > _SMALL:
+        large = sum(one.numel() * one.element_size() for one in self._outputs) > _SMALL
+        if large:
             self._outputs = ()
-            for work in self._works:
+        for work in self._works:
+            work.drop()
+            if large:
                 work.outputs = ()
         _dropped.append(self)
 
     def wait(self, timeout: timedelta = _ZERO) -> bool:
         """Wait until the outputs are filled; a ``timeout`` of zero is the group's.
+
+        As with NCCL, the current stream waits for CUDA tensors; with a timeout the host does, too.
 
         Raises the call's error, and CollectiveTimeoutError (a RuntimeError) when the time is over.
         """
@@ -68,15 +74,15 @@ class PendingWork(TorchWork):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        """Wait as ``wait()`` does: the result is there for every stream."""
+        """Wait as ``wait()`` does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait as ``wait()`` does: the result is there for every stream."""
+        """Wait as ``wait()`` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the call has ended, with success or an error."""
+        """Return whether the call has ended, with success or an error; asks the device."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
@@ -128,7 +134,7 @@ class ReceiveWork(PendingWork):
 
 @disable_compile
 class CompletedWork(TorchWork):  # type: ignore[misc]
-    """A synchronous call, which is complete when it returns."""
+    """A synchronous call, whose result is there for what the current stream gets next."""
 
     #: The output of the call: a tensor, or a list of tensors.
     output: Outputs = ()
@@ -191,22 +197,28 @@ def _build_future(
     """Return a torch Future of ``outputs`` that ends with all works, with an error if one has."""
     # A torch Future accepts only values on the devices that it was created with. Its callbacks run
     # in streams of their own, after what the streams that are current when it gets its value hold
-    # on the value's devices. The results of works are there for every stream once they have ended;
-    # those of a synchronous call, without works, for the caller's current one.
+    # on the value's devices: here new ones that come after the works, so that no stream of the
+    # program waits; for a synchronous call, without works, the caller's current ones.
     devices = {one.device for one in outputs if one.is_cuda}
     ended: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
-    pending, value = list(works), None if works else outputs
+    pending = list(works)
 
     def check_works(_: core.Future | None) -> None:
         # The works end in any order; the callback that finds the last one done settles the future.
         while pending:
-            if not pending[0].is_completed():
+            if not pending[0].has_ended():
                 pending[0].get_future().add_done_callback(check_works)
                 return
             if pending[0].exception() is not None:
                 break
             pending.pop(0)
-        ended.set_result(value)
+        with ExitStack() as stack:
+            if works:
+                for device in devices:
+                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+            for order in (order for work in works for order in work.orders):
+                order.join("Work.get_future")
+            ended.set_result(outputs if devices else None)
 
     def get_outputs(_: torch.futures.Future[Any]) -> list[Tensor]:
         for work in pending:  # the first of these has failed

@@ -12,7 +12,9 @@ of the communicator that otherwise carries the user's messages, so that they mee
 that are a call ahead or behind.
 
 Where the ranks share memory, every call is compared in that before it begins, and no
-record is kept: by the route, if it goes through this memory anyhow, else by ``group.agree``.
+record is kept: by the route, if it goes through this memory anyhow, else by ``group.agree``. Calls
+that only put work into streams, by NCCL, wait for no other rank's host: one in a stride compares
+those since the last.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ __all__ = [
     "FIRST",
     "STRIDE",
     "RecordEntry",
+    "agree_later",
     "check",
     "describe_by_rank",
     "describe_call",
     "digest",
     "drop_last_call",
+    "is_due",
 ]
 
 #: Each of a group's first calls is encode_comparison, then the record once in a stride of calls.
@@ -73,6 +77,7 @@ def check(group: ProcessGroup) -> None:
     if group.size() > 1:
         agreed, level = _compare(group, calls, level)
     every = number < FIRST or level == _DETAIL
+    group.stride = 1 if level == _DETAIL else STRIDE
     group.next_check = number + (1 if every else STRIDE)
     group.recent = [calls[-1] if agreed else (number, -1, 0, 0)]
     if not agreed:
@@ -80,6 +85,42 @@ def check(group: ProcessGroup) -> None:
     if shared := group.resources.find("shared"):
         group.agree = shared.agree
         group.compare_each()
+
+
+def is_due(group: ProcessGroup) -> bool:
+    """Return whether the group's next call, one that only puts work into streams, begins with a
+    comparison, which waits for the other ranks.
+    """
+    if group.size() == 1:
+        return False
+    if group.compared:
+        return len(group.unmet) + 1 >= group.stride
+    return group.sequence + 1 >= group.next_check
+
+
+def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
+    """Compare a call that only puts work into streams with the other ranks': with a stride of them,
+    where each other call is compared by itself.
+
+    All ranks call it with the group's lock held. Raises MismatchError on all if the calls differ;
+    what they gave may then be wrong, and the group cannot be used any more.
+    """
+    if group.broken is not None:
+        raise group.failure()
+    group.unmet.append((kind, sizes, root))
+    if len(group.unmet) < group.stride:
+        return
+    shared, calls = group.resources.find("shared"), hash(tuple(group.unmet)) & (1 << 62) - 1
+    group.unmet = []
+    if not shared.compare(encode_comparison(kind, root, 0), calls):
+        group.broken = MismatchError(
+            f"rank {group.rank()} of group {group.group_name}: among the latest {group.stride} "
+            "calls that only put work into streams, some do not belong together. What they gave "
+            "may be wrong on any rank; the group cannot be used any more. MPICOLL_DEBUG=DETAIL "
+            "compares every call before it is carried out"
+        )
+        shared.leave()
+        raise group.failure()
 
 
 def drop_last_call(group: ProcessGroup) -> None:

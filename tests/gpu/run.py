@@ -90,7 +90,7 @@ SUITES = (
     ),
     Suite(
         "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
-        ["auto", "staged"], alone=True,
+        ["auto", "staged", "nccl"], alone=True,
     ),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],

@@ -1,4 +1,5 @@
-"""How long calls of the PyTorch backend on CUDA tensors block the host: reported, not asserted.
+"""What calls of the PyTorch backend on CUDA tensors make the host wait for, and how long, which is
+reported, not asserted.
 
 Every rank runs every test.
 """
@@ -6,13 +7,14 @@ Every rank runs every test.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 
 pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
-from late import late
+from late import filled, late
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -44,7 +46,9 @@ def measure(begin, record_property, what):
 @pytest.mark.parametrize("async_op", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("count", [1000, 5_000_000, 100_000_000])
 def test_a_call(device, count, async_op, record_property):
-    """Behind 50 ms of other work. Where waiting belongs to streams, both take microseconds."""
+    """Behind 50 ms of other work. Both take microseconds by a route that blocks for nothing; by
+    others the call does if it is asynchronous.
+    """
     n, me = dist.get_world_size(), dist.get_rank()
 
     def begin():
@@ -74,3 +78,45 @@ def test_a_step_of_ddp(device, record_property):
         return lambda: None, check
 
     measure(begin, record_property, "forward and backward")
+
+
+@pytest.mark.parametrize("count", [1000, 5_000_000])
+def test_the_stream_that_is_current_at_the_wait(device, count):
+    """It goes on after the call, whichever stream that was made in; so it does after a Future."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    one, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    for turn in range(6):
+        with torch.cuda.stream(one):
+            tensor = filled(device, count, float(me + turn))
+            work = dist.all_reduce(tensor, async_op=True)
+        with torch.cuda.stream(other):
+            work.get_future().wait() if turn % 2 else work.wait()
+            doubled = tensor * 2
+        other.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # which waits for nothing
+            assert (doubled == 2 * (sum(range(n)) + n * turn)).all()
+
+
+def test_a_wait_with_a_timeout(device):
+    """It waits on the host until the device is done, and is_completed() asks the device."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensor = filled(device, 1_000_000, float(me + 1))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.wait(timedelta(seconds=50)) and work.is_completed() and work.is_success()
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # which waits for nothing
+        assert (tensor == n * (n + 1) / 2).all()
+
+
+def test_a_future_holds_up_no_stream(device):
+    """It is made while the call is on its way: only its callbacks' streams wait for the call."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        tensor = torch.full((1000,), float(me + 1), device=device)
+        late(device, 1_000_000_000)
+        work = dist.all_reduce(tensor, async_op=True)
+    passed = torch.cuda.Event()
+    future = work.get_future().then(lambda done: done.value()[0] * 2)
+    passed.record()
+    passed.synchronize()
+    assert not work.is_completed(), "the current stream has waited for the call"
+    assert (future.wait() == n * (n + 1)).all()

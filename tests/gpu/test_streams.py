@@ -21,7 +21,9 @@ from device_arrays import forced, routes
 from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll.core.groups import default_group
 from mpicoll.cuda import binding
+from mpicoll.routes import registry
 
 pytestmark = pytest.mark.on_a_gpu
 
@@ -207,6 +209,94 @@ def test_groups_in_a_loop(n):
 
 
 # ---- Waiting -------------------------------------------------------------------------------------
+
+
+def blocks(group=None):
+    """What the route of a group's calls makes the host wait for, "" for nothing."""
+    return registry.DEVICE[(group or default_group()).resources.find("devices").names[0]].blocks
+
+
+#: Longer than any host takes to make a call.
+A_SECOND = 1_000_000_000
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("count", [1000, LARGE])
+def test_the_host_goes_on(n, count, async_op):
+    """Where the route says so: the call and wait() return while the stream is held up."""
+    me, stream = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        array = cupy.empty(count, cupy.float32)
+        for _ in range(70):  # in the first 64 calls of a group the hosts compare each
+            dist.all_reduce(array)
+        if blocks():
+            pytest.skip(f"the host waits {blocks()}")
+        dist.barrier()
+        late(array, me + 1, A_SECOND)
+        passed = stream.record()
+        work = dist.all_reduce(array, async_op=async_op)
+        if async_op:
+            work.wait()
+        assert not passed.done, "the host has waited for the stream"
+        array *= 2
+        assert (array.get() == n * (n + 1)).all()
+
+
+@pytest.mark.parametrize("count", [1000, LARGE])
+def test_the_stream_that_is_current_at_the_wait(n, count):
+    """It goes on after the call, whichever stream that was made in."""
+    me = dist.get_rank()
+    one, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    for turn in range(5):
+        with one:
+            array = made(count, me + turn)
+            work = dist.all_reduce(array, async_op=True)
+        with other:
+            work.wait()
+            array *= 2
+            assert (array.get() == 2 * (sum(range(n)) + n * turn)).all()
+
+
+def test_a_wait_with_a_timeout(n):
+    """It waits on the host until the device is done, and is_completed() asks the device."""
+    me = dist.get_rank()
+    with cupy.cuda.Stream(non_blocking=True):
+        array = made(LARGE, me + 1)
+        work = dist.all_reduce(array, async_op=True)
+        assert work.wait(timeout=50) and work.is_completed() and work.is_success()
+    with cupy.cuda.Stream(non_blocking=True):  # which waits for nothing
+        assert (array.get() == n * (n + 1) / 2).all()
+
+
+def test_callbacks(n):
+    """Their kernels come after the call, in a stream of their own, and its result for who waits."""
+    me = dist.get_rank()
+    for turn in range(5):
+        with cupy.cuda.Stream(non_blocking=True):
+            future = dist.all_reduce(made(LARGE, me + turn), async_op=True).get_future()
+        doubled = future.then(lambda done: done.value()[0] * 2)
+        with cupy.cuda.Stream(non_blocking=True):
+            found = doubled.wait() + 1
+            assert (found.get() == 2 * (sum(range(n)) + n * turn) + 1).all()
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_arrays_that_are_dropped(n, wait):
+    """Right after the call, or after a wait in another stream: who gets their memory disturbs no
+    call that goes on.
+    """
+    me, other = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
+    for turn in range(10):
+        output = cupy.zeros((n, LARGE), cupy.float32)
+        given = made(LARGE, me + turn)
+        work = dist.all_gather_single(output, given, async_op=True)
+        del given
+        if wait:
+            with other:
+                work.wait()
+        garbage = cupy.full(LARGE, 99, cupy.float32)
+        work.wait()
+        assert (output == cupy.arange(n)[:, None] + turn).all() and (garbage == 99).all()
 
 
 @pytest.mark.parametrize("count", [1000, LARGE, 20 * LARGE])

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.cuda.runtime import Memory
+from mpicoll.cuda.runtime import UNKNOWN, Memory
 from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels import reduction
 
@@ -67,6 +67,7 @@ class Simulated:
         self.room, self.cached = 1 << 40, 0  # bytes of a device, and of what libraries keep unused
         self.settled: dict[int, int] = {}  # by thread
         self.given_back: list[Any] = []
+        self.here = threading.local()
 
     def _find(self, index: int, stream: int) -> Stream:
         return self.streams[index, stream]
@@ -118,7 +119,8 @@ class Simulated:
         self.current = index
 
     def check_stream(self, index: int, stream: int, where: str) -> None:
-        self._find(index, stream)
+        if stream != UNKNOWN:
+            self._find(index, stream)
         if stream in self.captured:
             raise UnsupportedError(f"{where}: the current stream is being captured")
 
@@ -129,7 +131,16 @@ class Simulated:
             return number
 
     def current_stream(self, index: int) -> int:
-        return LEGACY
+        """Of each thread, as CuPy's."""
+        return getattr(self.here, "stream", LEGACY)
+
+    @contextlib.contextmanager
+    def using(self, index: int, stream: int) -> Iterator[None]:
+        before, self.here.stream = self.current_stream(index), stream
+        try:
+            yield
+        finally:
+            self.here.stream = before
 
     def destroy_stream(self, stream: int) -> None:
         key = next(key for key in self.streams if key[1] == stream)

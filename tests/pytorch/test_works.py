@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import threading
@@ -152,6 +153,51 @@ def test_the_future_of_a_synchronous_call_on_a_gpu(monkeypatch):
     seen = []
     future.then(lambda done: seen.append((done.result, set(StreamFuture.current))))
     assert seen == [([tensor], {"the call"})]
+
+
+class Order:
+    """The place of a call in streams: those that join it hold what comes before them, and it."""
+
+    def join(self, where: str) -> None:
+        StreamFuture.current = {*StreamFuture.current, "the call"}
+
+    def in_callbacks(self):
+        return contextlib.nullcontext()
+
+    def drop(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def in_new_stream(stream):
+    outside, StreamFuture.current = StreamFuture.current, set()
+    yield
+    StreamFuture.current = outside
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll's own")
+@pytest.mark.parametrize("early", [False, True])
+def test_the_future_of_an_asynchronous_call_on_a_gpu(monkeypatch, early):
+    """Its callbacks come after the call alone, and no stream of the program waits."""
+    from mpicoll.core.work import Work
+    from mpicoll.torch import works
+
+    monkeypatch.setattr(torch.futures, "Future", StreamFuture)
+    monkeypatch.setattr(StreamFuture, "current", {"the program"})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", in_new_stream)
+    tensor = OnDevice()
+    calls = [Work("a call", [tensor], None, [Order()]) for _ in range(2)]
+    if early:
+        future = works.PendingWork(calls, [tensor]).get_future()
+    for call in calls:
+        call.finish()
+    if not early:
+        future = works.PendingWork(calls, [tensor]).get_future()
+    assert future.after == {"the call"} and future.result == [tensor]
+    assert StreamFuture.current == {"the program"}
+    assert works.PendingWork(calls, [tensor]).wait()
+    assert StreamFuture.current == {"the program", "the call"}
 
 
 def test_future(world):

@@ -34,5 +34,9 @@ ROUTE = Route(
     scales=True,
     uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     needs="MPI that sends and receives device memory",
+    blocks=(
+        "until the device has done what the call comes after, and MPI has moved everything; not "
+        "for the last kernel. Alone in its group a rank waits for nothing"
+    ),
     lacks=lambda own: own.lacks_mpi(CudaSupport.TRANSFER),
 )

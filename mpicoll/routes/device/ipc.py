@@ -410,5 +410,9 @@ ROUTE = Route(
     uneven=("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"),
     place="node",
     needs="all ranks on one node, and CUDA IPC between them",
+    blocks=(
+        "until the device has done what the call comes after, and all of the call but its last "
+        "step; the hosts meet for each slot (8 MiB) of the message"
+    ),
     lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
 )

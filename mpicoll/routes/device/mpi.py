@@ -46,5 +46,6 @@ ROUTE = Route(
     combines=mpi.reducible,
     uneven=("all_gather",),
     needs="MPI that sends, receives and reduces device memory",
+    blocks="until the device has done what the call comes after, and MPI has done the call",
     lacks=lambda own: own.lacks_mpi(CudaSupport.FULL),
 )

@@ -258,5 +258,6 @@ ROUTE = Route(
     uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     needs='backend="nccl", NCCL on every rank, and a GPU for each',
     lacks=lambda own: "" if own.nccl else "NCCL",
+    blocks="",
     on_demand=True,
 )

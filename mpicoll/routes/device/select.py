@@ -8,14 +8,15 @@ import warnings
 from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Extent, Implementation, add_enqueuing
 from mpicoll.cuda import between_nodes, binding, capabilities
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import eligibility, ipc, nccl
+from mpicoll.routes.device import direct, eligibility, ipc, nccl
 from mpicoll.routes.device.space import Alone, DeviceSpace
 from mpicoll.routes.host import select
+from mpicoll.routes.route import Route
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -124,33 +125,35 @@ def choose(kind: CallKind) -> Implementation:
     """Return the implementation for calls of this kind on device memory in this group."""
     group = kind.group
     chosen: Implementation | None = None
+    only_enqueues = False
 
     def carry_out(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
-        nonlocal chosen
+        nonlocal chosen, only_enqueues
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
         is_first = group.resources.find("devices") is None  # on every rank
         agreed = agree(group, first.context)
         agreed.space.context = first.context
         if chosen is None:
-            chosen = _build(agreed, kind)
+            chosen, route = _build(agreed, kind)
+            only_enqueues = route.blocks == "" or (agreed.space.alone and route is direct.ROUTE)
         chosen(send, recv, extent, root)
         if is_first:
             agreed.warn()  # when no rank waits for this one: a program may make warnings errors
 
-    return carry_out
+    return add_enqueuing(carry_out, lambda: only_enqueues)
 
 
-def _build(agreed: Agreed, kind: CallKind) -> Implementation:
-    """Return the implementation by the best route that serves it."""
+def _build(agreed: Agreed, kind: CallKind) -> tuple[Implementation, Route]:
+    """Return the implementation by the best route that serves it, and that route."""
     primitive, group, op, dtype = kind
     for name in agreed.names:
         route = registry.DEVICE[name]
         found = route.build(kind, agreed) if route.serves_kind(kind) else None
         if found is not None:
-            return found
+            return found, route
     raise UnsupportedError(
         f"{primitive.name}: MPICOLL_DEVICE_ROUTE={agreed.names[0]} does not serve "
         f"{'' if op is None else f'{op.name} of '}{dtype}"

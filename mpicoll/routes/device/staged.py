@@ -225,5 +225,9 @@ ROUTE = Route(
     _build,
     reproducible=LEVELS,  # as the routes of host memory keep them
     scales=True,
+    blocks=(
+        "until the device has done what the call comes after and copied the last chunk to the "
+        "host, and MPI has moved it; not for the last copy to the device"
+    ),
     uneven=tuple(row.name for row in PRIMITIVES if row.listed or not row.even),
 )

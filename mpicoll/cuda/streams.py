@@ -67,13 +67,13 @@ class DeviceContext:
     def scratch(self, nbytes: int) -> Memory:
         """Return device memory for the rest of the call, for use in the work stream."""
         place = self._taken
-        self._taken += 1
         if place == len(self._blocks):
             self._blocks.append(allocate(self.runtime, self.index, max(nbytes, 1)))
             self._since.append(0)
         elif self._blocks[place].nbytes < nbytes:
             # Freeing memory waits until nothing uses it any more.
             self._blocks[place] = allocate(self.runtime, self.index, nbytes)
+        self._taken += 1
         return self._blocks[place]
 
     def pinned(self, nbytes: int) -> Memory:

@@ -14,7 +14,7 @@ from mpicoll.arrays import views
 from mpicoll.arrays.views import DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.plan import CallKind, Extent, Implementation, Plan, Run
+from mpicoll.core.plan import CallKind, Extent, Implementation, Plan, Run, take_leave
 from mpicoll.cuda import runtime
 from mpicoll.cuda.streams import DeviceContext, StreamOrder
 from mpicoll.errors import ArgumentError, UnsupportedError
@@ -112,10 +112,14 @@ def in_stream_order(
             assert isinstance(part, DeviceView)
             part.context = context
     with context.runtime.on(context.index):  # for MPI, too
-        context.begin()
-        order.enter(context)
         try:
-            plan.run(send, recv, extent, root)
+            try:
+                context.begin()
+                order.enter(context)
+                plan.run(send, recv, extent, root)
+            except Exception as error:
+                take_leave(plan.route, error, context)
+                raise
         except (ArgumentError, UnsupportedError):
             raise  # refused: the context's memory is used by its streams alone, in their order
         except BaseException:

@@ -45,7 +45,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from run import ENVIRONMENT, MPI, PLAIN, TORCH, Launch, read_report  # noqa: E402
 
-ROUTES = ["auto", "ipc", "staged", "direct", "mpi", "nccl"]
+ROUTES = ["auto", "shared_gpu", "ipc", "staged", "direct", "mpi", "nccl"]
 RANKS = [2, 1, 4]
 #: Seconds that the ranks have to say what they can do; trying an MPI takes one minute at most.
 ANSWER = 120
@@ -92,6 +92,7 @@ SUITES = (
         "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
         ["auto", "staged", "nccl"], alone=True,
     ),
+    Suite("shared", ["tests/gpu/test_shared_gpu.py"], ["cupy"], ranks=(2, 4), alone=True),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
         part=MPI, alone=True, host="simulated",
@@ -127,6 +128,7 @@ from mpicoll.errors import MpicollError
 from mpicoll.core.groups import default_group
 dist.init_process_group(timeout=60)
 found = capabilities.exchange(default_group().inner, probes=True)
+found = eligibility.with_used(found, [0] * len(found))  # as the tests of shared_gpu use them
 said = {"auto": ""}
 for name in sys.argv[1:]:
     try:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mpicoll import settings
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 
-__all__ = ["FORCED", "describe_missing", "describe_routes", "eligible_routes", "forced_route"]
+__all__ = [
+    "FORCED",
+    "describe_missing",
+    "describe_routes",
+    "eligible_routes",
+    "forced_route",
+    "with_used",
+]
 
 #: The variable that forces a device route.
 FORCED = settings.DEVICE_ROUTE.name
@@ -40,6 +48,16 @@ def eligible_routes(
     return (forced,)
 
 
+def with_used(
+    all_ranks: Sequence[Capabilities], used: Sequence[int | None]
+) -> tuple[Capabilities, ...]:
+    """Return what ranks can do, with the GPU that each one's arrays are on: its number there."""
+    return tuple(
+        replace(own, used=own.gpus[index]) if own.gpus and index is not None else own
+        for own, index in zip(all_ranks, used, strict=True)
+    )
+
+
 def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
     """Describe what is missing for a route, and on which ranks; "" for nothing."""
     route = registry.DEVICE[name]
@@ -50,8 +68,14 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
             lacking.setdefault(lack, []).append(rank)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
     away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
-    if route.place == "node" and away:
+    if route.place in ("node", "gpu") and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
+    elif route.place == "gpu" and not lacking:
+        apart = [rank for rank, own in enumerate(all_ranks) if own.used != all_ranks[0].used]
+        if apart:
+            missing.append(f"{_describe_ranks(apart)} has its arrays on another GPU than rank 0")
+        elif not all_ranks[0].used:
+            missing.append("the ranks have no arrays on GPUs yet")
     return "; ".join(missing)
 
 

@@ -34,12 +34,13 @@ def total(arrays, me, n, count=LARGE, array=None):
 
 
 @pytest.fixture
-def shared(on, mpi):
+def shared(request, on, mpi):
     """The arrays, this rank, n, and the group's part of the route."""
     if mpi.size == 1:
         pytest.skip("one rank shares its GPU with nobody")
     arrays, me, n = on("shared_gpu")
-    total(arrays, me, n, 5)
+    for _ in range(getattr(request, "param", 1)):
+        total(arrays, me, n, 5)
     return arrays, me, n, dist.group.WORLD.resources.find("devices").shared_gpu
 
 
@@ -377,6 +378,8 @@ def test_groups_with_different_first_ranks(shared):
 CALLS = ["all_reduce", "all_gather_single", "all_to_all_single"]
 
 
+#: How many calls there are before: from the 65th on, the ranks meet in shared memory.
+@pytest.mark.parametrize("shared", [1, 66], indirect=True)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(

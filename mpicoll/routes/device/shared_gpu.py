@@ -54,7 +54,14 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, agreed_sizes
 from mpicoll.core.reproducible import ORDER
-from mpicoll.core.signature import decode_primitive, describe, encode_kind, encode_sizes, with_root
+from mpicoll.core.signature import (
+    decode_primitive,
+    describe,
+    encode_kind,
+    encode_sizes,
+    encode_task,
+    with_root,
+)
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import HANDLE, Allocation, Event, Memory
 from mpicoll.cuda.streams import DeviceContext
@@ -93,6 +100,8 @@ _SIZES = _HEAD + 2 * _SIDE
 #: The first rank's words at the second meeting: all is enqueued; it has failed; a rank's buffer
 #: cannot be opened.
 _DONE, _FAILED, _REFUSED = range(3)
+#: What the ranks compare to meet in the host's memory.
+_MEETING = encode_task("a meeting of ranks that share a GPU")
 
 
 class Part(NamedTuple):
@@ -135,6 +144,7 @@ class Sharers:
     done:    the first rank's event.
     halves:  the host's memory that the ranks share, as bytes: by half, rank, and whether they are
              the rank's data or its result. None if they cannot share memory.
+    words:   the same for the ranks' words at meetings, by half and rank.
     """
 
     def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:
@@ -144,11 +154,12 @@ class Sharers:
         self.ready: list[Event] = []
         self.done: Event | None = None
         self.halves: Any = None
+        self.words: Any = None
         self.pinned: object = None  # their registration
         self._turn = 0  # meetings so far
         self._met = -1  # the number of the call that the latest was of
-        self._mine = np.zeros(_SIZES + 2 * self.n, np.int64)
-        self._rows = np.zeros((self.n, len(self._mine)), np.int64)
+        self.own_words = np.zeros(_SIZES + 2 * self.n, np.int64)
+        self._rows = np.zeros((self.n, len(self.own_words)), np.int64)
         self._handles: dict[Allocation, bytes] = {}
         self._refused: set[int] = set()  # buffers of this rank that cannot be opened
         self._opened: dict[tuple[int, int], _Opened] = {}  # by rank and base, the latest used last
@@ -157,13 +168,19 @@ class Sharers:
     # ---- Meetings --------------------------------------------------------------------------------
 
     def _compare(self, kind: int, number: int, failure: Exception | None) -> None:
-        """Meet the other ranks, and exchange what is in ``_mine``. Raise on all ranks if their
+        """Meet the other ranks, and exchange what is in ``own_words``. Raise on all ranks if their
         calls differ, or one has failed.
         """
-        mine = self._mine
+        mine = self.own_words
         mine[:_HEAD] = kind, number, self.group.sequence, failure is None
         self._met = self.group.sequence
-        self.group.inner.Allgather(mine, self._rows)
+        if self.group.agree is None or self.words is None:
+            self.group.inner.Allgather(mine, self._rows)
+        else:  # the ranks' calls have been compared, and the memory takes less time than MPI
+            words = self.words[self._turn % 2]
+            words[self.me] = mine
+            self.group.agree(*_MEETING)
+            self._rows[:] = words
         self._turn += 1
         heads = self._rows[:, :_HEAD]
         if not heads[:, ABLE].all():
@@ -237,7 +254,7 @@ class Sharers:
         """Say where this rank's arrays are, or copies of them, and let them be ready."""
         context, primitive = self.context, kind.primitive
         for side, view in enumerate(views):
-            words = self._mine[_HEAD + side * _SIDE :][:_SIDE]
+            words = self.own_words[_HEAD + side * _SIDE :][:_SIDE]
             words[ADDRESS] = 0
             if view is None or not view.nbytes:
                 continue
@@ -257,7 +274,7 @@ class Sharers:
         if not primitive.even:
             alike = [extent] * self.n if isinstance(extent, int) else []
             blocks = Blocks(alike, alike) if isinstance(extent, int) else extent
-            self._mine[_SIZES:] = (*blocks.sends, *blocks.receives)
+            self.own_words[_SIZES:] = (*blocks.sends, *blocks.receives)
         if self.me == 0 and kind.op is not None:
             assert kind.dtype is not None
             by = find_loop(kind.op, kind.dtype)
@@ -414,7 +431,7 @@ class Sharers:
                 return
             time.sleep(1e-4)
         self.ready, self.done = [], None
-        self.pinned = self.halves = None
+        self.pinned = self.halves = self.words = None
 
 
 #: What other ranks may still use.
@@ -557,11 +574,14 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Sharers | str:
         made.ready, made.done = [], None
         group.inner.Barrier()  # no rank has anything open any more
         return why
-    region = 4 * SMALL
+    words = len(made.own_words)
+    region = 4 * SMALL + 2 * 8 * words
     segment = share(group.inner, -(-region // mmap.PAGESIZE) * mmap.PAGESIZE, True)
     if segment is not None:
         whole = np.frombuffer(segment.memory, np.uint8).reshape(group.size(), -1)
-        made.halves = whole[:, :region].reshape(group.size(), 2, 2, SMALL).swapaxes(0, 1)
+        data, rows = whole[:, : 4 * SMALL], whole[:, 4 * SMALL : region].view(np.int64)
+        made.halves = data.reshape(group.size(), 2, 2, SMALL).swapaxes(0, 1)
+        made.words = rows.reshape(group.size(), 2, words).swapaxes(0, 1)
         with suppress(Exception):  # copies are slower then
             made.pinned = runtime.register(index, whole.ctypes.data, whole.nbytes)
     return made

@@ -26,6 +26,7 @@ from typing import NoReturn
 from mpicoll import launch
 from mpicoll.core.groups import state
 from mpicoll.output import write_lines
+from mpicoll.watch import flight_record
 
 __all__ = ["INTERRUPTED", "ExitHooks", "end_job", "end_stuck_job", "exit_code", "keep_exit_code"]
 
@@ -113,8 +114,11 @@ def _unread(file: int) -> int:
 def end_stuck_job(why: str, code: int) -> None:
     """End the job from another thread, with the stack of the main thread, which is inside MPI.
 
-    An exception cannot be raised in a thread that is blocked inside MPI.
+    An exception cannot be raised in a thread that is blocked inside MPI. All ranks write their
+    flight records first, unless the user has interrupted the job.
     """
+    if code != INTERRUPTED:
+        flight_record.dump(why)
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "" if frame is None else "".join(traceback.format_stack(frame))
     rank = "?" if state.default is None else state.default.rank()

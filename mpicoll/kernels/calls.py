@@ -94,6 +94,7 @@ class PythonCalls:
 
     def __init__(self, lock: threading.Lock, length: int = 0) -> None:
         self.lock = lock
+        self._length = length
         self._history: deque[list[int]] = deque(maxlen=length)
         self._entered = self._begun = 0
         self._current: list[int] | None = None
@@ -109,7 +110,8 @@ class PythonCalls:
         scheduled: its id in the history, if it is there already.
         """
         self.sequence += 1
-        self._start(kind, sizes, root, scheduled)
+        if self._length:
+            self._start(kind, sizes, root, scheduled)
         entry = (self.sequence, kind, sizes, root & 0xFFFFFFFF)
         if self.compared:
             self._record[-1] = entry
@@ -119,29 +121,31 @@ class PythonCalls:
 
     def begin_uncompared(self, kind: int, sizes: int, root: int) -> None:
         """Put a call into the history that begins now, and is not counted."""
-        self._start(kind, sizes, root, 0)
+        if self._length:
+            self._start(kind, sizes, root, 0)
 
     def schedule(self, kind: int, sizes: int, root: int) -> int:
         """Put a queued call into the history; return its id there, 0 if none is kept."""
-        if not self._history.maxlen:
+        if not self._length:
             return 0
         self._entered += 1
-        thread = get_ident()
-        root &= 0xFFFFFFFF
-        self._history.append([self._entered, 0, 0, kind, sizes, root, monotonic_ns(), 0, 0, thread])
+        created = monotonic_ns()
+        entry = [self._entered, 0, 0, kind, sizes, root, created, 0, 0, get_ident()]
+        self._history.append(entry)
         return self._entered
 
     def _start(self, kind: int, sizes: int, root: int, scheduled: int) -> None:
-        if not self._history.maxlen:
+        self._begun = place = self._begun + 1
+        started = monotonic_ns()
+        if scheduled and scheduled > self._entered - self._length:  # it is there yet
+            self._current = entry = self._history[scheduled - self._entered - 1]
+            entry[1], entry[2], entry[7], entry[9] = place, self.sequence, started, get_ident()
             return
-        queued = len(self._history) - 1 - (self._entered - scheduled)
-        if not scheduled or queued < 0:
-            scheduled, queued = self.schedule(kind, sizes, root), -1
-        self._begun += 1
-        entry = self._current = self._history[queued]
-        entry[1:3] = self._begun, self.sequence
-        entry[7] = entry[6] if queued < 0 else monotonic_ns()
-        entry[9] = get_ident()
+        self._entered = number = self._entered + 1
+        self._current = entry = [
+            number, place, self.sequence, kind, sizes, root, started, started, 0, get_ident(),
+        ]  # fmt: skip
+        self._history.append(entry)
 
     def complete(self) -> None:
         """Note that the call that began last is done."""
@@ -151,7 +155,8 @@ class PythonCalls:
 
     def history(self) -> list[tuple[int, ...]]:
         """Return the latest calls, oldest first: the fields of CallEntry."""
-        return [tuple(entry) for entry in list(self._history)]
+        entries = list(self._history)
+        return [(*entry[:5], entry[5] & 0xFFFFFFFF, *entry[6:]) for entry in entries]
 
     @property
     def recent(self) -> list[RecordEntry]:

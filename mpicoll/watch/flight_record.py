@@ -52,6 +52,7 @@ __all__ = [
     "dump_flight_record",
     "enter_message",
     "file_prefix",
+    "last_words",
     "write",
 ]
 
@@ -98,6 +99,8 @@ _dumped: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 #: One dump at a time; and when the last was, by time.monotonic.
 _lock = threading.RLock()
 _last = float("-inf")
+#: What ``last_words`` says.
+_unsaid = ""
 
 
 # --- messages -----------------------------------------------------------------------------------
@@ -181,6 +184,7 @@ def answer() -> None:
 
 def write(why: str) -> bool:
     """Write this rank's record, if one is kept; return whether it was. Never raises."""
+    global _unsaid
     group = state.default
     if group is None or not group.message_history.maxlen:
         return False
@@ -189,12 +193,20 @@ def write(why: str) -> bool:
     except OSError as error:
         write_lines(f"mpicoll: rank {group.rank()}: the flight record cannot be written: {error}")
         return False
-    if group.rank() == 0:  # for all
-        write_lines(
-            f"mpicoll: flight records: {path.with_name(path.name[: -len(str(group.rank()))])}*, to "
-            f"be read with: torchfrtrace {path.parent}"
-        )
+    _unsaid = (
+        f"mpicoll: rank {group.rank()}: flight records: {file_prefix()}*; "
+        f"torchfrtrace {path.parent} finds the culprit"
+    )
     return True
+
+
+def last_words() -> list[str]:
+    """Return the line that says where the records are, once after each: when the job ends, or who
+    has asked waits for it.
+    """
+    global _unsaid
+    text, _unsaid = _unsaid, ""
+    return [text] if text else []
 
 
 def _ask() -> None:
@@ -242,7 +254,13 @@ def _write(why: str, given: str | None = None) -> Path:
         return path
 
 
-work.at_timeout = dump
+def _at_timeout(why: str) -> None:
+    """Dump the record for a Work that is late; the next may be, too, for the same reason."""
+    if time.monotonic() > _last + _QUIET:
+        dump(why)
+
+
+work.at_timeout = _at_timeout
 
 
 # --- the format ---------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ def exit_code() -> int | None:
 
 def end_job(code: int) -> None:
     """End every rank of the job with an exit code, after flushing the output."""
+    for line in flight_record.last_words():
+        write_lines(line)
     if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
         # A hook of torch's collects what other hooks print, to print it when they return.
         with contextlib.suppress(OSError, ValueError):
@@ -122,9 +124,11 @@ def end_stuck_job(why: str, code: int) -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "" if frame is None else "".join(traceback.format_stack(frame))
     rank = "?" if state.default is None else state.default.rank()
+    told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
     write_lines(
-        f"Traceback (most recent call last):\n{stack}"
-        f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
+        "\n".join(
+            (f"Traceback (most recent call last):\n{stack}{told}", *flight_record.last_words())
+        )
     )
     end_job(code)
 

@@ -142,6 +142,8 @@ class Watchdog:
             heard = os.read(self._reader, 512) if self._reader in ready else b""
             if signal.SIGUSR1 in heard and self._owns_usr1():
                 flight_record.dump("signal SIGUSR1", 0)
+                for line in flight_record.last_words():
+                    write_lines(line)
             if signal.SIGINT in heard:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
@@ -173,7 +175,9 @@ class Watchdog:
             os._exit(code)
         time.sleep(_NEWS_GRACE)
         if not self._stopping:
-            write_lines(f"mpicoll: rank {rank}: {why}; ending too")
+            flight_record.write(why)
+            records = flight_record.last_words() if rank == 0 else []
+            write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
             os._exit(code)

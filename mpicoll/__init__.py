@@ -65,6 +65,7 @@ _HOMES = {
     "watch.debug_level": (
         "DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env",
     ),
+    "watch.flight_record": ("dump_flight_record",),
     "core.work": ("Future", "Work"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -104,3 +105,4 @@ if TYPE_CHECKING:
     from mpicoll.dtypes import ReduceOp as ReduceOp
     from mpicoll.errors import *  # noqa: F403
     from mpicoll.watch.debug_level import *  # noqa: F403
+    from mpicoll.watch.flight_record import dump_flight_record as dump_flight_record

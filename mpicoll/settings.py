@@ -24,6 +24,10 @@ __all__ = [
     "DEVICE_ROUTE",
     "INSTALL_AS",
     "KERNELS",
+    "RECORD_FILE",
+    "RECORD_FILE_BEFORE",
+    "RECORD_LENGTH",
+    "RECORD_LENGTH_BEFORE",
     "REPRODUCIBLE",
     "SECRET",
     "SETTINGS",
@@ -143,9 +147,29 @@ INSTALL_AS = Setting(
     "serves PyTorch scripts that name these backends; see pytorch.md", is_list=True,
 )  # fmt: skip
 
+RECORD_LENGTH = Setting(
+    "TORCH_FR_BUFFER_SIZE", (), "a number of calls",
+    "how many of its last calls and messages the flight record keeps for each group, 2000 if not "
+    "set; 0: none; see flight_record.md", form=r"\d+",
+)  # fmt: skip
+RECORD_LENGTH_BEFORE = Setting(
+    "TORCH_NCCL_TRACE_BUFFER_SIZE", (), "a number of calls",
+    "the same, where TORCH_FR_BUFFER_SIZE is not set", form=r"\d+",
+)  # fmt: skip
+RECORD_FILE = Setting(
+    "TORCH_FR_DUMP_TEMP_FILE", (), "the beginning of a file's path",
+    "where the flight record is written to, with the rank behind it; "
+    "`~/.cache/torch/comm_lib_trace_rank_` if not set",
+)  # fmt: skip
+RECORD_FILE_BEFORE = Setting(
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", (), "the beginning of a file's path",
+    "the same, where TORCH_FR_DUMP_TEMP_FILE is not set",
+)  # fmt: skip
+
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, CLUSTERS, KERNELS, CALLS, REPRODUCIBLE,
-    DEVICE_ROUTE, CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS,
+    DEVICE_ROUTE, CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS, RECORD_LENGTH,
+    RECORD_LENGTH_BEFORE, RECORD_FILE, RECORD_FILE_BEFORE,
 )  # fmt: skip
 
 

@@ -53,6 +53,7 @@ OWN = {
     "recv_async",
     "restricted_pickle",
     "Future",
+    "dump_flight_record",
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
 }

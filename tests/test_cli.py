@@ -123,7 +123,7 @@ def test_a_bad_command_line_ends_all_ranks_at_once(words: str, ended: Ended) -> 
     ("words", "hint"),
     [
         ("docter", "docter: there is no such command; did you mean doctor?"),
-        ("xyz", "xyz: there is no such command; known are bench, doctor, hello, run, tune"),
+        ("xyz", "xyz: there is no such command; known are bench, doctor, hello, run, trace, tune"),
     ],
 )
 def test_a_misspelt_command(words: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,8 @@ def test_a_wrong_value(name: str, value: str, expected: str) -> None:
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_each_value_is_taken(setting: settings.Setting) -> None:
     free = ["0", "64", "2,1,13"] if setting.form else ["anything"]
+    if "," not in setting.form:
+        free = [value for value in free if "," not in value or not setting.form]
     for value in setting.values or free:
         for text in (value, value.upper()) if setting.values else [value]:
             assert setting.value({setting.name: text}) == value

@@ -40,6 +40,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "what was found here, how calls are carried out, and what to change",
     "hello": "one line from each rank",
     "run": "a PyTorch script as it is, with mpicoll for the backend that it names",
+    "trace": "flight records of all ranks as one timeline, for Perfetto",
     "tune": "what carries messages of which size best here, measured, for later jobs to go by",
 }
 

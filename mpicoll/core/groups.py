@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import communicators, launch
+from mpicoll import communicators, launch, settings
 from mpicoll.core import reproducible as levels
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
@@ -56,6 +56,7 @@ class ProcessGroup(Calls):
     timeout:  seconds after which an operation has failed; None never.
     reproducible: how far reductions give the same bits again: None, "order" or "exact"; see
               reproducible.py.
+    message_history: the latest of the user's messages; see watch/flight_record.py.
     in_flight: the user's messages that are not complete.
     held_back: those to be sent, in order, of which the first is not ready yet.
     pending:  the asynchronous collectives that are not done.
@@ -88,7 +89,8 @@ class ProcessGroup(Calls):
         given: MPI.Intracomm | None = None,
         reproducible: str | None = None,
     ) -> None:
-        super().__init__(threading.Lock())
+        kept = _record_length()
+        super().__init__(threading.Lock(), kept)
         for one in (inner, messages):
             return_errors(one)
         self._given = given
@@ -114,6 +116,7 @@ class ProcessGroup(Calls):
         self.monitored = 0
         self.splits = 0
         self.closed: type[Exception] | None = None
+        self.message_history: deque[list[Any]] = deque(maxlen=kept)
         self.in_flight: set[Any] = set()
         self.held_back: deque[Any] = deque()
         self.pending: set[Any] = set()
@@ -219,6 +222,12 @@ class ProcessGroup(Calls):
             f"<mpicoll.ProcessGroup {self.group_name!r}: rank {self._rank} of {self._size}, "
             f"global ranks {list(self.ranks)}>"
         )
+
+
+def _record_length() -> int:
+    """Return how many calls a group's history keeps, as torch does."""
+    text = settings.RECORD_LENGTH.value() or settings.RECORD_LENGTH_BEFORE.value()
+    return int(text or 2000)
 
 
 def return_errors(comm: MPI.Intracomm) -> None:

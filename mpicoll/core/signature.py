@@ -11,7 +11,7 @@ import threading
 import zlib
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ __all__ = [
     "is_comparison",
     "is_list",
     "parts_per_element",
+    "read_call",
     "with_root",
 ]
 
@@ -142,6 +143,29 @@ def is_list(kind: int) -> bool:
 def decode_primitive(kind: int) -> Primitive:
     """Return the primitive of a kind of call, which is no task."""
     return PRIMITIVES[kind >> _PRIMITIVE & 0xFF]
+
+
+class Call(NamedTuple):
+    """What a kind and a number say of a call: a primitive, or a task with a name ("" unknown)."""
+
+    primitive: Primitive | None
+    task: str
+    dtype: DType | None
+    is_list: bool
+    on_device: bool
+
+
+def read_call(kind: int, number: int) -> Call:
+    """Return what a call's kind and the number of its sizes say of it."""
+    dtype = kind >> _DTYPE & 0xFF
+    is_task = kind >> _PRIMITIVE & 0xFF == _NONE
+    return Call(
+        None if is_task else decode_primitive(kind),
+        _names.get(number, "") if is_task else "",
+        None if dtype == _NONE else DTYPES[dtype],
+        not is_task and is_list(kind),
+        bool(kind >> _DEVICE & 1),
+    )
 
 
 def parts_per_element(kind: int) -> int:

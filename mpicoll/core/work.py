@@ -166,6 +166,13 @@ class Future:
 #: Seconds that a thread sleeps before it waits for a Work with many queued behind it.
 CROWDED_PAUSE = 50e-6
 
+
+def at_timeout(why: str) -> None:
+    """Hear that a Work has outlasted its group's timeout: watch/flight_record.py takes its place,
+    from a room above.
+    """
+
+
 #: Decides whether finish() or get_future() settles a Work's Future.
 _future_lock = threading.Lock()
 
@@ -280,12 +287,10 @@ class Work:
                 # the processor from the thread each time. After a pause several are done.
                 time.sleep(CROWDED_PAUSE)
         if not self._finished and not self._wait_finished(limit):
-            self.has_timed_out = True
-            raise self._timeout_error(limit)
+            raise self._late(limit)
         self._end_wait()
         if given and not look_until(self.is_completed, moment):
-            self.has_timed_out = True
-            raise self._timeout_error(limit)
+            raise self._late(limit)
         return True
 
     def _end_wait(self) -> bool:
@@ -297,6 +302,14 @@ class Work:
             if self._error is None:
                 raise
         return self._check_error()
+
+    def _late(self, limit: float | None) -> CollectiveTimeoutError:
+        """Note that a wait has ended without the Work; return the error."""
+        self.has_timed_out = True
+        error = self._timeout_error(limit)
+        if limit == self.limit:  # no shorter one, after which the program may wait again
+            at_timeout(str(error))
+        return error
 
     def _timeout_error(self, limit: float | None) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
@@ -310,7 +323,9 @@ class Work:
         limit: the timeout in seconds.
         """
         self.has_timed_out = True
-        self.abandon(self._timeout_error(limit))
+        error = self._timeout_error(limit)
+        at_timeout(str(error))
+        self.abandon(error)
 
     def _check_error(self) -> bool:
         self._error_seen = True

@@ -35,7 +35,7 @@ from mpicoll.errors import (
 from mpicoll.kernels.calls import Ways, short_ways
 from mpicoll.output import warn
 from mpicoll.primitives import Primitive
-from mpicoll.watch import consistency
+from mpicoll.watch import consistency, flight_record
 
 __all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", "warn_outside"]
 
@@ -123,7 +123,8 @@ def _dispatch(
     for order in orders:
         order.asynchronous = True  # the streams that will use the result are not known yet
     at_once = at_once and async_op and _should_run_inline(plan, root, sizes)
-    task = partial(perform, plan, sizes, root, carry, send, recv, how)
+    scheduled = group.schedule(plan.kind, sizes, root)
+    task = partial(perform, plan, sizes, root, carry, send, recv, how, scheduled)
     work = submit(group, task, name or plan.name, _written(output), at_once, orders)
     if async_op:
         return work
@@ -245,7 +246,8 @@ def _finish(
             with contextlib.suppress(*() if result else (MpicollError,)):
                 send, recv, extent = checks.build_views(primitive, group, output, input, root, None)
         owner.finish(result, packing.buffers_of(send), packing.buffers_of(recv), extent)
-    except MpicollError:
+    except MpicollError as error:
+        flight_record.dump_after(error, group)
         raise
     except Exception as error:
         raise _explained(error, primitive.name, group) from error
@@ -349,12 +351,14 @@ Carry = Callable[[Any, Any, Any, int], None]
 
 
 def perform(
-    call: Plan | Task, sizes: int, root: int, carry: Carry, send: object, recv: object, how: object
-) -> None:
+    call: Plan | Task, sizes: int, root: int, carry: Carry, send: object, recv: object, how: object,
+    scheduled: int = 0,
+) -> None:  # fmt: skip
     """Carry out a collective, in the one place where that happens: put it on the group's record,
     compare it with the other ranks' when that is due, and call ``carry(send, recv, how, root)``.
 
-    sizes, root: of its signature; see mpicoll.core.signature.
+    sizes, root: of its signature; see mpicoll.core.signature. scheduled: its id in the group's
+    history, if it is there already.
 
     Returns when this rank's part is done; on a device, when it is in streams, and those that a
     synchronous call was made in wait for it. Errors of MPI are raised as MPIError.
@@ -362,7 +366,7 @@ def perform(
     group = call.group
     group.lock.acquire()  # a with statement would take three times as long
     try:
-        if group.begin(call.kind, sizes, root):
+        if group.begin(call.kind, sizes, root, scheduled):
             _check(group)
         elif group.agree is not None and (root == LIST or not call.compares):
             if only_enqueues(call.route):
@@ -370,11 +374,15 @@ def perform(
             else:
                 group.agree(with_root(call.kind, root), sizes)
         carry(send, recv, how, root)
+        group.complete()
     except Exception as error:
         _look_at(error, call)
         if isinstance(error, MpicollError):
+            flight_record.dump_after(error, group)
             raise
-        raise _explained(error, call.name, group) from error
+        told = _explained(error, call.name, group)
+        flight_record.dump_after(told, group)
+        raise told from error
     finally:
         group.lock.release()
 
@@ -502,12 +510,14 @@ def run_in_order(
         finally:
             group.keeps_time = False
 
+    kind, sizes = encode_task(name)
     if root is None:
         if everybody and not keeps_time:
             group.formed += 1
-        whole = partial(_perform_unrecorded, group, name, carry)
+        # Groups are made by their members alone, and calls in the history have the same places.
+        logged = (kind, sizes, -1) if keeps_time else None
+        whole = partial(_perform_unrecorded, group, name, carry, logged)
     else:
-        kind, sizes = encode_task(name)
         whole = partial(perform, Task(group, name, kind), sizes, root, carry, None, None, None)
     if group.busy():
         submit(group, whole, name, ()).wait()
@@ -516,14 +526,24 @@ def run_in_order(
     return result[0]
 
 
-def _perform_unrecorded(group: ProcessGroup, name: str, carry: Callable[[], None]) -> None:
+def _perform_unrecorded(
+    group: ProcessGroup, name: str, carry: Callable[[], None], logged: tuple[int, int, int] | None
+) -> None:
     """Perform a call that only some members make, or that keeps its own time: the ranks' records
     need not be alike.
+
+    logged: kind, sizes and root for the group's history; None: only some make it.
     """
     try:
         with group.lock:
+            if logged is None:
+                carry()
+                return
+            group.begin_uncompared(*logged)
             carry()
-    except MpicollError:
+            group.complete()
+    except MpicollError as error:
+        flight_record.dump_after(error, group)
         raise
     except Exception as error:
         raise _explained(error, name, group) from error

@@ -27,7 +27,7 @@ from mpicoll.errors import (
     DistBackendError,
     MPIError,
 )
-from mpicoll.watch import rank_status
+from mpicoll.watch import flight_record, rank_status
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,7 +68,7 @@ def stop_polling() -> None:
 
 
 class MessageWork(Work):
-    """A message on its way.
+    """A message on its way. ``entry`` is what the group's history has of it, if anything.
 
     It ends when a test of its request, by a waiting thread or by the poller, finds it complete.
 
@@ -95,6 +95,7 @@ class MessageWork(Work):
         "_source",
         "_status",
         "_view",
+        "entry",
     )
 
     def __init__(
@@ -129,6 +130,7 @@ class MessageWork(Work):
         self._fill, self._is_due, self._post = fill, is_due, post
         self._request: MPI.Request | None = None
         self._arrived = False
+        self.entry: list[Any] | None = None
         if not receives and (group.held_back or not (is_due is None or is_due())):
             group.held_back.append(self)
             return
@@ -203,6 +205,8 @@ class MessageWork(Work):
     def _end(self, error: BaseException | None) -> None:
         self._group.in_flight.discard(self)
         self._view = self._packed = self._land = self._fill = self._is_due = None
+        if error is None and self.entry is not None:
+            flight_record.complete_message(self.entry, self._group, self._source)
         self.finish(error)
 
     def _explained(self, error: Exception) -> Exception:
@@ -323,6 +327,15 @@ def begin_message(
     """Begin to send an array to a rank in the group, or to receive one, if the tag is right."""
     group.check_open()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
+    entry = flight_record.enter_message(group, peer, tag, receives, view)
+    work = _begin_view(group, name, view, peer, tag, receives)
+    work.entry = entry
+    return work
+
+
+def _begin_view(
+    group: ProcessGroup, name: str, view: View, peer: int, tag: int, receives: bool
+) -> MessageWork:
     begin = group.messages.Irecv if receives else group.messages.Isend
     make = partial(MessageWork, group, name, view)
     rest = receives, peer, lambda what: begin(what, peer, tag)

@@ -8,8 +8,11 @@ lock, and with MPICOLL_CALLS=python.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from importlib import import_module
+from threading import get_ident
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,6 +33,7 @@ __all__ = [
     "BLOCKS",
     "FUSED",
     "LISTS",
+    "CallEntry",
     "Calls",
     "PythonCalls",
     "Ways",
@@ -48,6 +52,30 @@ RecordEntry = tuple[int, int, int, int]
 Fast = TypeVar("Fast", bound=Callable[..., object])
 All = TypeVar("All", bound=Callable[..., object])
 
+
+class CallEntry(NamedTuple):
+    """A call in a group's history. Times are nanoseconds of the monotonic clock; 0: not yet.
+
+    id:      from 1 on, in the order in which calls were made or queued.
+    place:   from 1 on, in the order in which they began, the same on all ranks; 0: not begun.
+    number:  of the last call that is compared between the ranks, this one included.
+    kind, sizes, root: of its signature.
+    created, started, completed: when it was made or queued, when it began, when it was done.
+    thread:  the thread that carries it out; that has queued it, if it has not begun.
+    """
+
+    id: int
+    place: int
+    number: int
+    kind: int
+    sizes: int
+    root: int
+    created: int
+    started: int
+    completed: int
+    thread: int
+
+
 #: Of the number of a call that none reaches.
 _NEVER = (1 << 63) - 1
 
@@ -60,25 +88,75 @@ class PythonCalls:
     worker:   the group's thread; None before the first asynchronous call.
     next_check: the number of the call before which the ranks' records are compared next.
     compared: each call is compared by what carries it out, so that no record is needed.
+
+    length: of the history: the latest calls, as CallEntry has them. 0: none is kept.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, length: int = 0) -> None:
         self.lock = lock
+        self._length = length
+        self._history: deque[list[int]] = deque(maxlen=length)
+        self._entered = self._begun = 0
+        self._current: list[int] | None = None
         self.sequence = 0
         self.worker: Worker | None = None
         self.next_check = 0
         self.compared = False
         self._record: list[RecordEntry] = [_NO_CALL]
 
-    def begin(self, kind: int, sizes: int, root: int) -> bool:
-        """Count a call and put it on the record; return whether that is to be compared now."""
+    def begin(self, kind: int, sizes: int, root: int, scheduled: int = 0) -> bool:
+        """Count a call and put it on the record; return whether that is to be compared now.
+
+        scheduled: its id in the history, if it is there already.
+        """
         self.sequence += 1
+        if self._length:
+            self._start(kind, sizes, root, scheduled)
         entry = (self.sequence, kind, sizes, root & 0xFFFFFFFF)
         if self.compared:
             self._record[-1] = entry
         else:
             self._record.append(entry)
         return self.sequence >= self.next_check
+
+    def begin_uncompared(self, kind: int, sizes: int, root: int) -> None:
+        """Put a call into the history that begins now, and is not counted."""
+        if self._length:
+            self._start(kind, sizes, root, 0)
+
+    def schedule(self, kind: int, sizes: int, root: int) -> int:
+        """Put a queued call into the history; return its id there, 0 if none is kept."""
+        if not self._length:
+            return 0
+        self._entered += 1
+        created = monotonic_ns()
+        entry = [self._entered, 0, 0, kind, sizes, root, created, 0, 0, get_ident()]
+        self._history.append(entry)
+        return self._entered
+
+    def _start(self, kind: int, sizes: int, root: int, scheduled: int) -> None:
+        self._begun = place = self._begun + 1
+        started = monotonic_ns()
+        if scheduled and scheduled > self._entered - self._length:  # it is there yet
+            self._current = entry = self._history[scheduled - self._entered - 1]
+            entry[1], entry[2], entry[7], entry[9] = place, self.sequence, started, get_ident()
+            return
+        self._entered = number = self._entered + 1
+        self._current = entry = [
+            number, place, self.sequence, kind, sizes, root, started, started, 0, get_ident(),
+        ]  # fmt: skip
+        self._history.append(entry)
+
+    def complete(self) -> None:
+        """Note that the call that began last is done."""
+        if self._current is not None:
+            self._current[8] = monotonic_ns()
+            self._current = None
+
+    def history(self) -> list[tuple[int, ...]]:
+        """Return the latest calls, oldest first: the fields of CallEntry."""
+        entries = list(self._history)
+        return [(*entry[:5], entry[5] & 0xFFFFFFFF, *entry[6:]) for entry in entries]
 
     @property
     def recent(self) -> list[RecordEntry]:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "DESTROYING", "DESTROY_TIMEOUT", "EXITING", "RUNNING", "RankStatus", "compare_at_destroy",
-    "describe_mismatch", "find_departed", "find_missing", "lock", "receive", "send",
+    "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "RUNNING", "RankStatus",
+    "compare_at_destroy", "describe_mismatch", "dumping", "find_departed", "find_missing", "lock",
+    "neighbours", "receive", "send",
 ]  # fmt: skip
 
 
@@ -33,7 +34,7 @@ class RankStatus(NamedTuple):
     """Where a rank is among a group's calls. All fields are sent as numbers of 64 bits.
 
     group:  a hash of the group's name: a message may be left over from a group that has ended.
-    state:  RUNNING, EXITING or DESTROYING.
+    state:  RUNNING, EXITING, DESTROYING or DUMPING.
     begun, formed: collectives that the rank has begun, and those of them that are not compared.
     since:  the number of the call before which the ranks' calls were last compared.
     number, kind, sizes, root: of the rank's last call that is compared.
@@ -67,8 +68,10 @@ DESTROY_TIMEOUT = 1.0
 
 
 #: What a rank does: it makes more calls in a group; it ends without destroying its groups; it
-#: destroys them.
-RUNNING, EXITING, DESTROYING = range(3)
+#: destroys them; it has written its flight record, and the others should.
+RUNNING, EXITING, DESTROYING, DUMPING = range(4)
+#: Global ranks that have said the last since this set was cleared; see flight_record.py.
+dumping: set[int] = set()
 
 
 def send(group: ProcessGroup, state: int = RUNNING) -> None:
@@ -81,12 +84,13 @@ def send(group: ProcessGroup, state: int = RUNNING) -> None:
     with lock:
         if group.closed is not None:
             return
-        for other in _neighbours(group):
+        for other in neighbours(group):
             _pending_sends.append((group.messages.Isend(status, other, group.leave_tag), status))
         _pending_sends[:] = [(one, kept) for one, kept in _pending_sends if not one.Test()]
 
 
-def _neighbours(group: ProcessGroup) -> set[int]:
+def neighbours(group: ProcessGroup) -> set[int]:
+    """Return the ranks in the group that ``send`` sends to, and that send to this one."""
     n, me = group.size(), group.rank()
     distances = [2**k for k in range(n.bit_length()) if 2**k < n]
     return {(me + sign * distance) % n for distance in distances for sign in (1, -1)}
@@ -117,7 +121,10 @@ def receive(group: ProcessGroup) -> None:
                 group.messages.Irecv(buffer, source, group.leave_tag).Wait()
                 status = RankStatus(*buffer.tolist())
                 if status.group == _hash_name(group):
-                    group.statuses[source] = status
+                    if status.state == DUMPING:
+                        dumping.add(group.ranks[source])
+                    else:
+                        group.statuses[source] = status
     except MPI.Exception as error:
         if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
             raise
@@ -201,7 +208,7 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
     the mismatch, "" for none.
     """
     send(group, DESTROYING)
-    expected = _neighbours(group)
+    expected = neighbours(group)
     pause = 1e-6
     while True:
         receive(group)

@@ -23,7 +23,7 @@ from mpicoll.core.groups import state
 from mpicoll.cuda.threads import attend
 from mpicoll.errors import LostRankError
 from mpicoll.output import write_lines
-from mpicoll.watch import lost_ranks, rank_status
+from mpicoll.watch import flight_record, lost_ranks, rank_status
 from mpicoll.watch.termination import INTERRUPTED, ExitHooks, end_stuck_job
 
 if TYPE_CHECKING:
@@ -76,6 +76,11 @@ class Watchdog:
             if self._previous_fd != -1:  # another listener, most likely asyncio
                 signal.set_wakeup_fd(self._previous_fd)
                 self._hears_signals = False
+        self._replaces = threading.current_thread() is threading.main_thread() and (
+            signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        )
+        if self._replaces:
+            signal.signal(signal.SIGUSR1, self._on_usr1)
         _watchdogs.add(self)
         self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
         self._thread.start()
@@ -84,9 +89,12 @@ class Watchdog:
         """Remove the hooks and end the thread."""
         self._exit_hooks.remove()
         owns_pipe = not self._hears_signals
-        if self._hears_signals and threading.current_thread() is threading.main_thread():
-            self._stop_hearing()
-            owns_pipe = True
+        if threading.current_thread() is threading.main_thread():
+            if self._hears_signals:
+                self._stop_hearing()
+                owns_pipe = True
+            if self._owns_usr1():
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         self._stopping = True
         os.write(self._writer, b"\0")
         self._thread.join()
@@ -94,6 +102,17 @@ class Watchdog:
         if owns_pipe:  # else Python still writes to the pipe at each signal
             os.close(self._reader)
             os.close(self._writer)
+
+    def _on_usr1(self, *_: object) -> None:
+        """Take the signal, which would end the process. The thread has heard of it already, if it
+        hears signals, even while this one is blocked inside MPI.
+        """
+        if not self._hears_signals:
+            os.write(self._writer, bytes([signal.SIGUSR1]))
+
+    def _owns_usr1(self) -> bool:
+        """Return whether SIGUSR1 is for the flight record, and not the program's own."""
+        return self._replaces and signal.getsignal(signal.SIGUSR1) == self._on_usr1
 
     def _stop_hearing(self) -> None:
         current_fd = signal.set_wakeup_fd(-1)
@@ -120,7 +139,12 @@ class Watchdog:
             ready = [descriptor for descriptor, _ in poll.poll(1000 * _TICK)]
             if self._stopping:
                 return
-            if self._reader in ready and signal.SIGINT in os.read(self._reader, 512):
+            heard = os.read(self._reader, 512) if self._reader in ready else b""
+            if signal.SIGUSR1 in heard and self._owns_usr1():
+                flight_record.dump("signal SIGUSR1", 0)
+                for line in flight_record.last_words():
+                    write_lines(line)
+            if signal.SIGINT in heard:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
                 self._handle_news(session.ending(), session.rank)
@@ -151,7 +175,9 @@ class Watchdog:
             os._exit(code)
         time.sleep(_NEWS_GRACE)
         if not self._stopping:
-            write_lines(f"mpicoll: rank {rank}: {why}; ending too")
+            flight_record.write(why)
+            records = flight_record.last_words() if rank == 0 else []
+            write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
             os._exit(code)
@@ -165,6 +191,9 @@ class Watchdog:
             self._next_receive = now + _RECEIVE_INTERVAL
             for group in list(state.groups):
                 rank_status.receive(group)
+        if state.default is not None and not launch.is_serialized():
+            rank_status.receive(state.default)
+        flight_record.answer()
         if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
             for group in list(state.groups):
                 lost_ranks.check(group)

@@ -6,6 +6,8 @@ for it, so that other modules may make and end their own.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,12 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
+
+# Hundreds of tests make a mismatch, and each writes a flight record.
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")
+os.environ.setdefault(
+    "TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/mpicoll-tests-{os.getuid()}/rank_"
+)
 
 #: Seconds after which a rank that waits for the others ends the launch.
 TIMEOUT = 60

@@ -16,6 +16,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <structmember.h>
+#include <time.h>
 
 /* What Python has told this module. */
 static struct {
@@ -62,8 +63,21 @@ struct way {
     uint64_t patience; /* nanoseconds */
 };
 
+/* A call in the history: see CallEntry in mpicoll/kernels/calls.py. Times are nanoseconds of the monotonic
+ * clock; 0: not yet. */
+struct past {
+    uint64_t id, place, number, kind, sizes, thread;
+    int64_t created, started, completed;
+    uint32_t root;
+};
+
 typedef struct {
     PyObject_HEAD
+    struct past *history; /* a ring of the latest calls */
+    size_t length, next;
+    uint64_t entered, begun; /* calls that were put there, and that have begun */
+    struct past *current;    /* the one that is under way, if it is `current_id`'s yet */
+    uint64_t current_id;
     unsigned long long sequence;
     PyObject *lock, *acquire, *release; /* the lock that is held during a call, and its methods */
     PyObject *worker;                   /* the group's thread, or None */
@@ -201,6 +215,54 @@ static int are_all_here(const Calls *calls, const struct way *way, uint64_t size
     return here;
 }
 
+static int64_t now(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+/* Puts a call into the history; NULL if there is none. */
+static struct past *enter(Calls *calls, uint64_t kind, uint64_t sizes, uint32_t root)
+{
+    if (!calls->length)
+        return NULL;
+    struct past *past = &calls->history[calls->next];
+    calls->next = calls->next + 1 < calls->length ? calls->next + 1 : 0;
+    *past = (struct past){.id = ++calls->entered,
+                          .kind = kind,
+                          .sizes = sizes,
+                          .root = root,
+                          .thread = PyThread_get_thread_ident(),
+                          .created = now()};
+    return past;
+}
+
+/* Begins a call of the history at a time. */
+static void start(Calls *calls, struct past *past, int64_t time)
+{
+    past->place = ++calls->begun;
+    past->number = calls->sequence;
+    past->started = time;
+    calls->current = past;
+    calls->current_id = past->id;
+}
+
+static void start_now(Calls *calls, uint64_t kind, uint64_t sizes, uint32_t root)
+{
+    struct past *past = enter(calls, kind, sizes, root);
+    if (past)
+        start(calls, past, past->created);
+}
+
+/* The call that is under way is done. */
+static void complete(Calls *calls)
+{
+    if (calls->current && calls->current->id == calls->current_id)
+        calls->current->completed = now();
+    calls->current = NULL;
+}
+
 /* Begins a call: takes the lock, counts the call, and puts it on the record. Returns 1, 0 if another
  * thread is in a call, or -1 with an exception. */
 static int begin(Calls *calls, const struct way *way, uint64_t sizes, unsigned long root)
@@ -216,6 +278,7 @@ static int begin(Calls *calls, const struct way *way, uint64_t sizes, unsigned l
     calls->sizes = sizes;
     calls->root = root;
     calls->dropped = 0;
+    start_now(calls, way->signature, sizes, (uint32_t)root);
     Py_INCREF(way->owner);
     return 1;
 }
@@ -237,6 +300,8 @@ static int end(Calls *calls, const struct way *way, int result, PyObject *primit
         Py_XDECREF(what);
         PyErr_Fetch(&type, &error, &traceback);
     }
+    if (done)
+        complete(calls);
     Py_DECREF(way->owner);
     PyObject *released = PyObject_CallFunctionObjArgs(calls->release, NULL);
     Py_XDECREF(released);
@@ -643,8 +708,9 @@ static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
 {
     Calls *calls = (Calls *)self;
     PyObject *lock;
+    unsigned long long length = 0;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "O", &lock))
+    if (!PyArg_ParseTuple(args, "O|K", &lock, &length))
         return -1;
     PyObject *acquire = PyObject_GetAttrString(lock, "acquire");
     PyObject *release = PyObject_GetAttrString(lock, "release");
@@ -656,6 +722,10 @@ static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
         if (calls->lock)
             PyErr_SetString(PyExc_TypeError, "it is initialised already");
         return -1;
+    }
+    if (length) {
+        calls->history = calloc((size_t)length, sizeof *calls->history);
+        calls->length = calls->history ? (size_t)length : 0; /* it goes without */
     }
     Py_INCREF(lock);
     Py_INCREF(Py_None);
@@ -702,25 +772,108 @@ static void calls_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     calls_clear(self);
+    free(((Calls *)self)->history);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
-/* begin(kind, sizes, root): counts a call and puts it on the record. Returns whether the record is to
- * be compared with the other ranks' now. */
+/* Parses kind, sizes and root; 0 with an exception if they are none. */
+static int parse_call(PyObject *const *args, unsigned long long *kind, unsigned long long *sizes,
+                      uint32_t *root)
+{
+    *kind = PyLong_AsUnsignedLongLong(args[0]);
+    *sizes = PyLong_AsUnsignedLongLong(args[1]);
+    *root = (uint32_t)PyLong_AsUnsignedLongLongMask(args[2]);
+    return !PyErr_Occurred();
+}
+
+/* schedule(kind, sizes, root): puts a call that is queued into the history; returns its id there. */
+static PyObject *calls_schedule(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    unsigned long long kind, sizes;
+    uint32_t root;
+    if (n != 3) {
+        PyErr_SetString(PyExc_TypeError, "schedule takes kind, sizes and root");
+        return NULL;
+    }
+    if (!parse_call(args, &kind, &sizes, &root))
+        return NULL;
+    const struct past *past = enter((Calls *)self, kind, sizes, root);
+    return PyLong_FromUnsignedLongLong(past ? past->id : 0);
+}
+
+/* begin_uncompared(kind, sizes, root): the same of a call that begins now and is not counted. */
+static PyObject *calls_begin_uncompared(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    unsigned long long kind, sizes;
+    uint32_t root;
+    if (n != 3) {
+        PyErr_SetString(PyExc_TypeError, "begin_uncompared takes kind, sizes and root");
+        return NULL;
+    }
+    if (!parse_call(args, &kind, &sizes, &root))
+        return NULL;
+    start_now((Calls *)self, kind, sizes, root);
+    Py_RETURN_NONE;
+}
+
+/* complete(): the call that has begun last is done. */
+static PyObject *calls_complete(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    complete((Calls *)self);
+    Py_RETURN_NONE;
+}
+
+/* history(): the latest calls, oldest first, as tuples: the fields of CallEntry. */
+static PyObject *calls_history(PyObject *self, PyObject *unused)
+{
+    const Calls *calls = (Calls *)self;
+    const size_t n = calls->entered < calls->length ? (size_t)calls->entered : calls->length;
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    (void)unused;
+    for (size_t i = 0; list && i < n; i++) {
+        const struct past *past = &calls->history[(calls->next + calls->length - n + i) %
+                                                  calls->length];
+        PyObject *entry = Py_BuildValue(
+            "(KKKKKKLLLK)", (unsigned long long)past->id, (unsigned long long)past->place,
+            (unsigned long long)past->number, (unsigned long long)past->kind,
+            (unsigned long long)past->sizes, (unsigned long long)past->root,
+            (long long)past->created, (long long)past->started, (long long)past->completed,
+            (unsigned long long)past->thread);
+        if (!entry)
+            Py_CLEAR(list);
+        else
+            PyList_SetItem(list, (Py_ssize_t)i, entry);
+    }
+    return list;
+}
+
+/* begin(kind, sizes, root, scheduled=0): counts a call and puts it on the record. Returns whether the
+ * record is to be compared with the other ranks' now. */
 static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     Calls *calls = (Calls *)self;
-    if (n != 3) {
-        PyErr_SetString(PyExc_TypeError, "begin takes kind, sizes and root");
+    unsigned long long kind, sizes;
+    uint32_t root;
+    if (n != 3 && n != 4) {
+        PyErr_SetString(PyExc_TypeError, "begin takes kind, sizes, root and scheduled");
         return NULL;
     }
-    const unsigned long long kind = PyLong_AsUnsignedLongLong(args[0]);
-    const unsigned long long sizes = PyLong_AsUnsignedLongLong(args[1]);
-    const uint32_t root = (uint32_t)PyLong_AsUnsignedLongLongMask(args[2]);
+    if (!parse_call(args, &kind, &sizes, &root))
+        return NULL;
+    const unsigned long long scheduled = n == 4 ? PyLong_AsUnsignedLongLong(args[3]) : 0;
     if (PyErr_Occurred())
         return NULL;
     calls->sequence++;
+    struct past *past =
+        scheduled && calls->length ? &calls->history[(scheduled - 1) % calls->length] : NULL;
+    if (past && past->id == scheduled) { /* it is there yet */
+        past->thread = PyThread_get_thread_ident();
+        start(calls, past, now());
+    } else {
+        start_now(calls, kind, sizes, root);
+    }
     if (calls->compared) {
         calls->number = calls->sequence;
         calls->kind = kind;
@@ -835,7 +988,14 @@ static PyObject *calls_forget(PyObject *self, PyObject *unused)
 
 static PyMethodDef calls_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))calls_begin, METH_FASTCALL,
-     "begin(kind, sizes, root): count a call; return whether the record is to be compared now."},
+     "begin(kind, sizes, root, scheduled=0): count a call; return whether the record is to be "
+     "compared now."},
+    {"schedule", (PyCFunction)(void (*)(void))calls_schedule, METH_FASTCALL,
+     "schedule(kind, sizes, root): put a queued call into the history; return its id there."},
+    {"begin_uncompared", (PyCFunction)(void (*)(void))calls_begin_uncompared, METH_FASTCALL,
+     "begin_uncompared(kind, sizes, root): put a call that is not counted into the history."},
+    {"complete", calls_complete, METH_NOARGS, "complete(): the call that began last is done."},
+    {"history", calls_history, METH_NOARGS, "history(): the latest calls, oldest first."},
     {"compare_each", calls_compare_each, METH_NOARGS,
      "compare_each(): from now on each call is compared by what carries it out."},
     {"drop_last", calls_drop_last, METH_NOARGS,

@@ -1,0 +1,294 @@
+"""``python -m mpicoll trace FOLDER``: flight records of all ranks as one timeline.
+
+What it writes is Chrome's trace format as JSON (its specification: "Trace Event Format", 2016),
+which https://ui.perfetto.dev and chrome://tracing show: a process for each rank, in it a row for
+each group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpicoll import cli
+from mpicoll.output import write_lines
+
+__all__ = ["add_arguments", "align", "read_folder", "run", "trace_events"]
+
+#: Calls that no rank completes before all have begun them, as the records name them.
+_MEETINGS = (
+    "all_reduce", "allreduce_coalesced", "all_gather", "all_gather_single",
+    "all_gather_into_tensor_coalesced", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced", "barrier",
+)  # fmt: skip
+
+_TIMES = "time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add FOLDER, --prefix and --output."""
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where the ranks' records are")
+    parser.add_argument(
+        "-p", "--prefix", default="", help="what their names begin with, before the rank"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE",
+        help="the timeline, for https://ui.perfetto.dev; FOLDER/trace.json if not given",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the timeline; return 0, or 1 where there are no records."""
+    try:
+        records = read_folder(options.folder, options.prefix)
+    except (OSError, ValueError) as error:
+        return cli.refuse("trace", str(error), cli.is_first_rank(), 1)
+    offsets = align(records)
+    output = options.output or options.folder / "trace.json"
+    whole = {"traceEvents": list(trace_events(records, offsets)), "displayTimeUnit": "ns"}
+    try:
+        output.write_text(json.dumps(whole))
+    except OSError as error:
+        return cli.refuse("trace", str(error), cli.is_first_rank(), 1)
+    hosts = {record.clock for record in records.values()}
+    apart = sorted(record.host for record in records.values() if record.clock not in offsets)
+    print(f"{output}: {len(records)} ranks on {len(hosts)} hosts; open it in ui.perfetto.dev")
+    if apart:
+        write_lines(
+            f"no call tells how the clocks of {', '.join(dict.fromkeys(apart))} are set; the time "
+            "of day there was taken as it is"
+        )
+    return 0
+
+
+class Record(NamedTuple):
+    """The record of one rank.
+
+    clock: the name of the clock that its times are from: ranks on a host share one.
+    offset: what was added to that clock's times to make them times of the day, in nanoseconds.
+    written: when, in nanoseconds of the day.
+    calls, messages: entries as torch has them.
+    """
+
+    host: str
+    clock: str
+    offset: int
+    written: int
+    calls: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+
+
+class _Plain(pickle.Unpickler):
+    """Reads numbers, strings, lists and dicts, and runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it holds a {module}.{name}; a flight record has none")
+
+
+def read_folder(folder: Path, prefix: str = "") -> dict[int, Record]:
+    """Read the records in a folder, by rank; ``prefix``: what their names begin with.
+
+    Raises ValueError where there are none, or some with several prefixes, and OSError.
+    """
+    found: dict[str, dict[int, Path]] = defaultdict(dict)
+    for path in sorted(folder.iterdir()):
+        match = re.fullmatch(r"(.*?)(\d+)", path.name)
+        if match and not path.name.startswith(".") and match[1].startswith(prefix):
+            found[match[1]][int(match[2])] = path
+    if len(found) != 1:
+        what = f"names of {len(found)} kinds: {', '.join(map(repr, found))}" if found else "no file"
+        raise ValueError(
+            f"{folder}: expected the records of one job, files whose names end with the rank, and "
+            f"got {what}; give the folder or a --prefix"
+        )
+    (ranks,) = found.values()
+    records = {rank: _read(path, rank) for rank, path in sorted(ranks.items())}
+    # The time of the day was looked at by each rank when it wrote its record.
+    offsets: dict[str, int] = {}
+    for record in records.values():
+        ahead = record.offset - offsets.setdefault(record.clock, record.offset)
+        for entry in (*record.calls, *record.messages):
+            for name in _TIMES:
+                if entry[name] is not None:
+                    entry[name] -= ahead
+    return records
+
+
+def _read(path: Path, rank: int) -> Record:
+    try:
+        with path.open("rb") as file:
+            whole = _Plain(file).load()
+        entries = whole["entries"]
+        own = whole.get("mpicoll", {})
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: this is no flight record: {error}") from error
+    times = [each["time_discovered_completed_ns"] or each["time_created_ns"] for each in entries]
+    return Record(
+        own.get("host", ""),
+        own.get("clock", f"rank {rank}"),  # of another library: each its own
+        own.get("offset_ns", 0),
+        own.get("time_ns", max(times, default=0)),
+        [each for each in entries if not each["is_p2p"]],
+        own.get("messages", [each for each in entries if each["is_p2p"]]),
+    )
+
+
+# --- clocks -------------------------------------------------------------------------------------
+
+
+def align(records: Mapping[int, Record]) -> dict[str, int]:
+    """Return by how many nanoseconds each clock is ahead of that of the first rank.
+
+    The calls tell it. No rank completes an all_reduce before all have begun it: with two clocks
+    each such call bounds how far one is ahead, from both sides, as the exchange of two messages
+    does (F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989). The
+    narrowest bounds of all calls count, and of them the middle. A clock that shares no call with
+    the first is set by one that does. One that shares none with any is left out.
+    """
+    meetings = _find_meetings(records)
+    offsets: dict[str, int] = {}
+    queue = [records[min(records)].clock]
+    offsets[queue[0]] = 0
+    while queue:
+        here = queue.pop(0)
+        bounds: dict[str, tuple[int, int]] = {}
+        for spans in meetings:
+            if here not in spans:
+                continue
+            begun, ended = spans[here]
+            for clock, (their_begun, their_ended) in spans.items():
+                least, most = bounds.get(clock, (their_begun - ended, their_ended - begun))
+                bounds[clock] = max(least, their_begun - ended), min(most, their_ended - begun)
+        for clock, (least, most) in bounds.items():
+            if clock not in offsets:
+                offsets[clock] = offsets[here] + (least + most) // 2
+                queue.append(clock)
+    return offsets
+
+
+def _find_meetings(records: Mapping[int, Record]) -> list[dict[str, tuple[int, int]]]:
+    """Return, for each call at which ranks meet, when the last rank of each clock has begun it and
+    when the first has completed it.
+    """
+    found: dict[tuple[str, int], dict[str, tuple[int, int]]] = defaultdict(dict)
+    for record in records.values():
+        for call in record.calls:
+            name = _name(call)
+            moves = name == "barrier" or any(map(any, call["input_sizes"]))
+            if name not in _MEETINGS or not moves or call["state"] != "completed":
+                continue
+            begun = call["time_discovered_started_ns"] or call["time_created_ns"]
+            ended = call["time_discovered_completed_ns"]
+            spans = found[call["process_group"][0], call["collective_seq_id"]]
+            known = spans.get(record.clock, (begun, ended))
+            spans[record.clock] = max(known[0], begun), min(known[1], ended)
+    return list(found.values())
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+def trace_events(
+    records: Mapping[int, Record], offsets: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Return the events: of each rank its calls, group by group, and its messages.
+
+    offsets: of the clocks, in nanoseconds; times are on the first rank's clock, in microseconds
+    from the first call of all.
+    """
+    first = min(
+        (each["time_created_ns"] - offsets.get(record.clock, 0)
+         for record in records.values() for each in (*record.calls, *record.messages)), default=0,
+    )  # fmt: skip
+    for rank, record in records.items():
+        yield _named("process_name", f"rank {rank} {record.host}".strip(), rank)
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        begin = first + offsets.get(record.clock, 0)
+        rows: dict[str, int] = {}
+        for call in record.calls:
+            group, desc = call["process_group"]
+            if group not in rows:
+                rows[group] = len(rows)
+                yield _named("thread_name", f"group {group} {desc}", rank, rows[group])
+            yield _call_event(call, rank, rows[group], begin, record.written)
+        for number, message in enumerate(record.messages):
+            yield from _message_events(message, rank, number, begin, record.written)
+
+
+def _named(what: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    name: str = entry["profiling_name"].rpartition(":")[2]
+    return name
+
+
+def _call_event(
+    call: Mapping[str, Any], rank: int, row: int, begin: int, written: int
+) -> dict[str, Any]:
+    started = call["time_discovered_started_ns"]
+    name = _name(call) + ("" if call["state"] == "completed" else f" ({call['state']})")
+    event: dict[str, Any] = {
+        "name": name,
+        "cat": "collective",
+        "pid": rank,
+        "tid": row,
+        "args": _arguments(call),
+    }
+    if not started:  # it is queued: what goes on until then is in the row already
+        return event | {"ph": "i", "s": "t", "ts": _microseconds(call["time_created_ns"] - begin)}
+    ended = call["time_discovered_completed_ns"] or max(written, started)
+    return event | {
+        "ph": "X",
+        "ts": _microseconds(started - begin),
+        "dur": _microseconds(ended - started),
+    }
+
+
+def _message_events(
+    message: Mapping[str, Any], rank: int, number: int, begin: int, written: int
+) -> Iterable[dict[str, Any]]:
+    """Return the two events of a message; others may be on their way meanwhile."""
+    created = message["time_created_ns"]
+    ended = message["time_discovered_completed_ns"] or max(written, created)
+    event: dict[str, Any] = {
+        "name": _name(message) + ("" if message["state"] == "completed" else " (started)"),
+        "cat": "message",
+        "id": f"{rank}.{number}",
+        "pid": rank,
+        "tid": 0,
+    }
+    yield event | {
+        "ph": "b",
+        "ts": _microseconds(created - begin),
+        "args": _arguments(message),
+    }
+    yield event | {"ph": "e", "ts": _microseconds(ended - begin)}
+
+
+def _arguments(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Perfetto shows of an entry that is chosen."""
+    frames = entry.get("frames") or []
+    shown: dict[str, Any] = {
+        "number": entry["collective_seq_id"],
+        "state": entry["state"],
+        "input_sizes": str(entry["input_sizes"]),
+        "input_dtypes": str(entry["input_dtypes"]),
+        "thread": entry.get("thread_name", ""),
+    }
+    if started := entry["time_discovered_started_ns"]:
+        shown["queued_us"] = _microseconds(started - entry["time_created_ns"])
+    for number, frame in enumerate(frames):
+        shown[f"frame {number}"] = f"{frame['name']} at {frame['filename']}:{frame['line']}"
+    return shown
+
+
+def _microseconds(nanoseconds: int) -> float:
+    return nanoseconds / 1000

@@ -246,8 +246,8 @@ def _write(why: str, given: str | None = None) -> Path:
     with _lock:
         path = Path(given or f"{file_prefix()}{default_group().rank()}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Its name has no number at the end: torchfrtrace reads all that have.
-        beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+        # torchfrtrace reads all names that have the prefix in them, and takes their rest for a rank.
+        beside = path.with_name(f".{os.getpid()}.part")
         beside.write_bytes(pickle.dumps(_build(why), protocol=2))
         beside.replace(path)
         _last = time.monotonic()

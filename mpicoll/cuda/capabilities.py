@@ -53,6 +53,7 @@ class Capabilities:
     nccl:    NCCL is available, or RCCL.
     node:    names the processes that share memory with this one.
     forced:  the value of MPICOLL_DEVICE_ROUTE in this process.
+    used:    which of the GPUs the rank's arrays are on; "" before a group's first call on them.
     """
 
     vendor: str
@@ -71,6 +72,7 @@ class Capabilities:
     kind: str = ""
     nccl: bool = False
     forced: str = ""
+    used: str = ""
 
     def lacks_mpi(self, least: CudaSupport) -> str:
         """Return what MPI lacks to do so much with device memory, in words; "" for nothing."""

@@ -23,6 +23,7 @@ from mpicoll.cuda.runtime import (
 from mpicoll.dtypes import DType, Factor
 from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
+from mpicoll.kernels.peers import Collective, Peers
 from mpicoll.kernels.reduction import Loop
 
 __all__ = ["CupyRuntime"]
@@ -265,6 +266,20 @@ class CupyRuntime:
         if count:
             with self.on(index):
                 self._kernels_of(index).narrow(dtype, source, out, count, stream)
+
+    def multiprocessors(self, index: int) -> int:
+        """Return the number of multiprocessors."""
+        return int(self._cupy.cuda.Device(index).attributes["MultiProcessorCount"])
+
+    def load_collective(self, index: int, call: Collective) -> None:
+        """Compile a kernel."""
+        with self.on(index):
+            self._kernels_of(index).load_collective(call)
+
+    def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
+        """Enqueue a kernel."""
+        with self.on(index):
+            self._kernels_of(index).collective(peers, call, stream)
 
     def _kernels_of(self, index: int) -> DeviceKernels:
         if index not in self._kernels:

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpicoll.dtypes import DType, Factor
 from mpicoll.errors import DeviceMemoryError
+from mpicoll.kernels.peers import Collective, Peers
 from mpicoll.kernels.reduction import Loop
 
 __all__ = [
@@ -228,6 +229,15 @@ class Runtime(Protocol):
         self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
     ) -> None:
         """Enqueue a rounding of float32 to ``dtype``; as reduction.narrow."""
+
+    def multiprocessors(self, index: int) -> int:
+        """Return the number of a device's multiprocessors."""
+
+    def load_collective(self, index: int, call: Collective) -> None:
+        """Compile what ``collective`` needs, unless it is there."""
+
+    def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
+        """Enqueue a rank's part of a collective by one kernel on each rank's device."""
 
     def export(self, index: int, memory: Memory) -> bytes:
         """Return the handle by which another process of this host opens ``allocate``'s memory."""

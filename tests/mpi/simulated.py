@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import simulated_peers
 
 from mpicoll.cuda.runtime import UNKNOWN, Memory
 from mpicoll.errors import DeviceMemoryError, UnsupportedError
@@ -31,6 +32,12 @@ LEGACY = 1
 #: Elements after which the numbers of ``fill`` begin again: a prime, so that no slot or chunk has
 #: the numbers of another. The sum of 4 such numbers is exact in float16 and fits into 8 bits.
 PERIOD = 61
+
+#: Seconds after which a stream that does not go on is an error.
+PATIENCE = 60
+#: Seconds after which a kernel that waits for other devices begins, even if nothing on the host
+#: waits for it.
+DELAY = 0.003
 
 
 @dataclass(eq=False)
@@ -46,6 +53,7 @@ class Stream:
         self.index = index
         self.waiting: deque[Any] = deque()
         self.done = 0
+        self.running = False  # a thread does the first of what waits
 
     @property
     def end(self) -> int:
@@ -58,6 +66,7 @@ class Simulated:
     def __init__(self, devices: int = 2) -> None:
         self.devices = devices
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.numbers = itertools.count(16)
         self.streams = {(index, LEGACY): Stream(index) for index in range(devices)}
         self.pool: set[int] = set()  # addresses of memory that is not plain
@@ -76,18 +85,30 @@ class Simulated:
         with self.lock:
             found = self._find(index, stream)
             found.waiting.append(task)
-            if self.eager:
-                self._run(found, found.end)
+            end = found.end
+        if self.eager:
+            self._run(found, end)
 
     def _run(self, stream: Stream, place: int) -> None:
-        with self.lock:
-            while stream.done < place:
-                task = stream.waiting.popleft()
-                stream.done += 1
+        """Do what a stream holds, up to a place. Several threads may, each stream in its order."""
+        while True:
+            with self.changed:
+                while stream.running and stream.done < place:
+                    assert self.changed.wait(PATIENCE), "a stream stands still"
+                if stream.done >= place:
+                    return
+                task, stream.running = stream.waiting[0], True
+            try:
                 if isinstance(task, Event):
                     self._run(task.stream, task.place)
                 else:
                     task()
+            finally:
+                with self.changed:
+                    stream.waiting.popleft()
+                    stream.done += 1
+                    stream.running = False
+                    self.changed.notify_all()
 
     # --- what Runtime asks for ----------------------------------------------------------------
 
@@ -158,10 +179,9 @@ class Simulated:
 
     def is_done(self, event: Event) -> bool:
         """Asked for the first time, it is not, as a program must expect; then it comes."""
-        with self.lock:
-            done = event.stream.done >= event.place
-            self._run(event.stream, event.place)
-            return done
+        done = event.stream.done >= event.place
+        self._run(event.stream, event.place)
+        return done
 
     def synchronize(self, event: Event) -> None:
         self._run(event.stream, event.place)
@@ -258,6 +278,21 @@ class Simulated:
 
     def has_nccl(self) -> bool:
         return False
+
+    def multiprocessors(self, index: int) -> int:
+        return 2
+
+    def load_collective(self, index: int, call: Any) -> None:
+        self.load(index, call.by, 0)
+
+    def collective(self, index: int, peers: Any, call: Any, stream: int) -> None:
+        """Devices go on without their hosts, for other devices wait for them."""
+        self.enqueue(index, stream, lambda: simulated_peers.carry_out(peers, call))
+        with self.lock:
+            found = self._find(index, stream)
+            begin = threading.Timer(DELAY, self._run, (found, found.end))
+        begin.daemon = True
+        begin.start()
 
     def export(self, index: int, memory: Memory) -> bytes:
         owner = memory._owner

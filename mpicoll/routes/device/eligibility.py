@@ -50,8 +50,17 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
             lacking.setdefault(lack, []).append(rank)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
     away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
-    if route.place == "node" and away:
+    if route.place in ("node", "gpus") and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
+    elif route.place == "gpus" and not lacking:
+        by_gpu: dict[str, list[int]] = {}
+        for rank, own in enumerate(all_ranks):
+            by_gpu.setdefault(own.used, []).append(rank)
+        if "" in by_gpu:
+            missing.append("the ranks have no arrays on GPUs yet")
+        else:
+            sharing = next((ranks for ranks in by_gpu.values() if len(ranks) > 1), None)
+            missing += [f"ranks {', '.join(map(str, sharing))} share a GPU"] if sharing else []
     return "; ".join(missing)
 
 

@@ -5,15 +5,18 @@ its ranks exchange what they can do.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation, add_enqueuing
 from mpicoll.cuda import between_nodes, binding, capabilities
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import direct, eligibility, ipc, nccl
+from mpicoll.routes.device import direct, eligibility, ipc, nccl, peer
 from mpicoll.routes.device.space import Alone, DeviceSpace
 from mpicoll.routes.host import select
 from mpicoll.routes.route import Route
@@ -31,6 +34,7 @@ class Agreed:
 
     names: its routes, the best first.
     lost:  the routes that should have been among them, and why they are not.
+    peer:  what ranks with a GPU each have of each other, if they are all on one node.
     ipc:   the workspaces of all ranks, if they are mapped.
     nccl:  NCCL's communicator, if it was requested and is available.
     space: this rank's device memory.
@@ -50,7 +54,9 @@ class Agreed:
                 f"none; this rank's is {group.backend!r}"
             )
         self._me, self._used = group.rank(), [index for index, _ in said]
+        self._found = self._with_used(self._found)
         self.nccl: nccl.Nccl | None = None
+        self.peer: peer.Peers | None = None
         self.ipc: ipc.Peers | None = None
         if forced == "nccl" or mine[1]:
             self.nccl = self._had("nccl", nccl.meet(group, context))
@@ -58,12 +64,16 @@ class Agreed:
             # Messages to nobody need nothing of MPI, and nobody has to be met.
             self.space, self.names = Alone(context), ("direct", "staged")
             return
-        if "ipc" in ((forced,) if forced else eligibility.eligible_routes(self._found)):
+        wanted = (forced,) if forced else eligibility.eligible_routes(self._found)
+        if "peer" in wanted:
+            eligibility.eligible_routes(self._found, forced)  # raises
+            self.peer = self._had("peer", peer.meet(group, context))
+        if "ipc" in wanted:  # for the calls that "peer" does not serve, too
             eligibility.eligible_routes(self._found, forced)  # raises
             self.ipc = self._had("ipc", ipc.meet(group, context))
         if self.ipc is None and forced in (None, "direct", "mpi"):
             # What MPI claims counts now, and has to be tried.
-            self._found = capabilities.exchange(group.inner, probes=True)
+            self._found = self._with_used(capabilities.exchange(group.inner, probes=True))
             tried = between_nodes.try_messages(
                 group.inner, context.runtime, context.index, self._found
             )
@@ -73,10 +83,17 @@ class Agreed:
         eligible = eligibility.eligible_routes(self._found, forced)
         if forced in self.lost:
             raise UnsupportedError(f"{eligibility.FORCED}={forced}: {self.lost[forced]}; unset it")
-        without = self.lost if self.ipc is None else ("direct", "mpi")  # which nobody has tried
-        self.names = tuple(name for name in eligible if name not in without)
+        untried = () if self.ipc is None else ("direct", "mpi")
+        self.names = tuple(name for name in eligible if name not in (*self.lost, *untried))
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
+
+    def _with_used(self, found: Sequence[Capabilities]) -> tuple[Capabilities, ...]:
+        """Return what the ranks can do, with the GPU that each one's arrays are on."""
+        return tuple(
+            replace(own, used=own.gpus[index]) if own.gpus else own
+            for own, index in zip(found, self._used, strict=True)
+        )
 
     def _had(self, name: str, made: T | str) -> T | None:
         """Return what the ranks have made for a route; if it is why they could not, note that."""
@@ -109,7 +126,7 @@ class Agreed:
 
     def close(self, limit: float) -> None:
         """Free what the routes have; all ranks call. limit: seconds to wait for them."""
-        for route in (self.nccl, self.ipc):
+        for route in (self.nccl, self.peer, self.ipc):
             if route is not None:
                 route.close(limit)
 

@@ -1,0 +1,187 @@
+"""The route of GPUs that reach each other's memory, one for each rank: on simulated devices."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+
+import numpy as np
+import pytest
+import simulated
+from conftest import TIMEOUT
+from conftest import team as group_of
+from device_arrays import forced
+from driver import DTYPES, NAMES, legal_operations
+from test_devices import SOME, DeviceCall, UnevenDeviceCall, got, uploaded
+
+import mpicoll as dist
+from mpicoll.cuda import runtime
+from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
+from mpicoll.kernels import peers
+from mpicoll.routes import registry
+from mpicoll.routes.device import peer
+
+pytestmark = pytest.mark.up_to_3
+
+PRIMITIVES = registry.DEVICE["peer"].primitives
+
+
+class Arrays(simulated.Arrays):
+    """Of four devices: each rank has one of its own."""
+
+    devices = 4
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    with pytest.MonkeyPatch.context() as patch, forced("auto"):
+        made = Arrays()
+        patch.setattr(runtime, "_runtime", made.cuda)
+        patch.setenv("MPICOLL_CUDA_AWARE", "none")
+        # Seams everywhere: several chunks of each block, and both ways for few elements.
+        patch.setattr(peer, "WORKSPACE", 16 * 1024)
+        patch.setattr(peers, "LEAST", 256)
+        patch.setattr(peers, "ONE_SHOT", 2048)
+        yield made
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def teams(arrays):
+    dist.init_process_group(timeout=TIMEOUT)
+    n = dist.get_world_size()
+    yield [group_of("world", range(n)), group_of("reordered", range(n)[::-1])]
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def world(teams):
+    return teams[0]
+
+
+def taken(group):
+    """The routes of a group that has called."""
+    return group.resources.find("devices").names
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_calls(arrays, teams, name):
+    """All that it serves, by the route that mpicoll chooses; any layout, synchronous or not."""
+    cases = itertools.cycle([("C", False), ("third", True), ("1", False), ("C", True)])
+    for dtype in SOME if name == "broadcast" else DTYPES:
+        reduces = NAMES[name].reduces
+        ops = legal_operations(dtype) if reduces else [None]
+        for op in ops if dtype in SOME else ops[:1]:
+            for count, (layout, async_op) in zip((1, 100, 3001), cases, strict=False):
+                team = teams[count % 2]
+                DeviceCall(
+                    arrays, name, team, dtype, count, op, count % team.size
+                    if NAMES[name].root else 0, layout=layout,
+                ).complete(async_op)  # fmt: skip
+    for team in teams:
+        assert team.size == 1 or taken(dist.group.WORLD if team is teams[0] else team.group)[0] == "peer"
+
+
+def test_blocks_of_different_sizes(arrays, world):
+    for dtype in SOME:
+        for turn, op in enumerate(legal_operations(dtype)):
+            for sizes in ([5, 0, 3, 17], [0, 700, 0, 1], [300, 1, 2000, 40]):
+                UnevenDeviceCall(arrays, world, dtype, sizes, op).complete(turn % 2 == 1)
+    counts = [5, 0, 300, 17][: world.size]
+    given = uploaded(arrays, np.full(counts[world.me], world.me + 1, "i8"), world.me)
+    outputs = [uploaded(arrays, np.zeros(count, "i8"), world.me) for count in counts]
+    dist.all_gather(outputs, given)
+    for rank, output in enumerate(outputs):
+        assert (got(output) == rank + 1).all()
+
+
+def test_ranks_that_share_a_gpu(arrays, world):
+    """Take another route, without a warning."""
+    if world.size == 1:
+        return
+    group = dist.new_group()
+    array = uploaded(arrays, np.full(10, world.me, np.float32))
+    dist.all_reduce(array, group=group)
+    assert (got(array) == sum(range(world.size))).all()
+    assert "peer" not in taken(group)
+    why = group.resources.find("devices").describe()["peer"]
+    assert why == f"ranks {', '.join(map(str, range(world.size)))} share a GPU"
+    dist.destroy_process_group(group)
+    with forced("peer"), pytest.raises(UnsupportedError, match="share a GPU; unset it"):
+        dist.all_reduce(array, group=dist.new_group())
+
+
+@pytest.mark.parametrize("how", ["wrong", "late", "cannot be mapped"])
+def test_a_try_that_fails(arrays, world, monkeypatch, how):
+    """All take another route, and the first rank says why."""
+    if world.size == 1:
+        return
+    monkeypatch.setattr(peer, "TRY_LIMIT", 0.3)
+    last = world.size - 1
+    works = {name: getattr(arrays.cuda, name) for name in ("collective", "open")}
+    if world.me == last:
+        if how == "wrong":
+            monkeypatch.setattr(
+                arrays.cuda, "collective",
+                lambda i, p, call, s: works["collective"](i, p, call._replace(send=call.recv), s),
+            )  # fmt: skip
+        elif how == "late":
+            monkeypatch.setattr(arrays.cuda, "collective", lambda *what: None)
+        else:
+
+            def refuse(*what):
+                raise RuntimeError("no peer access")
+
+            monkeypatch.setattr(arrays.cuda, "open", refuse)
+    group = dist.new_group()
+    array = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
+    words = {"wrong": "is wrong there", "late": "does not arrive within"}.get(how, "no peer access")
+    if world.me == 0:
+        with pytest.warns(RuntimeWarning, match=words):
+            dist.all_reduce(array, group=group)
+    else:
+        dist.all_reduce(array, group=group)
+    assert (got(array) == sum(range(world.size))).all() and "peer" not in taken(group)
+    dist.destroy_process_group(group)
+
+
+def test_ranks_that_give_up(arrays, world):
+    """All learn it from their next call, by name; the group is of no use any more."""
+    if world.size == 1:
+        return
+    group = dist.new_group(timeout=2)
+    mine = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
+    dist.all_reduce(mine, group=group)
+    assert (got(mine) == sum(range(world.size))).all()
+    found = group.resources.find("devices").peer
+    if world.me:  # rank 0 has not called
+        found.carry_out(peer._tried(*[uploaded(arrays, np.zeros(peer._TRIED * world.size, "u1"),
+                                               world.me).memory.address] * 2, world.size))  # fmt: skip
+        found.context.synchronize(found.context.work)
+    dist.barrier()
+    if world.me == 0:
+        found.carry_out(peer._tried(mine.memory.address, mine.memory.address, world.size))
+        found.context.synchronize(found.context.work)
+    for _ in range(2):
+        with pytest.raises(DistBackendError, match=rf"rank \d's GPU has waited 2\S* s for rank 0"):
+            dist.all_reduce(mine, group=group)
+    dist.destroy_process_group(group)
+
+
+def test_calls_that_differ(arrays, world):
+    """The kernels compare what the hosts have not."""
+    if world.size == 1:
+        return
+    group = dist.new_group(timeout=30)
+    array = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
+    for _ in range(3):
+        dist.all_reduce(array, group=group)
+    found, begun = group.resources.find("devices").peer, time.monotonic()
+    call = peer._tried(array.memory.address, array.memory.address, world.size)
+    found.carry_out(call._replace(starts=[4 * k for k in range(world.size + 1)], call=world.me + 1))
+    found.context.synchronize(found.context.work)
+    assert time.monotonic() - begun < 20, "it is not the time that has ended this"
+    with pytest.raises((DistBackendError, MismatchError), match="do not belong together"):
+        dist.all_reduce(array, group=group)
+    dist.destroy_process_group(group)

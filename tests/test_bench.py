@@ -754,7 +754,7 @@ def test_good_words() -> None:
         ("reduce --short --latency", "--short is without percentiles"),
         ("reduce --device cuda --compare mpi4py", "--compare is for --device cpu"),
         ("reduce --routes mpi,peer", "--routes peer: expected all, or some of mpi"),
-        ("reduce --device cuda --routes shared", "--routes shared: expected all, or some of ipc"),
+        ("reduce --device cuda --routes shared", "--routes shared: expected all, or some of peer"),
     ],
 )
 def test_words_that_contradict(words: str, said: str) -> None:

@@ -8,10 +8,8 @@ is the NumPy implementation of ``reduction.py``, which shares no conversion with
 
 import ctypes
 import functools
-import glob
 import itertools
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -481,7 +479,7 @@ RACES = """
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { N = 3, TURNS = 12, ROOM = 96, GRID = 2, THREADS = 2, COUNT = 500 };  /* 2048 bytes and fewer */
+enum { N = 3, TURNS = 12, ROOM = 96, GRID = 2, THREADS = 2, COUNT = 500 };
 
 int main()
 {
@@ -548,10 +546,10 @@ def nvrtc():
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     for name in ("builtins", ""):  # the compiler loads the former by its name alone
         pattern = f"libnvrtc-{name}.so.*[0-9]" if name else "libnvrtc.so.*"
-        found = [each for p in places for each in glob.glob(f"{p}/**/{pattern}", recursive=True)]
+        found = sorted(str(each) for p in places for each in Path(p).rglob(pattern))
         if not found:
             pytest.skip("there is no NVRTC")
-        loaded = ctypes.CDLL(sorted(found)[0], mode=ctypes.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
     return loaded
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,7 +38,10 @@ RANKS, BLOCKS, STEP_BITS = 16, 32, 48
 ALL = -1
 LATE, DIFFERS = 1, 2
 #: The struct Header there, in whole lines of memory.
-_LINE, _HEADER = 128, [("told", "u8", (BLOCKS, 2, RANKS)), ("steps", "u8", BLOCKS), ("failure", "u8")]
+_LINE, _HEADER = (
+    128,
+    [("told", "u8", (BLOCKS, 2, RANKS)), ("steps", "u8", BLOCKS), ("failure", "u8")],
+)
 _PADDING = -np.dtype(_HEADER).itemsize % _LINE
 HEADER = np.dtype([*_HEADER, ("padding", "u1", _PADDING)])
 
@@ -87,7 +91,8 @@ class Cut(NamedTuple):
     chunk: int
 
 
-class Collective(NamedTuple):
+@dataclass(frozen=True)
+class Collective:
     """A collective call of one rank.
 
     name:    all_reduce, which is reduce as well, reduce_scatter, all_gather or broadcast.

@@ -45,7 +45,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from run import ENVIRONMENT, MPI, PLAIN, TORCH, Launch, read_report  # noqa: E402
 
-ROUTES = ["auto", "ipc", "staged", "direct", "mpi", "nccl"]
+ROUTES = ["auto", "peer", "ipc", "staged", "direct", "mpi", "nccl"]
 RANKS = [2, 1, 4]
 #: Seconds that the ranks have to say what they can do; trying an MPI takes one minute at most.
 ANSWER = 120
@@ -104,8 +104,11 @@ SUITES = (
     ),
     Suite("sanitizer", ["tests/gpu/test_sanitizer.py"], ["cupy"], ranks=(0,)),
 )  # fmt: skip
-#: Without a GPU: simulated devices have all routes but NCCL's, tensors on the host have none.
-HOST_ROUTES = {"simulated": [name for name in ROUTES if name != "nccl"], "torch": ["auto"]}
+#: Without a GPU: simulated devices have all routes but NCCL's, and too few devices for a GPU each;
+#: tensors on the host have none.
+HOST_ROUTES = {
+    "simulated": [name for name in ROUTES if name not in ("peer", "nccl")], "torch": ["auto"],
+}  # fmt: skip
 
 #: Lets an MPI use a UCX that is found first, by the name of its environment.
 ON_UCX = {
@@ -120,13 +123,20 @@ ON_UCX = {
 #: Asks the ranks for the routes that they can take: prints "" or what is missing, by route.
 ASK = """
 import json, sys
+from dataclasses import replace
 import mpicoll as dist
-from mpicoll.cuda import capabilities
+from mpicoll.cuda import binding, capabilities
 from mpicoll.routes.device import eligibility
 from mpicoll.errors import MpicollError
 from mpicoll.core.groups import default_group
 dist.init_process_group(timeout=60)
-found = capabilities.exchange(default_group().inner, probes=True)
+comm = default_group().inner
+found = capabilities.exchange(comm, probes=True)
+used = comm.allgather(binding.bind() if found[comm.rank].gpus else None)
+found = [
+    own if index is None else replace(own, used=own.gpus[index])
+    for own, index in zip(found, used)
+]
 said = {"auto": ""}
 for name in sys.argv[1:]:
     try:

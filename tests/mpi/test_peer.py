@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def test_calls(arrays, teams, name):
                     if NAMES[name].root else 0, layout=layout,
                 ).complete(async_op)  # fmt: skip
     for team in teams:
-        assert team.size == 1 or taken(dist.group.WORLD if team is teams[0] else team.group)[0] == "peer"
+        assert team.size == 1 or taken(team.group)[0] == "peer"
 
 
 def test_blocks_of_different_sizes(arrays, world):
@@ -124,7 +125,7 @@ def test_a_try_that_fails(arrays, world, monkeypatch, how):
         if how == "wrong":
             monkeypatch.setattr(
                 arrays.cuda, "collective",
-                lambda i, p, call, s: works["collective"](i, p, call._replace(send=call.recv), s),
+                lambda i, p, call, s: works["collective"](i, p, replace(call, send=call.recv), s),
             )  # fmt: skip
         elif how == "late":
             monkeypatch.setattr(arrays.cuda, "collective", lambda *what: None)
@@ -156,15 +157,18 @@ def test_ranks_that_give_up(arrays, world):
     assert (got(mine) == sum(range(world.size))).all()
     found = group.resources.find("devices").peer
     if world.me:  # rank 0 has not called
-        found.carry_out(peer._tried(*[uploaded(arrays, np.zeros(peer._TRIED * world.size, "u1"),
-                                               world.me).memory.address] * 2, world.size))  # fmt: skip
+        given, output = (
+            uploaded(arrays, np.zeros(peer._TRIED * n, "u1"), world.me) for n in (1, 4)
+        )
+        call = peer._tried(given.memory.address, output.memory.address, world.size)
+        found.carry_out(call)
         found.context.synchronize(found.context.work)
     dist.barrier()
     if world.me == 0:
         found.carry_out(peer._tried(mine.memory.address, mine.memory.address, world.size))
         found.context.synchronize(found.context.work)
     for _ in range(2):
-        with pytest.raises(DistBackendError, match=rf"rank \d's GPU has waited 2\S* s for rank 0"):
+        with pytest.raises(DistBackendError, match=r"rank \d's GPU has waited 2\S* s for rank 0"):
             dist.all_reduce(mine, group=group)
     dist.destroy_process_group(group)
 
@@ -179,7 +183,7 @@ def test_calls_that_differ(arrays, world):
         dist.all_reduce(array, group=group)
     found, begun = group.resources.find("devices").peer, time.monotonic()
     call = peer._tried(array.memory.address, array.memory.address, world.size)
-    found.carry_out(call._replace(starts=[4 * k for k in range(world.size + 1)], call=world.me + 1))
+    found.carry_out(replace(call, starts=[4 * k for k in range(world.size + 1)], call=world.me + 1))
     found.context.synchronize(found.context.work)
     assert time.monotonic() - begun < 20, "it is not the time that has ended this"
     with pytest.raises((DistBackendError, MismatchError), match="do not belong together"):

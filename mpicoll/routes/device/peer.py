@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import gcd
 from typing import TYPE_CHECKING
@@ -242,8 +243,8 @@ def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, int], None
     def carry_out(call: Collective, root: int) -> None:
         count, starts = call.count * numbers, [start * numbers for start in call.starts]
         found.carry_out(
-            call._replace(
-                by=by, width=width, divisor=divisor, count=count, starts=starts,
+            replace(
+                call, by=by, width=width, divisor=divisor, count=count, starts=starts,
                 call=_digest(signature, root, count, starts),
             )
         )  # fmt: skip
@@ -257,7 +258,7 @@ def _reduce(found: Peers, kind: CallKind) -> Implementation:
 
     def reduce(send: None, view: DeviceView, count: int, root: int) -> None:
         call = Collective("all_reduce", None, 0, 0, view.address, view.count)
-        carry_out(call._replace(root=root) if rooted else call, root)
+        carry_out(replace(call, root=root) if rooted else call, root)
 
     return reduce
 

@@ -97,6 +97,20 @@ def test_blocks_of_different_sizes(arrays, world):
         assert (got(output) == rank + 1).all()
 
 
+def test_the_host_meets_nobody(arrays, world, mpi):
+    """A rank goes on while the others have not made the call."""
+    array = uploaded(arrays, np.full(1000, world.me, np.float32), world.me)
+    mpi.Barrier()
+    if world.me == 0:
+        for _ in range(3):
+            dist.all_reduce(array)
+    mpi.Barrier()
+    if world.me:
+        for _ in range(3):
+            dist.all_reduce(array)
+    assert (got(array) == sum(range(world.size)) * world.size**2).all()
+
+
 def test_ranks_that_share_a_gpu(arrays, world):
     """Take another route, without a warning."""
     if world.size == 1:

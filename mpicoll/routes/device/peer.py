@@ -338,4 +338,5 @@ ROUTE = Route(
     place="gpus",
     needs="all ranks on one node, each with a GPU of its own, and CUDA IPC between them",
     lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
+    blocks="",
 )

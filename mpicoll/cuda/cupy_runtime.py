@@ -121,11 +121,15 @@ class CupyRuntime:
         """Return a context in which a device's primary context is current."""
         return self._driver.on(index)
 
+    def is_captured(self, index: int, stream: int) -> bool:
+        """Call cudaStreamIsCapturing."""
+        with self.on(index):
+            asked = stream not in (UNKNOWN, LEGACY)
+            return asked and bool(self._api.streamIsCapturing(stream))
+
     def check_stream(self, index: int, stream: int, where: str) -> None:
         """Raise UnsupportedError for a stream that is being captured into a graph."""
-        with self.on(index):
-            captured = stream not in (UNKNOWN, LEGACY) and self._api.streamIsCapturing(stream)
-        if captured:
+        if self.is_captured(index, stream):
             raise UnsupportedError(
                 f"{where}: the current stream is being captured into a CUDA graph, and MPI cannot "
                 "be a part of one; make the call outside the capture"
@@ -275,6 +279,10 @@ class CupyRuntime:
         """Compile a kernel."""
         with self.on(index):
             self._kernels_of(index).load_collective(call)
+
+    def has_collective(self, index: int, call: Collective) -> bool:
+        """Look for a kernel."""
+        return self._kernels_of(index).has_collective(call)
 
     def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
         """Enqueue a kernel."""

@@ -156,6 +156,9 @@ class Runtime(Protocol):
         Afterwards the thread has what it had, and no device is set up that it did not use.
         """
 
+    def is_captured(self, index: int, stream: int) -> bool:
+        """Return whether a stream is being captured into a graph."""
+
     def check_stream(self, index: int, stream: int, where: str) -> None:
         """Raise UnsupportedError if a stream is captured: no call can be ordered in it."""
 
@@ -235,6 +238,9 @@ class Runtime(Protocol):
 
     def load_collective(self, index: int, call: Collective) -> None:
         """Compile what ``collective`` needs, unless it is there."""
+
+    def has_collective(self, index: int, call: Collective) -> bool:
+        """Return whether what ``collective`` needs is compiled."""
 
     def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
         """Enqueue a rank's part of a collective by one kernel on each rank's device."""

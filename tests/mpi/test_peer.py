@@ -127,6 +127,71 @@ def test_ranks_that_share_a_gpu(arrays, world):
         dist.all_reduce(array, group=dist.new_group())
 
 
+# ---- Graphs --------------------------------------------------------------------------------------
+
+
+def test_graphs(arrays, world):
+    """Calls are captured and replayed, among others; nothing happens in the capture itself."""
+    count = 700
+    array = uploaded(arrays, np.full(count, world.me + 1, np.int64), world.me)
+    small = uploaded(arrays, np.full(3, 1, np.float32), world.me)
+    output = uploaded(arrays, np.zeros((world.size, 3), np.float32), world.me)
+    for other in (small, output):
+        other.number = array.number  # one stream
+        other.upload()
+    dist.all_reduce(array)
+    dist.all_gather_single(output, small)
+    total = sum(range(1, world.size + 1))
+    assert (got(array) == total).all()
+    with arrays.capturing(array) as graph:
+        dist.all_reduce(array)
+        array.double()
+        dist.all_gather_single(output, small)
+    assert (got(array) == total).all() and len(graph.tasks) == 3
+    for turn in range(4):
+        if turn == world.me:
+            time.sleep(0.01)
+        graph.launch()
+        total *= 2 * world.size
+        if turn % 2:
+            dist.all_reduce(array)
+            total *= world.size
+    assert (got(array) == total).all() and (got(output) == 1).all()
+
+
+def test_what_cannot_be_captured(arrays, world):
+    """Is refused by name, on all ranks, and the capture goes on."""
+    array = uploaded(arrays, np.full(50, 1, np.float32), world.me)
+    narrow = uploaded(arrays, np.full(50, 1, np.int16), world.me)
+    third = arrays.make(np.ones(50, np.float32), world.me, "third")
+    for other in (narrow, third):
+        other.number = array.number
+        other.upload()
+    group = dist.new_group()
+    dist.all_reduce(array)
+    dist.all_reduce(third)
+    arrays.cuda.loaded = {line for line in arrays.cuda.loaded if "int16" not in line}
+    with arrays.capturing(array):
+        with pytest.raises(UnsupportedError, match="captured"):
+            dist.all_reduce(array, group=group)  # the first call of a group
+        with pytest.raises(UnsupportedError, match=r"captured .* without async_op"):
+            dist.all_reduce(array, async_op=True)
+        with pytest.raises(UnsupportedError, match=r"captured .* contiguous"):
+            dist.all_reduce(third)
+        with pytest.raises(UnsupportedError, match="captured"):
+            dist.isend(array, 0)
+    dist.all_reduce(narrow)
+    arrays.cuda.loaded = set()
+    with arrays.capturing(array), pytest.raises(UnsupportedError, match=r"captured .* not there"):
+        dist.all_reduce(narrow)
+    dist.all_reduce(narrow)
+    assert (got(narrow) == world.size**2).all() and (got(array) == world.size).all()
+    dist.destroy_process_group(group)
+
+
+# ---- Trouble -------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("how", ["wrong", "late", "cannot be mapped"])
 def test_a_try_that_fails(arrays, world, monkeypatch, how):
     """All take another route, and the first rank says why."""

@@ -29,7 +29,7 @@ from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp, by_name
-from mpicoll.errors import DistBackendError
+from mpicoll.errors import DistBackendError, UnsupportedError
 from mpicoll.kernels import peers
 from mpicoll.kernels.peers import HEADER, RANKS, Collective
 from mpicoll.kernels.reduction import find_loop
@@ -83,10 +83,16 @@ class Peers:
     def carry_out(self, call: Collective) -> None:
         """Enqueue this rank's part of a call.
 
-        Raises DistBackendError if the ranks have given up in an earlier one.
+        Raises DistBackendError if the ranks have given up in an earlier one, and UnsupportedError
+        in a capture for a kernel that is not there yet.
         """
         self.check()
         context = self.context
+        if context.captured and not context.runtime.has_collective(context.index, call):
+            raise UnsupportedError(
+                f"{call.name}: the current stream is being captured into a CUDA graph, and the "
+                "kernel is not there yet; make such a call, with arrays that lie alike, before"
+            )
         context.runtime.load_collective(context.index, call)
         context.runtime.collective(context.index, self._peers, call, context.work)
 
@@ -339,4 +345,5 @@ ROUTE = Route(
     needs="all ranks on one node, each with a GPU of its own, and CUDA IPC between them",
     lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
     blocks="",
+    captures=True,
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation, add_enqueuing
+from mpicoll.core.plan import CallKind, Extent, Implementation, add_capturable, add_enqueuing
 from mpicoll.cuda import between_nodes, binding, capabilities
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.streams import DeviceContext
@@ -142,12 +142,12 @@ def choose(kind: CallKind) -> Implementation:
     """Return the implementation for calls of this kind on device memory in this group."""
     group = kind.group
     chosen: Implementation | None = None
-    only_enqueues = False
+    only_enqueues = captures = False
 
     def carry_out(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
-        nonlocal chosen, only_enqueues
+        nonlocal chosen, only_enqueues, captures
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
         is_first = group.resources.find("devices") is None  # on every rank
@@ -156,11 +156,12 @@ def choose(kind: CallKind) -> Implementation:
         if chosen is None:
             chosen, route = _build(agreed, kind)
             only_enqueues = route.blocks == "" or (agreed.space.alone and route is direct.ROUTE)
+            captures = route.captures
         chosen(send, recv, extent, root)
         if is_first:
             agreed.warn()  # when no rank waits for this one: a program may make warnings errors
 
-    return add_enqueuing(carry_out, lambda: only_enqueues)
+    return add_capturable(add_enqueuing(carry_out, lambda: only_enqueues), lambda: captures)
 
 
 def _build(agreed: Agreed, kind: CallKind) -> tuple[Implementation, Route]:

@@ -117,14 +117,14 @@ class Peers:
         """Carry out an all-gather in a short time; return why it failed, "" if it did not."""
         context, n, me, found = self.context, self.n, self.me, self._peers
         send, recv = context.scratch(_TRIED), context.scratch(n * _TRIED)
-        pinned = context.pinned((n + 1) * _TRIED)
+        pinned = context.runtime.allocate_pinned(context.index, (n + 1) * _TRIED)
         host = pinned.on_host()[: (n + 1) * _TRIED].reshape(n + 1, _TRIED)
         host[0], host[1:] = _pattern(me), 0
-        runtime, index, stream = context.runtime, context.index, context.work
+        runtime, index, stream = context.runtime, context.index, context.to_device
         call = _tried(send.address, recv.address, n)
         self._peers = found._replace(limit=_nanoseconds(TRY_LIMIT))
         runtime.copy(index, send.address, pinned.address, _TRIED, stream)
-        self.carry_out(call)
+        runtime.collective(index, self._peers, call, stream)
         runtime.copy(index, pinned.address + _TRIED, recv.address, n * _TRIED, stream)
         context.synchronize(stream)
         self._peers = found
@@ -174,10 +174,11 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
     own, handle, found, problem, blocks = None, b"", [], "", peers.BLOCKS
     try:
         own = allocate(runtime, index, -(-(HEADER.itemsize + WORKSPACE) // _BLOCK) * _BLOCK)
-        zeros = context.pinned(HEADER.itemsize)
+        zeros = runtime.allocate_pinned(index, HEADER.itemsize)
         zeros.on_host()[: HEADER.itemsize] = 0
-        runtime.copy(index, own.address, zeros.address, HEADER.itemsize, context.work)
-        context.synchronize(context.work)
+        # In a stream of its own: the host does not wait for what the call comes after.
+        runtime.copy(index, own.address, zeros.address, HEADER.itemsize, context.to_device)
+        context.synchronize(context.to_device)
         runtime.load_collective(index, _tried(0, 0, n))
         blocks = min(blocks, runtime.multiprocessors(index))
         handle = runtime.export(index, own)

@@ -92,6 +92,7 @@ SUITES = (
         "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
         ["auto", "staged", "nccl"], alone=True,
     ),
+    Suite("peer", ["tests/gpu/test_peer.py"], ["cupy"], ranks=(2, 4), alone=True),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
         part=MPI, alone=True, host="simulated",

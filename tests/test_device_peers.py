@@ -190,7 +190,9 @@ class FakeCupy(types.ModuleType):
                 return kernel
 
         self.RawModule = RawModule
-        self.cuda = types.SimpleNamespace(Stream=Stream)
+        self.cuda = types.SimpleNamespace(
+            Stream=Stream, runtime=types.SimpleNamespace(is_hip=False)
+        )
 
     def run(self):
         """Carry out what is in all streams."""

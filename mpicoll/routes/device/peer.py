@@ -26,7 +26,7 @@ from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import encode_kind
 from mpicoll.core.work import deadline
-from mpicoll.cuda.runtime import Memory, allocate
+from mpicoll.cuda.runtime import CUDA, Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, UnsupportedError
@@ -173,6 +173,10 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
         return f"the kernels serve {RANKS} ranks at most, and the group has {n}"
     own, handle, found, problem, blocks = None, b"", [], "", peers.BLOCKS
     try:
+        if runtime.kind() != CUDA:
+            raise UnsupportedError(
+                f"the kernels are CUDA's, and the devices are {runtime.kind()}'s"
+            )
         own = allocate(runtime, index, -(-(HEADER.itemsize + WORKSPACE) // _BLOCK) * _BLOCK)
         zeros = runtime.allocate_pinned(index, HEADER.itemsize)
         zeros.on_host()[: HEADER.itemsize] = 0

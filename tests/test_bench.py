@@ -615,7 +615,7 @@ def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
 def test_routes_of_devices(ended: Ended) -> None:
     """Each in a group that takes it; what a rank lacks for the others is said."""
     found = routes_of(ended)
-    routes = ["ipc", "direct", "mpi", "staged"]
+    routes = ["shared_gpu", "ipc", "direct", "mpi", "staged"]
     assert all(list(compared) == ["copy", *routes] for compared in found.values())
     assert all(found["all_reduce"].values()) and all(found["gather"].values())
     assert found["all_to_all"]["ipc"] and not found["all_to_all"]["mpi"]
@@ -754,7 +754,10 @@ def test_good_words() -> None:
         ("reduce --short --latency", "--short is without percentiles"),
         ("reduce --device cuda --compare mpi4py", "--compare is for --device cpu"),
         ("reduce --routes mpi,peer", "--routes peer: expected all, or some of mpi"),
-        ("reduce --device cuda --routes shared", "--routes shared: expected all, or some of peer"),
+        (
+            "reduce --device cuda --routes shared",
+            "--routes shared: expected all, or some of shared_gpu",
+        ),
     ],
 )
 def test_words_that_contradict(words: str, said: str) -> None:

@@ -113,7 +113,7 @@ def library(code, folder):
     """One kernel as a library of the host; what has no meaning in C++ ends the process."""
     name = re.search(r"\n(\w+)\([^\n]*\)\n$", code)[1]
     source = folder / f"{abs(hash(code))}.cpp"
-    kernel = {"COMBINE": "combine", "NARROW": "narrow"}.get(name, "scale")
+    kernel = "scale" if name.startswith("SCALE") else name.lower()
     source.write_text(BEFORE + code + AFTER.replace("NAME", kernel))
     made = source.with_suffix(".so")
     command = [
@@ -337,6 +337,52 @@ def test_very_many_sources(kernels, n):
     check(kernels, ReduceOp.AVG, by_name["bfloat16"], n, 19, [0, 1] * n, tame, n - 1, n)
 
 
+def check_for_all(kernels, op, dtype, n, m, count, offsets, aliased=()):
+    """n sources at offsets[:n], m outputs at the next ones; aliased: sources that are outputs."""
+    placed = [place(dtype.numpy, count, offset) for offset in offsets[: n + m]]
+    for seed, (array, _) in enumerate(placed):
+        random_bits(array, seed)
+    outs = [*range(n, n + m), *aliased]
+    divisor = n if op is ReduceOp.AVG else 1
+    expected = np.empty(count, dtype.numpy)
+    reduction.combine(op, dtype, [array for array, _ in placed[:n]], expected, divisor)
+    before = [memory.copy() for _, memory in placed]
+    addresses = [array.ctypes.data for array, _ in placed]
+    kernels.combine_for_all(
+        reduction.find_loop(op, dtype), addresses[:n], [addresses[k] for k in outs], count,
+        divisor, STREAM,
+    )  # fmt: skip
+    for k, ((array, memory), old) in enumerate(zip(placed, before, strict=True)):
+        if k in outs:
+            assert_same_bits(array.copy(), expected, is_wide(dtype))
+            start = array.ctypes.data - memory.ctypes.data
+            array.view(np.uint8)[:] = old[start : start + array.nbytes]
+        assert np.array_equal(memory, old), "memory outside of the results was written"
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [("SUM", "float32"), ("AVG", "bfloat16"), ("PRODUCT", "float8_e5m2"), ("MAX", "int8"),
+     ("SUM", "complex64"), ("MIN", "float64"), ("BXOR", "bool")],
+)  # fmt: skip
+def test_combine_for_all(kernels, op, name):
+    """What combines is what ``test_combine`` has tried for all dtypes and operations."""
+    op, dtype = getattr(ReduceOp, op), by_name[name]
+    for turn, (n, count) in enumerate(itertools.product((1, 2, 5), (1, 61, 1001))):
+        for m, aliased in ((1, ()), (0, range(n)), (2, (n - 1,))):
+            offsets = (ALIKE, SHIFTED, UNLIKE, [1] * n + [0] * 9)[(turn + m) % 4]
+            check_for_all(kernels, op, dtype, n, m, count, offsets, aliased)
+
+
+def test_outputs_that_lie_in_another_way(kernels, cupy):
+    """Sources are read in pieces all the same."""
+    for offsets, pieces in (([1] * 4, 1024), ([1, 1, 0, 2], 1024), ([1, 0, 1, 1], 0)):
+        check_for_all(kernels, ReduceOp.SUM, by_name["float32"], 2, 2, 4099, offsets)
+        assert cupy.launched[-1][-2] == pieces
+    check_for_all(kernels, ReduceOp.SUM, by_name["float32"], 12, 12, 50, [0, 1] * 12, range(12))
+    assert cupy.loaded[-1] == "combine_for_all"
+
+
 def test_one_grid_goes_over_everything_again_and_again(kernels, cupy):
     """More elements than threads; few enough threads to run them here."""
     cupy.multiprocessors = 1
@@ -486,6 +532,10 @@ def test_widening_makes_no_subnormals_but_of_bfloat16(kernels, cupy, dtype):
 
 
 def test_refusals(kernels):
+    for sources, outs in (([], [64]), ([64], [])):
+        with pytest.raises(ArgumentError, match="nothing to combine, or nowhere"):
+            add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
+            kernels.combine_for_all(add, sources, outs, 1, 1, STREAM)
     add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     with pytest.raises(ArgumentError, match="nothing to combine"):
         kernels.combine(add, [], 64, 1, 1, STREAM)
@@ -531,6 +581,7 @@ LINES = [
     *(f"COMBINE({name}, {op}, 16)" for name in ("int8", "uint64") for op in range(7)),
     *(f"COMBINE(bool, {op}, 16)" for op in (4, 5, 6)),
     *(f"COMBINE(float32, 0, {capacity})" for capacity in (500, 4000)),
+    *(f"COMBINE_FOR_ALL({name}, 0, 16)" for name in ("float32", "bfloat16", "complex64", "int8")),
     *(f"SCALE({name})" for name in ("bfloat16", "float8_e4m3fn", "float64", "int16")),
     *(f"SCALE_COMPLEX({name})" for name in ("float32", "float64")),
     *(f"NARROW({name})" for name in ("bfloat16", "float16", "float8_e5m2fnuz")),

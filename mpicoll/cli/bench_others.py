@@ -27,7 +27,7 @@ from mpicoll.cli.bench_calls import (
 from mpicoll.cli.timing import Call
 from mpicoll.core.groups import default_group
 from mpicoll.core.plan import CallKind
-from mpicoll.cuda import capabilities
+from mpicoll.cuda import binding, capabilities
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import MpicollError
 from mpicoll.primitives import Layout
@@ -224,7 +224,9 @@ def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
             name: "" if name in eligible else f"it needs {registry.HOST[name].needs}"
             for name in names
         }
-    found = capabilities.exchange(default_group().inner, probes=True)
+    comm = default_group().inner
+    found = capabilities.exchange(comm, probes=True)
+    found = eligibility.with_used(found, comm.allgather(binding.bind()))
     reasons = {}
     for name in names:
         try:

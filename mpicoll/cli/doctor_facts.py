@@ -92,7 +92,12 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     from mpicoll.cuda.capabilities import exchange
     from mpicoll.errors import MpicollError
     from mpicoll.primitives import PRIMITIVES, Layout
-    from mpicoll.routes.device.eligibility import describe_routes, eligible_routes, forced_route
+    from mpicoll.routes.device.eligibility import (
+        describe_routes,
+        eligible_routes,
+        forced_route,
+        with_used,
+    )
     from mpicoll.routes.host import single_copy
     from mpicoll.routes.registry import DEVICE
 
@@ -106,6 +111,7 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
             binding.device_for(rank, len(own.gpus))
             for rank, own in zip(local, seen.all_ranks, strict=True)
         ]
+        seen.all_ranks = with_used(seen.all_ranks, used)
         seen.idle = list(binding.describe_idle_gpus(seen.all_ranks, used).values())
         host = socket.gethostname()
         seen.joined, seen.far = examine_topology(group.inner, seen.all_ranks, used, host)

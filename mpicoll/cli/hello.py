@@ -29,12 +29,14 @@ def run(options: argparse.Namespace) -> int:
     from mpicoll.core.groups import default_group
     from mpicoll.cuda.binding import device_for
     from mpicoll.cuda.capabilities import exchange
-    from mpicoll.routes.device.eligibility import eligible_routes, forced_route
+    from mpicoll.routes.device.eligibility import eligible_routes, forced_route, with_used
 
-    all_ranks = exchange(default_group().inner)
-    route = eligible_routes(all_ranks, forced_route(all_ranks))[0]
+    comm = default_group().inner
+    all_ranks = exchange(comm)
     own, local = all_ranks[dist.get_rank()], dist.get_node_local_rank()
     index = device_for(local, len(own.gpus))
+    all_ranks = with_used(all_ranks, comm.allgather(index))
+    route = eligible_routes(all_ranks, forced_route(all_ranks))[0]
     gpu = "no GPU" if index is None else f"GPU {index} ({own.gpus[index]}), device route {route}"
     if index is not None:
         gpu += _describe_place(own.gpus, index)

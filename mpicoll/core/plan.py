@@ -27,12 +27,14 @@ __all__ = [
     "add_capturable",
     "add_enqueuing",
     "add_fused",
+    "add_leave",
     "add_short",
     "agreed_sizes",
     "can_be_captured",
     "find_fused",
     "find_short",
     "only_enqueues",
+    "take_leave",
 ]  # fmt: skip
 
 
@@ -119,6 +121,22 @@ def find_fused(route: Implementation, count: int) -> Implementation | None:
     """Return the implementation for tables; inside a call, in order of the group's calls."""
     find: Callable[[int], Implementation | None] | None = getattr(route, "find_fused", None)
     return None if find is None else find(count)
+
+
+def add_leave(route: Implementation, leave: Callable[[Exception, Any], None]) -> Implementation:
+    """Return an implementation whose other ranks learn of one that fails on its way to it.
+
+    leave: tells them, unless they know; gets the error, and the device context.
+    """
+    route.leave = leave  # type: ignore[attr-defined]
+    return route
+
+
+def take_leave(route: Implementation, error: Exception, context: Any) -> None:
+    """Let the other ranks, who may wait for this one in an implementation, leave the call, too."""
+    leave: Callable[[Exception, Any], None] | None = getattr(route, "leave", None)
+    if leave is not None:
+        leave(error, context)
 
 
 def add_enqueuing(route: Implementation, find: Callable[[], bool]) -> Implementation:

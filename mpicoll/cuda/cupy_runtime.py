@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 from mpicoll.cuda import hip
-from mpicoll.cuda.driver import EXPORTABLE, MANAGED, ORDINAL, Driver
+from mpicoll.cuda.driver import BUFFER, EXPORTABLE, MANAGED, NBYTES, ORDINAL, START, Driver
 from mpicoll.cuda.runtime import (
     CUDA,
     LEGACY,
     ROCM,
     UNKNOWN,
+    Allocation,
     Event,
     Memory,
     NcclCommunicator,
@@ -305,6 +306,67 @@ class CupyRuntime:
         with self.on(index):
             address = self._api.ipcOpenMemHandle(handle)
         return Memory(address, 0, _Handle(self, index, address, self._api.ipcCloseMemHandle))
+
+    def find_allocation(self, address: int) -> Allocation | None:
+        """Ask the driver for the range and the buffer id."""
+        exportable, managed, base, nbytes, buffer = self._driver.attributes(
+            (EXPORTABLE, MANAGED, START, NBYTES, BUFFER), address
+        )
+        if not exportable or managed or not base:
+            return None
+        return Allocation(base, nbytes, buffer)
+
+    def export_allocation(self, index: int, found: Allocation) -> bytes:
+        """Return a handle of cudaIpcGetMemHandle."""
+        with self.on(index):
+            handle: bytes = self._api.ipcGetMemHandle(found.base)
+        return handle
+
+    def create_shared_event(self, index: int) -> _Handle:
+        """Create an event with cudaEventInterprocess, which has to be without times."""
+        flags = self._api.eventDisableTiming | self._api.eventInterprocess
+        with self.on(index):
+            made = self._api.eventCreateWithFlags(flags)
+        return _Handle(self, index, made, self._api.eventDestroy)
+
+    def export_event(self, event: Event) -> bytes:
+        """Return a handle of cudaIpcGetEventHandle."""
+        assert isinstance(event, _Handle)
+        with self.on(event.index):
+            handle: bytes = self._api.ipcGetEventHandle(event.number)
+        return handle
+
+    def open_event(self, index: int, handle: bytes) -> _Handle:
+        """Open an event by cudaIpcOpenEventHandle."""
+        with self.on(index):
+            opened = self._api.ipcOpenEventHandle(handle)
+        return _Handle(self, index, opened, self._api.eventDestroy)
+
+    def record_again(self, index: int, stream: int, event: Event) -> None:
+        """Record the event in the stream."""
+        assert isinstance(event, _Handle)
+        with self.on(index):
+            self._api.eventRecord(event.number, stream)
+
+    def register(self, index: int, address: int, nbytes: int) -> _Handle:
+        """Pin memory by cudaHostRegister, for all devices (cudaHostRegisterPortable)."""
+        with self.on(index):
+            self._api.hostRegister(address, nbytes, 1)
+        return _Handle(self, index, address, self._api.hostUnregister)
+
+    def load_for_all(self, index: int, by: Loop, n: int) -> None:
+        """Compile a kernel."""
+        with self.on(index):
+            self._kernels_of(index).load_for_all(by, n)
+
+    def combine_for_all(
+        self, index: int, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int,
+        divisor: float, stream: int,
+    ) -> None:  # fmt: skip
+        """Enqueue a kernel."""
+        if count:
+            with self.on(index):
+                self._kernels_of(index).combine_for_all(by, sources, outs, count, divisor, stream)
 
     def has_nccl(self) -> bool:
         """Return whether CuPy finds NCCL's library."""

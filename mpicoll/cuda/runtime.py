@@ -19,10 +19,12 @@ from mpicoll.kernels.reduction import Loop
 
 __all__ = [
     "CUDA",
+    "HANDLE",
     "LEGACY",
     "PER_THREAD",
     "ROCM",
     "UNKNOWN",
+    "Allocation",
     "Event",
     "Memory",
     "NcclCommunicator",
@@ -39,6 +41,9 @@ LEGACY, PER_THREAD, UNKNOWN = 1, 2, 0
 
 #: Kinds of runtime.
 CUDA, ROCM = "CUDA", "ROCm"
+
+#: Bytes of a handle by which another process opens memory, or an event.
+HANDLE = 64
 
 
 class Memory:
@@ -79,6 +84,19 @@ class StridedMemory(NamedTuple):
 
     address: int
     strides: Sequence[int]
+
+
+class Allocation(NamedTuple):
+    """Memory as it was allocated, of which an array may be a part.
+
+    base, nbytes: where it begins, and its size.
+    buffer: the driver's number for it, which no other allocation of the process ever gets; memory
+            that is freed and allocated again may be at the same address.
+    """
+
+    base: int
+    nbytes: int
+    buffer: int
 
 
 class NcclCommunicator(Protocol):
@@ -250,6 +268,46 @@ class Runtime(Protocol):
 
     def open(self, index: int, handle: bytes) -> Memory:
         """Map another process's memory on a device; it is unmapped with its last reference."""
+
+    def find_allocation(self, address: int) -> Allocation | None:
+        """Return the allocation that an address is in; None if it cannot be exported: it is
+        managed, from a pool, made of mapped pieces, or another process's.
+        """
+
+    def export_allocation(self, index: int, found: Allocation) -> bytes:
+        """Return the handle by which another process opens an allocation, from its base on."""
+
+    def create_shared_event(self, index: int) -> Event:
+        """Return an event that other processes of this host may wait for."""
+
+    def export_event(self, event: Event) -> bytes:
+        """Return the handle by which another process opens an event of ``create_shared_event``."""
+
+    def open_event(self, index: int, handle: bytes) -> Event:
+        """Return another process's event: a stream that waits for it waits for what the latest
+        ``record_again`` before the wait stands for.
+        """
+
+    def record_again(self, index: int, stream: int, event: Event) -> None:
+        """Let an event of ``create_shared_event`` be that of all being done that a stream holds so
+        far.
+        """
+
+    def register(self, index: int, address: int, nbytes: int) -> object:
+        """Pin memory of the host that is there already, whole pages, until the last reference to
+        what this returns is gone.
+        """
+
+    def load_for_all(self, index: int, by: Loop, n: int) -> None:
+        """Compile what ``combine_for_all`` needs for n sources and outputs in all."""
+
+    def combine_for_all(
+        self, index: int, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int,
+        divisor: float, stream: int,
+    ) -> None:  # fmt: skip
+        """Enqueue what ``combine`` does, with the same result for several outputs; each may be one
+        of the sources.
+        """
 
     def has_nccl(self) -> bool:
         """Return whether NCCL is available."""

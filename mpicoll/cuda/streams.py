@@ -94,13 +94,13 @@ class DeviceContext:
         """
         self._check_captured()
         place = self._taken
-        self._taken += 1
         if place == len(self._blocks):
             self._blocks.append(allocate(self.runtime, self.index, max(nbytes, 1)))
             self._since.append(0)
         elif self._blocks[place].nbytes < nbytes:
             # Freeing memory waits until nothing uses it any more.
             self._blocks[place] = allocate(self.runtime, self.index, nbytes)
+        self._taken += 1
         return self._blocks[place]
 
     def pinned(self, nbytes: int) -> Memory:

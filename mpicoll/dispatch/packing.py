@@ -14,7 +14,15 @@ from mpicoll.arrays import views
 from mpicoll.arrays.views import DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.plan import CallKind, Extent, Implementation, Plan, Run, can_be_captured
+from mpicoll.core.plan import (
+    CallKind,
+    Extent,
+    Implementation,
+    Plan,
+    Run,
+    can_be_captured,
+    take_leave,
+)
 from mpicoll.cuda import runtime
 from mpicoll.cuda.streams import CapturedOrder, DeviceContext, StreamOrder
 from mpicoll.errors import ArgumentError, UnsupportedError
@@ -122,10 +130,14 @@ def in_stream_order(
             assert isinstance(part, DeviceView)
             part.context = context
     with context.runtime.on(context.index):  # for MPI, too
-        order.enter(context)
-        context.begin()
         try:
-            plan.run(send, recv, extent, root)
+            try:
+                order.enter(context)
+                context.begin()
+                plan.run(send, recv, extent, root)
+            except Exception as error:
+                take_leave(plan.route, error, context)
+                raise
         except (ArgumentError, UnsupportedError):
             raise  # refused: the context's memory is used by its streams alone, in their order
         except BaseException:

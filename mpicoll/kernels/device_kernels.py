@@ -91,6 +91,46 @@ class DeviceKernels:
         """
         self._kernel("combine", _combine(by, n))
 
+    def combine_for_all(
+        self, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int, divisor: float,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Enqueue what ``combine`` does for several outputs; each element is read once.
+
+        sources: addresses of ``count`` elements each.
+        outs:    addresses of the results, all of the same; each may be one of the sources, and
+                 overlaps no other array.
+
+        Where the sources lie alike they are read in pieces, whatever lies of the outputs.
+
+        ArgumentError: there is no source or no output, or an address lies between two elements.
+        UnsupportedError: there are more than 4000 of both, or integers are to be divided.
+        """
+        dtype, n = by_name[by.format], len(sources) + len(outs)
+        if not sources or not outs:
+            raise ArgumentError("there is nothing to combine, or nowhere to put it")
+        if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
+            raise UnsupportedError(f"{dtype} cannot be divided")
+        capacity, size = _capacity(n), dtype.itemsize
+        numbers = count * by.elements
+        read, written = ([(one, size) for one in some] for some in (sources, outs))
+        cut = _cut(numbers, read + written)
+        alike = cut.pieces > 0
+        if not alike:
+            cut = _cut(numbers, read)
+        addresses = struct.pack(f"{n}Q{8 * (capacity - n)}x", *sources, *outs)
+        by_value = np.frombuffer(addresses, f"V{len(addresses)}")
+        counts = np.int32(len(sources)), np.int32(n), np.int32(alike)
+        arguments = by_value, *counts, np.float64(divisor)
+        self._launch("combine_for_all", _combine_for_all(by, n), arguments, cut, stream)
+
+    def load_for_all(self, by: Loop, n: int) -> None:
+        """Compile what ``combine_for_all`` needs for n sources and outputs in all.
+
+        UnsupportedError: n is more than 4000.
+        """
+        self._kernel("combine_for_all", _combine_for_all(by, n))
+
     def scale(
         self, dtype: DType, source: int, factor: Factor, out: int, count: int, stream: int
     ) -> None:
@@ -222,6 +262,10 @@ def _by_value(packed: bytes) -> Any:
 
 def _combine(by: Loop, n: int) -> str:
     return f"COMBINE({by.format}, {by.operation}, {_capacity(n)})"
+
+
+def _combine_for_all(by: Loop, n: int) -> str:
+    return f"COMBINE_FOR_ALL({by.format}, {by.operation}, {_capacity(n)})"
 
 
 def external_stream(stream: int) -> Any:

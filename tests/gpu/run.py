@@ -45,7 +45,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from run import ENVIRONMENT, MPI, PLAIN, TORCH, Launch, read_report  # noqa: E402
 
-ROUTES = ["auto", "peer", "ipc", "staged", "direct", "mpi", "nccl"]
+ROUTES = ["auto", "shared_gpu", "peer", "ipc", "staged", "direct", "mpi", "nccl"]
 RANKS = [2, 1, 4]
 #: Seconds that the ranks have to say what they can do; trying an MPI takes one minute at most.
 ANSWER = 120
@@ -93,6 +93,7 @@ SUITES = (
         ["auto", "staged", "nccl"], alone=True,
     ),
     Suite("peer", ["tests/gpu/test_peer.py"], ["cupy"], ranks=(2, 4), alone=True),
+    Suite("shared", ["tests/gpu/test_shared_gpu.py"], ["cupy"], ranks=(2, 4), alone=True),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
         part=MPI, alone=True, host="simulated",
@@ -124,7 +125,6 @@ ON_UCX = {
 #: Asks the ranks for the routes that they can take: prints "" or what is missing, by route.
 ASK = """
 import json, sys
-from dataclasses import replace
 import mpicoll as dist
 from mpicoll.cuda import binding, capabilities
 from mpicoll.routes.device import eligibility
@@ -134,10 +134,7 @@ dist.init_process_group(timeout=60)
 comm = default_group().inner
 found = capabilities.exchange(comm, probes=True)
 used = comm.allgather(binding.bind() if found[comm.rank].gpus else None)
-found = [
-    own if index is None else replace(own, used=own.gpus[index])
-    for own, index in zip(found, used)
-]
+found = eligibility.with_used(found, used)  # as the tests use them
 said = {"auto": ""}
 for name in sys.argv[1:]:
     try:

@@ -4,6 +4,9 @@ Memory is the host's. What is put into a stream happens as late as the rules all
 waits for an event, just what that event needs is done, in the order of each stream. So whoever
 forgets to order two streams, or to wait before reading on the host, finds old data, every time.
 New memory is full of garbage.
+
+Devices go on without their hosts: a stream that has come to wait for an event of another process
+has that process run its stream so far, whatever its program is at.
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ import ctypes
 import itertools
 import mmap
 import os
+import secrets
+import socket
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +29,8 @@ from typing import Any
 import numpy as np
 import simulated_peers
 
-from mpicoll.cuda.runtime import UNKNOWN, Memory
+from mpicoll.cuda.runtime import HANDLE, UNKNOWN, Allocation, Memory
+from mpicoll.dtypes import by_name
 from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels import reduction
 
@@ -33,7 +41,7 @@ LEGACY = 1
 #: the numbers of another. The sum of 4 such numbers is exact in float16 and fits into 8 bits.
 PERIOD = 61
 
-#: Seconds after which a stream that does not go on is an error.
+#: Seconds after which a stream gives up what it waits for.
 PATIENCE = 60
 #: Seconds after which a kernel that waits for other devices begins, even if nothing on the host
 #: waits for it.
@@ -53,7 +61,7 @@ class Stream:
         self.index = index
         self.waiting: deque[Any] = deque()
         self.done = 0
-        self.running = False  # a thread does the first of what waits
+        self.running = False  # the first of those that wait is being done
 
     @property
     def end(self) -> int:
@@ -76,6 +84,58 @@ class Graph:
         self.cuda.begin_later(self.index, self.stream)
 
 
+class SharedEvent:
+    """An event that other processes may wait for, of this process or, ``opened``, of another.
+
+    counts: in memory that the processes share: how often it was recorded, and the latest record
+            that has come.
+    """
+
+    def __init__(self, cuda: Simulated, name: str, counts: mmap.mmap, file: int = -1) -> None:
+        self.cuda, self.name, self.file = cuda, name, file
+        self.counts = np.frombuffer(counts, np.int64)
+        self.places: dict[int, tuple[Stream, int]] = {}  # of each record, in this process
+        self.ear: socket.socket | None = None
+
+    def listen(self) -> None:
+        """Run the stream that a record is in when another process asks for it."""
+        self.ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.ear.bind(f"\0{self.name}")
+        threading.Thread(target=_serve, args=(weakref.ref(self), self.ear), daemon=True).start()
+
+    def await_record(self, record: int) -> None:
+        """Wait for a record, in the place of a device."""
+        limit = time.monotonic() + PATIENCE
+        if self.counts[1] < record:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
+                mouth.sendto(str(record).encode(), f"\0{self.name}")
+        while self.counts[1] < record:
+            assert time.monotonic() < limit, "another process's event does not come"
+            time.sleep(2e-5)
+
+    def __del__(self) -> None:
+        if self.ear is not None:
+            with contextlib.suppress(OSError):
+                self.ear.shutdown(socket.SHUT_RDWR)
+            self.ear.close()
+            os.close(self.file)
+
+
+def _serve(weak: weakref.ref[SharedEvent], ear: socket.socket) -> None:
+    while True:
+        try:
+            asked = ear.recv(64)
+        except OSError:
+            return
+        event = weak()
+        if event is None or not asked:
+            return
+        stream, place = event.places[int(asked)]
+        # Each in a thread of its own: what comes before may ask other processes, and they this one.
+        threading.Thread(target=event.cuda._run, args=(stream, place), daemon=True).start()
+        del event
+
+
 class Simulated:
     """Some devices of this process."""
 
@@ -93,6 +153,9 @@ class Simulated:
         self.room, self.cached = 1 << 40, 0  # bytes of a device, and of what libraries keep unused
         self.settled: dict[int, int] = {}  # by thread
         self.given_back: list[Any] = []
+        self.allocated: weakref.WeakValueDictionary[int, _Mapped] = weakref.WeakValueDictionary()
+        self.opened: weakref.WeakSet[_Mapped] = weakref.WeakSet()
+        self.buffers = itertools.count(1)
         self.here = threading.local()
 
     def _find(self, index: int, stream: int) -> Stream:
@@ -198,6 +261,10 @@ class Simulated:
             return Event(found, found.end)
 
     def wait(self, index: int, stream: int, event: Event) -> None:
+        if isinstance(event, SharedEvent):
+            record = int(event.counts[0])  # the latest when this is called
+            self.enqueue(index, stream, lambda: event.await_record(record))
+            return
         with self.lock:
             self._find(index, stream).waiting.append(event)
 
@@ -327,22 +394,106 @@ class Simulated:
 
     def export(self, index: int, memory: Memory) -> bytes:
         owner = memory._owner
-        return f"{os.getpid()} {owner.file} {owner.size} {memory.nbytes}".encode()
+        words = f"{os.getpid()} {owner.file} {owner.size} {memory.nbytes}"
+        return words.encode().ljust(HANDLE, b"\0")
 
     def open(self, index: int, handle: bytes) -> Memory:
-        process, file, size, nbytes = map(int, handle.split())
+        assert len(handle) == HANDLE
+        process, file, size, nbytes = map(int, handle.rstrip(b"\0").split())
+        if process == os.getpid():
+            raise RuntimeError("a process cannot open what it has exported itself")
         file = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
-        return _mapped(self, file, size, nbytes, fill=False)
+        memory = _mapped(self, file, size, nbytes, fill=False)
+        self.opened.add(memory._owner)
+        return memory
+
+    def find_allocation(self, address: int) -> Allocation | None:
+        for base, owner in list(self.allocated.items()):
+            if base <= address < base + owner.size:
+                return None if base in self.pool else Allocation(base, owner.size, owner.buffer)
+        return None
+
+    def export_allocation(self, index: int, found: Allocation) -> bytes:
+        owner = self.allocated[found.base]
+        assert owner.buffer == found.buffer, "that allocation is no more"
+        return self.export(index, Memory(found.base, found.nbytes, owner))
+
+    def create_shared_event(self, index: int) -> SharedEvent:
+        file = os.memfd_create("event")
+        os.ftruncate(file, mmap.PAGESIZE)
+        name = f"simulated-{secrets.token_hex(8)}"
+        event = SharedEvent(self, name, mmap.mmap(file, mmap.PAGESIZE), file)
+        event.listen()
+        return event
+
+    def export_event(self, event: SharedEvent) -> bytes:
+        words = f"{os.getpid()} {event.file} {event.name}".encode()
+        assert len(words) <= HANDLE
+        return words.ljust(HANDLE, b"\0")
+
+    def open_event(self, index: int, handle: bytes) -> SharedEvent:
+        process, file, name = handle.rstrip(b"\0").decode().split()
+        if int(process) == os.getpid():
+            raise RuntimeError("a process cannot open an event that it has exported itself")
+        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+        counts = mmap.mmap(opened, mmap.PAGESIZE)
+        os.close(opened)
+        return SharedEvent(self, name, counts)
+
+    def record_again(self, index: int, stream: int, event: SharedEvent) -> None:
+        assert event.ear is not None, "only the process that has made it may record it"
+        with self.lock:
+            record = int(event.counts[0]) + 1
+
+            def come(counts: Any = event.counts) -> None:
+                counts[1] = max(counts[1], record)
+
+            self._find(index, stream).waiting.append(come)
+            found = self._find(index, stream)
+            event.places[record] = found, found.end
+            event.counts[0] = record
+        if self.eager:
+            self._run(found, found.end)
+
+    def register(self, index: int, address: int, nbytes: int) -> object:
+        assert address % mmap.PAGESIZE == 0
+        return object()
+
+    def load_for_all(self, index: int, by: Any, n: int) -> None:
+        self.load(index, by, n)
+
+    def combine_for_all(
+        self, index: int, by: Any, sources: Any, outs: Any, count: int, divisor: float, stream: int
+    ) -> None:
+        """All sources are read before anything is written, of each element at least."""
+        size = np.dtype(by_name[by.format].numpy).itemsize * by.elements * count
+        between = np.empty(max(size, 1), np.uint8)
+        Simulated.combine(self, index, by, sources, between.ctypes.data, count, divisor, stream)
+
+        def task() -> None:
+            for out in outs:
+                ctypes.memmove(out, between.ctypes.data, size)
+
+        self.enqueue(index, stream, task)
 
 
 class _Mapped:
-    """Memory of a device; as in CUDA, giving it back waits until all is done."""
+    """Memory of a device; as in CUDA, giving it back waits until all is done. Closing another
+    process's does not: what uses it then ends the process.
+    """
 
-    def __init__(self, cuda: Simulated, file: int, memory: mmap.mmap, size: int) -> None:
+    def __init__(
+        self, cuda: Simulated, file: int, memory: mmap.mmap, size: int, allocated: bool
+    ) -> None:
         self.cuda, self.file, self.memory, self.size = cuda, file, memory, size
+        self.is_allocated = allocated
+        self.buffer = next(cuda.buffers)
 
     def __del__(self) -> None:
-        self.cuda.given_back.append((self.file, self.memory))
+        if self.is_allocated:
+            self.cuda.given_back.append((self.file, self.memory))
+        else:
+            os.close(self.file)
 
 
 def _mapped(cuda: Simulated, file: int, size: int, nbytes: int, fill: bool) -> Memory:
@@ -350,8 +501,11 @@ def _mapped(cuda: Simulated, file: int, size: int, nbytes: int, fill: bool) -> M
     array = np.frombuffer(memory, np.uint8)
     if fill:
         array[...] = 0xEE
-    owner = _Mapped(cuda, file, memory, size)
+    owner = _Mapped(cuda, file, memory, size, allocated=fill)
     owner.array = array
+    if fill:
+        cuda.allocated[array.ctypes.data] = owner
+        cuda.pool.discard(array.ctypes.data)
     return Memory(array.ctypes.data, nbytes, owner)
 
 

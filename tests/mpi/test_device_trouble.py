@@ -146,7 +146,7 @@ def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
     else:
         total(arrays, me, n)
         assert dist.group.WORLD.resources.find("devices").names[0] == (
-            road or ("direct" if n == 1 else "ipc")
+            road or ("direct" if n == 1 else "shared_gpu")
         )
     assert len(tries) == (road is not None and me == 0), "nothing depends on it"
 
@@ -417,7 +417,7 @@ def test_memory_that_libraries_keep_unused(on):
     array = uploaded(arrays, np.full(10, me, np.float32))
     arrays.cuda.room, arrays.cuda.cached = 1 << 30, 1 << 30
     dist.all_reduce(array)
-    assert agreed().names[0] == ("direct" if n == 1 else "ipc")
+    assert agreed().names[0] == ("direct" if n == 1 else "shared_gpu")
     third = arrays.make(np.full(10, me, np.float32), layout="third")
     third.upload()
     arrays.cuda.cached = 1 << 30
@@ -428,10 +428,11 @@ def test_memory_that_libraries_keep_unused(on):
 def test_a_rank_without_memory(on):
     """All take another route, a warning says why, and so does what ``doctor`` prints."""
     arrays, me, n = on(cuda="none")
-    array = uploaded(arrays, np.full(10, me, np.float32))
+    array = uploaded(arrays, np.full(10, me, np.float32), me % 2)
     if me == n - 1:
         arrays.cuda.room = 1 << 20
-    why = rf"ipc is off: rank {n - 1}: no workspace: \d+ bytes are too many"
+    first = "peer" if n == 2 else "ipc"  # a GPU each
+    why = rf"{first} is off: rank {n - 1}: no workspace: \d+ bytes are too many"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "mpicoll: ranks .* share GPU")
@@ -443,7 +444,7 @@ def test_a_rank_without_memory(on):
     assert (got(array) == sum(range(n))).all()
     if n > 1:
         assert agreed().names == ("staged",)
-        assert re.match(why, f"ipc is off: {agreed().describe()['ipc']}")
+        assert re.match(why, f"{first} is off: {agreed().describe()[first]}")
 
 
 def test_why_routes_are_off(on):
@@ -679,3 +680,43 @@ def test_messages_pin_little(on, monkeypatch, layout):
             work.wait()
         assert (got(taken) == numbers + (me - 1) % n).all()
     assert max(pinned) <= 1000
+
+
+@pytest.mark.parametrize("road", ["ipc", "shared_gpu"])
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("name", ["all_reduce", "all_to_all_single", "premultiplied"])
+def test_a_rank_that_fails_on_its_way(on, monkeypatch, road, first, name):
+    """To the first meeting of the ranks, as its array is packed or scaled: the others leave the
+    call with it, and the group goes on; in its first call with device memory, too.
+    """
+    arrays, me, n = on(road)
+    if n == 1:
+        return
+    op = dist.ReduceOp.SUM if name == "all_reduce" else dist.ReduceOp.PREMUL_SUM(2.0)
+    if not first:
+        total(arrays, me, n)
+    array = arrays.make(np.full(n * 100, me, np.float32), layout="third")
+    array.upload()
+    output = uploaded(arrays, np.zeros(n * 100, np.float32))
+    allocate, state = arrays.cuda.allocate, []
+
+    def fails(index, nbytes):
+        if me == n - 1 and not state:
+            state.append(nbytes)
+            raise RuntimeError("no memory for this rank")
+        return allocate(index, nbytes)
+
+    monkeypatch.setattr(arrays.cuda, "allocate", fails)
+    context = dist.group.WORLD.resources.find(("device", 0))
+    if context is not None:
+        context._blocks, context._since = [], []
+    with pytest.raises(RuntimeError) as caught:
+        if name == "all_to_all_single":
+            dist.all_to_all_single(output, array)
+        else:
+            dist.all_reduce(array, op)
+    monkeypatch.setattr(arrays.cuda, "allocate", allocate)
+    words = "no memory for this rank" if me == n - 1 else "another rank failed"
+    assert words in str(caught.value), caught.value
+    for count in (3, 20000):
+        total(arrays, me, n, count)

@@ -18,7 +18,7 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import registry
-from mpicoll.routes.device import ipc, staged
+from mpicoll.routes.device import ipc, shared_gpu, staged
 from mpicoll.routes.host import mpi as native
 
 pytestmark = pytest.mark.up_to_3
@@ -43,12 +43,17 @@ def by_numpy(*what):
     raise AssertionError("NumPy works on device memory")
 
 
-@pytest.fixture(scope="module", params=routes("staged", "ipc", "direct", "mpi", "auto"))
+@pytest.fixture(
+    scope="module", params=routes("staged", "shared_gpu", "ipc", "direct", "mpi", "auto")
+)
 def road(request, arrays):
     """The device route that is forced."""
     with forced(request.param), pytest.MonkeyPatch.context() as patch:
         if request.param == "mpi":
             patch.setattr(native, "_divide", by_numpy)
+        if request.param == "shared_gpu":
+            patch.setattr(arrays, "devices", 1)
+            patch.setattr(shared_gpu, "SMALL", 64)
         yield request.param
     gc.collect()  # the memory of the simulated devices, which is open files
 

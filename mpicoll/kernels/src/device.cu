@@ -223,10 +223,39 @@ template <class Element, int capacity> struct Sources {
     const Element *of[capacity];
 };
 
-/* out = ((s0 op s1) op s2 ...) / divisor */
+/* ((s0 op s1) op s2 ...) / divisor, of n elements from `place` on. */
+template <class Format, int operation, int n, class Addresses>
+INLINE Piece<typename Format::element, n> combined(const Addresses &sources, int in_use,
+                                                   double divisor, int64_t place)
+{
+    typedef typename Format::element element;
+    Piece<element, n> result = *piece<n>(sources.of[0], place);
+    typename Format::number numbers[n];
+
+#pragma unroll
+    for (int i = 0; i < n; i++)
+        numbers[i] = Format::widen(result.of[i]);
+#pragma unroll 4
+    for (int k = 1; k < in_use; k++) {
+        const Piece<element, n> next = *piece<n>(sources.of[k], place);
+#pragma unroll
+        for (int i = 0; i < n; i++)
+            numbers[i] = Format::template fold<operation>(numbers[i], Format::widen(next.of[i]));
+    }
+    if (divisor != 1) {
+#pragma unroll
+        for (int i = 0; i < n; i++)
+            numbers[i] = Format::divided(numbers[i], divisor);
+    }
+#pragma unroll
+    for (int i = 0; i < n; i++)
+        result.of[i] = Format::narrow(numbers[i]);
+    return result;
+}
+
+/* out = the sources, combined */
 template <class Format, int operation, int capacity> struct Combine {
     typedef typename Format::element element;
-    typedef typename Format::number number;
     enum { length = LENGTH(sizeof(element)) };
 
     const Sources<element, capacity> &sources;
@@ -236,29 +265,35 @@ template <class Format, int operation, int capacity> struct Combine {
 
     template <int n> METHOD void at(int64_t place) const
     {
-        Piece<element, n> result = *piece<n>(sources.of[0], place);
-        number numbers[n];
+        *piece<n>(out, place) = combined<Format, operation, n>(sources, in_use, divisor, place);
+    }
+};
 
-#pragma unroll
-        for (int i = 0; i < n; i++)
-            numbers[i] = Format::widen(result.of[i]);
-#pragma unroll 4
-        for (int k = 1; k < in_use; k++) {
-            const Piece<element, n> next = *piece<n>(sources.of[k], place);
+/* The same for several outputs: the addresses are those of the sources, then those of the outputs,
+ * up to `all`. Outputs are written in pieces if `alike` says that they lie as the sources do. */
+template <class Format, int operation, int capacity> struct CombineForAll {
+    typedef typename Format::element element;
+    enum { length = LENGTH(sizeof(element)) };
+
+    const Sources<element, capacity> &addresses;
+    int sources, all, alike;
+    double divisor;
+
+    template <int n> METHOD void at(int64_t place) const
+    {
+        const Piece<element, n> result =
+            combined<Format, operation, n>(addresses, sources, divisor, place);
+
+        for (int k = sources; k < all; k++) {
+            element *out = (element *)addresses.of[k];
+            if (alike) {
+                *piece<n>(out, place) = result;
+                continue;
+            }
 #pragma unroll
             for (int i = 0; i < n; i++)
-                numbers[i] = Format::template fold<operation>(numbers[i],
-                                                              Format::widen(next.of[i]));
+                out[place + i] = result.of[i];
         }
-        if (divisor != 1) {
-#pragma unroll
-            for (int i = 0; i < n; i++)
-                numbers[i] = Format::divided(numbers[i], divisor);
-        }
-#pragma unroll
-        for (int i = 0; i < n; i++)
-            result.of[i] = Format::narrow(numbers[i]);
-        *piece<n>(out, place) = result;
     }
 };
 
@@ -351,6 +386,16 @@ template <class Format> struct Narrow {
      format_##NAME::element *out, double divisor, PLACES)                                          \
     {                                                                                              \
         const Combine<format_##NAME, OPERATION, CAPACITY> work = {sources, n, out, divisor};       \
+        each_place(work, head, pieces, count);                                                     \
+    }
+
+#define COMBINE_FOR_ALL(NAME, OPERATION, CAPACITY)                                                 \
+    KERNEL(combine_for_all)                                                                        \
+    (const __grid_constant__ Sources<format_##NAME::element, CAPACITY> addresses, int sources,     \
+     int all, int alike, double divisor, PLACES)                                                   \
+    {                                                                                              \
+        const CombineForAll<format_##NAME, OPERATION, CAPACITY> work = {addresses, sources, all,   \
+                                                                        alike, divisor};           \
         each_place(work, head, pieces, count);                                                     \
     }
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mpicoll import settings
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 
-__all__ = ["FORCED", "describe_missing", "describe_routes", "eligible_routes", "forced_route"]
+__all__ = [
+    "FORCED",
+    "describe_missing",
+    "describe_routes",
+    "eligible_routes",
+    "forced_route",
+    "with_used",
+]
 
 #: The variable that forces a device route.
 FORCED = settings.DEVICE_ROUTE.name
@@ -40,6 +48,16 @@ def eligible_routes(
     return (forced,)
 
 
+def with_used(
+    all_ranks: Sequence[Capabilities], used: Sequence[int | None]
+) -> tuple[Capabilities, ...]:
+    """Return what ranks can do, with the GPU that each one's arrays are on: its number there."""
+    return tuple(
+        replace(own, used=own.gpus[index]) if own.gpus and index is not None else own
+        for own, index in zip(all_ranks, used, strict=True)
+    )
+
+
 def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
     """Describe what is missing for a route, and on which ranks; "" for nothing."""
     route = registry.DEVICE[name]
@@ -50,18 +68,28 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
             lacking.setdefault(lack, []).append(rank)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
     away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
-    if route.place in ("node", "gpus") and away:
+    if route.place in ("node", "gpu", "gpus") and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
-    elif route.place == "gpus" and not lacking:
-        by_gpu: dict[str, list[int]] = {}
-        for rank, own in enumerate(all_ranks):
-            by_gpu.setdefault(own.used, []).append(rank)
-        if "" in by_gpu:
-            missing.append("the ranks have no arrays on GPUs yet")
-        else:
-            sharing = next((ranks for ranks in by_gpu.values() if len(ranks) > 1), None)
-            missing += [f"ranks {', '.join(map(str, sharing))} share a GPU"] if sharing else []
+    elif route.place in ("gpu", "gpus") and not lacking:
+        missing += _describe_gpus(route.place, all_ranks)
     return "; ".join(missing)
+
+
+def _describe_gpus(place: str, all_ranks: Sequence[Capabilities]) -> list[str]:
+    """Describe how the GPUs that the ranks use are not at a place: "gpu", all ranks on one, or
+    "gpus", each on one of its own.
+    """
+    by_gpu: dict[str, list[int]] = {}
+    for rank, own in enumerate(all_ranks):
+        by_gpu.setdefault(own.used, []).append(rank)
+    if "" in by_gpu:
+        return ["the ranks have no arrays on GPUs yet"]
+    if place == "gpu":
+        apart = [rank for rank, own in enumerate(all_ranks) if own.used != all_ranks[0].used]
+        words = f"{_describe_ranks(apart)} has its arrays on another GPU than rank 0"
+        return [words] if apart else []
+    sharing = next((ranks for ranks in by_gpu.values() if len(ranks) > 1), None)
+    return [f"ranks {', '.join(map(str, sharing))} share a GPU"] if sharing else []
 
 
 def describe_routes(

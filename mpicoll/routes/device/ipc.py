@@ -93,6 +93,7 @@ class Peers:
         self._own = own
         self._workspaces = others  # by rank; this rank's is its own
         self._turn = 0  # the number of the current call's first round
+        self._met = -1  # the number of the call that the latest comparison was of
         self._between: Memory | None = None  # where results are made that go elsewhere
 
     def slot(self, rank: int, k: int) -> int:
@@ -151,13 +152,32 @@ class Peers:
         """Wait for all ranks; return what is wrong: their calls differ, or one has failed."""
         mine = [kind, count, self.group.sequence, self._turn % SLOTS, failure is None]
         everybody = np.empty((self.n, len(mine)), np.int64)
+        self._met = self.group.sequence
         self.group.inner.Allgather(np.array(mine, np.int64), everybody)
+        if not everybody[:, -1].all():  # one that has failed may not know what the call is
+            return self._failed(kind)
         if (everybody[:, :-1] != mine[:-1]).any():
             return MismatchError(
                 f"{self._name(kind)}: the ranks' calls do not belong together: "
                 f"{describe_by_rank(describe(*row[:2]) for row in everybody.tolist())}"
             )
-        return None if everybody[:, -1].all() else self._failed(kind)
+        return None
+
+    def enter(self, kind: int) -> None:
+        """Begin a call in which the ranks meet elsewhere before ``go``; all ranks call.
+
+        Raises DistBackendError if one has failed on its way here, and MismatchError.
+        """
+        problem = self._compare(kind, 0, None)
+        if problem is not None:
+            self._begin_anew()
+            raise problem
+
+    def take_leave(self, kind: CallKind, error: Exception) -> None:
+        """Tell the others, unless they know, that this rank has failed on its way to a call."""
+        if self._met != self.group.sequence:
+            self._compare(encode_kind(kind.primitive, kind.dtype, kind.op, 0), 0, error)
+            self._begin_anew()
 
     def _meet(self, kind: int, failure: Exception | None) -> Exception | None:
         """Wait for all ranks; return what is wrong if one has failed."""
@@ -365,6 +385,9 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
         out, into = (None if one is None else one.address for one in (send, recv))
+        signature = encode_kind(primitive, dtype, op, root)
+        if not primitive.even:
+            peers.enter(signature)  # as the ranks now tell each other the sizes
         transfer = transfer_of(kind, out, into, extent, root)
         room = peers.room // transfer.places // _LINE * _LINE
         step = room // size
@@ -392,7 +415,7 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
             nbytes = length(first.elements, 0) * size
             peers.prepare(by, len(transfer.gets), first.address, nbytes)
 
-        signature, rounds = encode_kind(primitive, dtype, op, root), _rounds(transfer.most, step)
+        rounds = _rounds(transfer.most, step)
         peers.go(signature, transfer.total, rounds, [give, take], prepare)
 
     return carry_out

@@ -5,18 +5,22 @@ its ranks exchange what they can do.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation, add_capturable, add_enqueuing
+from mpicoll.core.plan import (
+    CallKind,
+    Extent,
+    Implementation,
+    add_capturable,
+    add_enqueuing,
+    add_leave,
+)
 from mpicoll.cuda import between_nodes, binding, capabilities
-from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import direct, eligibility, ipc, nccl, peer
+from mpicoll.routes.device import direct, eligibility, ipc, nccl, peer, shared_gpu
 from mpicoll.routes.device.space import Alone, DeviceSpace
 from mpicoll.routes.host import select
 from mpicoll.routes.route import Route
@@ -34,6 +38,7 @@ class Agreed:
 
     names: its routes, the best first.
     lost:  the routes that should have been among them, and why they are not.
+    shared_gpu: what ranks that share a GPU have of each other.
     peer:  what ranks with a GPU each have of each other, if they are all on one node.
     ipc:   the workspaces of all ranks, if they are mapped.
     nccl:  NCCL's communicator, if it was requested and is available.
@@ -54,8 +59,9 @@ class Agreed:
                 f"none; this rank's is {group.backend!r}"
             )
         self._me, self._used = group.rank(), [index for index, _ in said]
-        self._found = self._with_used(self._found)
+        self._found = eligibility.with_used(self._found, self._used)
         self.nccl: nccl.Nccl | None = None
+        self.shared_gpu: shared_gpu.Sharers | None = None
         self.peer: peer.Peers | None = None
         self.ipc: ipc.Peers | None = None
         if forced == "nccl" or mine[1]:
@@ -65,15 +71,20 @@ class Agreed:
             self.space, self.names = Alone(context), ("direct", "staged")
             return
         wanted = (forced,) if forced else eligibility.eligible_routes(self._found)
+        if "shared_gpu" in wanted:
+            eligibility.eligible_routes(self._found, forced)  # raises
+            self.shared_gpu = self._had("shared_gpu", shared_gpu.meet(group, context))
         if "peer" in wanted:
             eligibility.eligible_routes(self._found, forced)  # raises
             self.peer = self._had("peer", peer.meet(group, context))
-        if "ipc" in wanted:  # for the calls that "peer" does not serve, too
+        if "ipc" in wanted and self.shared_gpu is None:  # for what "peer" does not serve, too
             eligibility.eligible_routes(self._found, forced)  # raises
             self.ipc = self._had("ipc", ipc.meet(group, context))
-        if self.ipc is None and forced in (None, "direct", "mpi"):
+        mapped = self.shared_gpu or self.ipc
+        if mapped is None and forced in (None, "direct", "mpi"):
             # What MPI claims counts now, and has to be tried.
-            self._found = self._with_used(capabilities.exchange(group.inner, probes=True))
+            found = capabilities.exchange(group.inner, probes=True)
+            self._found = eligibility.with_used(found, self._used)
             tried = between_nodes.try_messages(
                 group.inner, context.runtime, context.index, self._found
             )
@@ -83,17 +94,12 @@ class Agreed:
         eligible = eligibility.eligible_routes(self._found, forced)
         if forced in self.lost:
             raise UnsupportedError(f"{eligibility.FORCED}={forced}: {self.lost[forced]}; unset it")
-        untried = () if self.ipc is None else ("direct", "mpi")
-        self.names = tuple(name for name in eligible if name not in (*self.lost, *untried))
+        without = {*self.lost, *(("direct", "mpi") if mapped else ())}  # which nobody has tried
+        if self.ipc is None:
+            without.add("ipc")
+        self.names = tuple(name for name in eligible if name not in without)
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
-
-    def _with_used(self, found: Sequence[Capabilities]) -> tuple[Capabilities, ...]:
-        """Return what the ranks can do, with the GPU that each one's arrays are on."""
-        return tuple(
-            replace(own, used=own.gpus[index]) if own.gpus else own
-            for own, index in zip(found, self._used, strict=True)
-        )
 
     def _had(self, name: str, made: T | str) -> T | None:
         """Return what the ranks have made for a route; if it is why they could not, note that."""
@@ -124,9 +130,15 @@ class Agreed:
         """Return the implementation of such calls on host memory."""
         return select.choose(kind)
 
+    def leave(self, name: str, kind: CallKind, error: Exception) -> None:
+        """Tell the ranks that wait for this one in a call by a route that it has failed."""
+        for route, part in ((shared_gpu.ROUTE, self.shared_gpu), (ipc.ROUTE, self.ipc)):
+            if route.name == name and part is not None:
+                part.take_leave(kind, error)
+
     def close(self, limit: float) -> None:
         """Free what the routes have; all ranks call. limit: seconds to wait for them."""
-        for route in (self.nccl, self.peer, self.ipc):
+        for route in (self.nccl, self.shared_gpu, self.peer, self.ipc):
             if route is not None:
                 route.close(limit)
 
@@ -142,26 +154,44 @@ def choose(kind: CallKind) -> Implementation:
     """Return the implementation for calls of this kind on device memory in this group."""
     group = kind.group
     chosen: Implementation | None = None
-    only_enqueues = captures = False
+    route: Route | None = None
+    begun = -1  # the number of the latest call that has come here
+
+    def prepare(context: DeviceContext) -> tuple[Agreed, Implementation]:
+        nonlocal chosen, route, begun
+        begun = group.sequence
+        agreed = agree(group, context)
+        agreed.space.context = context
+        if chosen is None:
+            chosen, route = _build(agreed, kind)
+        return agreed, chosen
 
     def carry_out(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
-        nonlocal chosen, only_enqueues, captures
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
         is_first = group.resources.find("devices") is None  # on every rank
-        agreed = agree(group, first.context)
-        agreed.space.context = first.context
-        if chosen is None:
-            chosen, route = _build(agreed, kind)
-            only_enqueues = route.blocks == "" or (agreed.space.alone and route is direct.ROUTE)
-            captures = route.captures
-        chosen(send, recv, extent, root)
+        agreed, run = prepare(first.context)
+        run(send, recv, extent, root)
         if is_first:
             agreed.warn()  # when no rank waits for this one: a program may make warnings errors
 
-    return add_capturable(add_enqueuing(carry_out, lambda: only_enqueues), lambda: captures)
+    def leave(error: Exception, context: DeviceContext) -> None:
+        if begun != group.sequence:  # the others agree on routes if this is the first call
+            prepare(context)
+        found = group.resources.find("devices")
+        if found is not None and route is not None:
+            found.leave(route.name, kind, error)
+
+    def only_enqueues() -> bool:
+        if route is None:
+            return False
+        found = group.resources.find("devices")
+        return route.blocks == "" or (found.space.alone and route is direct.ROUTE)
+
+    add_capturable(carry_out, lambda: route is not None and route.captures)
+    return add_enqueuing(add_leave(carry_out, leave), only_enqueues)
 
 
 def _build(agreed: Agreed, kind: CallKind) -> tuple[Implementation, Route]:

@@ -34,6 +34,7 @@ from mpicoll.cli.doctor_machine import Place, describe_distance, format_ranges
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.kernels.library import kernels
 from mpicoll.primitives import PRIMITIVES
+from mpicoll.routes.registry import DEVICE
 
 pytest_plugins = ["whole_jobs"]
 
@@ -333,7 +334,9 @@ def test_doctor_finds_support_that_is_claimed_and_crashes(ended: Ended) -> None:
     assert "WRONG: MPI says that it takes device memory (fake_query: yes), but tried" in words
     assert words.count("Python") == 1, "every rank prints"
     assert " ipc not: rank 0: no workspace: 'FakeGpu' object has no attribute" in words, words
-    assert " direct taken" in words and " nccl not: each of ranks 0, 1 lacks NCCL" in words
+    assert " nccl not: each of ranks 0, 1 lacks NCCL" in words
+    for name in ("direct", "staged"):
+        assert f" {name} taken; the host waits {DEVICE[name].blocks}" in words
     assert " mpi not: each of ranks 0, 1 lacks an MPI that sends, receives and reduces" in words
 
 

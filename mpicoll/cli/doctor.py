@@ -112,8 +112,26 @@ def _text(seen: Findings, advice: list[tuple[bool, str]]) -> str:
 
 
 def _device_routes(seen: Findings) -> list[str]:
-    """Say of each route of device memory whether it is taken, and why not."""
-    return [f"  {name:<10}{f'not: {why}' if why else 'taken'}" for name, why in seen.off.items()]
+    """Say of each route of device memory whether it is taken, why not, and what blocks the host."""
+    from mpicoll.routes.registry import DEVICE
+
+    def words(name: str, why: str) -> str:
+        if why:
+            return f"not: {why}"
+        waits = DEVICE[name].blocks
+        return "taken" if waits is None else f"taken; the host waits {waits or 'for nothing'}"
+
+    return [
+        textwrap.fill(
+            f"{name:<11}{words(name, why)}",
+            110,
+            initial_indent="  ",
+            subsequent_indent=" " * 13,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, why in seen.off.items()
+    ]
 
 
 def _fact(name: str, values: list[str]) -> list[str]:

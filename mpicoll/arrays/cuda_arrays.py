@@ -130,7 +130,7 @@ def build_device_view(
 
     Raises UnsupportedError if there is no CuPy; else as `adapters.build_view`.
     """
-    get_runtime(where).check_stream(index, stream, where)
+    get_runtime(where)
     number = dtype.itemsize // (2 if dtype.kind is Kind.COMPLEX else 1)
     found = DeviceView(owner, dtype, index, address, shape, strides, stream, library)
     # Kernels go over numbers in contiguous arrays, over elements in others.

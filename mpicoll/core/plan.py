@@ -24,11 +24,13 @@ __all__ = [
     "Short",
     "Table",
     "Task",
+    "add_capturable",
     "add_enqueuing",
     "add_fused",
     "add_leave",
     "add_short",
     "agreed_sizes",
+    "can_be_captured",
     "find_fused",
     "find_short",
     "only_enqueues",
@@ -148,6 +150,18 @@ def add_enqueuing(route: Implementation, find: Callable[[], bool]) -> Implementa
 def only_enqueues(route: Implementation | None) -> bool:
     """Return whether an implementation, as known so far, waits for no other rank's host."""
     find: Callable[[], bool] | None = getattr(route, "only_enqueues", None)
+    return find is not None and find()
+
+
+def add_capturable(route: Implementation, find: Callable[[], bool]) -> Implementation:
+    """Return an implementation of which ``find`` returns whether a graph may have it."""
+    route.can_be_captured = find  # type: ignore[attr-defined]
+    return route
+
+
+def can_be_captured(route: Implementation) -> bool:
+    """Return whether an implementation, as known so far, may be captured into a CUDA graph."""
+    find: Callable[[], bool] | None = getattr(route, "can_be_captured", None)
     return find is not None and find()
 
 

@@ -24,6 +24,7 @@ from mpicoll.cuda.runtime import (
 from mpicoll.dtypes import DType, Factor
 from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
+from mpicoll.kernels.peers import Collective, Peers
 from mpicoll.kernels.reduction import Loop
 
 __all__ = ["CupyRuntime"]
@@ -121,11 +122,15 @@ class CupyRuntime:
         """Return a context in which a device's primary context is current."""
         return self._driver.on(index)
 
+    def is_captured(self, index: int, stream: int) -> bool:
+        """Call cudaStreamIsCapturing."""
+        with self.on(index):
+            asked = stream not in (UNKNOWN, LEGACY)
+            return asked and bool(self._api.streamIsCapturing(stream))
+
     def check_stream(self, index: int, stream: int, where: str) -> None:
         """Raise UnsupportedError for a stream that is being captured into a graph."""
-        with self.on(index):
-            captured = stream not in (UNKNOWN, LEGACY) and self._api.streamIsCapturing(stream)
-        if captured:
+        if self.is_captured(index, stream):
             raise UnsupportedError(
                 f"{where}: the current stream is being captured into a CUDA graph, and MPI cannot "
                 "be a part of one; make the call outside the capture"
@@ -266,6 +271,24 @@ class CupyRuntime:
         if count:
             with self.on(index):
                 self._kernels_of(index).narrow(dtype, source, out, count, stream)
+
+    def multiprocessors(self, index: int) -> int:
+        """Return the number of multiprocessors."""
+        return int(self._cupy.cuda.Device(index).attributes["MultiProcessorCount"])
+
+    def load_collective(self, index: int, call: Collective) -> None:
+        """Compile a kernel."""
+        with self.on(index):
+            self._kernels_of(index).load_collective(call)
+
+    def has_collective(self, index: int, call: Collective) -> bool:
+        """Look for a kernel."""
+        return self._kernels_of(index).has_collective(call)
+
+    def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
+        """Enqueue a kernel."""
+        with self.on(index):
+            self._kernels_of(index).collective(peers, call, stream)
 
     def _kernels_of(self, index: int) -> DeviceKernels:
         if index not in self._kernels:

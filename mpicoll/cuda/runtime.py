@@ -14,6 +14,7 @@ import numpy as np
 
 from mpicoll.dtypes import DType, Factor
 from mpicoll.errors import DeviceMemoryError
+from mpicoll.kernels.peers import Collective, Peers
 from mpicoll.kernels.reduction import Loop
 
 __all__ = [
@@ -173,6 +174,9 @@ class Runtime(Protocol):
         Afterwards the thread has what it had, and no device is set up that it did not use.
         """
 
+    def is_captured(self, index: int, stream: int) -> bool:
+        """Return whether a stream is being captured into a graph."""
+
     def check_stream(self, index: int, stream: int, where: str) -> None:
         """Raise UnsupportedError if a stream is captured: no call can be ordered in it."""
 
@@ -246,6 +250,18 @@ class Runtime(Protocol):
         self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
     ) -> None:
         """Enqueue a rounding of float32 to ``dtype``; as reduction.narrow."""
+
+    def multiprocessors(self, index: int) -> int:
+        """Return the number of a device's multiprocessors."""
+
+    def load_collective(self, index: int, call: Collective) -> None:
+        """Compile what ``collective`` needs, unless it is there."""
+
+    def has_collective(self, index: int, call: Collective) -> bool:
+        """Return whether what ``collective`` needs is compiled."""
+
+    def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
+        """Enqueue a rank's part of a collective by one kernel on each rank's device."""
 
     def export(self, index: int, memory: Memory) -> bytes:
         """Return the handle by which another process of this host opens ``allocate``'s memory."""

@@ -12,14 +12,16 @@ from typing import NamedTuple
 
 from mpicoll.cuda.runtime import LEGACY, PER_THREAD, UNKNOWN, Event, Memory, Runtime, allocate
 from mpicoll.cuda.threads import announce
+from mpicoll.errors import UnsupportedError
 
-__all__ = ["CurrentStreams", "DeviceContext", "Point", "StreamOrder", "look_until"]
+__all__ = ["CapturedOrder", "CurrentStreams", "DeviceContext", "Point", "StreamOrder", "look_until"]
 
 
 class DeviceContext:
     """What a group has of one device: streams, and memory that its calls use in turn.
 
     work: the stream in which calls work.
+    captured: that stream is one of the caller's, which is being captured into a graph.
     """
 
     #: Bytes of a piece of scratch from which on it is given back when it has not been used for
@@ -36,6 +38,7 @@ class DeviceContext:
         self._since: list[int] = []  # for how many calls each has not been used
         self._taken = 0
         self._pinned: Memory | None = None
+        self.captured = False
 
     @cached_property
     def to_host(self) -> int:
@@ -56,8 +59,28 @@ class DeviceContext:
         self._streams.append(self.runtime.create_stream(self.index))
         return self._streams[-1]
 
+    @contextmanager
+    def capturing(self, stream: int) -> Iterator[None]:
+        """In here calls work in a stream that is being captured into a graph."""
+        work, self.work, self.captured = self.work, stream, True
+        try:
+            yield
+        finally:
+            self.work, self.captured = work, False
+
+    def _check_captured(self) -> None:
+        """Raise UnsupportedError in a capture: a graph's memory has to stay."""
+        if self.captured:
+            raise UnsupportedError(
+                "a call on device memory that is being captured into a CUDA graph can have no "
+                "memory beside its arrays: give contiguous arrays, each one's own, and all of the "
+                "device of the group's first call; no lists and no PREMUL_SUM"
+            )
+
     def begin(self) -> None:
         """Begin a call: the scratch of the one before is free again."""
+        if self.captured:
+            return
         self._since = [0 if k < self._taken else n + 1 for k, n in enumerate(self._since)]
         self._taken = 0
         for place in range(len(self._blocks)):
@@ -65,7 +88,11 @@ class DeviceContext:
                 self._blocks[place] = _NOTHING
 
     def scratch(self, nbytes: int) -> Memory:
-        """Return device memory for the rest of the call, for use in the work stream."""
+        """Return device memory for the rest of the call, for use in the work stream.
+
+        Raises UnsupportedError in a capture.
+        """
+        self._check_captured()
         place = self._taken
         if place == len(self._blocks):
             self._blocks.append(allocate(self.runtime, self.index, max(nbytes, 1)))
@@ -77,7 +104,11 @@ class DeviceContext:
         return self._blocks[place]
 
     def pinned(self, nbytes: int) -> Memory:
-        """Return pinned memory for the rest of the call; there is one such piece."""
+        """Return pinned memory for the rest of the call; there is one such piece.
+
+        Raises UnsupportedError in a capture.
+        """
+        self._check_captured()
         if self._pinned is None or self._pinned.nbytes < nbytes:
             if self._pinned is not None:
                 self._synchronize_all()
@@ -230,6 +261,8 @@ class StreamOrder(Point):
     has ended; of an asynchronous one, whoever needs the result joins the point.
 
     held: what the call reads and writes, kept until no reuse of the memory can meet the call.
+
+    Raises UnsupportedError, for the function called ``where``, if a stream is being captured.
     """
 
     def __init__(
@@ -240,6 +273,7 @@ class StreamOrder(Point):
         libraries: Iterable[CurrentStreams] = (),
         named: Iterable[int] | None = None,
         held: object = None,
+        where: str = "a call on device memory",
     ) -> None:
         self._streams = tuple(streams)
         super().__init__(runtime, index, self._streams if named is None else named, libraries)
@@ -247,6 +281,8 @@ class StreamOrder(Point):
         self.asynchronous = False
         self._context: DeviceContext | None = None
         self.held = held
+        for one in self._streams:
+            runtime.check_stream(index, one, where)
         self._before = [runtime.record(index, one or LEGACY) for one in self._streams]
         let_go_of_arrays()
 
@@ -291,6 +327,51 @@ class StreamOrder(Point):
         held, self.held = self.held, None
         if held is not None and self.events:
             _in_use.append((self, held))
+
+
+class CapturedOrder(StreamOrder):
+    """The place of a call in a stream that is being captured into a graph: in that stream itself.
+
+    Who launches the graph orders it among the group's other calls, alike on all ranks.
+    """
+
+    def __init__(self, runtime: Runtime, index: int, stream: int, where: str) -> None:
+        Point.__init__(self, runtime, index, (stream,), ())
+        self._stream, self._where = stream, where
+        self._capture = ExitStack()
+        self.held = None
+
+    @property
+    def asynchronous(self) -> bool:
+        """False: nobody can wait for what is in a graph."""
+        return False
+
+    @asynchronous.setter
+    def asynchronous(self, wanted: bool) -> None:
+        raise UnsupportedError(
+            f"{self._where}: the current stream is being captured into a CUDA graph: call without "
+            "async_op, and not before the group's asynchronous calls have ended"
+        )
+
+    def is_due(self) -> bool:
+        """Return True."""
+        return True
+
+    def enter(self, context: DeviceContext) -> None:
+        """Let the context work in the stream."""
+        self._capture.enter_context(context.capturing(self._stream))
+
+    def leave(self, context: DeviceContext) -> None:
+        """Let the context work in its own stream again."""
+        self._capture.close()
+
+    def join(self, where: str) -> set[int]:
+        """Return the stream."""
+        return {self._stream}
+
+    def in_callbacks(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
+        return nullcontext()
 
 
 #: Arrays of calls that nobody has waited for, while the device may work on them.

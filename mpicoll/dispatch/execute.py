@@ -91,7 +91,7 @@ def _placed(
     """Return the implementation: on a device, in its place in the caller's stream order."""
     if not plan.on_device:
         return plan.run, ()
-    order = packing.stream_order(send, recv)
+    order = packing.stream_order(plan, send, recv)
     return partial(packing.in_stream_order, plan, order), (order,)
 
 

@@ -14,9 +14,17 @@ from mpicoll.arrays import views
 from mpicoll.arrays.views import DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.plan import CallKind, Extent, Implementation, Plan, Run, take_leave
+from mpicoll.core.plan import (
+    CallKind,
+    Extent,
+    Implementation,
+    Plan,
+    Run,
+    can_be_captured,
+    take_leave,
+)
 from mpicoll.cuda import runtime
-from mpicoll.cuda.streams import DeviceContext, StreamOrder
+from mpicoll.cuda.streams import CapturedOrder, DeviceContext, StreamOrder
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.primitives import Layout
 
@@ -88,17 +96,27 @@ def buffers_of(view: View | None) -> Any:
     return _buffers(view, () if view is None else view.parts)
 
 
-def stream_order(send: View | None, recv: View | None) -> StreamOrder:
-    """Return the place of a call on a device among what the caller's streams hold now."""
+def stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrder:
+    """Return the place of a call on a device among what the caller's streams hold now.
+
+    Raises UnsupportedError if a stream is being captured into a graph, and the call cannot be.
+    """
+    cuda = runtime.get_runtime()
     both = [part for view in (send, recv) if view is not None for part in view.parts]
     parts = [part for part in both if isinstance(part, DeviceView)]
+    streams = {part.stream for part in parts}
+    if len(streams) == 1 and can_be_captured(plan.route):
+        (stream,) = streams
+        if cuda.is_captured(parts[0].device, stream):
+            return CapturedOrder(cuda, parts[0].device, stream, plan.name)
     return StreamOrder(
-        runtime.get_runtime(),
+        cuda,
         parts[0].device,
-        {part.stream for part in parts},
+        streams,
         {part.library for part in parts if part.library is not None},
         {part.stream for part in parts if part.library is None},
         held=(send, recv),
+        where=plan.name,
     )
 
 
@@ -114,8 +132,8 @@ def in_stream_order(
     with context.runtime.on(context.index):  # for MPI, too
         try:
             try:
-                context.begin()
                 order.enter(context)
+                context.begin()
                 plan.run(send, recv, extent, root)
             except Exception as error:
                 take_leave(plan.route, error, context)

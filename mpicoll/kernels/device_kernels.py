@@ -1,8 +1,8 @@
 """Reductions by kernels on a CUDA device, with the bits of ``reduction.py`` on the host.
 
-The kernels are in ``device.cu``. They are compiled when they are first used, by NVRTC through
-CuPy, which keeps them on disk for later processes: a fraction of a second each. On ROCm it is
-hipRTC, in each process anew.
+The kernels are in ``device.cu``, those of collectives in ``device_peers.cu``. They are compiled
+when they are first used, by NVRTC through CuPy, which keeps them on disk for later processes: a
+fraction of a second each, an all-reduce some seconds. On ROCm it is hipRTC, in each process anew.
 
 The bits are those of ``reduction.py``, but for what it leaves open as well: which NaN a sum or
 product of float32 and float64 is, and how products of complex numbers are rounded (here once each,
@@ -15,12 +15,14 @@ import struct
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpicoll.dtypes import DType, Factor, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, UnsupportedError
+from mpicoll.kernels.peers import PIECE, RANKS, Collective, Peers
 from mpicoll.kernels.reduction import Loop, factor_of, find_loop
 
 __all__ = ["PIECE", "DeviceKernels", "external_stream"]
@@ -36,11 +38,10 @@ _BLOCKS = 32
 #: of arguments, and from CUDA 12.1 on 32 KiB.
 _CAPACITIES = (16, 500, 4000)
 
-#: Bytes that a thread reads or writes at once; LENGTH in device.cu. Arrays that are combined are
-#: read so if their addresses are alike modulo this number, else element by element.
-PIECE = 16
-
 _SOURCES = ("formats.h", "device.cu")
+#: Those of kernels that several devices run together, and the threads of a block of such.
+_PEERS = (*_SOURCES, "device_peers.cu")
+_PEER_THREADS = 512
 
 # CuPy appends -ftz=true, and the last such option counts: device.cu does not mind.
 _OPTIONS = ("--fmad=false", "--std=c++17")
@@ -80,9 +81,7 @@ class DeviceKernels:
         size = dtype.itemsize
         cut = _cut(count * by.elements, [(out, size), *((source, size) for source in sources)])
         addresses = struct.pack(f"{n}Q{8 * (capacity - n)}x", *sources)
-        # NumPy's array of one element is passed by value.
-        by_value = np.frombuffer(addresses, f"V{len(addresses)}")
-        arguments = by_value, np.int32(n), out, np.float64(divisor)
+        arguments = _by_value(addresses), np.int32(n), out, np.float64(divisor)
         self._launch("combine", _combine(by, n), arguments, cut, stream)
 
     def load(self, by: Loop, n: int) -> None:
@@ -178,6 +177,38 @@ class DeviceKernels:
         cut = _cut(count, [(source, dtype.accumulate.itemsize), (out, dtype.itemsize)])
         self._launch("narrow", f"NARROW({by.format})", (source, out), cut, stream)
 
+    def load_collective(self, collective: Collective) -> None:
+        """Compile the kernel of a collective, unless it is there."""
+        self._kernel(collective.name, collective.line(), _PEERS)
+
+    def has_collective(self, collective: Collective) -> bool:
+        """Return whether the kernel of a collective is there."""
+        return collective.line() in self._kernels
+
+    def collective(self, peers: Peers, collective: Collective, stream: int) -> None:
+        """Enqueue this rank's part of a collective; all ranks do."""
+        cut = collective.cut(peers)
+        if not cut.blocks:
+            return
+        arguments: list[Any] = [_by_value(peers.pack(collective.call))]
+        if collective.starts:
+            arguments += [collective.send, collective.recv]
+        else:
+            arguments.append(collective.recv)
+        if collective.by is not None:
+            arguments.append(np.float64(collective.divisor))
+        if collective.starts:
+            starts = list(collective.starts)
+            most = max(end - start for start, end in pairwise(starts))
+            starts += starts[-1:] * (RANKS + 1 - len(starts))
+            arguments += [_by_value(struct.pack(f"={RANKS + 1}q", *starts)), cut.chunk, most]
+        else:
+            arguments += [np.int32(collective.root), np.int32(cut.shots)]
+            arguments += [cut.chunk, collective.count]
+        with external_stream(stream):
+            kernel = self._kernel(collective.name, collective.line(), _PEERS)
+            kernel((cut.blocks,), (_PEER_THREADS,), tuple(arguments))
+
     def _launch(
         self, name: str, line: str, arguments: Sequence[Any], cut: _Cut, stream: int
     ) -> None:
@@ -193,13 +224,13 @@ class DeviceKernels:
             kernel = self._kernel(name, line)
             kernel((blocks,), (_THREADS,), (*arguments, cut.head, cut.pieces, cut.elements))
 
-    def _kernel(self, name: str, line: str) -> Any:
-        """Return the kernel that ``line`` defines, for the current device."""
+    def _kernel(self, name: str, line: str, sources: Sequence[str] = _SOURCES) -> Any:
+        """Return the kernel that ``line`` defines behind sources, for the current device."""
         import cupy
 
         kernel = self._kernels.get(line)
         if kernel is None:
-            code = f"{_source()}\n{line}\n"
+            code = f"{_source(*sources)}\n{line}\n"
             if cupy.cuda.runtime.is_hip:
                 # RawModule lets AMD's compiler take subnormal numbers for zero, in C++ as well.
                 binary, _ = cupy.cuda.compiler.compile_using_nvrtc(code, _HIP_OPTIONS)
@@ -222,6 +253,11 @@ def _capacity(n: int) -> int:
         f"a kernel combines {_CAPACITIES[-1]} arrays at most, got {n}; combine them in smaller "
         "groups"
     )
+
+
+def _by_value(packed: bytes) -> Any:
+    """Return a structure as CuPy passes it by value: NumPy's array of one element."""
+    return np.frombuffer(packed, f"V{len(packed)}")
 
 
 def _combine(by: Loop, n: int) -> str:
@@ -294,6 +330,6 @@ def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:
 
 
 @cache
-def _source() -> str:
+def _source(*names: str) -> str:
     folder = files("mpicoll.kernels") / "src"
-    return "".join((folder / name).read_text("utf-8") for name in _SOURCES)
+    return "".join((folder / name).read_text("utf-8") for name in names or _SOURCES)

@@ -5,7 +5,7 @@ Those of host memory in the order of tables and messages, those of device memory
 
 from __future__ import annotations
 
-from mpicoll.routes.device import direct, ipc, nccl, shared_gpu, staged
+from mpicoll.routes.device import direct, ipc, nccl, peer, shared_gpu, staged
 from mpicoll.routes.device import mpi as device_mpi
 from mpicoll.routes.host import exchange, hierarchical, mpi, shared, single_copy, widened
 from mpicoll.routes.route import MemoryKind, Route
@@ -21,6 +21,7 @@ ROUTES: tuple[Route, ...] = (
     shared.ROUTE,
     hierarchical.ROUTE,
     shared_gpu.ROUTE,
+    peer.ROUTE,
     ipc.ROUTE,
     direct.ROUTE,
     device_mpi.ROUTE,

@@ -52,6 +52,8 @@ class Route:
     blocks:     of a device route, for what the host waits in a call, in words; "" if for nothing:
                 it only puts work into streams, so that asynchronous calls are made at once, on the
                 caller's thread, and compared with the other ranks' only now and then.
+    captures:   of a device route: its calls may be captured into a CUDA graph, once the group has
+                made one of the kind.
     instead:    the name of the route that serves in its place where a group cannot have it, "" for
                 what the tables say of smaller messages.
     """
@@ -72,6 +74,7 @@ class Route:
     compares: bool = False
     lists: bool = False
     blocks: str | None = None
+    captures: bool = False
     instead: str = ""
 
     def serves(

@@ -45,7 +45,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from run import ENVIRONMENT, MPI, PLAIN, TORCH, Launch, read_report  # noqa: E402
 
-ROUTES = ["auto", "shared_gpu", "ipc", "staged", "direct", "mpi", "nccl"]
+ROUTES = ["auto", "shared_gpu", "peer", "ipc", "staged", "direct", "mpi", "nccl"]
 RANKS = [2, 1, 4]
 #: Seconds that the ranks have to say what they can do; trying an MPI takes one minute at most.
 ANSWER = 120
@@ -92,6 +92,7 @@ SUITES = (
         "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
         ["auto", "staged", "nccl"], alone=True,
     ),
+    Suite("peer", ["tests/gpu/test_peer.py"], ["cupy"], ranks=(2, 4), alone=True),
     Suite("shared", ["tests/gpu/test_shared_gpu.py"], ["cupy"], ranks=(2, 4), alone=True),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
@@ -105,8 +106,11 @@ SUITES = (
     ),
     Suite("sanitizer", ["tests/gpu/test_sanitizer.py"], ["cupy"], ranks=(0,)),
 )  # fmt: skip
-#: Without a GPU: simulated devices have all routes but NCCL's, tensors on the host have none.
-HOST_ROUTES = {"simulated": [name for name in ROUTES if name != "nccl"], "torch": ["auto"]}
+#: Without a GPU: simulated devices have all routes but NCCL's, and too few devices for a GPU each;
+#: tensors on the host have none.
+HOST_ROUTES = {
+    "simulated": [name for name in ROUTES if name not in ("peer", "nccl")], "torch": ["auto"],
+}  # fmt: skip
 
 #: Lets an MPI use a UCX that is found first, by the name of its environment.
 ON_UCX = {
@@ -122,13 +126,15 @@ ON_UCX = {
 ASK = """
 import json, sys
 import mpicoll as dist
-from mpicoll.cuda import capabilities
+from mpicoll.cuda import binding, capabilities
 from mpicoll.routes.device import eligibility
 from mpicoll.errors import MpicollError
 from mpicoll.core.groups import default_group
 dist.init_process_group(timeout=60)
-found = capabilities.exchange(default_group().inner, probes=True)
-found = eligibility.with_used(found, [0] * len(found))  # as the tests of shared_gpu use them
+comm = default_group().inner
+found = capabilities.exchange(comm, probes=True)
+used = comm.allgather(binding.bind() if found[comm.rank].gpus else None)
+found = eligibility.with_used(found, used)  # as the tests use them
 said = {"auto": ""}
 for name in sys.argv[1:]:
     try:

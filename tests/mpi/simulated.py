@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import simulated_peers
 
 from mpicoll.cuda.runtime import HANDLE, UNKNOWN, Allocation, Memory
 from mpicoll.dtypes import by_name
@@ -42,6 +43,9 @@ PERIOD = 61
 
 #: Seconds after which a stream gives up what it waits for.
 PATIENCE = 60
+#: Seconds after which a kernel that waits for other devices begins, even if nothing on the host
+#: waits for it.
+DELAY = 0.003
 
 
 @dataclass(eq=False)
@@ -62,6 +66,22 @@ class Stream:
     @property
     def end(self) -> int:
         return self.done + len(self.waiting)
+
+
+class Graph:
+    """What a stream got while it was captured."""
+
+    def __init__(self, cuda: Simulated, index: int, stream: int) -> None:
+        self.cuda, self.index, self.stream = cuda, index, stream
+        self.tasks: list[Any] = []
+
+    def launch(self) -> None:
+        """Do all of it, in that stream; a kernel that waits for other devices does not wait for
+        the host.
+        """
+        for task in self.tasks:
+            self.cuda.enqueue(self.index, self.stream, task)
+        self.cuda.begin_later(self.index, self.stream)
 
 
 class SharedEvent:
@@ -126,7 +146,8 @@ class Simulated:
         self.numbers = itertools.count(16)
         self.streams = {(index, LEGACY): Stream(index) for index in range(devices)}
         self.pool: set[int] = set()  # addresses of memory that is not plain
-        self.captured: set[int] = set()
+        self.captured: dict[int, Graph] = {}  # by stream
+        self.loaded: set[str] = set()
         self.eager = False  # everything happens as early as can be, instead of as late
         self.current = 0
         self.room, self.cached = 1 << 40, 0  # bytes of a device, and of what libraries keep unused
@@ -143,6 +164,9 @@ class Simulated:
     def enqueue(self, index: int, stream: int, task: Any) -> None:
         with self.lock:
             found = self._find(index, stream)
+            if stream in self.captured:
+                self.captured[stream].tasks.append(task)
+                return
             found.waiting.append(task)
             end = found.end
         if self.eager:
@@ -198,6 +222,9 @@ class Simulated:
     def use(self, index: int) -> None:
         self.current = index
 
+    def is_captured(self, index: int, stream: int) -> bool:
+        return stream in self.captured
+
     def check_stream(self, index: int, stream: int, where: str) -> None:
         if stream != UNKNOWN:
             self._find(index, stream)
@@ -229,6 +256,7 @@ class Simulated:
 
     def record(self, index: int, stream: int) -> Event:
         with self.lock:
+            assert stream not in self.captured, "the event would belong to the graph"
             found = self._find(index, stream)
             return Event(found, found.end)
 
@@ -341,6 +369,28 @@ class Simulated:
 
     def has_nccl(self) -> bool:
         return False
+
+    def multiprocessors(self, index: int) -> int:
+        return 2
+
+    def has_collective(self, index: int, call: Any) -> bool:
+        return call.line() in self.loaded
+
+    def load_collective(self, index: int, call: Any) -> None:
+        self.loaded.add(call.line())
+        self.load(index, call.by, 0)
+
+    def collective(self, index: int, peers: Any, call: Any, stream: int) -> None:
+        """Devices go on without their hosts, for other devices wait for them."""
+        self.enqueue(index, stream, lambda: simulated_peers.carry_out(peers, call))
+        self.begin_later(index, stream)
+
+    def begin_later(self, index: int, stream: int) -> None:
+        with self.lock:
+            found = self._find(index, stream)
+            begin = threading.Timer(DELAY, self._run, (found, found.end))
+        begin.daemon = True
+        begin.start()
 
     def export(self, index: int, memory: Memory) -> bytes:
         owner = memory._owner
@@ -623,8 +673,8 @@ class Arrays:
             self.cuda.allocate = allocate  # type: ignore[method-assign]
 
     @contextlib.contextmanager
-    def capturing(self, array: DeviceArray) -> Iterator[None]:
+    def capturing(self, array: DeviceArray) -> Iterator[Graph]:
         """In here the array's stream is captured into a graph."""
-        self.cuda.captured.add(array.number)
-        yield
-        self.cuda.captured.remove(array.number)
+        graph = self.cuda.captured[array.number] = Graph(self.cuda, array.index, array.number)
+        yield graph
+        del self.cuda.captured[array.number]

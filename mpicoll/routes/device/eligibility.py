@@ -68,15 +68,28 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
             lacking.setdefault(lack, []).append(rank)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
     away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
-    if route.place in ("node", "gpu") and away:
+    if route.place in ("node", "gpu", "gpus") and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
-    elif route.place == "gpu" and not lacking:
-        apart = [rank for rank, own in enumerate(all_ranks) if own.used != all_ranks[0].used]
-        if apart:
-            missing.append(f"{_describe_ranks(apart)} has its arrays on another GPU than rank 0")
-        elif not all_ranks[0].used:
-            missing.append("the ranks have no arrays on GPUs yet")
+    elif route.place in ("gpu", "gpus") and not lacking:
+        missing += _describe_gpus(route.place, all_ranks)
     return "; ".join(missing)
+
+
+def _describe_gpus(place: str, all_ranks: Sequence[Capabilities]) -> list[str]:
+    """Describe how the GPUs that the ranks use are not at a place: "gpu", all ranks on one, or
+    "gpus", each on one of its own.
+    """
+    by_gpu: dict[str, list[int]] = {}
+    for rank, own in enumerate(all_ranks):
+        by_gpu.setdefault(own.used, []).append(rank)
+    if "" in by_gpu:
+        return ["the ranks have no arrays on GPUs yet"]
+    if place == "gpu":
+        apart = [rank for rank, own in enumerate(all_ranks) if own.used != all_ranks[0].used]
+        words = f"{_describe_ranks(apart)} has its arrays on another GPU than rank 0"
+        return [words] if apart else []
+    sharing = next((ranks for ranks in by_gpu.values() if len(ranks) > 1), None)
+    return [f"ranks {', '.join(map(str, sharing))} share a GPU"] if sharing else []
 
 
 def describe_routes(

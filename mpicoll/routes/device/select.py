@@ -8,12 +8,19 @@ import warnings
 from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation, add_enqueuing, add_leave
+from mpicoll.core.plan import (
+    CallKind,
+    Extent,
+    Implementation,
+    add_capturable,
+    add_enqueuing,
+    add_leave,
+)
 from mpicoll.cuda import between_nodes, binding, capabilities
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import direct, eligibility, ipc, nccl, shared_gpu
+from mpicoll.routes.device import direct, eligibility, ipc, nccl, peer, shared_gpu
 from mpicoll.routes.device.space import Alone, DeviceSpace
 from mpicoll.routes.host import select
 from mpicoll.routes.route import Route
@@ -32,6 +39,7 @@ class Agreed:
     names: its routes, the best first.
     lost:  the routes that should have been among them, and why they are not.
     shared_gpu: what ranks that share a GPU have of each other.
+    peer:  what ranks with a GPU each have of each other, if they are all on one node.
     ipc:   the workspaces of all ranks, if they are mapped.
     nccl:  NCCL's communicator, if it was requested and is available.
     space: this rank's device memory.
@@ -54,6 +62,7 @@ class Agreed:
         self._found = eligibility.with_used(self._found, self._used)
         self.nccl: nccl.Nccl | None = None
         self.shared_gpu: shared_gpu.Sharers | None = None
+        self.peer: peer.Peers | None = None
         self.ipc: ipc.Peers | None = None
         if forced == "nccl" or mine[1]:
             self.nccl = self._had("nccl", nccl.meet(group, context))
@@ -65,7 +74,10 @@ class Agreed:
         if "shared_gpu" in wanted:
             eligibility.eligible_routes(self._found, forced)  # raises
             self.shared_gpu = self._had("shared_gpu", shared_gpu.meet(group, context))
-        if "ipc" in wanted and self.shared_gpu is None:
+        if "peer" in wanted:
+            eligibility.eligible_routes(self._found, forced)  # raises
+            self.peer = self._had("peer", peer.meet(group, context))
+        if "ipc" in wanted and self.shared_gpu is None:  # for what "peer" does not serve, too
             eligibility.eligible_routes(self._found, forced)  # raises
             self.ipc = self._had("ipc", ipc.meet(group, context))
         mapped = self.shared_gpu or self.ipc
@@ -126,7 +138,7 @@ class Agreed:
 
     def close(self, limit: float) -> None:
         """Free what the routes have; all ranks call. limit: seconds to wait for them."""
-        for route in (self.nccl, self.shared_gpu, self.ipc):
+        for route in (self.nccl, self.shared_gpu, self.peer, self.ipc):
             if route is not None:
                 route.close(limit)
 
@@ -178,6 +190,7 @@ def choose(kind: CallKind) -> Implementation:
         found = group.resources.find("devices")
         return route.blocks == "" or (found.space.alone and route is direct.ROUTE)
 
+    add_capturable(carry_out, lambda: route is not None and route.captures)
     return add_enqueuing(add_leave(carry_out, leave), only_enqueues)
 
 

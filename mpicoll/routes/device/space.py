@@ -128,6 +128,8 @@ def at_home(home: DeviceContext, inner: Implementation) -> Implementation:
         if context is home:
             inner(send, recv, extent, root)
             return
+        if context.captured:
+            context.scratch(0)  # raises: the copies would need memory
         home.begin()
         home.follow(context)
         out, into = (None if one is None else _moved(one, home) for one in (send, recv))

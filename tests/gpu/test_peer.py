@@ -1,0 +1,115 @@
+"""Kernels that wait for each other, a GPU for each rank: sizes, addresses, graphs, and giving up.
+
+Every rank runs every test.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+pytest.importorskip("cupy")
+import cupy
+from mpi4py import MPI
+
+import mpicoll as dist
+from mpicoll.cuda import binding
+from mpicoll.errors import DistBackendError
+
+pytestmark = pytest.mark.on_a_gpu
+
+
+@pytest.fixture(scope="module")
+def n():
+    """The number of ranks, in a default group that goes by ``peer``."""
+    dist.init_process_group(timeout=60)
+    binding.bind()
+    dist.all_reduce(cupy.ones(1, cupy.float32))
+    names = dist.group.WORLD.resources.find("devices").names
+    if names[0] != "peer":
+        dist.destroy_process_group()
+        pytest.skip(f"calls go by {names[0]}: two ranks share a GPU, or cannot reach each other's")
+    yield dist.get_world_size()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
+def test_sizes(n, kind, offset):
+    """Around those at which something changes, wherever the arrays lie."""
+    me = dist.get_rank()
+    for count in (1, 7, 4096, 65_536, 65_537, 262_145, 1_000_003, 20_000_001):
+        whole = cupy.full(count + offset + 8, 77, kind)
+        array = whole[offset : offset + count]
+        array[...] = cupy.arange(count) % 3 + me
+        dist.all_reduce(array)
+        expected = cupy.arange(count) % 3 * n + n * (n - 1) // 2
+        assert (array == expected.astype(kind)).all(), count
+        assert (whole[:offset] == 77).all() and (whole[offset + count :] == 77).all(), count
+        block = cupy.full(count, me, kind)
+        output = cupy.empty(n * count, kind)
+        dist.all_gather_single(output, block)
+        assert (output.reshape(n, count) == cupy.arange(n)[:, None].astype(kind)).all(), count
+        dist.broadcast(block, n - 1)
+        assert (block == n - 1).all(), count
+
+
+@pytest.mark.parametrize("count", [16, 5_000_000])
+def test_graphs(n, count):
+    """A graph is replayed many times, among other calls."""
+    me, stream = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        array = cupy.full(count, 1, cupy.int64)
+        dist.all_reduce(array)
+        array //= n
+        stream.begin_capture()
+        array += me
+        dist.all_reduce(array)
+        array //= n
+        graph = stream.end_capture()
+        for turn in range(100):
+            graph.launch(stream)
+            if turn % 10 == 0:
+                dist.all_reduce(cupy.ones(1, cupy.float32))
+        value = 1
+        for _ in range(100):
+            value = (n * value + n * (n - 1) // 2) // n
+        stream.synchronize()
+        assert (array.get() == value).all()
+
+
+def test_giving_up(n):
+    """No GPU hangs for a rank that does not come."""
+    if n == 1:
+        pytest.skip("a rank waits for nobody")
+    group, me = dist.new_group(timeout=3), dist.get_rank()
+    array = cupy.ones(1000, cupy.float32)
+    for _ in range(2):
+        dist.all_reduce(array, group=group)
+    begun = time.monotonic()
+    if me:
+        dist.all_reduce(array, group=group)
+    cupy.cuda.Device().synchronize()
+    assert time.monotonic() - begun < 30
+    MPI.COMM_WORLD.Barrier()
+    with pytest.raises(DistBackendError, match="for rank 0"):
+        dist.all_reduce(array, group=group)
+    dist.destroy_process_group(group)
+
+
+def test_latency(n, record_property):
+    """Of a call, on the device: reported, not asserted."""
+    for nbytes in (4, 1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 26):
+        array = cupy.zeros(nbytes // 4, cupy.float32)
+        for _ in range(10):
+            dist.all_reduce(array)
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        for _ in range(50):
+            dist.all_reduce(array)
+        end.record()
+        end.synchronize()
+        micros = cupy.cuda.get_elapsed_time(begin, end) * 1000 / 50
+        rate = 2 * (n - 1) / n * nbytes / micros / 1e3
+        record_property(f"all_reduce of {nbytes} B", f"{micros:.1f} us, busbw {rate:.1f} GB/s")

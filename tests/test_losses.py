@@ -112,6 +112,88 @@ open(sys.argv[1], "w").write('"went on"')
 """
 
 
+#: The same by shrink_group, with messages and pending works; each kill is in another kind of call.
+SHRINK = """
+import os, signal, sys, time
+import numpy as np
+import mpicoll as dist
+
+dist.init_process_group(timeout=60)
+many = np.ones(3_000_000)
+
+def pending():
+    works = [dist.all_reduce(np.ones(1000), async_op=True) for _ in range(3)]
+    errors = []
+    for work in works:
+        try:
+            work.wait()
+        except dist.LostRankError as error:
+            errors.append(error)
+    assert len(errors) == 3, errors
+    raise errors[0]
+
+calls = [
+    lambda: dist.all_reduce(np.ones(1)),
+    pending,
+    lambda: dist.irecv(np.ones(1), src=(dist.get_rank() + 1) % dist.get_world_size()).wait(),
+    lambda: dist.broadcast(many, src=dist.get_world_size() - 1),
+]
+for call in calls:
+    me, n = dist.get_rank(), dist.get_world_size()
+    x = np.ones(5)
+    dist.all_reduce(x)
+    assert x.tolist() == [n] * 5, x
+    if me == n - 1:
+        time.sleep(0.3)  # the others are in the call
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        call()
+    except dist.LostRankError as error:
+        assert error.ranks == (n - 1,), error
+    else:
+        raise AssertionError("a call of a lost rank ended well")
+    if me != 0:
+        try:
+            dist.shrink_group([0])
+        except ValueError as error:
+            assert f"[{n - 1}], got global ranks [0]" in str(error), error
+        else:
+            raise AssertionError("a rank that lives was given up for lost")
+    group = dist.shrink_group([n - 1])
+    assert group is dist.group.WORLD and (dist.get_rank(), dist.get_world_size()) == (me, n - 1)
+names = [None]
+dist.all_gather_object(names, "the last")
+assert names == ["the last"]
+dist.destroy_process_group()
+open(sys.argv[1], "w").write('"went on"')
+"""
+
+TORCH_SHRINK = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("mpicoll", init_method="mpi://")
+while dist.get_world_size() > 1:
+    me, n = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(5)
+    dist.all_reduce(x)
+    assert x.tolist() == [n] * 5, x
+    if me == n - 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(x)
+    except RuntimeError as error:
+        assert error.ranks == (n - 1,), error
+    else:
+        raise AssertionError("a call of a lost rank ended well")
+    dist.shrink_group([n - 1])
+dist.destroy_process_group()
+open(sys.argv[1], "w").write('"went on"')
+"""
+
+
 def _run(script: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(script)
     told = tmp_path / "told"
@@ -124,10 +206,12 @@ def _run(script: str, tmp_path: Path) -> None:
     assert json.loads(told.read_text()) == "went on"
 
 
-def test_arrays(tmp_path: Path) -> None:
-    _run(NUMPY, tmp_path)
+@pytest.mark.parametrize("script", [NUMPY, SHRINK], ids=["reconfigure", "shrink_group"])
+def test_arrays(script: str, tmp_path: Path) -> None:
+    _run(script, tmp_path)
 
 
 @pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it")
-def test_torch(tmp_path: Path) -> None:
-    _run(TORCH, tmp_path)
+@pytest.mark.parametrize("script", [TORCH, TORCH_SHRINK], ids=["reconfigure", "shrink_group"])
+def test_torch(script: str, tmp_path: Path) -> None:
+    _run(script, tmp_path)

@@ -9,18 +9,25 @@ on: ``mpicoll.api.reconfigure`` makes a group of them. Everywhere else a lost ra
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from mpicoll import launch
-from mpicoll.errors import LostRankError
+from mpicoll import communicators, launch
+from mpicoll.core import groups
+from mpicoll.errors import ArgumentError, LostRankError
 from mpicoll.watch import rank_status
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["check", "is_fault_tolerant"]
+__all__ = ["check", "is_fault_tolerant", "shrink"]
 
 _FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+#: Seconds in which MPI learns which rank is lost, once another rank has said that one is.
+_NEWS, _PAUSE = 1.0, 2e-3
 
 
 def is_fault_tolerant() -> bool:
@@ -36,14 +43,10 @@ def check(group: ProcessGroup) -> bool:
             return True
         if group.closed is not None:
             return False
-        failed, members = group.messages.Get_failed(), group.messages.Get_group()
-        failed_ranks = failed.Translate_ranks(None, members)
-        failed.Free()
-        members.Free()
         revoked = group.inner.Is_revoked() or group.messages.Is_revoked()
-        if not failed_ranks and not revoked:
+        lost = _find(group, _NEWS if revoked else 0.0)
+        if not lost and not revoked:
             return False
-        lost = sorted(group.ranks[rank] for rank in failed_ranks)
         group.broken = LostRankError(_describe(group, lost), lost)
         group.next_check = 0
         for comm in (group.inner, group.messages):
@@ -54,9 +57,60 @@ def check(group: ProcessGroup) -> bool:
     return True
 
 
+def _find(group: ProcessGroup, seconds: float, expected: Collection[int] = ()) -> list[int]:
+    """Return the lost global ranks of a group, as far as MPI knows.
+
+    seconds: how long to wait until it knows of one, or of all that are expected.
+    """
+    from mpi4py import MPI
+
+    end = time.monotonic() + seconds
+    while True:
+        failed, members = group.messages.Get_failed(), group.messages.Get_group()
+        lost = sorted(group.ranks[rank] for rank in failed.Translate_ranks(None, members))
+        failed.Free()
+        members.Free()
+        if (lost and set(expected) <= set(lost)) or time.monotonic() > end:
+            return lost
+        MPI.COMM_SELF.Iprobe()  # MPI hears of losses inside its calls
+        time.sleep(_PAUSE)
+
+
+def shrink(group: ProcessGroup, excluded: Collection[int], where: str) -> MPI.Intracomm:
+    """Create the communicator of a broken group's survivors, in their order; all of them call.
+
+    excluded: the ranks in the group that the caller knows to be lost.
+
+    Raises ArgumentError where they are not the lost ones: on all survivors if it is only found out
+    when they meet that another is lost.
+    """
+    named = sorted(group.ranks[rank] for rank in excluded)
+    lost = _find(group, _NEWS, named)
+    if lost != named:
+        raise ArgumentError(_not_the_lost(group, named, lost, where))
+    # MPI_Comm_shrink agrees on who is there, and works on a revoked communicator.
+    made = group.inner.Shrink()
+    groups.return_errors(made)
+    found = communicators.translate_ranks(group.inner, made)
+    gone = [group.ranks[rank] for rank, other in enumerate(found) if other is None]
+    if gone != named:
+        made.Free()
+        raise ArgumentError(_not_the_lost(group, named, gone, where))
+    return made
+
+
+def _not_the_lost(group: ProcessGroup, named: list[int], lost: list[int], where: str) -> str:
+    ranks = [group.group_rank(rank) for rank in lost]
+    return (
+        f"{where}: ranks_to_exclude: group {group.group_name} has lost global ranks {lost}, got "
+        f"global ranks {named}; exclude the lost ones, {ranks} in the group, and shrink the result "
+        "again to leave out others"
+    )
+
+
 def _describe(group: ProcessGroup, ranks: list[int]) -> str:
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "a rank"
     return (
         f"group {group.group_name} has lost {who}, whose process has ended; it cannot be used any "
-        "more. torch's reconfigure makes a group of those that live"
+        "more. shrink_group makes a group of those that live, and torch's reconfigure does"
     )

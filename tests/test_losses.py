@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -20,6 +21,7 @@ from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 SURVIVES = ["--with-ft", "ulfm"]
 LIMIT = 90
+ELASTIC = Path(__file__).resolve().parent.parent / "jobs" / "train_digits_elastic.py"
 
 
 def _can() -> bool:
@@ -194,14 +196,17 @@ open(sys.argv[1], "w").write('"went on"')
 """
 
 
+def _launch(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [*MPIEXEC, *SURVIVES, "-n", str(ranks), sys.executable, *program]
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
+    )
+
+
 def _run(script: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(script)
     told = tmp_path / "told"
-    command: list[str | Path] = [*MPIEXEC, *SURVIVES, "-n", "5", sys.executable]
-    command += [tmp_path / "job.py", told]
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
-    )
+    done = _launch(5, tmp_path / "job.py", told)
     assert told.exists(), done.stdout + done.stderr
     assert json.loads(told.read_text()) == "went on"
 
@@ -215,3 +220,19 @@ def test_arrays(script: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", [TORCH, TORCH_SHRINK], ids=["reconfigure", "shrink_group"])
 def test_torch(script: str, tmp_path: Path) -> None:
     _run(script, tmp_path)
+
+
+@pytest.mark.slow
+def test_training_goes_on(tmp_path: Path) -> None:
+    """With two of three ranks lost on the way, the losses are those of one rank to rounding."""
+    pytest.importorskip("sklearn")
+    curves = []
+    for ranks, *options in ([3, "--kill-at", "100", "250"], [1]):
+        curve = tmp_path / f"{ranks}.npy"
+        done = _launch(int(ranks), ELASTIC, "--curve", curve, *map(str, options))
+        assert curve.exists(), done.stdout + done.stderr
+        assert "is reached" in done.stdout
+        assert done.stdout.count("lost 1 of") == int(ranks) - 1
+        curves.append(np.load(curve))
+    assert curves[0].shape == (20, 2)
+    np.testing.assert_allclose(curves[0], curves[1], rtol=0, atol=1e-10)

@@ -1,4 +1,5 @@
-"""Ranks that are killed one after the other, in a job whose MPI outlives them (Open MPI's ULFM).
+"""Ranks that are killed one after the other, in a job that outlives them: by Open MPI's ULFM, or by
+MPICOLL_SURVIVE with MPICH.
 
 The others hear of it in the call that they are in, whatever it is, and go on.
 """
@@ -19,19 +20,29 @@ pytest.importorskip("torch")
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
-SURVIVES = ["--with-ft", "ulfm"]
+#: By MPI: options of mpiexec, what comes before the program, environment variables. MPICH's mpiexec
+#: kills the survivors of a process that ends badly, so a shell ends well instead.
+WAYS = {
+    "Open MPI": (["--with-ft", "ulfm"], [], {}),
+    "HYDRA": (
+        ["-disable-auto-cleanup"],
+        ["sh", "-c", 'trap "" USR1; "$@"; true', "sh"],
+        {"MPICOLL_SURVIVE": "1"},
+    ),
+}
 LIMIT = 90
 ELASTIC = Path(__file__).resolve().parent.parent / "jobs" / "train_digits_elastic.py"
 
 
-def _can() -> bool:
+def _find_way() -> str:
     if not MPIEXEC:
-        return False
+        return ""
     said = subprocess.run([*MPIEXEC, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in said.stdout
+    return next((name for name in WAYS if name in said.stdout), "")
 
 
-pytestmark = pytest.mark.skipif(not _can(), reason="needs an MPI that outlives a lost rank")
+WAY = _find_way()
+pytestmark = pytest.mark.skipif(not WAY, reason="needs an MPI that outlives a lost rank")
 
 #: Each rank but the first is killed, the last one first, while the others are in another call.
 NUMPY = """
@@ -197,9 +208,16 @@ open(sys.argv[1], "w").write('"went on"')
 
 
 def _launch(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*MPIEXEC, *SURVIVES, "-n", str(ranks), sys.executable, *program]
+    options, before, settings = WAYS[WAY]
+    command = [*MPIEXEC, *options, "-n", str(ranks), *before, sys.executable, *program]
     return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
+        command,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=LIMIT,
+        check=False,
     )
 
 

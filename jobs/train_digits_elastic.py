@@ -1,6 +1,8 @@
-"""Training of a small network on handwritten digits that goes on when ranks are lost.
+r"""Training of a small network on handwritten digits that goes on when ranks are lost.
 
-    mpirun --with-ft ulfm -n 4 python jobs/train_digits_elastic.py --kill-at 100
+    mpirun --with-ft ulfm -n 4 python jobs/train_digits_elastic.py --kill-at 100    # Open MPI
+    mpiexec -disable-auto-cleanup -n 4 -genv MPICOLL_SURVIVE 1 \
+        sh -c 'trap "" USR1; "$@"; true' sh python jobs/train_digits_elastic.py     # MPICH
 
 trains as ``train_digits.py`` does, which it takes its network from. Every rank keeps the parameters
 of the last step in memory. In step 100 (counted from 1) the last rank kills itself, as a failing
@@ -19,8 +21,8 @@ goes on from it:
 
     torchrun --nproc-per-node 4 --max-restarts 3 jobs/train_digits_elastic.py --state state.npz
 
-All options: ``python jobs/train_digits_elastic.py --help``. Exit code: 0 if the accuracy on held-out
-digits reaches ``--target``, else 1.
+All options: ``python jobs/train_digits_elastic.py --help``. Exit code: 0 if the accuracy on
+held-out digits reaches ``--target``, else 1.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def parse_arguments() -> argparse.Namespace:
         "--kill-at", type=int, nargs="*", default=[], metavar="STEP",
         help="steps, from 1, in which the last rank kills itself",
     )  # fmt: skip
-    parser.add_argument("--state", type=Path, metavar="FILE.npz", help="what a restart goes on from")
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE.npz", help="what a restart goes on from"
+    )
     parser.add_argument("--curve", type=Path, metavar="FILE.npy", help="rank 0 writes the losses")
     return parser.parse_args()
 
@@ -158,8 +162,10 @@ def main() -> int:
             loss, right = (state.totals / len(labels)).tolist()
             losses[state.step] = loss
             if dist.get_rank() == 0:
-                print(f"epoch {state.step // steps:3d}  loss {loss:.6f}  accuracy {right:7.2%}",
-                      flush=True)
+                print(
+                    f"epoch {state.step // steps:3d}  loss {loss:.6f}  accuracy {right:7.2%}",
+                    flush=True,
+                )
                 if arguments.state:
                     write(arguments.state, state)
 
@@ -168,8 +174,11 @@ def main() -> int:
     accuracy = scores(probabilities, held_out_labels, np)[1] / len(held_out_labels)
     if dist.get_rank() == 0:
         verdict = "reached" if accuracy >= arguments.target else "MISSED"
-        print(f"held-out accuracy {accuracy:.2%} on {dist.get_world_size()} ranks: the target of "
-              f"{arguments.target:.2%} is {verdict}", flush=True)
+        print(
+            f"held-out accuracy {accuracy:.2%} on {dist.get_world_size()} ranks: the target of "
+            f"{arguments.target:.2%} is {verdict}",
+            flush=True,
+        )
         if arguments.curve:
             np.save(arguments.curve, np.array(sorted(losses.items())))
     dist.destroy_process_group()
@@ -180,8 +189,9 @@ def write(path: Path, state: State) -> None:
     """Write the state to a file that is never seen half written."""
     arrays = {"step": np.array(state.step)}
     for index, (layer, speed) in enumerate(zip(state.layers, state.velocities, strict=True)):
-        for name, array in zip(("weight", "bias", "weight_speed", "bias_speed"), (*layer, *speed),
-                               strict=True):
+        for name, array in zip(
+            ("weight", "bias", "weight_speed", "bias_speed"), (*layer, *speed), strict=True
+        ):
             arrays[f"{name}{index}"] = array
     draft = path.with_suffix(".draft.npz")
     np.savez(draft, **arrays)

@@ -245,12 +245,12 @@ def test_training_goes_on(tmp_path: Path) -> None:
     """With two of three ranks lost on the way, the losses are those of one rank to rounding."""
     pytest.importorskip("sklearn")
     curves = []
-    for ranks, *options in ([3, "--kill-at", "100", "250"], [1]):
+    for ranks, kills in (3, ["--kill-at", "100", "250"]), (1, []):
         curve = tmp_path / f"{ranks}.npy"
-        done = _launch(int(ranks), ELASTIC, "--curve", curve, *map(str, options))
+        done = _launch(ranks, ELASTIC, "--curve", curve, *kills)
         assert curve.exists(), done.stdout + done.stderr
         assert "is reached" in done.stdout
-        assert done.stdout.count("lost 1 of") == int(ranks) - 1
+        assert done.stdout.count("lost 1 of") == ranks - 1
         curves.append(np.load(curve))
     assert curves[0].shape == (20, 2)
     np.testing.assert_allclose(curves[0], curves[1], rtol=0, atol=1e-10)

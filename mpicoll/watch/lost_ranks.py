@@ -1,13 +1,13 @@
-"""Lost ranks that the others survive: a group of those that live takes the place of the one before.
+"""Lost ranks that the others survive: a group of those that live takes the place of their group.
 
-Either MPI knows what to do (Open MPI under ``mpirun --with-ft ulfm``). User-level failure mitigation
-(W. Bland et al., "Post-failure recovery of MPI communication capability", IJHPCA 27, 2013): a call
+Either MPI knows what to do: Open MPI under ``mpirun --with-ft ulfm``, user-level failure mitigation
+(W. Bland et al., "Post-failure recovery of MPI communication capability", IJHPCA 27, 2013). A call
 that needs a lost rank ends with an error. A rank that gets one revokes the communicator, so that no
 rank waits for one that has given up.
 
 Or, where MPICOLL_SURVIVE asks for it, MPI is not told: the ranks of a node notice by their pidfds
 that one is lost, and leave the calls that they are in by themselves. The launcher must not end the
-job (MPICH: ``mpiexec -disable-auto-cleanup``). Messages between survivors still go, and
+job (MPICH: docs/reliability.md). Messages between survivors still go, and
 MPI_Comm_create_from_group makes communicators of them; MPICH 5 has ULFM's calls, which hang.
 
 Everywhere else a lost rank ends the job.
@@ -22,7 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mpicoll import communicators, launch, settings
 from mpicoll.core import groups
@@ -91,10 +91,10 @@ def start(world: MPI.Intracomm) -> None:
         if world.Get_rank() == 0:
             warn(f"{settings.SURVIVE.name} is set, but a lost rank ends the job: {problem}")
         return
-    if threading.current_thread() is threading.main_thread():
-        # Hydra sends it to all ranks when one is lost, and by default it ends them.
-        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # Hydra sends it to all ranks when one is lost, and by default it ends them.
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     _processes = _Processes(world, pids)
 
 
@@ -204,7 +204,7 @@ def shrink(group: ProcessGroup, excluded: Collection[int], where: str) -> MPI.In
     if _processes is not None:
         return _meet_and_create(_processes.comm, group, named, where)
     # MPI_Comm_shrink agrees on who is there, and works on a revoked communicator.
-    made = group.inner.Shrink()
+    made = cast("MPI.Intracomm", group.inner.Shrink())
     groups.return_errors(made)
     found = communicators.translate_ranks(group.inner, made)
     gone = [group.ranks[rank] for rank, other in enumerate(found) if other is None]

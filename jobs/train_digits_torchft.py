@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,11 +65,16 @@ def main() -> int:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
+
+    def load(states: dict[str, Any]) -> None:
+        model.load_state_dict(states["model"])
+        optimizer.load_state_dict(states["optimizer"])
+
     store = c10d.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         ProcessGroupMpicoll(timedelta(seconds=20)),
-        lambda states: None,  # all replicas begin alike, and none joins later
-        lambda: {},
+        load,
+        lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         min_replica_size=1,
         use_async_quorum=False,
         init_sync=False,
@@ -80,9 +86,9 @@ def main() -> int:
         lighthouse_addr=address[0],
         timeout=timedelta(seconds=20),
     )
-    shuffle = np.random.default_rng(0)
     while manager.current_step() < arguments.steps:
         manager.start_quorum()
+        shuffle = np.random.default_rng(manager.current_step())
         batch = torch.from_numpy(shuffle.integers(len(labels), size=arguments.batch_size))
         share = batch[manager.participating_rank() :: manager.num_participants()]
         optimizer.zero_grad()

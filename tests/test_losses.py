@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -254,3 +255,14 @@ def test_training_goes_on(tmp_path: Path) -> None:
         curves.append(np.load(curve))
     assert curves[0].shape == (20, 2)
     np.testing.assert_allclose(curves[0], curves[1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_torchft_goes_on() -> None:
+    pytest.importorskip("torchft")
+    pytest.importorskip("sklearn")
+    done = _launch(3, ELASTIC.with_name("train_digits_torchft.py"), "--kill-at", "30")
+    assert "with 2 of 3 replicas" in done.stdout, done.stdout + done.stderr
+    assert "replica 0: step 30 is taken again" in done.stdout
+    accuracy = re.search(r"accuracy (.*)%", done.stdout)
+    assert accuracy and float(accuracy[1]) > 95.0

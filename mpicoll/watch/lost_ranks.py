@@ -42,6 +42,9 @@ __all__ = ["check", "is_fault_tolerant", "shrink", "start", "stop"]
 _FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 #: Seconds in which MPI learns which rank is lost, once another rank has said that one is.
 _NEWS, _PAUSE = 1.0, 2e-3
+#: MPI hears of losses in its calls, but only one in some hundred looks: how many to make, and how
+#: many seconds may pass until they are made again, for all groups.
+_CALLS, _INTERVAL = 2000, 0.1
 #: Greatest tag of a meeting, within what every MPI has.
 _TAGS = 0x7FFF
 
@@ -74,6 +77,7 @@ class _Processes:
 
 
 _processes: _Processes | None = None
+_next_calls = 0.0  # by time.monotonic
 
 
 def start(world: MPI.Intracomm) -> None:
@@ -165,7 +169,7 @@ def _find(group: ProcessGroup, seconds: float = 0.0, expected: Collection[int] =
         lost = sorted(group.ranks[rank] for rank in _find_failed(group))
         if (lost and set(expected) <= set(lost)) or time.monotonic() > end:
             return lost
-        MPI.COMM_SELF.Iprobe()  # MPI hears of losses inside its calls
+        MPI.COMM_SELF.Iprobe()
         time.sleep(_PAUSE)
 
 
@@ -177,6 +181,13 @@ def _find_failed(group: ProcessGroup) -> list[int]:
             return []
         places = communicators.translate_ranks(group.messages, _processes.comm)
         return [rank for rank, place in enumerate(places) if place in gone]
+    from mpi4py import MPI
+
+    global _next_calls
+    if (now := time.monotonic()) > _next_calls:
+        _next_calls = now + _INTERVAL
+        for _ in range(_CALLS):
+            MPI.COMM_SELF.Iprobe()
     failed, members = group.messages.Get_failed(), group.messages.Get_group()
     found = list(failed.Translate_ranks(None, members))
     failed.Free()

@@ -33,6 +33,7 @@ __all__ = [
     "SETTINGS",
     "SHARED_MEMORY",
     "SINGLE_COPY",
+    "SURVIVE",
     "TABLE",
     "TORCH_DEBUG",
     "Setting",
@@ -133,6 +134,11 @@ CUDA_AWARE = _one_of(
     "MPICOLL_CUDA_AWARE", ("none", "transfer", "full"),
     "what the MPI library does with device memory, where that is known; see gpu.md",
 )  # fmt: skip
+SURVIVE = _one_of(
+    "MPICOLL_SURVIVE", ("0", "1"),
+    "1, on rank 0: MPICH's ranks of one node go on when one is lost, under "
+    "`mpiexec -disable-auto-cleanup`; see reliability.md",
+)  # fmt: skip
 SECRET = Setting(
     "MPICOLL_SECRET", (), "any text, the same on all ranks",
     "the secret of a job whose ranks meet by `env://` or `tcp://`",
@@ -168,7 +174,7 @@ RECORD_FILE_BEFORE = Setting(
 
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, CLUSTERS, KERNELS, CALLS, REPRODUCIBLE,
-    DEVICE_ROUTE, CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS, RECORD_LENGTH,
+    DEVICE_ROUTE, CUDA_AWARE, SURVIVE, SECRET, ALLOW_SINGLETON, INSTALL_AS, RECORD_LENGTH,
     RECORD_LENGTH_BEFORE, RECORD_FILE, RECORD_FILE_BEFORE,
 )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Ranks that are killed one after the other, in a job whose MPI outlives them (Open MPI's ULFM).
+"""Ranks that are killed one after the other, in a job that outlives them: by Open MPI's ULFM, or by
+MPICOLL_SURVIVE with MPICH.
 
 The others hear of it in the call that they are in, whatever it is, and go on.
 """
@@ -7,29 +8,42 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
-SURVIVES = ["--with-ft", "ulfm"]
+#: By MPI: options of mpiexec, what comes before the program, environment variables. MPICH's mpiexec
+#: kills the survivors of a process that ends badly, so a shell ends well instead.
+WAYS = {
+    "Open MPI": (["--with-ft", "ulfm"], [], {}),
+    "HYDRA": (
+        ["-disable-auto-cleanup"],
+        ["sh", "-c", 'trap "" USR1; "$@"; true', "sh"],
+        {"MPICOLL_SURVIVE": "1"},
+    ),
+}
 LIMIT = 90
+ELASTIC = Path(__file__).resolve().parent.parent / "jobs" / "train_digits_elastic.py"
 
 
-def _can() -> bool:
+def _find_way() -> str:
     if not MPIEXEC:
-        return False
+        return ""
     said = subprocess.run([*MPIEXEC, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in said.stdout
+    return next((name for name in WAYS if name in said.stdout), "")
 
 
-pytestmark = pytest.mark.skipif(not _can(), reason="needs an MPI that outlives a lost rank")
+WAY = _find_way()
+pytestmark = pytest.mark.skipif(not WAY, reason="needs an MPI that outlives a lost rank")
 
 #: Each rank but the first is killed, the last one first, while the others are in another call.
 NUMPY = """
@@ -112,22 +126,143 @@ open(sys.argv[1], "w").write('"went on"')
 """
 
 
+#: The same by shrink_group, with messages and pending works; each kill is in another kind of call.
+SHRINK = """
+import os, signal, sys, time
+import numpy as np
+import mpicoll as dist
+
+dist.init_process_group(timeout=60)
+many = np.ones(3_000_000)
+
+def pending():
+    works = [dist.all_reduce(np.ones(1000), async_op=True) for _ in range(3)]
+    errors = []
+    for work in works:
+        try:
+            work.wait()
+        except dist.LostRankError as error:
+            errors.append(error)
+    assert len(errors) == 3, errors
+    raise errors[0]
+
+calls = [
+    lambda: dist.all_reduce(np.ones(1)),
+    pending,
+    lambda: dist.irecv(np.ones(1), src=(dist.get_rank() + 1) % dist.get_world_size()).wait(),
+    lambda: dist.broadcast(many, src=dist.get_world_size() - 1),
+]
+for call in calls:
+    me, n = dist.get_rank(), dist.get_world_size()
+    x = np.ones(5)
+    dist.all_reduce(x)
+    assert x.tolist() == [n] * 5, x
+    if me == n - 1:
+        time.sleep(0.3)  # the others are in the call
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        call()
+    except dist.LostRankError as error:
+        assert error.ranks == (n - 1,), error
+    else:
+        raise AssertionError("a call of a lost rank ended well")
+    if me != 0:
+        try:
+            dist.shrink_group([0])
+        except ValueError as error:
+            assert f"[{n - 1}], got global ranks [0]" in str(error), error
+        else:
+            raise AssertionError("a rank that lives was given up for lost")
+    group = dist.shrink_group([n - 1])
+    assert group is dist.group.WORLD and (dist.get_rank(), dist.get_world_size()) == (me, n - 1)
+names = [None]
+dist.all_gather_object(names, "the last")
+assert names == ["the last"]
+dist.destroy_process_group()
+open(sys.argv[1], "w").write('"went on"')
+"""
+
+TORCH_SHRINK = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("mpicoll", init_method="mpi://")
+while dist.get_world_size() > 1:
+    me, n = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(5)
+    dist.all_reduce(x)
+    assert x.tolist() == [n] * 5, x
+    if me == n - 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(x)
+    except RuntimeError as error:
+        assert error.ranks == (n - 1,), error
+    else:
+        raise AssertionError("a call of a lost rank ended well")
+    dist.shrink_group([n - 1])
+dist.destroy_process_group()
+open(sys.argv[1], "w").write('"went on"')
+"""
+
+
+def _launch(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[str]:
+    options, before, settings = WAYS[WAY]
+    command = [*MPIEXEC, *options, "-n", str(ranks), *before, sys.executable, *program]
+    return subprocess.run(
+        command,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=LIMIT,
+        check=False,
+    )
+
+
 def _run(script: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(script)
     told = tmp_path / "told"
-    command: list[str | Path] = [*MPIEXEC, *SURVIVES, "-n", "5", sys.executable]
-    command += [tmp_path / "job.py", told]
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False
-    )
+    done = _launch(5, tmp_path / "job.py", told)
     assert told.exists(), done.stdout + done.stderr
     assert json.loads(told.read_text()) == "went on"
 
 
-def test_arrays(tmp_path: Path) -> None:
-    _run(NUMPY, tmp_path)
+@pytest.mark.parametrize("script", [NUMPY, SHRINK], ids=["reconfigure", "shrink_group"])
+def test_arrays(script: str, tmp_path: Path) -> None:
+    _run(script, tmp_path)
 
 
 @pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it")
-def test_torch(tmp_path: Path) -> None:
-    _run(TORCH, tmp_path)
+@pytest.mark.parametrize("script", [TORCH, TORCH_SHRINK], ids=["reconfigure", "shrink_group"])
+def test_torch(script: str, tmp_path: Path) -> None:
+    _run(script, tmp_path)
+
+
+@pytest.mark.slow
+def test_training_goes_on(tmp_path: Path) -> None:
+    """With two of three ranks lost on the way, the losses are those of one rank to rounding."""
+    pytest.importorskip("sklearn")
+    curves = []
+    for ranks, kills in (3, ["--kill-at", "100", "250"]), (1, []):
+        curve = tmp_path / f"{ranks}.npy"
+        done = _launch(ranks, ELASTIC, "--curve", curve, *kills)
+        assert curve.exists(), done.stdout + done.stderr
+        assert "is reached" in done.stdout
+        assert done.stdout.count("lost 1 of") == ranks - 1
+        curves.append(np.load(curve))
+    assert curves[0].shape == (20, 2)
+    np.testing.assert_allclose(curves[0], curves[1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_torchft_goes_on() -> None:
+    pytest.importorskip("torchft")
+    pytest.importorskip("sklearn")
+    done = _launch(3, ELASTIC.with_name("train_digits_torchft.py"), "--kill-at", "30")
+    assert "with 2 of 3 replicas" in done.stdout, done.stdout + done.stderr
+    assert "replica 0: step 30 is taken again" in done.stdout
+    accuracy = re.search(r"accuracy (.*)%", done.stdout)
+    assert accuracy and float(accuracy[1]) > 95.0

@@ -279,6 +279,7 @@ def begin(
         launch.call_before_finalize(_finalizing)
         try:
             agree(world)
+            lost_ranks.start(world)
             levels.agree(world, level, "init_process_group")
             inner, messages = (
                 communicators.create_private(world),
@@ -406,6 +407,7 @@ def _forget_groups() -> None:
     state.local.clear()
     _node = None
     point_to_point.stop_polling()
+    lost_ranks.stop()
     if sys.exc_info()[1] is not None:
         return  # it may end this process yet, and then the others have to hear of it
     _sign_off()

@@ -17,6 +17,7 @@ from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
 from mpicoll.launch.serialized_mpi import plain
+from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -318,7 +319,9 @@ def shrink_group(
     """Make the group without some of its ranks. Only the ranks that stay call.
 
     The old group is gone afterwards. Shrinking the default group ends all others, and the result,
-    whose global ranks count anew from 0, becomes the default group.
+    whose global ranks count anew from 0, becomes the default group. A group that has lost ranks, in
+    a job that survives that (Open MPI, ``mpirun --with-ft ulfm``), shrinks to those that live: then
+    exclude exactly the lost ones.
 
     ranks_to_exclude: a list of ranks in the group.
     group: the process group, None for the default group.
@@ -328,8 +331,8 @@ def shrink_group(
     Returns the new group.
 
     Raises ArgumentTypeError (a TypeError) for anything but a list of ints, ArgumentError (a
-    ValueError) for ranks that are not in the group, given twice, or all of them, and MpicollError
-    (a RuntimeError) on a rank that is excluded.
+    ValueError) for ranks that are not in the group, given twice, or all of them, or not those that
+    are lost, and MpicollError (a RuntimeError) on a rank that is excluded.
     """
     where = "shrink_group"
     old = resolve_member(group, where)
@@ -370,25 +373,27 @@ def shrink_group(
             "count anew",
             stacklevel=2,
         )
-    old.splits += 1
+    lost = lost_ranks.is_fault_tolerant() and lost_ranks.check(old)
 
     def make() -> ProcessGroup:
         return groups.create(
             old,
             staying,
             range(len(staying)) if is_default else [old.ranks[r] for r in staying],
+            inner=lost_ranks.shrink(old, excluded, where) if lost else None,
             backend=old.backend,
             timeout=old.timeout,
             reproducible=old.reproducible,
-            name=f"{old.group_name}:shrunk:{old.splits}",
+            name=f"{old.group_name}:shrunk:{old.splits + 1}",
             description="default:shrunken" if is_default else f"{old.group_name}:shrunk",
         )
 
     made: ProcessGroup = (
         make()
-        if shrink_flags == SHRINK_ABORT
+        if lost or shrink_flags == SHRINK_ABORT
         else execute.run_in_order(old, where, make, everybody=False)
     )
+    old.splits += 1
     for one in [*others, old] if is_default else [old]:
         if shrink_flags == SHRINK_ABORT:
             give_up(one)

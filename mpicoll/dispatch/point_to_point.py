@@ -241,7 +241,10 @@ class MessageWork(Work):
         return True
 
     def _check_peer(self) -> None:
-        """End the wait for a rank that has ended, after one last test."""
+        """End the wait for a rank that has ended, or in a broken group, after one last test."""
+        if self._group.broken is not None and not self.poll():
+            self._give_up(self._group.failure())
+            return
         gone = rank_status.find_departed(self._group)
         everybody = len(gone) == self._group.size() - 1
         if (self._peer in gone or (self._peer < 0 and everybody)) and not self.poll():
@@ -326,6 +329,8 @@ def begin_message(
 ) -> MessageWork:
     """Begin to send an array to a rank in the group, or to receive one, if the tag is right."""
     group.check_open()
+    if group.broken is not None:
+        raise group.failure()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
     entry = flight_record.enter_message(group, peer, tag, receives, view)
     work = _begin_view(group, name, view, peer, tag, receives)

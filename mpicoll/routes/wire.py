@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll import communicators
 from mpicoll.arrays.views import Buffer
 from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, by_name
@@ -194,7 +193,7 @@ def translate_error(error: Exception, name: str, group: ProcessGroup) -> Excepti
     """Return an exception of MPI as MPIError with operation and rank; any other as it is."""
     if not isinstance(error, MPI.Exception):
         return error
-    if communicators.reports_lost_rank(error) and lost_ranks.check(group):
+    if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
         return group.failure()
     return MPIError(
         f"{name} on rank {group.rank()} of group {group.group_name}: MPI: "

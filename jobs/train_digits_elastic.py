@@ -1,0 +1,211 @@
+r"""Training of a small network on handwritten digits that goes on when ranks are lost.
+
+    mpirun --with-ft ulfm -n 4 python jobs/train_digits_elastic.py --kill-at 100    # Open MPI
+    mpiexec -disable-auto-cleanup -n 4 -genv MPICOLL_SURVIVE 1 \
+        sh -c 'trap "" USR1; "$@"; true' sh python jobs/train_digits_elastic.py     # MPICH
+
+trains as ``train_digits.py`` does, which it takes its network from. Every rank keeps the parameters
+of the last step in memory. In step 100 (counted from 1) the last rank kills itself, as a failing
+node would. The others get ``LostRankError`` from the call that they are in, make a smaller world of
+those that live (``shrink_group``) and take that step again, from parameters that all of them have.
+A batch is that of the whole job, so the loss goes on as if there had been fewer ranks from the
+start, to rounding.
+
+The ranks may be a step apart when they hear of the loss: one may have the last gradient of a step
+that another is missing. They agree on the earlier step; each has kept the parameters before and
+after it.
+
+Where MPI does not survive a lost rank the job ends. Then a launcher that starts it again helps,
+and ``--state FILE.npz``: rank 0 writes each epoch's parameters there, and a job that finds the file
+goes on from it:
+
+    torchrun --nproc-per-node 4 --max-restarts 3 jobs/train_digits_elastic.py --state state.npz
+
+All options: ``python jobs/train_digits_elastic.py --help``. Exit code: 0 if the accuracy on
+held-out digits reaches ``--target``, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from train_digits import MOMENTUM, Layer, backward, forward, load_data, make_layers, scores
+
+import mpicoll as dist
+
+
+@dataclass
+class State:
+    """What training goes on from: the parameters before a step, and what is known of the epoch.
+
+    step: the number of the next step, from 0. totals: the sum of the losses and the right answers
+    of the epoch, of all ranks.
+    """
+
+    step: int
+    layers: list[Layer]
+    velocities: list[Layer]
+    totals: np.ndarray
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line: the same on every rank, so a mistake ends all of them."""
+    parser = argparse.ArgumentParser(
+        description="Training on handwritten digits that goes on when ranks are lost.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[128], help="hidden layer widths")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", type=float, default=0.95, help="accuracy to reach")
+    parser.add_argument(
+        "--kill-at", type=int, nargs="*", default=[], metavar="STEP",
+        help="steps, from 1, in which the last rank kills itself",
+    )  # fmt: skip
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE.npz", help="what a restart goes on from"
+    )
+    parser.add_argument("--curve", type=Path, metavar="FILE.npy", help="rank 0 writes the losses")
+    return parser.parse_args()
+
+
+def take_step(
+    state: State, images: np.ndarray, labels: np.ndarray, batch: np.ndarray, lr: float, dies: bool
+) -> State:
+    """Return the state after a step over a batch; ``state`` stays as it is. dies: in the middle."""
+    share = batch[dist.get_rank() :: dist.get_world_size()]
+    activations = forward(state.layers, images[share], np)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gradients = backward(state.layers, activations, labels[share], len(batch), np)
+    mine = scores(activations[-1], labels[share], np)
+    dist.all_reduce(mine)
+    velocities = [
+        tuple(MOMENTUM * speed + slope for speed, slope in zip(*pair, strict=True))
+        for pair in zip(state.velocities, gradients, strict=True)
+    ]
+    layers = [
+        tuple(parameter - lr * speed for parameter, speed in zip(*pair, strict=True))
+        for pair in zip(state.layers, velocities, strict=True)
+    ]
+    return State(state.step + 1, layers, velocities, state.totals + mine)
+
+
+def go_on(error: dist.LostRankError, kept: list[State]) -> State:
+    """Make a world of the ranks that live, and return the state that all of them go on from.
+
+    kept: the states of the last two steps.
+    """
+    begun, before = time.perf_counter(), dist.get_world_size()
+    lost = error.ranks
+    while True:
+        try:
+            dist.shrink_group(list(lost))
+            # The last step that all have finished; the ranks are at most one apart.
+            step = np.array([kept[-1].step])
+            dist.all_reduce(step, op=dist.ReduceOp.MIN)
+            break
+        except dist.LostRankError as another:  # one more while we were at it
+            lost = another.ranks
+    if dist.get_rank() == 0:
+        took = time.perf_counter() - begun
+        print(
+            f"lost {before - dist.get_world_size()} of {before} ranks in step {step[0] + 1}; on "
+            f"with {dist.get_world_size()} after {took:.3f} s",
+            flush=True,
+        )
+    return next(state for state in kept if state.step == step[0])
+
+
+def main() -> int:
+    """Train, report, and return the exit code, the same on every rank."""
+    arguments = parse_arguments()
+    dist.init_process_group()
+    images, labels, held_out_images, held_out_labels = load_data(arguments.seed, np)
+    layers = make_layers([images.shape[1], *arguments.hidden, 10], arguments.seed, np)
+    velocities = [(np.zeros_like(weight), np.zeros_like(bias)) for weight, bias in layers]
+    state = State(0, layers, velocities, np.zeros(2))
+    if arguments.state and arguments.state.exists():
+        state = read(arguments.state)
+        arguments.kill_at = []  # it was done
+    kept = [state]
+
+    shuffle = np.random.default_rng(arguments.seed)
+    orders = [shuffle.permutation(len(labels)) for _ in range(arguments.epochs)]
+    cuts = range(arguments.batch_size, len(labels), arguments.batch_size)
+    batches = [batch for order in orders for batch in np.split(order, cuts)]
+    steps = len(cuts) + 1  # of an epoch
+    losses: dict[int, float] = {}
+    right = 0.0
+    while state.step < len(batches):
+        dies = state.step + 1 in arguments.kill_at and dist.get_rank() == dist.get_world_size() - 1
+        try:
+            if state.step % steps == 0:
+                state.totals = np.zeros(2)
+            state = take_step(state, images, labels, batches[state.step], arguments.lr, dies)
+        except dist.LostRankError as error:
+            state = go_on(error, kept)
+            kept = [state]
+            arguments.kill_at = [step for step in arguments.kill_at if step > state.step + 1]
+            continue
+        kept = [kept[-1], state]
+        if state.step % steps == 0:
+            loss, right = (state.totals / len(labels)).tolist()
+            losses[state.step] = loss
+            if dist.get_rank() == 0:
+                print(
+                    f"epoch {state.step // steps:3d}  loss {loss:.6f}  accuracy {right:7.2%}",
+                    flush=True,
+                )
+                if arguments.state:
+                    write(arguments.state, state)
+
+    # Every rank has the whole network; the held-out digits are few.
+    probabilities = forward(state.layers, held_out_images, np)[-1]
+    accuracy = scores(probabilities, held_out_labels, np)[1] / len(held_out_labels)
+    if dist.get_rank() == 0:
+        verdict = "reached" if accuracy >= arguments.target else "MISSED"
+        print(
+            f"held-out accuracy {accuracy:.2%} on {dist.get_world_size()} ranks: the target of "
+            f"{arguments.target:.2%} is {verdict}",
+            flush=True,
+        )
+        if arguments.curve:
+            np.save(arguments.curve, np.array(sorted(losses.items())))
+    dist.destroy_process_group()
+    return 0 if accuracy >= arguments.target else 1
+
+
+def write(path: Path, state: State) -> None:
+    """Write the state to a file that is never seen half written."""
+    arrays = {"step": np.array(state.step)}
+    for index, (layer, speed) in enumerate(zip(state.layers, state.velocities, strict=True)):
+        for name, array in zip(
+            ("weight", "bias", "weight_speed", "bias_speed"), (*layer, *speed), strict=True
+        ):
+            arrays[f"{name}{index}"] = array
+    draft = path.with_suffix(".draft.npz")
+    np.savez(draft, **arrays)
+    draft.replace(path)
+
+
+def read(path: Path) -> State:
+    """Read what ``write`` has written, which was at the end of an epoch."""
+    with np.load(path) as arrays:
+        count = sum(name.startswith("weight") for name in arrays) // 2
+        layers = [(arrays[f"weight{i}"], arrays[f"bias{i}"]) for i in range(count)]
+        speeds = [(arrays[f"weight_speed{i}"], arrays[f"bias_speed{i}"]) for i in range(count)]
+        return State(int(arrays["step"]), layers, speeds, np.zeros(2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

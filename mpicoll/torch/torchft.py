@@ -1,0 +1,93 @@
+"""A process group of torchft over mpicoll: a quorum that loses a rank goes on without it.
+
+torchft (pip install torchft) keeps replicas of a training job together: each of them has a Manager,
+and a lighthouse says who lives. When that changes, its Manager calls ``configure`` of the process
+group among the replicas. Here all replicas are ranks of one job, whose MPI survives a lost one (see
+docs/reliability.md); a replica that is started later cannot join.
+"""
+
+from __future__ import annotations
+
+import secrets
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as c10d
+from torchft.process_group import ProcessGroupWrapper
+
+from mpicoll.api import lifecycle
+from mpicoll.api.reconfigure import Reconfigurable
+from mpicoll.core.groups import state
+from mpicoll.torch.backend import HAS_PYTHON_BACKENDS, BackedGroup, TorchBackend
+from mpicoll.torch.group import TorchGroup
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["ProcessGroupMpicoll"]
+
+
+class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
+    """torchft's process group of replicas, which are ranks of one MPI job.
+
+    timeout: of the calls, and of ``configure``.
+
+    Every rank of the job creates it, at the same point. It starts MPI if that has not been done by
+    ``mpicoll.init_process_group``.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(timeout)
+        if state.default is None:
+            lifecycle.init_process_group(timeout=timeout)
+        assert state.default is not None
+        self._groups = Reconfigurable(state.default)
+        self._aborted: Exception | None = None
+
+    def _create_pg(self, store: c10d.Store, rank: int, world_size: int) -> c10d.ProcessGroup:
+        """Create the group of the ranks that meet at ``store``, which no other group had."""
+        if rank == 0:
+            store.set("mpicoll/uuid", str(secrets.randbits(62)))
+        store.set(f"mpicoll/{rank}", self._groups.handle())
+        handles = [store.get(f"mpicoll/{other}").decode() for other in range(world_size)]
+        core = self._groups.reconfigure(int(store.get("mpicoll/uuid")), handles, self._timeout)
+        core.timeout = self._timeout.total_seconds()
+        self._aborted = None
+        return _in_front_of(core, store)
+
+    def errored(self) -> Exception | None:
+        """Return why the group has to be configured anew; None if it need not be."""
+        core = self._groups.group
+        if self._aborted is None and core is not None and core.broken is not None:
+            return core.failure()
+        return self._aborted
+
+    def abort(self, errored: bool = True) -> None:
+        """End the group without waiting for what is pending, which gets an error."""
+        core = self._groups.group
+        if errored:
+            self._aborted = self.errored() or RuntimeError("the process group was aborted")
+        if core is not None and core.closed is None:
+            lifecycle.abandon(core)
+        self._pg = None
+
+    def shutdown(self) -> None:
+        """End the group; ``mpicoll.destroy_process_group`` ends the job's use of MPI."""
+        self.abort(errored=False)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of all later calls, and of ``configure``."""
+        super().set_timeout(timeout)
+        if self._groups.group is not None:
+            self._groups.group.timeout = timeout.total_seconds()
+
+    def getBackendName(self) -> str:
+        """Return the name that torchft and torch show."""
+        return "torchft-mpicoll"
+
+
+def _in_front_of(core: ProcessGroup, store: c10d.Store) -> c10d.ProcessGroup:
+    """Return torch's process group in front of the core's."""
+    if HAS_PYTHON_BACKENDS:
+        return BackedGroup(TorchBackend(core), store)
+    return TorchGroup(core, store)

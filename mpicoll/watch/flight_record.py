@@ -246,7 +246,7 @@ def _write(why: str, given: str | None = None) -> Path:
     with _lock:
         path = Path(given or f"{file_prefix()}{default_group().rank()}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # torchfrtrace reads all names that have the prefix in them, and takes their rest for a rank.
+        # torchfrtrace reads all that have the prefix in their names, and takes the rest for a rank.
         beside = path.with_name(f".{os.getpid()}.part")
         beside.write_bytes(pickle.dumps(_build(why), protocol=2))
         beside.replace(path)

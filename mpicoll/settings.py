@@ -30,6 +30,7 @@ __all__ = [
     "SHARED_MEMORY",
     "SINGLE_COPY",
     "TABLE",
+    "TIMEOUT_GRACE",
     "TORCH_DEBUG",
     "Setting",
     "check",
@@ -133,6 +134,11 @@ SECRET = Setting(
     "MPICOLL_SECRET", (), "any text, the same on all ranks",
     "the secret of a job whose ranks meet by `env://` or `tcp://`",
 )  # fmt: skip
+TIMEOUT_GRACE = Setting(
+    "MPICOLL_TIMEOUT_GRACE", (), "seconds, 10 where it is not set",
+    "how long a call inside MPI, which cannot take it back, may outlast its group's timeout before "
+    "the job ends; see Timeouts", form=r"\d+(\.\d*)?",
+)  # fmt: skip
 ALLOW_SINGLETON = _one_of(
     "MPICOLL_ALLOW_SINGLETON", ("0", "1"),
     "1: runs a single rank where a launcher announced several",
@@ -145,7 +151,7 @@ INSTALL_AS = Setting(
 
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, CLUSTERS, KERNELS, CALLS, REPRODUCIBLE,
-    DEVICE_ROUTE, CUDA_AWARE, SECRET, ALLOW_SINGLETON, INSTALL_AS,
+    DEVICE_ROUTE, CUDA_AWARE, SECRET, TIMEOUT_GRACE, ALLOW_SINGLETON, INSTALL_AS,
 )  # fmt: skip
 
 

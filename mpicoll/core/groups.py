@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -73,6 +74,8 @@ class ProcessGroup(Calls):
     agree:    compares one call, of a kind and sizes, with the other ranks' through the memory that
               they share; None if they share none, or it is not known yet. See watch/consistency.py.
     broken:   why the group can no longer be used; None if it can.
+    whole:    the group that this one is a part of, for routes alone; None for none.
+    doing:    what is under way that is on no record; "" for nothing.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
     """
 
@@ -111,6 +114,8 @@ class ProcessGroup(Calls):
         self.formed = 0
         self.keeps_time = False
         self.broken: DistBackendError | None = None
+        self.whole: ProcessGroup | None = None
+        self.doing = ""
         self.monitored = 0
         self.splits = 0
         self.closed: type[Exception] | None = None
@@ -202,6 +207,33 @@ class ProcessGroup(Calls):
             )
             raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
+    def check_whole(self) -> None:
+        """Raise what ``check_open`` does, and the group's error if it is broken."""
+        self.check_open()
+        if self.broken is not None:
+            raise self.failure()
+
+    def break_with(self, error: DistBackendError) -> None:
+        """Make every later call on the group raise a copy of ``error``."""
+        self.broken = error
+        self.next_check = 0  # where each call looks whether the group is broken
+        self.forget()
+
+    def wait_for(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
+        """Wait for a request of MPI, and raise the group's error if it is broken meanwhile.
+
+        The request then goes on, and lives with its buffers as long as the process.
+        """
+        for _ in range(_TESTS):
+            if request.Test(status):
+                return
+        soon = time.monotonic() + _SOON
+        while not request.Test(status):
+            if self.broken is not None:
+                _left_behind.append(request)
+                raise self.failure()
+            os.sched_yield() if time.monotonic() < soon else time.sleep(_PAUSE)
+
     def failure(self) -> DistBackendError:
         """Return a copy of the error that broke the group, without its traceback, to be raised."""
         assert self.broken is not None
@@ -219,6 +251,13 @@ class ProcessGroup(Calls):
             f"<mpicoll.ProcessGroup {self.group_name!r}: rank {self._rank} of {self._size}, "
             f"global ranks {list(self.ranks)}>"
         )
+
+
+#: Tests of a request before others get the core; seconds after which a rank sleeps between tests,
+#: and how long.
+_TESTS, _SOON, _PAUSE = 20, 0.01, 100e-6
+#: Requests that a rank has stopped waiting for.
+_left_behind: list[MPI.Request] = []
 
 
 def return_errors(comm: MPI.Intracomm) -> None:
@@ -359,6 +398,7 @@ def create(
     Raises MismatchError, on all members, if ``reproducible`` is not the same.
     """
     if inner is None:
+        _meet(parent, members, name)
         with communicators.subset(parent.inner, members) as chosen:
             # The tag separates groups that two threads make at once out of the same parent.
             inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
@@ -372,6 +412,28 @@ def create(
         inner, messages, ranks, backend, timeout, name, description, given, reproducible
     )
     return register(made)
+
+
+def _meet(parent: ProcessGroup, members: Sequence[int], name: str) -> None:
+    """Return when all members of a group to be made are here, where MPI would wait for them: this
+    wait raises the parent's error if that breaks.
+
+    A dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel Programming
+    17(1), 1988) of the ranks ``members`` of the parent.
+    """
+    n, me = len(members), members.index(parent.rank())
+    tag = _MEETING | zlib.crc32(name.encode()) & _MEETING - 1
+    distance = 1
+    while distance < n:
+        came = parent.inner.Irecv(bytearray(0), members[(me - distance) % n], tag)
+        said = parent.inner.Isend(bytearray(0), members[(me + distance) % n], tag)
+        parent.wait_for(came)
+        parent.wait_for(said)
+        distance *= 2
+
+
+#: The lowest tag of these messages, above those of routes and within what every MPI has.
+_MEETING = 1 << 14
 
 
 def _registered(candidate: object, where: str) -> ProcessGroup:

@@ -35,7 +35,7 @@ from mpicoll.errors import (
 from mpicoll.kernels.calls import Ways, short_ways
 from mpicoll.output import warn
 from mpicoll.primitives import Primitive
-from mpicoll.watch import consistency
+from mpicoll.watch import consistency, timeouts
 
 __all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", "warn_outside"]
 
@@ -217,6 +217,8 @@ _NOTHING_SEEN = None, None, 0
 
 def _teach(plan: Plan, op: ReduceOp | None) -> None:
     """Let the plan's group carry out such calls without Python; op: as callers give it."""
+    if plan.group.broken is not None:
+        return
     primitive, ways = plan.primitive, find_short(plan.route)
     plan.learnt = ways is not None
     for short in ways or ():
@@ -381,6 +383,8 @@ def perform(
 
 def _check(group: ProcessGroup) -> None:
     """Compare the group's latest calls with the other ranks'; all are in a call of that number."""
+    if group.broken is not None:
+        raise group.failure()
     if group.sequence >= consistency.FIRST:
         from mpicoll.routes import select  # loads MPI, which importing this module must not
 
@@ -450,7 +454,8 @@ def submit(
     orders: Sequence[StreamOrder] = (),
 ) -> Work:
     """Give a task to the group's thread, behind what is pending there; ``at_once``: run it."""
-    work = Work(_describe(name, group), outputs, group.timeout, orders)
+    expire = partial(timeouts.expire, group)
+    work = Work(_describe(name, group), outputs, group.timeout, orders, expire)
     if at_once or (group.worker is not None and group.worker.is_current):
         # The latter is a callback of an earlier work: right behind that work, not behind itself.
         try:
@@ -492,7 +497,7 @@ def run_in_order(
           arguments. keeps_time: the task watches its own timeout, and may fail on some ranks alone.
     Returns what the task returns.
     """
-    group.check_open()
+    group.check_whole()
     result: list[Any] = []
 
     def carry(send: object = None, recv: object = None, how: object = None, root: int = 0) -> None:
@@ -522,7 +527,11 @@ def _perform_unrecorded(group: ProcessGroup, name: str, carry: Callable[[], None
     """
     try:
         with group.lock:
-            carry()
+            group.doing = name
+            try:
+                carry()
+            finally:
+                group.doing = ""
     except MpicollError:
         raise
     except Exception as error:

@@ -321,7 +321,7 @@ def begin_message(
     group: ProcessGroup, name: str, tensor: Any, peer: int, tag: int, receives: bool
 ) -> MessageWork:
     """Begin to send an array to a rank in the group, or to receive one, if the tag is right."""
-    group.check_open()
+    group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
     begin = group.messages.Irecv if receives else group.messages.Isend
     make = partial(MessageWork, group, name, view)

@@ -148,8 +148,11 @@ class _Communicator(_Locked):
     def Reduce(self, *args: object) -> None:
         self._start(self._comm.Ireduce, *args).Wait()
 
+    def Iallreduce(self, *args: object) -> _Request:
+        return self._start(self._comm.Iallreduce, *args)
+
     def Allreduce(self, *args: object) -> None:
-        self._start(self._comm.Iallreduce, *args).Wait()
+        self.Iallreduce(*args).Wait()
 
     def Reduce_scatter_block(self, *args: object) -> None:
         self._start(self._comm.Ireduce_scatter_block, *args).Wait()

@@ -145,7 +145,7 @@ def _compare(group: ProcessGroup, calls: tuple[RecordEntry, ...], level: int) ->
     MPI = sys.modules["mpi4py.MPI"]  # an import statement takes as long as the rest
     # One reduction: if all digests are equal, the greatest is also the least.
     both = array("q", (mine, -mine, level))  # NumPy takes three times as long
-    group.messages.Allreduce(MPI.IN_PLACE, [both, 3, MPI.INT64_T], MPI.MAX)
+    group.wait_for(group.messages.Iallreduce(MPI.IN_PLACE, [both, 3, MPI.INT64_T], MPI.MAX))
     return both[0] == -both[1], both[2]
 
 

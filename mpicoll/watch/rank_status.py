@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "DESTROYING", "DESTROY_TIMEOUT", "EXITING", "RUNNING", "RankStatus", "compare_at_destroy",
-    "describe_mismatch", "find_departed", "find_missing", "lock", "receive", "send",
+    "CLOSED", "DESTROYING", "DESTROY_TIMEOUT", "EXITING", "RUNNING", "RankStatus",
+    "compare_at_destroy", "describe_mismatch", "find_departed", "find_missing", "lock", "receive",
+    "send",
 ]  # fmt: skip
 
 
@@ -33,7 +34,7 @@ class RankStatus(NamedTuple):
     """Where a rank is among a group's calls. All fields are sent as numbers of 64 bits.
 
     group:  a hash of the group's name: a message may be left over from a group that has ended.
-    state:  RUNNING, EXITING or DESTROYING.
+    state:  RUNNING, EXITING, DESTROYING or CLOSED.
     begun, formed: collectives that the rank has begun, and those of them that are not compared.
     since:  the number of the call before which the ranks' calls were last compared.
     number, kind, sizes, root: of the rank's last call that is compared.
@@ -67,8 +68,8 @@ DESTROY_TIMEOUT = 1.0
 
 
 #: What a rank does: it makes more calls in a group; it ends without destroying its groups; it
-#: destroys them.
-RUNNING, EXITING, DESTROYING = range(3)
+#: destroys them; it has closed this group, of which a call has outlasted the timeout.
+RUNNING, EXITING, DESTROYING, CLOSED = range(4)
 
 
 def send(group: ProcessGroup, state: int = RUNNING) -> None:

@@ -1,0 +1,144 @@
+"""Timeouts: a group whose call outlasts its timeout is closed, and the ranks that wait in it raise.
+
+A rank that waits in shared memory, or tests requests of MPI (``ProcessGroup.wait_for``), can leave.
+So the watchdog of the first rank whose time is over closes the group for all: it marks it as broken
+with a CollectiveTimeoutError, lets this rank's call leave, and tells the others, by the memory that
+they share and by messages. Each of them that waits, or will, gets an error of its own.
+
+A blocking call of MPI cannot be left. It has a grace period, in which late ranks may come after
+all; then the job ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mpicoll import launch, settings
+from mpicoll.errors import CollectiveTimeoutError
+from mpicoll.watch import lost_ranks, rank_status
+from mpicoll.watch.consistency import describe_call
+from mpicoll.watch.termination import exit_code, keep_exit_code
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["expire", "grace", "hear", "receive"]
+
+#: Seconds that a call of MPI has beyond its group's timeout, unless MPICOLL_TIMEOUT_GRACE says.
+_GRACE = 10.0
+
+_COMPARES = "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
+_CLOSED = "The group takes no more calls; other groups do"
+
+
+def grace() -> float:
+    """Return the seconds that a call of MPI has beyond its group's timeout."""
+    return float(settings.TIMEOUT_GRACE.value() or _GRACE)
+
+
+def expire(group: ProcessGroup) -> None:
+    """Close a group, of which a call outlasts the timeout; its calls raise why from now on."""
+    if group.timeout is None:
+        return
+    rank_status.receive(group)
+    _close(
+        group,
+        f"{_describe_own(group)} on rank {group.rank()} of group {group.group_name}: the other ranks "
+        f"did not all come within the group's timeout of {group.timeout:g} s: "
+        f"{_describe_ranks(group)}",
+    )
+
+
+def hear(group: ProcessGroup, rank: int) -> None:
+    """Close a group that another rank of it has closed: a rank in the group, or in its part."""
+    if group.whole is not None:
+        whole = group.whole
+        hear(whole, whole.ranks.index(group.ranks[rank]))
+        if whole.broken is not None:
+            group.break_with(whole.broken)
+        return
+    if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
+        return
+    limit = "" if group.timeout is None else f" of {group.timeout:g} s"
+    _close(
+        group,
+        f"{_describe_own(group)} on rank {group.rank()} of group {group.group_name}: rank "
+        f"{group.ranks[rank]} has closed the group, for which others did not come within its "
+        f"timeout{limit}: {_describe_ranks(group)}",
+    )
+
+
+def receive(group: ProcessGroup) -> None:
+    """Hear of ranks that have closed the group, as far as ``rank_status.receive`` knows."""
+    for rank, status in list(group.statuses.items()):
+        if status.state == rank_status.CLOSED:
+            hear(group, rank)
+
+
+def _close(group: ProcessGroup, why: str) -> None:
+    hint = "" if group.compared else f". {_COMPARES}"
+    with rank_status.lock:  # lost_ranks.check may find why it ends, or the group may be destroyed
+        if group.broken is not None or group.closed is not None:
+            return
+        group.break_with(CollectiveTimeoutError(f"{why}. {_CLOSED}{hint}"))
+    group.resources.leave()
+    if lost_ranks.is_fault_tolerant():  # then MPI takes calls back, on all ranks
+        for comm in (group.inner, group.messages):
+            comm.Revoke()
+    else:
+        rank_status.send(group, rank_status.CLOSED)
+    # The one who is missing may never end, and MPI_Finalize waits for all.
+    keep_exit_code()
+    launch.finalize_within(grace(), exit_code)
+
+
+# --- in words -----------------------------------------------------------------------------------
+
+
+def _describe_own(group: ProcessGroup) -> str:
+    """Describe the call that this rank is in, or was in last."""
+    if group.doing:
+        return f"{group.doing} after call {group.sequence}"
+    return f"call {group.sequence}, {describe_call(group.recent[-1])}"
+
+
+def _describe_ranks(group: ProcessGroup) -> str:
+    """Describe where the others are among the group's calls, as far as that is known here."""
+    known: dict[int, tuple[int, str]] = {}
+    for name in ("shared", "hierarchical"):
+        memory = group.resources.find(name)
+        if memory:
+            known |= memory.last_calls()
+    texts = {}
+    for rank, status in list(group.statuses.items()):
+        call = describe_call(status.last_call)
+        texts[rank] = f"waits in call {status.begun - status.formed} or after it, {call}"
+    for rank, (number, call) in known.items():
+        here = number - group.sequence & 0xFFFFFFFF < 1 << 31
+        if number and not here:
+            texts[rank] = f"not here, last in call {number}, {call}"
+        elif not number:
+            texts.setdefault(rank, "not here, and in no call before")
+        else:
+            texts[rank] = "here"
+    ranks_of: dict[str, list[int]] = {}
+    for rank in range(group.size()):
+        if rank != group.rank():
+            ranks_of.setdefault(texts.get(rank, "nothing heard"), []).append(group.ranks[rank])
+    if set(ranks_of) == {"here"}:
+        return "all have come to it, and one does not go on"
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {_runs(ranks)}: {text}" for text, ranks in ranks_of.items()
+    )
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """Return numbers with those in a row as "first-last"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

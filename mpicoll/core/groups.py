@@ -24,7 +24,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
-from mpicoll.launch.serialized_mpi import plain
+from mpicoll.launch.serialized_mpi import plain, tested
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,6 +52,7 @@ class ProcessGroup(Calls):
     Of its calls, see Calls. Beside these:
 
     inner:    the communicator of the collectives and of the exchanges inside them.
+    tested:   the same, by calls that a rank can leave.
     messages: the communicator of the user's own messages, so that no tags collide.
     ranks:    the global ranks, in the order of the ranks in the group.
     timeout:  seconds after which an operation has failed; None never.
@@ -214,15 +215,22 @@ class ProcessGroup(Calls):
             raise self.failure()
 
     def break_with(self, error: DistBackendError) -> None:
-        """Make every later call on the group raise a copy of ``error``."""
+        """Make every later call on the group raise an error.
+
+        error: what they raise copies of.
+        """
         self.broken = error
         self.next_check = 0  # where each call looks whether the group is broken
         self.forget()
 
     def wait_for(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
-        """Wait for a request of MPI, and raise the group's error if it is broken meanwhile.
+        """Wait for a request of MPI while the group is whole.
 
-        The request then goes on, and lives with its buffers as long as the process.
+        request: of one of the group's communicators.
+        status: receives the message's status; None where it is not needed.
+
+        Raises the group's error if it is broken meanwhile; the request then goes on, and lives with
+        its buffers as long as the process.
         """
         for _ in range(_TESTS):
             if request.Test(status):
@@ -233,6 +241,14 @@ class ProcessGroup(Calls):
                 _left_behind.append(request)
                 raise self.failure()
             os.sched_yield() if time.monotonic() < soon else time.sleep(_PAUSE)
+
+    @property
+    def tested(self) -> MPI.Intracomm:
+        """Return ``inner`` with calls that raise the group's error if it is broken while they wait.
+
+        For what is not worth a microsecond: they take that much longer.
+        """
+        return tested(self.inner, self.wait_for)
 
     def failure(self) -> DistBackendError:
         """Return a copy of the error that broke the group, without its traceback, to be raised."""

@@ -219,7 +219,10 @@ class Work:
         self._future: Future | None = None
 
     def set_limit(self, limit: float | None) -> None:
-        """Give the operation a timeout of its own, in seconds, instead of its group's."""
+        """Give the operation a timeout of its own, after which its group is not closed.
+
+        limit: seconds; None: no timeout.
+        """
         self.limit, self.expire = limit, None
 
     def finish(self, error: BaseException | None = None) -> None:

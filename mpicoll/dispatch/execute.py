@@ -333,7 +333,7 @@ def _carry_out_all(
     """
     group, task = how
     if not group.compared and len(group.recent) > 1:  # it has not just been compared
-        consistency.check(group)
+        timeouts.check(group)
     task()
 
 
@@ -383,13 +383,13 @@ def perform(
 
 def _check(group: ProcessGroup) -> None:
     """Compare the group's latest calls with the other ranks'; all are in a call of that number."""
-    if group.broken is not None:
+    if group.broken is not None:  # before this makes memory, with the others
         raise group.failure()
     if group.sequence >= consistency.FIRST:
         from mpicoll.routes import select  # loads MPI, which importing this module must not
 
         select.share_memory(group)
-    consistency.check(group)
+    timeouts.check(group)
 
 
 def _look_at(error: Exception, call: Plan | Task) -> None:

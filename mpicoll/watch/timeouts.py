@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from mpicoll import launch, settings
 from mpicoll.errors import CollectiveTimeoutError
-from mpicoll.watch import lost_ranks, rank_status
+from mpicoll.watch import consistency, lost_ranks, rank_status
 from mpicoll.watch.consistency import describe_call
 from mpicoll.watch.termination import exit_code, keep_exit_code
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["expire", "grace", "hear", "receive"]
+__all__ = ["check", "expire", "grace", "hear", "receive"]
 
 #: Seconds that a call of MPI has beyond its group's timeout, unless MPICOLL_TIMEOUT_GRACE says.
 _GRACE = 10.0
@@ -37,6 +37,22 @@ def grace() -> float:
     return float(settings.TIMEOUT_GRACE.value() or _GRACE)
 
 
+def check(group: ProcessGroup) -> None:
+    """Compare calls, see ``consistency.check``, in a group that is not closed.
+
+    What ranks sent before they gave up lets one that is late pass the comparison: so it looks
+    whether they have, before it waits for them where it could not leave.
+    """
+    if group.broken is not None:
+        raise group.failure()
+    consistency.check(group)
+    if not group.compared:
+        rank_status.receive(group)
+        receive(group)
+        if group.broken is not None:
+            raise group.failure()
+
+
 def expire(group: ProcessGroup) -> None:
     """Close a group, of which a call outlasts the timeout; its calls raise why from now on."""
     if group.timeout is None:
@@ -44,9 +60,8 @@ def expire(group: ProcessGroup) -> None:
     rank_status.receive(group)
     _close(
         group,
-        f"{_describe_own(group)} on rank {group.rank()} of group {group.group_name}: the other ranks "
-        f"did not all come within the group's timeout of {group.timeout:g} s: "
-        f"{_describe_ranks(group)}",
+        f"the other ranks of group {group.group_name} did not all come within its timeout of "
+        f"{group.timeout:g} s",
     )
 
 
@@ -63,9 +78,8 @@ def hear(group: ProcessGroup, rank: int) -> None:
     limit = "" if group.timeout is None else f" of {group.timeout:g} s"
     _close(
         group,
-        f"{_describe_own(group)} on rank {group.rank()} of group {group.group_name}: rank "
-        f"{group.ranks[rank]} has closed the group, for which others did not come within its "
-        f"timeout{limit}: {_describe_ranks(group)}",
+        f"rank {group.ranks[rank]} has closed group {group.group_name}: others did not come within "
+        f"its timeout{limit}",
     )
 
 
@@ -77,11 +91,17 @@ def receive(group: ProcessGroup) -> None:
 
 
 def _close(group: ProcessGroup, why: str) -> None:
-    hint = "" if group.compared else f". {_COMPARES}"
+    call = f"call {group.sequence}, {describe_call(group.recent[-1])}"
+    name = group.doing or call.split(", ", 1)[1].partition(" ")[0]
+    where = f"after {call}" if group.doing else f"in {call}"
+    text = (
+        f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: {_describe_ranks(group)}. "
+        f"{_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
+    )
     with rank_status.lock:  # lost_ranks.check may find why it ends, or the group may be destroyed
         if group.broken is not None or group.closed is not None:
             return
-        group.break_with(CollectiveTimeoutError(f"{why}. {_CLOSED}{hint}"))
+        group.break_with(CollectiveTimeoutError(text))
     group.resources.leave()
     if lost_ranks.is_fault_tolerant():  # then MPI takes calls back, on all ranks
         for comm in (group.inner, group.messages):
@@ -94,13 +114,6 @@ def _close(group: ProcessGroup, why: str) -> None:
 
 
 # --- in words -----------------------------------------------------------------------------------
-
-
-def _describe_own(group: ProcessGroup) -> str:
-    """Describe the call that this rank is in, or was in last."""
-    if group.doing:
-        return f"{group.doing} after call {group.sequence}"
-    return f"call {group.sequence}, {describe_call(group.recent[-1])}"
 
 
 def _describe_ranks(group: ProcessGroup) -> str:

@@ -139,7 +139,7 @@ def get_or_create(group: ProcessGroup) -> Hierarchy | None:
 
 
 def _create(group: ProcessGroup) -> Hierarchy | None:
-    nodes = _nodes(group.inner)
+    nodes = _nodes(group.tested)
     largest = max(map(len, nodes))
     if len(nodes) == 1 or not 1 < largest <= shared.MOST:
         return None
@@ -148,7 +148,7 @@ def _create(group: ProcessGroup) -> Hierarchy | None:
     memory = shared.create(node) if len(ranks) > 1 else None
     node.inner.Free()  # ranks that share memory need no messages
     able = np.array([memory is not None or len(ranks) == 1], np.uint8)
-    group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
+    group.tested.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
     return Hierarchy(group, nodes, node, memory) if able[0] else None
 
 

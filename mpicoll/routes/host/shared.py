@@ -156,7 +156,7 @@ class Shared:
 
     def _find_clusters(self, segment: Segment) -> list[int]:
         """Return how many ranks in a row are near each other. All ranks call."""
-        comm, latencies = self._group.inner, np.zeros(_BITS, np.uint32)
+        comm, latencies = self._group.tested, np.zeros(_BITS, np.uint32)
         if not self._crowded:
             comm.Barrier()  # for ranks to measure they have to be there at once
             self.kernels.shared_measure(self.pointer, latencies.ctypes.data)
@@ -538,7 +538,7 @@ def create(group: ProcessGroup) -> Shared | None:
     slot = min(SLOT, TOGETHER // (_SLOTS * n)) // 64 * 64
     able = kernels is not None and not settings.SHARED_MEMORY.is_set_to("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
-    segment = share(group.inner, region, able)
+    segment = share(group.tested, region, able)
     return None if segment is None else Shared(group, segment, slot)
 
 

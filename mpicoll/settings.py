@@ -30,6 +30,7 @@ __all__ = [
     "SHARED_MEMORY",
     "SINGLE_COPY",
     "TABLE",
+    "TESTED_CALLS",
     "TIMEOUT_GRACE",
     "TORCH_DEBUG",
     "Setting",
@@ -134,6 +135,11 @@ SECRET = Setting(
     "MPICOLL_SECRET", (), "any text, the same on all ranks",
     "the secret of a job whose ranks meet by `env://` or `tcp://`",
 )  # fmt: skip
+TESTED_CALLS = _one_of(
+    "MPICOLL_TESTED_CALLS", ("0", "1"),
+    "1, on all ranks: MPI's collectives are tested for until they end, which takes longer, so that "
+    "one that outlasts its timeout raises and does not end the job; see Timeouts",
+)  # fmt: skip
 TIMEOUT_GRACE = Setting(
     "MPICOLL_TIMEOUT_GRACE", (), "seconds, 10 where it is not set",
     "how long a call inside MPI, which cannot take it back, may outlast its group's timeout before "
@@ -151,7 +157,7 @@ INSTALL_AS = Setting(
 
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, CLUSTERS, KERNELS, CALLS, REPRODUCIBLE,
-    DEVICE_ROUTE, CUDA_AWARE, SECRET, TIMEOUT_GRACE, ALLOW_SINGLETON, INSTALL_AS,
+    DEVICE_ROUTE, CUDA_AWARE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON, INSTALL_AS,
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import communicators, launch
+from mpicoll import communicators, launch, settings
 from mpicoll.core import reproducible as levels
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
@@ -95,6 +95,8 @@ class ProcessGroup(Calls):
         super().__init__(threading.Lock())
         for one in (inner, messages):
             return_errors(one)
+        if launch.is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
+            inner = tested(inner, self.wait_for)
         self._given = given
         self._lent: MPI.Intracomm | None = None
         self.inner = inner
@@ -229,8 +231,8 @@ class ProcessGroup(Calls):
         request: of one of the group's communicators.
         status: receives the message's status; None where it is not needed.
 
-        Raises the group's error if it is broken meanwhile; the request then goes on, and lives with
-        its buffers as long as the process.
+        Raises the group's error if it is broken meanwhile. The request then goes on, and what the
+        callers' frames hold, its buffers among it, lives as long as the process.
         """
         for _ in range(_TESTS):
             if request.Test(status):
@@ -238,8 +240,9 @@ class ProcessGroup(Calls):
         soon = time.monotonic() + _SOON
         while not request.Test(status):
             if self.broken is not None:
-                _left_behind.append(request)
-                raise self.failure()
+                error = self.failure()
+                _left_behind.append((request, error))
+                raise error
             os.sched_yield() if time.monotonic() < soon else time.sleep(_PAUSE)
 
     @property
@@ -272,8 +275,9 @@ class ProcessGroup(Calls):
 #: Tests of a request before others get the core; seconds after which a rank sleeps between tests,
 #: and how long.
 _TESTS, _SOON, _PAUSE = 20, 0.01, 100e-6
-#: Requests that a rank has stopped waiting for.
-_left_behind: list[MPI.Request] = []
+#: Requests that a rank has stopped waiting for, and what was raised: the frames of its traceback
+#: have the buffers and arrays that MPI may yet read or write.
+_left_behind: list[tuple[MPI.Request, DistBackendError]] = []
 
 
 def return_errors(comm: MPI.Intracomm) -> None:

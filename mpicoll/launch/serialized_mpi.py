@@ -129,8 +129,8 @@ class _Communicator(_Locked):
             return _Request(call(*args), self._lock, self._wait)
 
     def Create(self, group: MPI.Group) -> _Communicator:
-        with self._lock:
-            return _Communicator(self._comm.Create(group))
+        with _lock:
+            return _Communicator(cast("MPI.Intracomm", self._comm.Create(group)))
 
     def Create_group(self, group: MPI.Group, tag: int) -> _Communicator:
         with _lock:
@@ -186,6 +186,12 @@ class _Communicator(_Locked):
 
     def Reduce_scatter_block(self, *args: object) -> None:
         self._start(self._comm.Ireduce_scatter_block, *args).Wait()
+
+    def Scan(self, *args: object) -> None:
+        self._start(self._comm.Iscan, *args).Wait()
+
+    def Exscan(self, *args: object) -> None:
+        self._start(self._comm.Iexscan, *args).Wait()
 
     def Alltoall(self, *args: object) -> None:
         self._start(self._comm.Ialltoall, *args).Wait()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from mpicoll.core.signature import describe, encode_comparison, with_root
@@ -62,8 +62,10 @@ def digest(calls: tuple[RecordEntry, ...]) -> int:
     return hash(calls) & (1 << 62) - 1
 
 
-def check(group: ProcessGroup) -> None:
+def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
     """Compare the calls since the last comparison with those of the other ranks.
+
+    look: called in between, once all ranks have come, or what they sent before they gave up.
 
     All ranks call it with the group's lock held, before the last call of their records. Raises
     MismatchError on all ranks if the calls differ.
@@ -76,6 +78,7 @@ def check(group: ProcessGroup) -> None:
     agreed = True
     if group.size() > 1:
         agreed, level = _compare(group, calls, level)
+        look(group)
     every = number < FIRST or level == _DETAIL
     group.stride = 1 if level == _DETAIL else STRIDE
     group.next_check = number + (1 if every else STRIDE)

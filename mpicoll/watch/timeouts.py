@@ -45,8 +45,11 @@ def check(group: ProcessGroup) -> None:
     """
     if group.broken is not None:
         raise group.failure()
-    consistency.check(group)
-    if not group.compared:
+    consistency.check(group, _look)
+
+
+def _look(group: ProcessGroup) -> None:
+    if not group.resources.find("shared"):
         rank_status.receive(group)
         receive(group)
         if group.broken is not None:
@@ -92,7 +95,9 @@ def receive(group: ProcessGroup) -> None:
 
 def _close(group: ProcessGroup, why: str) -> None:
     call = f"call {group.sequence}, {describe_call(group.recent[-1])}"
-    name = group.doing or call.split(", ", 1)[1].partition(" ")[0]
+    number, kind, *_ = group.recent[-1]
+    known = number and kind >= 0
+    name = group.doing or (call.split()[2] if known else "a call")
     where = f"after {call}" if group.doing else f"in {call}"
     text = (
         f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: {_describe_ranks(group)}. "

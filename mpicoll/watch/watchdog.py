@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from mpicoll import launch, settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import attend
-from mpicoll.errors import LostRankError
+from mpicoll.errors import CollectiveTimeoutError, LostRankError
 from mpicoll.output import write_lines
 from mpicoll.watch import lost_ranks, rank_status, timeouts
 from mpicoll.watch.termination import INTERRUPTED, ExitHooks, end_stuck_job
@@ -189,12 +189,13 @@ class Watchdog:
         """Look whether the collective that a group waits in will ever end."""
         rank_status.receive(group)
         timeouts.receive(group)
-        lost = isinstance(group.broken, LostRankError)  # its calls are about to end
-        missing = [] if lost else rank_status.find_missing(group, group.keeps_time or group.busy())
+        # Its calls are about to end.
+        ends = isinstance(group.broken, (LostRankError, CollectiveTimeoutError))
+        missing = [] if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
         if missing:
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             end_stuck_job(f"{who} ended without making this call", 1)
-        if not group.keeps_time and not lost:
+        if not group.keeps_time and not ends:
             soon = min(_SEND_AFTER, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and now - wait.since > soon:
                 wait.has_sent = True
@@ -218,8 +219,9 @@ class Watchdog:
                 work.abandon(group.failure())
         elif over > timeouts.grace():
             end_stuck_job(
-                f"{group.broken} This call is inside MPI, which cannot take it back: it was given "
-                f"{timeouts.grace():g} s more ({settings.TIMEOUT_GRACE.name})",
+                f"{group.broken}. This call is inside MPI, which cannot take it back: it was given "
+                f"{timeouts.grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
+                f"{settings.TESTED_CALLS.name}=1 it would have raised this error",
                 1,
             )
 

@@ -28,6 +28,9 @@ __all__ = ["check", "expire", "grace", "hear", "receive"]
 #: Seconds that a call of MPI has beyond its group's timeout, unless MPICOLL_TIMEOUT_GRACE says.
 _GRACE = 10.0
 
+#: How often a rank asks MPI for messages that have come before it: one look does not find all.
+_LOOKS = 3
+
 _COMPARES = "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
 _CLOSED = "The group takes no more calls; other groups do"
 
@@ -50,7 +53,8 @@ def check(group: ProcessGroup) -> None:
 
 def _look(group: ProcessGroup) -> None:
     if not group.resources.find("shared"):
-        rank_status.receive(group)
+        for _ in range(_LOOKS):
+            rank_status.receive(group)
         receive(group)
         if group.broken is not None:
             raise group.failure()

@@ -18,6 +18,7 @@ from mpicoll.core.resources import Resources
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CollectiveTimeoutError,
     DistBackendError,
     ForkedError,
     MismatchError,
@@ -211,9 +212,12 @@ class ProcessGroup(Calls):
             raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
     def check_whole(self) -> None:
-        """Raise what ``check_open`` does, and the group's error if it is broken."""
+        """Raise what ``check_open`` does, and the group's error if a call has timed out.
+
+        One that has lost a rank is what survivors make groups of.
+        """
         self.check_open()
-        if self.broken is not None:
+        if isinstance(self.broken, CollectiveTimeoutError):
             raise self.failure()
 
     def break_with(self, error: DistBackendError) -> None:

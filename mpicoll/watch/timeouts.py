@@ -107,6 +107,10 @@ def _close(group: ProcessGroup, why: str) -> None:
         f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: {_describe_ranks(group)}. "
         f"{_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
     )
+    # The one who is missing may never end, and MPI_Finalize waits for all. (Said first: what raises
+    # in another thread as soon as the group is broken may end the program.)
+    keep_exit_code()
+    launch.finalize_within(grace(), exit_code)
     with rank_status.lock:  # lost_ranks.check may find why it ends, or the group may be destroyed
         if group.broken is not None or group.closed is not None:
             return
@@ -117,9 +121,6 @@ def _close(group: ProcessGroup, why: str) -> None:
             comm.Revoke()
     else:
         rank_status.send(group, rank_status.CLOSED)
-    # The one who is missing may never end, and MPI_Finalize waits for all.
-    keep_exit_code()
-    launch.finalize_within(grace(), exit_code)
 
 
 # --- in words -----------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ __all__ = [
     "SINGLE_COPY",
     "SURVIVE",
     "TABLE",
+    "TESTED_CALLS",
+    "TIMEOUT_GRACE",
     "TORCH_DEBUG",
     "Setting",
     "check",
@@ -143,6 +145,16 @@ SECRET = Setting(
     "MPICOLL_SECRET", (), "any text, the same on all ranks",
     "the secret of a job whose ranks meet by `env://` or `tcp://`",
 )  # fmt: skip
+TESTED_CALLS = _one_of(
+    "MPICOLL_TESTED_CALLS", ("0", "1"),
+    "1, on all ranks: MPI's collectives are tested for until they end, which takes longer, so that "
+    "one that outlasts its timeout raises and does not end the job; see Timeouts",
+)  # fmt: skip
+TIMEOUT_GRACE = Setting(
+    "MPICOLL_TIMEOUT_GRACE", (), "seconds, 10 where it is not set",
+    "how long a call inside MPI, which cannot take it back, may outlast its group's timeout before "
+    "the job ends; see Timeouts", form=r"\d+(\.\d*)?",
+)  # fmt: skip
 ALLOW_SINGLETON = _one_of(
     "MPICOLL_ALLOW_SINGLETON", ("0", "1"),
     "1: runs a single rank where a launcher announced several",
@@ -174,8 +186,8 @@ RECORD_FILE_BEFORE = Setting(
 
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, CLUSTERS, KERNELS, CALLS, REPRODUCIBLE,
-    DEVICE_ROUTE, CUDA_AWARE, SURVIVE, SECRET, ALLOW_SINGLETON, INSTALL_AS, RECORD_LENGTH,
-    RECORD_LENGTH_BEFORE, RECORD_FILE, RECORD_FILE_BEFORE,
+    DEVICE_ROUTE, CUDA_AWARE, SURVIVE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
+    INSTALL_AS, RECORD_LENGTH, RECORD_LENGTH_BEFORE, RECORD_FILE, RECORD_FILE_BEFORE,
 )  # fmt: skip
 
 

@@ -381,7 +381,7 @@ def test_doctor_tells_how_gpus_are_joined(ended: Ended) -> None:
 @job("hello", ranks=2, environment=TOGETHER, site=JOINED)
 def test_hello_tells_what_is_near(ended: Ended) -> None:
     first, second = ended.out.splitlines()
-    assert first.endswith("device route ipc, nearest to mlx5_9 (PHB)"), ended
+    assert first.endswith("device route peer, nearest to mlx5_9 (PHB)"), ended
     assert "nearest to mlx5_9 (PHB); GPU 0000:01:00.0 is far from the processors" in second
 
 

@@ -60,6 +60,10 @@ def test_a_misspelt_name(name: str, hint: str) -> None:
             ("MPICOLL_CLUSTERS", text, "0, or numbers of ranks with commas between")
             for text in ("x", "2,", "-1", "2,0", "1.5", "0,2", " 2", "\uff12")
         ),
+        *(
+            ("MPICOLL_TIMEOUT_GRACE", text, "seconds, 10 where it is not set")
+            for text in ("x", "-1", ".5", "1e3", "inf")
+        ),
         ("MPICOLL_INSTALL_AS", "ucc", "gloo, mpi, nccl or several, with commas between"),
         ("MPICOLL_INSTALL_AS", "gloo;mpi", "gloo, mpi, nccl or several, with commas between"),
     ],
@@ -71,10 +75,14 @@ def test_a_wrong_value(name: str, value: str, expected: str) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_each_value_is_taken(setting: settings.Setting) -> None:
-    free = ["0", "64", "2,1,13"] if setting.form else ["anything"]
-    if "," not in setting.form:
-        free = [value for value in free if "," not in value or not setting.form]
-    for value in setting.values or free:
+    free = {
+        "MPICOLL_CLUSTERS": ["0", "64", "2,1,13"],
+        "MPICOLL_TIMEOUT_GRACE": ["0", "30", "2.5"],
+        "TORCH_FR_BUFFER_SIZE": ["0", "64"],
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": ["0", "64"],
+    }
+    assert not setting.form or setting.name in free
+    for value in setting.values or free.get(setting.name, ["anything"]):
         for text in (value, value.upper()) if setting.values else [value]:
             assert setting.value({setting.name: text}) == value
             assert settings.find_problems({setting.name: text}) == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_scripts import WAITING, Ended, compiled, job, needs_mpiexec, run
+from rank_scripts import HUNG, WAITING, Ended, compiled, job, needs_mpiexec, run
 
 pytest_plugins = ["whole_jobs"]
 
@@ -190,3 +190,187 @@ def test_monitored_barrier_names_who_never_came(wait_all: str, ended: Ended) -> 
     named += " failed to pass monitoredBarrier: did not arrive within 0.5 s"
     assert lead.startswith("0 ") and named in lead
     assert follow.startswith("2 ") and "2 rank(s) did not arrive in time" in follow
+
+
+# --- a group that is late is closed, and the program goes on -------------------------------------
+
+#: Calls in which ranks 0 and 1 wait for rank 2, of arrays of 4 elements and of many.
+CALLS = {
+    "all_reduce": "dist.all_reduce(x, group=g)",
+    "async": "dist.all_reduce(x, group=g, async_op=True).wait()",
+    "several": "several(lambda: dist.all_reduce(x, group=g, async_op=True))",
+    "future": "dist.all_reduce(x, group=g, async_op=True).get_future().wait()",
+    "broadcast": "dist.broadcast(x, 0, group=g)",
+    "all_to_all": "dist.all_to_all_single(np.ones(3), np.ones(3), group=g)",
+    "list": "dist.all_reduce_coalesced([x, x.copy()], group=g)",
+    "barrier": "dist.barrier(g)",
+    "objects": "dist.all_gather_object([None] * 3, 'x', group=g)",
+}
+
+CLOSED = f"""
+    import re
+    dist.init_process_group(timeout=100)
+    rank = dist.get_rank()
+    calls = {CALLS!r}
+    def several(call):
+        works, errors = [call() for _ in range(3)], []
+        for work in works:
+            try:
+                work.wait()
+            except dist.CollectiveTimeoutError as error:
+                errors.append(error)
+        assert len(errors) == 3
+        raise errors[0]
+    calls.pop(os.environ.get("NOT"), None)  # of which the root waits for nobody
+    for name, call in calls.items():
+        for size in $sizes:
+            g, x = dist.new_group(timeout=0.5), np.ones(size)
+            for _ in range($before):
+                dist.all_reduce(x, group=g)
+            x[:] = 1
+            if rank < 2:
+                for again in False, True:
+                    begun = time.monotonic()
+                    try:
+                        eval(call)
+                    except dist.CollectiveTimeoutError as error:
+                        for word in f"on rank {{rank}}", "timeout of 0.5 s", "takes no more calls":
+                            assert word in str(error), error
+                        found = re.search(r"ranks?( [01],| 1-)? ?2: (.*)\\.", str(error))[2]
+                        assert again or found.startswith("$where"), error
+                    else:
+                        say("no error of", name, size, again)
+                    assert not again or time.monotonic() - begun < 0.4
+            dist.all_reduce(np.ones(3))  # rank 2 comes late
+            if rank == 2:
+                try:
+                    for _ in range(3):
+                        dist.all_reduce(x, group=g)
+                except dist.CollectiveTimeoutError as error:
+                    assert "has closed group" in str(error), error
+                else:
+                    say("rank 2 goes on with", name, size)
+            dist.barrier()
+            dist.destroy_process_group(g)
+    say("done")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "sizes", "where"),
+    [("0", "(4,)", "nothing heard"), ("66", "(4, 300000)", "not here, last in call 66")],
+)
+@job(CLOSED, ranks=3)
+def test_late_calls_raise_on_all_ranks_that_wait(
+    before: str, sizes: str, where: str, ended: Ended
+) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["done"] * 3
+
+
+@job(
+    CLOSED.replace("$before", "66").replace("$sizes", "(4,)").replace("$where", "nothing heard"),
+    ranks=3,
+    environment={"MPICOLL_SHARED_MEMORY": "0", "MPICOLL_TESTED_CALLS": "1", "NOT": "broadcast"},
+)
+def test_late_calls_raise_where_mpi_is_tested(ended: Ended) -> None:
+    """Open MPI may complain when a call that was left meets the late rank's, which is another."""
+    assert ended.code == 0, ended
+    assert ended.lines == ["done"] * 3
+
+
+@job("""
+    from mpicoll.routes import tuning
+    from mpicoll.routes.host import hierarchy
+    dist.init_process_group(timeout=100)
+    rank = dist.get_rank()
+    rows = {kind: {"nodes": ((0, "hierarchical"),)} for kind in tuning.KINDS}
+    tuning.job.table = tuning.Table(openmpi=False, measured={1: rows})
+    hierarchy.node_of = lambda: f"node {rank // 2}"
+    for root in 0, 3:
+        g, x = dist.new_group(timeout=0.7), np.ones(5000)
+        for _ in range(70):
+            dist.all_reduce(x, group=g)
+        if rank < 3:
+            try:
+                dist.broadcast(x, root, group=g) if root else dist.all_reduce(x, group=g)
+            except dist.CollectiveTimeoutError as error:
+                assert "timeout of 0.7 s" in str(error), error
+                assert rank < 2 or "rank 3: not here, last in call 70" in str(error), error
+            else:
+                say("no error")
+        dist.barrier()
+        dist.destroy_process_group(g)
+    say("done")
+    dist.destroy_process_group()
+""", ranks=4)  # fmt: skip
+def test_late_calls_raise_on_all_nodes(ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["done"] * 4
+
+
+@job("""
+    dist.init_process_group(timeout=100)
+    pair = dist.new_group([0, 1])
+    late = dist.new_group(timeout=1)
+    dist.group.WORLD.timeout = 1
+    if dist.get_rank() == 2:
+        time.sleep(2.5)
+    else:
+        for call in (lambda: dist.new_group(), lambda: dist.new_subgroups(1)):
+            try:
+                call()
+            except dist.CollectiveTimeoutError as error:
+                assert "new_group on rank" in str(error) and "timeout of 1 s" in str(error), error
+            else:
+                say("no error")
+        dist.barrier(pair)
+    say("done")
+    dist.destroy_process_group()
+""", ranks=3)  # fmt: skip
+def test_a_late_group_is_not_made(ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["done"] * 3
+
+
+@job("""
+    dist.init_process_group(timeout=100)
+    dist.group.WORLD.timeout = 1
+    x = np.ones(4)
+    for _ in range(70):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.all_reduce(x)
+    say("not reached")
+""", environment={"MPICOLL_SHARED_MEMORY": "0", "MPICOLL_TIMEOUT_GRACE": "1.5"})  # fmt: skip
+def test_what_mpi_cannot_take_back_ends_the_job(ended: Ended) -> None:
+    ended.badly(
+        "dist.all_reduce(x)", "timeout of 1 s", "cannot take it back", "1.5 s more",
+        "MPICOLL_TIMEOUT_GRACE", "MPICOLL_TESTED_CALLS", "MPICOLL_DEBUG=DETAIL",
+    )  # fmt: skip
+    assert ended.seconds > 2.5
+    assert "not reached" not in ended.out
+
+
+@pytest.mark.parametrize("code", ["0", "7"])
+@job("""
+    dist.init_process_group(timeout=100)
+    dist.group.WORLD.timeout = 1
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        dist.barrier()
+    except dist.CollectiveTimeoutError:
+        say("caught")
+    sys.exit($code)
+""", environment={"MPICOLL_TIMEOUT_GRACE": "1"})  # fmt: skip
+def test_a_rank_ends_though_another_never_will(code: str, ended: Ended) -> None:
+    """With the code that it chose, though Open MPI's launcher has its own for such a job."""
+    assert "caught" in ended.lines
+    assert HUNG not in ended.err and "Traceback" not in ended.err, ended
+    if code == "0":
+        assert "MPI is not finalised" in ended.err, ended
+    else:
+        assert ended.code != 0, ended

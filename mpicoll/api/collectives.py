@@ -475,7 +475,7 @@ def barrier(
     work = run(_BARRIER, group, True)
     if work is None:
         return None
-    work.limit = limit
+    work.set_limit(limit)
     if async_op:
         return work
     work.wait()

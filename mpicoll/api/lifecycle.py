@@ -436,10 +436,10 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
         if launch.skip_finalize():
             _leave_out_mpi()
         return ""
-    if any(work.has_timed_out for work in group.pending):
+    if group.broken or any(work.has_timed_out for work in group.pending):
         limit = _A_MOMENT
     if not group.finish(limit):
-        if all(work.has_timed_out for work in group.pending):
+        if group.broken or all(work.has_timed_out for work in group.pending):
             _give_up(group, "ended while it was pending, beyond its timeout")
             return ""
         raise CollectiveTimeoutError(
@@ -448,7 +448,11 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
         )
     if not group.broken and sys.exc_info()[1] is None:
         windows.free_all(group)
-    point_to_point.drain(group, limit)
+    if group.broken:
+        for work in list(group.in_flight):
+            work.abandon(group.failure())
+    else:
+        point_to_point.drain(group, limit)
     try:
         group.resources.close(limit)
     finally:
@@ -533,6 +537,8 @@ def _close_quietly() -> None:
     watchdog, _watchdog = _watchdog, None
     living = list(state.groups)
     for group in living:
+        if group.broken:
+            continue  # its calls have raised why
         try:
             done = group.finish(_LAST_CHANCE)
             point_to_point.drain(group, _LAST_CHANCE)

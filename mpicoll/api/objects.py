@@ -78,7 +78,7 @@ def all_gather_object(
 def _all_gather(group: ProcessGroup, own: Bytes) -> list[Bytes]:
     from mpicoll.routes.wire import all_gather_bytes
 
-    return all_gather_bytes(group.inner, own)
+    return all_gather_bytes(group.tested, own)
 
 
 def gather_object(
@@ -121,7 +121,7 @@ def gather_object(
     def move() -> list[Bytes]:
         from mpicoll.routes.wire import gather_bytes
 
-        return gather_bytes(member.inner, own, root)
+        return gather_bytes(member.tested, own, root)
 
     wholes = execute.run_in_order(member, name, move, root=root)
     if found is not None:
@@ -162,7 +162,7 @@ def broadcast_object_list(
     def move() -> Bytes:
         from mpicoll.routes.wire import broadcast_bytes
 
-        return broadcast_bytes(member.inner, own, root)
+        return broadcast_bytes(member.tested, own, root)
 
     whole = execute.run_in_order(member, name, move, root=root)
     if member.rank() != root:
@@ -226,7 +226,7 @@ def scatter_object_list(
     def move() -> Bytes:
         from mpicoll.routes.wire import scatter_bytes
 
-        return scatter_bytes(member.inner, wholes, root)
+        return scatter_bytes(member.tested, wholes, root)
 
     whole = execute.run_in_order(member, name, move, root=root)
     scatter_object_output_list[0] = decode(whole)

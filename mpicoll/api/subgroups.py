@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, SupportsInt, cast
 
+import numpy as np
+
 from mpicoll import communicators
 from mpicoll.api.lifecycle import end, give_up, leave, node_size, resolve_member
 from mpicoll.core import backends, groups
@@ -178,7 +180,10 @@ def new_subgroups(
     ranks = groups.get_process_group_ranks(group)
     if group_size is None:
         world = default_group()
-        sizes = set(execute.run_in_order(world, where, lambda: world.inner.allgather(node_size())))
+        everybody = np.empty(world.size(), np.int64)
+        own = np.array([node_size()], np.int64)
+        execute.run_in_order(world, where, lambda: world.tested.Allgather(own, everybody))
+        sizes = set(everybody.tolist())
         if len(sizes) != 1:
             raise ArgumentError(
                 f"{where}: the nodes run different numbers of ranks, {sorted(sizes)}; give "

@@ -221,7 +221,7 @@ class Window:
 
         def wait() -> None:
             work = self._signal(peer, receives=True)
-            work.limit = limit
+            work.set_limit(limit)
             self.group.in_flight.add(work)  # an abort ends it
             if self.group.closed is not None:
                 work.abandon(DistBackendError(f"{work.description}: the group was destroyed"))
@@ -240,7 +240,7 @@ class Window:
             wait()
             return None
         work = self._waits = execute.submit(self.group, wait, where, ())
-        work.limit = None if limit is None else limit + _GRACE
+        work.set_limit(None if limit is None else limit + _GRACE)
         if async_op:
             return work
         work.wait()
@@ -270,7 +270,7 @@ class Window:
             return None
         work = self._last = execute.submit(self.group, run, name, ())
         if limit is not None:
-            work.limit = limit
+            work.set_limit(limit)
         if async_op:
             return work
         work.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,13 +18,14 @@ from mpicoll.core.resources import Resources
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CollectiveTimeoutError,
     DistBackendError,
     ForkedError,
     MismatchError,
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
-from mpicoll.launch.serialized_mpi import plain
+from mpicoll.launch.serialized_mpi import plain, tested
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,6 +53,7 @@ class ProcessGroup(Calls):
     Of its calls, see Calls. Beside these:
 
     inner:    the communicator of the collectives and of the exchanges inside them.
+    tested:   the same, by calls that a rank can leave.
     messages: the communicator of the user's own messages, so that no tags collide.
     ranks:    the global ranks, in the order of the ranks in the group.
     timeout:  seconds after which an operation has failed; None never.
@@ -74,6 +77,8 @@ class ProcessGroup(Calls):
     agree:    compares one call, of a kind and sizes, with the other ranks' through the memory that
               they share; None if they share none, or it is not known yet. See watch/consistency.py.
     broken:   why the group can no longer be used; None if it can.
+    whole:    the group that this one is a part of, for routes alone; None for none.
+    doing:    what is under way that is on no record; "" for nothing.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
     """
 
@@ -93,6 +98,8 @@ class ProcessGroup(Calls):
         super().__init__(threading.Lock(), kept)
         for one in (inner, messages):
             return_errors(one)
+        if launch.is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
+            inner = tested(inner, self.wait_for)
         self._given = given
         self._lent: MPI.Intracomm | None = None
         self.inner = inner
@@ -113,6 +120,8 @@ class ProcessGroup(Calls):
         self.formed = 0
         self.keeps_time = False
         self.broken: DistBackendError | None = None
+        self.whole: ProcessGroup | None = None
+        self.doing = ""
         self.monitored = 0
         self.splits = 0
         self.closed: type[Exception] | None = None
@@ -205,6 +214,52 @@ class ProcessGroup(Calls):
             )
             raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
+    def check_whole(self) -> None:
+        """Raise what ``check_open`` does, and the group's error if a call has timed out.
+
+        One that has lost a rank is what survivors make groups of.
+        """
+        self.check_open()
+        if isinstance(self.broken, CollectiveTimeoutError):
+            raise self.failure()
+
+    def break_with(self, error: DistBackendError) -> None:
+        """Make every later call on the group raise an error.
+
+        error: what they raise copies of.
+        """
+        self.broken = error
+        self.next_check = 0  # where each call looks whether the group is broken
+        self.forget()
+
+    def wait_for(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
+        """Wait for a request of MPI while the group is whole.
+
+        request: of one of the group's communicators.
+        status: receives the message's status; None where it is not needed.
+
+        Raises the group's error if it is broken meanwhile. The request then goes on, and what the
+        callers' frames hold, its buffers among it, lives as long as the process.
+        """
+        for _ in range(_TESTS):
+            if request.Test(status):
+                return
+        soon = time.monotonic() + _SOON
+        while not request.Test(status):
+            if self.broken is not None:
+                error = self.failure()
+                _left_behind.append((request, error))
+                raise error
+            os.sched_yield() if time.monotonic() < soon else time.sleep(_PAUSE)
+
+    @property
+    def tested(self) -> MPI.Intracomm:
+        """Return ``inner`` with calls that raise the group's error if it is broken while they wait.
+
+        For what is not worth a microsecond: they take that much longer.
+        """
+        return tested(self.inner, self.wait_for)
+
     def failure(self) -> DistBackendError:
         """Return a copy of the error that broke the group, without its traceback, to be raised."""
         assert self.broken is not None
@@ -228,6 +283,14 @@ def _record_length() -> int:
     """Return how many calls a group's history keeps, as torch does."""
     text = settings.RECORD_LENGTH.value() or settings.RECORD_LENGTH_BEFORE.value()
     return int(text or 2000)
+
+
+#: Tests of a request before others get the core; seconds after which a rank sleeps between tests,
+#: and how long.
+_TESTS, _SOON, _PAUSE = 200, 0.01, 100e-6
+#: Requests that a rank has stopped waiting for, and what was raised: the frames of its traceback
+#: have the buffers and arrays that MPI may yet read or write.
+_left_behind: list[tuple[MPI.Request, DistBackendError]] = []
 
 
 def return_errors(comm: MPI.Intracomm) -> None:
@@ -368,6 +431,7 @@ def create(
     Raises MismatchError, on all members, if ``reproducible`` is not the same.
     """
     if inner is None:
+        _meet(parent, members, name)
         with communicators.subset(parent.inner, members) as chosen:
             # The tag separates groups that two threads make at once out of the same parent.
             inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
@@ -381,6 +445,28 @@ def create(
         inner, messages, ranks, backend, timeout, name, description, given, reproducible
     )
     return register(made)
+
+
+def _meet(parent: ProcessGroup, members: Sequence[int], name: str) -> None:
+    """Return when all members of a group to be made are here, where MPI would wait for them: this
+    wait raises the parent's error if that breaks.
+
+    A dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel Programming
+    17(1), 1988) of the ranks ``members`` of the parent.
+    """
+    n, me = len(members), members.index(parent.rank())
+    tag = _MEETING | zlib.crc32(name.encode()) & _MEETING - 1
+    distance = 1
+    while distance < n:
+        came = parent.inner.Irecv(bytearray(0), members[(me - distance) % n], tag)
+        said = parent.inner.Isend(bytearray(0), members[(me + distance) % n], tag)
+        parent.wait_for(came)
+        parent.wait_for(said)
+        distance *= 2
+
+
+#: The lowest tag of these messages, above those of routes and within what every MPI has.
+_MEETING = 1 << 14
 
 
 def _registered(candidate: object, where: str) -> ProcessGroup:

@@ -14,6 +14,7 @@ class _Kept(NamedTuple):
     value: Any
     close: Callable[[Any, float], object] | None
     abandon: Callable[[Any], object] | None
+    leave: Callable[[Any], object] | None
 
 
 class Resources:
@@ -36,21 +37,23 @@ class Resources:
         create: Callable[[], T],
         close: Callable[[T, float], object] | None = None,
         abandon: Callable[[T], object] | None = None,
+        leave: Callable[[Any], object] | None = None,
     ) -> T:
         """Return what is kept under a key, and create it if there is nothing, once.
 
         close:   ends it with the group, on all ranks; takes the seconds to wait for them.
         abandon: leaves it behind, where calls may be stuck in it. Without one it stays as it is.
+        leave:   lets the calls that wait in it end, once the group is broken.
         """
         kept = self._kept.get(key)
         if kept is None:
-            self._kept[key] = kept = _Kept(create(), close, abandon)
+            self._kept[key] = kept = _Kept(create(), close, abandon, leave)
         found: T = kept.value
         return found
 
     def replace(self, key: Hashable, value: T) -> T:
         """Keep another value under a key, one that ends with its last reference; return it."""
-        self._kept[key] = _Kept(value, None, None)
+        self._kept[key] = _Kept(value, None, None, None)
         return value
 
     def close(self, limit: float) -> None:
@@ -59,6 +62,12 @@ class Resources:
             _, kept = self._kept.popitem()
             if kept.close is not None:
                 kept.close(kept.value, limit)
+
+    def leave(self) -> None:
+        """Let all calls that wait for other ranks, where they can be reached, end."""
+        for kept in list(self._kept.values()):
+            if kept.leave is not None and kept.value is not None:
+                kept.leave(kept.value)
 
     def abandon(self) -> None:
         """Leave behind what can be left, without waiting for other ranks or for what is stuck."""

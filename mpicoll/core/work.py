@@ -166,6 +166,10 @@ class Future:
 #: Seconds that a thread sleeps before it waits for a Work with many queued behind it.
 CROWDED_PAUSE = 50e-6
 
+#: Seconds in which a Work ends with its group's error once that is closed, with plenty to spare, if
+#: it is not stuck in MPI.
+A_MOMENT = 0.5
+
 
 def at_timeout(why: str) -> None:
     """Hear that a Work has outlasted its group's timeout: watch/flight_record.py takes its place,
@@ -189,13 +193,14 @@ class Work:
     outputs:       the arrays that the operation fills, as the caller passed them.
     limit:         seconds that ``wait()`` waits by default.
     has_timed_out: a ``wait()`` has ended with CollectiveTimeoutError.
+    expire:        called when a ``wait()`` without a timeout of its own has lasted ``limit``.
     worker:        the group's thread that runs the operation; None for any other.
     orders:        the places of an operation on a device among the caller's streams.
     """
 
     __slots__ = (
         "__weakref__", "_error", "_error_seen", "_finished", "_future", "_gate", "description",
-        "has_timed_out", "limit", "orders", "outputs", "worker",
+        "expire", "has_timed_out", "limit", "orders", "outputs", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -204,7 +209,9 @@ class Work:
         outputs: Sequence[Any],
         limit: float | None,
         orders: Sequence[StreamOrder] = (),
+        expire: Callable[[], None] | None = None,
     ) -> None:
+        self.expire = expire
         self.description = description
         self.outputs = outputs
         self.limit = limit
@@ -217,6 +224,13 @@ class Work:
         self.has_timed_out = False
         self.worker: Worker | None = None
         self._future: Future | None = None
+
+    def set_limit(self, limit: float | None) -> None:
+        """Give the operation a timeout of its own, after which its group is not closed.
+
+        limit: seconds; None: no timeout.
+        """
+        self.limit, self.expire = limit, None
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the Work, when the host's part has ended; only the first call counts.
@@ -247,11 +261,6 @@ class Work:
             if not future.done():
                 self._settle_future(future)
 
-    @property
-    def has_future(self) -> bool:
-        """Whether there is a Future: a caller may be waiting for it, without a timeout."""
-        return self._future is not None
-
     def abandon(self, error: BaseException) -> None:
         """End the Work with an error, though the operation may go on inside MPI.
 
@@ -270,7 +279,8 @@ class Work:
         the device is done, too, as with torch's NCCL.
 
         Returns True. Raises the operation's error, and CollectiveTimeoutError when the time is
-        over; the operation then goes on and can be waited for again.
+        over. After a timeout of its own the operation goes on and can be waited for again; after
+        the group's, a collective's group is closed.
         """
         if timeout is None and self._finished:
             return self._end_wait() if self.orders else self._check_error()
@@ -287,7 +297,11 @@ class Work:
                 # the processor from the thread each time. After a pause several are done.
                 time.sleep(CROWDED_PAUSE)
         if not self._finished and not self._wait_finished(limit):
-            raise self._late(limit)
+            if given or self.expire is None:
+                raise self._late(limit)
+            self.expire()
+            if not self._wait_finished(A_MOMENT):
+                raise self._late(limit)
         self._end_wait()
         if given and not look_until(self.is_completed, moment):
             raise self._late(limit)
@@ -316,16 +330,6 @@ class Work:
             f"{self.description}: not complete within the timeout of {limit:g} s; another rank has "
             "not made this call, or is still on its way"
         )
-
-    def time_out(self, limit: float) -> None:
-        """End the Work with the error that ``wait()`` raises when the time is over.
-
-        limit: the timeout in seconds.
-        """
-        self.has_timed_out = True
-        error = self._timeout_error(limit)
-        at_timeout(str(error))
-        self.abandon(error)
 
     def _check_error(self) -> bool:
         self._error_seen = True

@@ -3,8 +3,8 @@
 Ranks that run different versions of mpicoll, or the same with other constants, would choose
 different routes for the same call, or other chunks: they would hang, or silently give wrong
 results. All constants of the modules that move data are compared, so that none can be forgotten.
-Environment variables need no comparing: rank 0 hands its table out, and each of the others is
-agreed on where it is used (docs/api.md lists them).
+Of the environment variables only one needs comparing, for rank 0 hands its table out, and each of
+the others is agreed on where it is used (docs/api.md lists them).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import mpicoll
+from mpicoll import settings
 from mpicoll.dtypes import DTYPES, OPERATIONS
 from mpicoll.errors import LaunchError
 from mpicoll.primitives import PRIMITIVES
@@ -75,6 +76,7 @@ def _facts() -> dict[str, str]:
     below = [module.name for module in pkgutil.walk_packages(routes.__path__, "mpicoll.routes.")]
     found = {
         "the version of mpicoll": mpicoll.__version__,
+        settings.TESTED_CALLS.name: repr(settings.TESTED_CALLS.value()),
         **{table: " ".join(row.name for row in rows) for table, rows in _TABLES.items()},
     }
     for path in (*below, *(f"mpicoll.{name}" for name in (*_MODULES, *_WATCHING))):

@@ -35,7 +35,7 @@ from mpicoll.errors import (
 from mpicoll.kernels.calls import Ways, short_ways
 from mpicoll.output import warn
 from mpicoll.primitives import Primitive
-from mpicoll.watch import consistency, flight_record
+from mpicoll.watch import consistency, flight_record, timeouts
 
 __all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", "warn_outside"]
 
@@ -218,6 +218,8 @@ _NOTHING_SEEN = None, None, 0
 
 def _teach(plan: Plan, op: ReduceOp | None) -> None:
     """Let the plan's group carry out such calls without Python; op: as callers give it."""
+    if plan.group.broken is not None:
+        return
     primitive, ways = plan.primitive, find_short(plan.route)
     plan.learnt = ways is not None
     for short in ways or ():
@@ -333,7 +335,7 @@ def _carry_out_all(
     """
     group, task = how
     if not group.compared and len(group.recent) > 1:  # it has not just been compared
-        consistency.check(group)
+        timeouts.check(group)
     task()
 
 
@@ -389,11 +391,13 @@ def perform(
 
 def _check(group: ProcessGroup) -> None:
     """Compare the group's latest calls with the other ranks'; all are in a call of that number."""
+    if group.broken is not None:  # before this makes memory, with the others
+        raise group.failure()
     if group.sequence >= consistency.FIRST:
         from mpicoll.routes import select  # loads MPI, which importing this module must not
 
         select.share_memory(group)
-    consistency.check(group)
+    timeouts.check(group)
 
 
 def _look_at(error: Exception, call: Plan | Task) -> None:
@@ -458,7 +462,8 @@ def submit(
     orders: Sequence[StreamOrder] = (),
 ) -> Work:
     """Give a task to the group's thread, behind what is pending there; ``at_once``: run it."""
-    work = Work(_describe(name, group), outputs, group.timeout, orders)
+    expire = partial(timeouts.expire, group)
+    work = Work(_describe(name, group), outputs, group.timeout, orders, expire)
     if at_once or (group.worker is not None and group.worker.is_current):
         # The latter is a callback of an earlier work: right behind that work, not behind itself.
         try:
@@ -500,7 +505,7 @@ def run_in_order(
           arguments. keeps_time: the task watches its own timeout, and may fail on some ranks alone.
     Returns what the task returns.
     """
-    group.check_open()
+    group.check_whole()
     result: list[Any] = []
 
     def carry(send: object = None, recv: object = None, how: object = None, root: int = 0) -> None:
@@ -536,12 +541,15 @@ def _perform_unrecorded(
     """
     try:
         with group.lock:
-            if logged is None:
+            group.doing = name
+            try:
+                if logged is not None:
+                    group.begin_uncompared(*logged)
                 carry()
-                return
-            group.begin_uncompared(*logged)
-            carry()
-            group.complete()
+                if logged is not None:
+                    group.complete()
+            finally:
+                group.doing = ""
     except MpicollError as error:
         flight_record.dump_after(error, group)
         raise

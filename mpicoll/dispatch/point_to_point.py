@@ -328,9 +328,7 @@ def begin_message(
     group: ProcessGroup, name: str, tensor: Any, peer: int, tag: int, receives: bool
 ) -> MessageWork:
     """Begin to send an array to a rank in the group, or to receive one, if the tag is right."""
-    group.check_open()
-    if group.broken is not None:
-        raise group.failure()
+    group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
     entry = flight_record.enter_message(group, peer, tag, receives, view)
     work = _begin_view(group, name, view, peer, tag, receives)

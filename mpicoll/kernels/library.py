@@ -52,6 +52,12 @@ class Kernels:
         self.shared_call = _function(
             library, "shared_call", pointer, ctypes.c_uint32, pointer, pointer
         )
+        self.shared_close = _function(library, "shared_close", pointer)
+        self.shared_closer = _function(library, "shared_closer", pointer, result=integer)
+        self.shared_last_call = _function(
+            library, "shared_last_call", pointer, ctypes.c_uint32, pointer, pointer,
+            result=ctypes.c_uint32,
+        )  # fmt: skip
         self.shared_measure = _function(library, "shared_measure", pointer, pointer)
         self.shared_all_reduce = _function(
             library, "shared_all_reduce", pointer, pointer, size, ctypes.c_uint32, result=integer
@@ -96,7 +102,16 @@ class Kernels:
         )  # fmt: skip
         text = ctypes.c_char_p
         self.limit = _function(
-            library, "limit", integer, integer, ctypes.c_longlong, text, text, text, integer
+            library,
+            "limit",
+            integer,
+            integer,
+            ctypes.c_longlong,
+            text,
+            text,
+            text,
+            integer,
+            integer,
         )
 
 

@@ -23,6 +23,7 @@ from mpicoll.launch.rendezvous import Rendezvous, loopback
 from mpicoll.launch.session import current
 from mpicoll.launch.world import (
     call_before_finalize,
+    finalize_within,
     is_serialized,
     master_address,
     skip_finalize,
@@ -37,6 +38,7 @@ __all__ = [
     "check_world",
     "current",
     "fill_environment",
+    "finalize_within",
     "find_launcher",
     "find_local_rank",
     "find_rank",

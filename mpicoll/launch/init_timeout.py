@@ -10,7 +10,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators
 from mpicoll.kernels.library import kernels
@@ -21,7 +21,7 @@ from mpicoll.launch.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["enforce_timeout"]
+__all__ = ["end_after", "enforce_timeout"]
 
 
 @contextlib.contextmanager
@@ -58,18 +58,32 @@ def enforce_timeout(
             name = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             with contextlib.suppress(OSError):
                 name.bind(f"\0{job}/{rank}")
+        here = job and job.encode(), int(size) if job else 0
+        stack.enter_context(_limited(limit, before.encode(), after.encode(), *here, 1))
+        yield
+
+
+def end_after(limit: float, message: str, code: int) -> contextlib.AbstractContextManager[None]:
+    """Return a context that ends this process with a message if it takes so many seconds."""
+    if kernels is None:
+        return contextlib.nullcontext()
+    return _limited(limit, message.encode(), b"", None, 0, code)
+
+
+@contextlib.contextmanager
+def _limited(limit: float, *arguments: Any) -> Iterator[None]:
+    """Have the C library end this process after so many seconds; see ``limit.c``."""
+    assert kernels is not None
+    with contextlib.ExitStack() as stack:
         (reader, writer), (started, starts) = os.pipe(), os.pipe()
         for each in (reader, writer, started, starts):
             stack.callback(os.close, each)
         thread = threading.Thread(
             target=kernels.limit,
-            args=(
-                starts, reader, int(1000 * limit), before.encode(), after.encode(),
-                job and job.encode(), int(size) if job else 0,
-            ),
+            args=(starts, reader, int(1000 * limit), *arguments),
             name="mpicoll-limit",
             daemon=True,
-        )  # fmt: skip
+        )
         thread.start()
         stack.callback(thread.join)
         stack.callback(os.write, writer, b"\0")

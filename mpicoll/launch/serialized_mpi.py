@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
     from mpicoll.arrays.views import Buffer
 
-__all__ = ["create_window", "plain", "serialize"]
+__all__ = ["create_window", "plain", "serialize", "tested"]
 
 _lock = threading.RLock()
+#: Waits for a request, of which it calls ``Test``.
+Wait = Callable[["MPI.Request", "MPI.Status | None"], None]
 #: Most seconds between two tests of a request.
 _LONGEST_PAUSE = 200e-6
 
@@ -47,38 +50,56 @@ def create_window(memory: Buffer, comm: MPI.Intracomm) -> MPI.Win:
     return MPI.Win.Create(memory, 1, MPI.INFO_NULL, comm)
 
 
+def tested(comm: MPI.Intracomm, wait: Wait) -> MPI.Intracomm:
+    """Return the communicator with blocking calls that become tested ones, too.
+
+    wait: waits for a request by tests, and may raise instead.
+    """
+    return cast("MPI.Intracomm", _Communicator(plain(comm), _lock_of(comm), wait))
+
+
+def _lock_of(comm: MPI.Intracomm) -> AbstractContextManager[Any]:
+    return comm._lock if isinstance(comm, _Communicator) else nullcontext()
+
+
+def _wait(request: MPI.Request, status: MPI.Status | None) -> None:
+    pause = 1e-6
+    while not request.Test(status):
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
 class _Request:
     """A request whose every call is under the lock."""
 
-    def __init__(self, request: MPI.Request) -> None:
-        self._request = request
+    def __init__(
+        self, request: MPI.Request, lock: AbstractContextManager[Any] = _lock, wait: Wait = _wait
+    ) -> None:
+        self._request, self._lock, self._wait = request, lock, wait
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        with _lock:
+        with self._lock:
             return self._request.Test(status)
 
     def Wait(self, status: MPI.Status | None = None) -> None:
-        pause = 1e-6
-        while not self.Test(status):
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._wait(self, status)  # type: ignore[arg-type]
 
     def Cancel(self) -> None:
-        with _lock:
+        with self._lock:
             self._request.Cancel()
 
 
 class _Locked:
     """An object of MPI whose every call is under the lock, and blocks with it held."""
 
-    def __init__(self, inner: object) -> None:
-        self._inner = inner
+    def __init__(self, inner: object, lock: AbstractContextManager[Any] = _lock) -> None:
+        self._inner, self._lock = inner, lock
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
 
         def locked(*args: object, **kwargs: object) -> Any:
-            with _lock:
+            with self._lock:
                 return method(*args, **kwargs)
 
         return locked
@@ -90,17 +111,26 @@ class _Communicator(_Locked):
     A call without a twin below, such as creating a communicator, blocks with the lock held.
     """
 
+    def __init__(
+        self,
+        inner: MPI.Intracomm,
+        lock: AbstractContextManager[Any] = _lock,
+        wait: Wait = _wait,
+    ) -> None:
+        super().__init__(inner, lock)
+        self._wait = wait
+
     @property
     def _comm(self) -> MPI.Intracomm:
         return self._inner  # type: ignore[return-value]
 
     def _start(self, call: Callable[..., MPI.Request], *args: object) -> _Request:
-        with _lock:
-            return _Request(call(*args))
+        with self._lock:
+            return _Request(call(*args), self._lock, self._wait)
 
     def Create(self, group: MPI.Group) -> _Communicator:
         with _lock:
-            return _Communicator(self._comm.Create(group))
+            return _Communicator(cast("MPI.Intracomm", self._comm.Create(group)))
 
     def Create_group(self, group: MPI.Group, tag: int) -> _Communicator:
         with _lock:
@@ -148,11 +178,20 @@ class _Communicator(_Locked):
     def Reduce(self, *args: object) -> None:
         self._start(self._comm.Ireduce, *args).Wait()
 
+    def Iallreduce(self, *args: object) -> _Request:
+        return self._start(self._comm.Iallreduce, *args)
+
     def Allreduce(self, *args: object) -> None:
-        self._start(self._comm.Iallreduce, *args).Wait()
+        self.Iallreduce(*args).Wait()
 
     def Reduce_scatter_block(self, *args: object) -> None:
         self._start(self._comm.Ireduce_scatter_block, *args).Wait()
+
+    def Scan(self, *args: object) -> None:
+        self._start(self._comm.Iscan, *args).Wait()
+
+    def Exscan(self, *args: object) -> None:
+        self._start(self._comm.Iexscan, *args).Wait()
 
     def Alltoall(self, *args: object) -> None:
         self._start(self._comm.Ialltoall, *args).Wait()

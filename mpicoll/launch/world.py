@@ -22,7 +22,7 @@ from mpicoll.launch.environment import (
     replace_bootstrap_variables,
 )
 from mpicoll.launch.host_identity import addresses
-from mpicoll.launch.init_timeout import enforce_timeout
+from mpicoll.launch.init_timeout import end_after, enforce_timeout
 from mpicoll.launch.joining import join
 from mpicoll.launch.rendezvous import Rendezvous
 from mpicoll.launch.serialized_mpi import serialize
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "call_before_finalize",
+    "finalize_within",
     "is_serialized",
     "master_address",
     "skip_finalize",
@@ -250,6 +251,37 @@ def skip_finalize() -> bool:
     global _skips_finalize
     _skips_finalize = True
     return sys.modules["mpi4py"].rc.finalize is not False
+
+
+#: A call has timed out: the rank that it waited for may never come to MPI_Finalize.
+_finalizes_within = False
+
+
+def finalize_within(limit: float, exit_code: Callable[[], int | None]) -> None:
+    """Have this process end with its own exit code if MPI_Finalize waits for others longer.
+
+    limit: seconds. exit_code: returns that of a sys.exit that ends the interpreter, if any.
+    """
+    global _finalizes_within
+    if not _finalizes_within:
+        _finalizes_within = True
+        atexit.register(_finalize_in_time, os.getpid(), limit, exit_code)
+
+
+def _finalize_in_time(process: int, limit: float, exit_code: Callable[[], int | None]) -> None:
+    code = exit_code()
+    failed = hasattr(sys, "last_value") if code is None else code
+    if failed or os.getpid() != process:
+        return  # then the job is ended
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    message = (
+        f"mpicoll: a call has timed out, and other ranks do not end within {limit:g} s; MPI is not "
+        "finalised\n"
+    )
+    with end_after(limit, message, 0):
+        _finalize(process)
 
 
 def _finalize(process: int) -> None:

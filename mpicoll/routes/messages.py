@@ -50,12 +50,12 @@ class Messages:
         """Wait for all; raise MismatchError if a rank has sent less than was expected."""
         status, short = MPI.Status(), None
         for _, request, what, source in self._receives:
-            request.Wait(status)
+            self._group.wait_for(request, status)
             got = status.Get_count(what[-1])
             if got != what[1] and short is None:
                 short = source, what[1], got
         for _, request in self._sends:
-            request.Wait()
+            self._group.wait_for(request)
         in_flight.discard(self)
         if short is not None:
             raise MismatchError(

@@ -134,7 +134,7 @@ def _exchange_sizes(kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int
     """Return what each rank sends to this one, and the most that any sends to any; None, on all
     ranks, if some rank expects anything else. All ranks call.
     """
-    theirs, comm = np.empty_like(sends), kind.group.inner
+    theirs, comm = np.empty_like(sends), kind.group.tested
     comm.Alltoall(sends, theirs)
     most = np.array([sends.max(), (theirs != receives).any()], np.int64)
     comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)

@@ -225,7 +225,7 @@ class Collectives:
             work = begin()
             assert work is not None  # None is for ranks outside, which have no group object
             if limit > _NO_TIMEOUT:
-                work.limit = limit.total_seconds()
+                work.set_limit(limit.total_seconds())
             pending = PendingWork((work,), flatten(work.outputs))
             if asynchronous:
                 self._add_to_batch(pending)

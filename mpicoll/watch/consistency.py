@@ -19,13 +19,18 @@ those since the last.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from array import array
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
+from mpicoll.launch.serialized_mpi import tested
 from mpicoll.watch.debug_level import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
@@ -62,8 +67,10 @@ def digest(calls: tuple[RecordEntry, ...]) -> int:
     return hash(calls) & (1 << 62) - 1
 
 
-def check(group: ProcessGroup) -> None:
+def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
     """Compare the calls since the last comparison with those of the other ranks.
+
+    look: called in between, once all ranks have come, or what they sent before they gave up.
 
     All ranks call it with the group's lock held, before the last call of their records. Raises
     MismatchError on all ranks if the calls differ.
@@ -76,6 +83,7 @@ def check(group: ProcessGroup) -> None:
     agreed = True
     if group.size() > 1:
         agreed, level = _compare(group, calls, level)
+        look(group)
     every = number < FIRST or level == _DETAIL
     group.stride = 1 if level == _DETAIL else STRIDE
     group.next_check = number + (1 if every else STRIDE)
@@ -145,7 +153,7 @@ def _compare(group: ProcessGroup, calls: tuple[RecordEntry, ...], level: int) ->
     MPI = sys.modules["mpi4py.MPI"]  # an import statement takes as long as the rest
     # One reduction: if all digests are equal, the greatest is also the least.
     both = array("q", (mine, -mine, level))  # NumPy takes three times as long
-    group.messages.Allreduce(MPI.IN_PLACE, [both, 3, MPI.INT64_T], MPI.MAX)
+    group.wait_for(group.messages.Iallreduce(MPI.IN_PLACE, [both, 3, MPI.INT64_T], MPI.MAX))
     return both[0] == -both[1], both[2]
 
 
@@ -155,12 +163,12 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     If more calls came after it, their results are wrong, and messages may be left in the group's
     communicator: the group cannot be used any more.
     """
-    digests = group.messages.allgather([digest(calls[: n + 1]) for n in range(len(calls))])
+    digests = _all_gather(group, [digest(calls[: n + 1]) for n in range(len(calls))])
     same = 0
     while len({each[same] if same < len(each) else None for each in digests}) == 1:
         same += 1
     mine = calls[same] if same < len(calls) else _NO_CALL
-    differing = group.messages.allgather((mine[0], describe_call(mine)))
+    differing = _all_gather(group, (mine[0], describe_call(mine)))
     number = max(number for number, _ in differing)
     text = (
         f"rank {group.rank()} of group {group.group_name}: the ranks made calls that do not belong "
@@ -176,6 +184,27 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
         group.broken = MismatchError(text)
         group.next_check = 0
     return text
+
+
+def _all_gather(group: ProcessGroup, value: T) -> list[T]:
+    """Return every rank's value, a thing that can be pickled; a rank can leave this, see
+    ``ProcessGroup.wait_for``.
+    """
+    comm = tested(group.messages, group.wait_for)
+    own = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = np.empty(group.size(), np.int64)
+    comm.Allgather(np.array([own.size], np.int64), sizes)
+    counts = sizes.tolist()
+    starts = list(accumulate(counts, initial=0))
+    whole = np.empty(starts[-1], np.uint8)
+    comm.Allgatherv(own, [whole, (counts, starts[:-1])])
+    return [
+        pickle.loads(whole[at : at + size].tobytes())
+        for at, size in zip(starts, counts, strict=False)
+    ]
+
+
+T = TypeVar("T")
 
 
 def describe_call(call: RecordEntry) -> str:

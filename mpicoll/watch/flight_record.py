@@ -45,11 +45,13 @@ if TYPE_CHECKING:
     from mpicoll.dtypes import DType
 
 __all__ = [
+    "PATIENCE",
     "answer",
     "complete_message",
     "dump",
     "dump_after",
     "dump_flight_record",
+    "dump_for",
     "enter_message",
     "file_prefix",
     "last_words",
@@ -94,7 +96,7 @@ _DTYPE_NAMES = {
 #: Frames that are not the program's.
 _INSIDE = ("mpicoll.", "torch.", "threading")
 
-#: Groups of which a mismatch was dumped: the first says it all, and programs may go on after it.
+#: Groups because of which the record was dumped: the first dump says it all; programs may go on.
 _dumped: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 #: One dump at a time; and when the last was, by time.monotonic.
 _lock = threading.RLock()
@@ -153,12 +155,23 @@ def dump_flight_record(path: str | None = None) -> str:
 def dump_after(error: Exception, group: ProcessGroup) -> None:
     """Dump the record if it helps to see why a call has failed."""
     if isinstance(error, CollectiveTimeoutError):
-        dump(str(error))
+        dump_for(group, str(error))
     elif isinstance(error, LostRankError):
         dump(str(error), 0)
-    elif isinstance(error, MismatchError) and group not in _dumped:
+    elif isinstance(error, MismatchError):
+        dump_for(group, str(error), among=group)  # all of its ranks are here
+
+
+def dump_for(
+    group: ProcessGroup, why: str, patience: float = PATIENCE, among: ProcessGroup | None = None
+) -> None:
+    """Dump the record because of a group, once: what comes later comes of the same.
+
+    The rest is as in ``dump``.
+    """
+    if group not in _dumped:
         _dumped.add(group)
-        dump(str(error), among=group)  # all of its ranks are here
+        dump(why, patience, among)
 
 
 def dump(why: str, patience: float = PATIENCE, among: ProcessGroup | None = None) -> None:

@@ -143,13 +143,11 @@ def check(group: ProcessGroup) -> bool:
         lost = _find(group, _NEWS if revoked else 0.0)
         if not lost and not revoked:
             return False
-        group.broken = LostRankError(_describe(group, lost), lost)
-        group.next_check = 0
+        group.break_with(LostRankError(_describe(group, lost), lost))
         if _is_ulfm():
             for comm in (group.inner, group.messages):
                 comm.Revoke()
-        if shared := group.resources.find("shared"):
-            shared.leave()
+        group.resources.leave()
         launch.skip_finalize()  # MPI_Finalize may wait for the one that is lost
     if _processes is not None:  # MPI would never end them
         for work in [*group.in_flight, *group.pending]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "RUNNING", "RankStatus",
+    "CLOSED", "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "RUNNING", "RankStatus",
     "compare_at_destroy", "describe_mismatch", "dumping", "find_departed", "find_missing", "lock",
     "neighbours", "receive", "send",
 ]  # fmt: skip
@@ -34,7 +34,7 @@ class RankStatus(NamedTuple):
     """Where a rank is among a group's calls. All fields are sent as numbers of 64 bits.
 
     group:  a hash of the group's name: a message may be left over from a group that has ended.
-    state:  RUNNING, EXITING, DESTROYING or DUMPING.
+    state:  RUNNING, EXITING, DESTROYING, DUMPING or CLOSED.
     begun, formed: collectives that the rank has begun, and those of them that are not compared.
     since:  the number of the call before which the ranks' calls were last compared.
     number, kind, sizes, root: of the rank's last call that is compared.
@@ -68,8 +68,9 @@ DESTROY_TIMEOUT = 1.0
 
 
 #: What a rank does: it makes more calls in a group; it ends without destroying its groups; it
-#: destroys them; it has written its flight record, and the others should.
-RUNNING, EXITING, DESTROYING, DUMPING = range(4)
+#: destroys them; it has written its flight record, and the others should; it has closed
+#: this group, of which a call has outlasted the timeout.
+RUNNING, EXITING, DESTROYING, DUMPING, CLOSED = range(5)
 #: Global ranks that have said the last since this set was cleared; see flight_record.py.
 dumping: set[int] = set()
 

@@ -70,8 +70,9 @@ class Fault(NamedTuple):
     ways: Sequence[str] = ("small",)
 
 
-#: Seconds: what ends at once, what ends by the timeout of program.py.
-SOON, TIMEOUT = 5.0, 4.0 + 5.0
+#: Seconds: what ends at once; what ends by the timeout of program.py, after flight records were
+#: asked for and MPI was given its grace.
+SOON, TIMEOUT = 5.0, 4.0 + 3.0 + 2.0 + 5.0
 
 FAULTS = {
     "SIGKILL": Fault(False, SOON, (), ("small", "message")),
@@ -118,7 +119,11 @@ def watch(command: Sequence[str], fault: str, way: str) -> Outcome:
     """Run a job and see what becomes of it."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
-        environment = {**os.environ, **WAYS[way].environment, MARK: name, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "MPICOLL_TIMEOUT_GRACE": "2",
+            "TORCH_FR_DUMP_TEMP_FILE": str(folder / "record-"), MARK: name,
+            **WAYS[way].environment,
+        }  # fmt: skip
         before = set(Path("/dev/shm").iterdir())
         process = subprocess.Popen(
             [*command, sys.executable, str(PROGRAM), fault, way, name], env=environment, text=True,

@@ -199,13 +199,27 @@ def test_timeouts(world, mpi):
         work = dist.all_reduce(np.ones(3), group=group, async_op=True)
         with pytest.raises(dist.CollectiveTimeoutError, match=r"all_reduce on rank 0.* 0\.3 s"):
             work.wait()
-        with pytest.raises(TimeoutError, match=r"recv.* 0\.3 s"):
+        with pytest.raises(TimeoutError, match="takes no more calls"):
             dist.recv(np.zeros(2), 1, group=group)
         mpi.Barrier()
-        work.wait(timedelta(seconds=30))
+        with pytest.raises(dist.CollectiveTimeoutError, match="takes no more calls"):
+            work.wait(timedelta(seconds=30))
     else:
         mpi.Barrier()
-        dist.all_reduce(np.ones(3), group=group)
+        with pytest.raises(dist.CollectiveTimeoutError):  # if not in the first call, in the second
+            for _ in range(2):
+                dist.all_reduce(np.ones(3), group=group)
+
+
+def test_messages_time_out(world, mpi):
+    """A message's timeout is that of its receiver, and closes nothing."""
+    group = dist.new_group(timeout=timedelta(milliseconds=300))
+    needs(world, 2)
+    if world.me == 0:
+        with pytest.raises(TimeoutError, match=r"recv.* 0\.3 s"):
+            dist.recv(np.zeros(2), 1, group=group)
+    mpi.Barrier()
+    dist.all_reduce(np.ones(3), group=group)
 
 
 def test_local_synchronization(world):

@@ -54,9 +54,9 @@ static int is_there(const char *job, int rank)
 
 /* Writes a byte to ``begun``. Returns once there is something to read at ``cancel``. Where nothing comes in so many
    milliseconds, writes ``before``, the ranks of 0 to size - 1 that are not there, and ``after`` to
-   standard error, and ends the process. Without a ``job`` that list is left out. */
+   standard error, and ends the process with an exit code. Without a ``job`` that list is left out. */
 EXPORT void mpicoll_limit(int begun, int cancel, long long milliseconds, const char *before, const char *after,
-                          const char *job, int size)
+                          const char *job, int size, int code)
 {
     (void)!write(begun, "", 1);
     if (readable(cancel, milliseconds))
@@ -78,5 +78,5 @@ EXPORT void mpicoll_limit(int begun, int cancel, long long milliseconds, const c
     used += (size_t)sprintf(text + used, "%s%s", used == start ? "" : ")", after);
     (void)!write(STDERR_FILENO, text, used);
     sleep(1); /* ranks whose time ends soon after find this one still there */
-    _exit(1);
+    _exit(code);
 }

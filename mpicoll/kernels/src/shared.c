@@ -108,6 +108,7 @@ struct header {
     _Alignas(LINE) struct counter returned; /* see all_reduce_by_clusters */
     struct signal asked; /* the number of the last call asked for, begun or not */
     struct echo echoes[MOST_BITS];
+    _Alignas(LINE) atomic_uint closer; /* rank 0's: 1 + the rank that has closed the group first; or 0 */
     _Alignas(LINE) uint64_t what, count; /* of the call at hand, for its rank alone */
 };
 
@@ -249,6 +250,13 @@ static uint64_t now(void)
     return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
 }
 
+/* Whether this rank does not wait any more: it has left, or some rank has closed the group. Waits ask
+ * when they have taken long, so that those that have not pay nothing. */
+static int has_left(const struct mpicoll_shared *shared)
+{
+    return atomic_load(&shared->left) || atomic_load(&header(shared, 0)->closer);
+}
+
 /* Waits until another rank has counted to `target`, or, returning 0, until the time `end`, or until
  * this rank has left. */
 static int wait_until(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target,
@@ -272,7 +280,7 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
         if (reached(value, target))
             return 1;
         const uint64_t time = end == FOREVER ? 0 : now();
-        if (time >= end || atomic_load(&shared->left))
+        if (time >= end || has_left(shared))
             return 0;
         atomic_store(&counter->sleepers, 1);
         if (atomic_load(&counter->value) == value)
@@ -614,6 +622,33 @@ EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t ra
     const struct call *call = &header(shared, rank)->passed[0].calls[shared->calls % 2];
     *what = load(&call->what);
     *count = load(&call->count);
+}
+
+/* Closes the group for all ranks: those that wait leave, as this one does, and so does each that
+ * will. What a rank's call has read and written until then is nobody's any more: no call comes after. */
+EXPORT void mpicoll_shared_close(struct mpicoll_shared *shared)
+{
+    unsigned nobody = 0;
+    atomic_compare_exchange_strong(&header(shared, 0)->closer, &nobody, shared->me + 1);
+    atomic_store(&shared->left, 1);
+}
+
+/* The rank that has closed the group, or -1. */
+EXPORT int mpicoll_shared_closer(const struct mpicoll_shared *shared)
+{
+    return (int)atomic_load(&header(shared, 0)->closer) - 1;
+}
+
+/* The number of the last call that a rank has come to, 0 for none, and what that is about: for people,
+ * as the rank may go on meanwhile. */
+EXPORT uint32_t mpicoll_shared_last_call(const struct mpicoll_shared *shared, uint32_t rank,
+                                         uint64_t *what, uint64_t *count)
+{
+    const struct signal *asked = &header(shared, rank)->asked;
+    const uint32_t number = atomic_load(&asked->counter.value);
+    *what = load(&asked->calls[number % 2].what);
+    *count = load(&asked->calls[number % 2].count);
+    return number;
 }
 
 /* One piece of a message: the numbers that go through in a round. */
@@ -1189,7 +1224,7 @@ void mpicoll_board_close(struct mpicoll_shared *shared)
 
 int mpicoll_has_left(const struct mpicoll_shared *shared)
 {
-    return atomic_load(&shared->left) != 0;
+    return has_left(shared);
 }
 
 void mpicoll_copy_past_caches(char *into, const char *from, size_t size)

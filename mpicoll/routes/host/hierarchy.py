@@ -83,6 +83,23 @@ class Hierarchy:
         self._node.sequence, self._node.worker = self.group.sequence, self.group.worker
         return self._memory
 
+    def close(self) -> None:
+        """Let all calls that wait for other ranks, where they can be reached, end: the group is
+        broken.
+        """
+        error = self.group.broken
+        assert error is not None
+        for part in (self._node, self.rail):
+            if part is not None:
+                part.break_with(error)
+        if self._memory is not None:
+            self._memory.close()
+
+    def last_calls(self) -> dict[int, tuple[int, str]]:
+        """Return what ``Shared.last_calls`` does, of the ranks of this node, without words."""
+        calls = {} if self._memory is None else self._memory.last_calls()
+        return {self.here[place]: (number, "") for place, (number, _) in calls.items()}
+
     def scratch(self, nbytes: int) -> int:
         """Return the address of ``nbytes`` bytes of the group's scratch memory."""
         return scratch(self.group, nbytes).ctypes.data
@@ -114,12 +131,15 @@ def get_or_create(group: ProcessGroup) -> Hierarchy | None:
     cannot share memory.
     """
     return group.resources.get_or_create(
-        "hierarchical", lambda: _create(group), abandon=lambda _: None
+        "hierarchical",
+        lambda: _create(group),
+        abandon=lambda _: None,
+        leave=Hierarchy.close,
     )
 
 
 def _create(group: ProcessGroup) -> Hierarchy | None:
-    nodes = _nodes(group.inner)
+    nodes = _nodes(group.tested)
     largest = max(map(len, nodes))
     if len(nodes) == 1 or not 1 < largest <= shared.MOST:
         return None
@@ -128,7 +148,7 @@ def _create(group: ProcessGroup) -> Hierarchy | None:
     memory = shared.create(node) if len(ranks) > 1 else None
     node.inner.Free()  # ranks that share memory need no messages
     able = np.array([memory is not None or len(ranks) == 1], np.uint8)
-    group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
+    group.tested.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
     return Hierarchy(group, nodes, node, memory) if able[0] else None
 
 
@@ -174,9 +194,11 @@ def _part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
     with subset(group.inner, ranks) as chosen:
         comm = group.inner.Create_group(chosen, 0)
     members = [group.ranks[rank] for rank in ranks]
-    return ProcessGroup(
+    part = ProcessGroup(
         comm, comm, members, group.backend, group.timeout, group.group_name, group.group_desc
     )
+    part.whole = group
+    return part
 
 
 @cache
@@ -262,5 +284,6 @@ class HierarchyCall:
         if self._hierarchy.rail is None:
             return True
         least = np.array([number, -number], np.int64)
-        self._hierarchy.rail.inner.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
+        rail = self._hierarchy.rail
+        rail.wait_for(rail.inner.Iallreduce(MPI.IN_PLACE, least, MPI.MIN))
         return bool(least[0] == -least[1])

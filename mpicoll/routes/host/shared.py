@@ -41,6 +41,7 @@ from mpicoll.routes.host import clusters
 from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
 from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.transfers import Get, Transfer, addresses, cut, misfit
+from mpicoll.watch import timeouts
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class Shared:
 
     def _find_clusters(self, segment: Segment) -> list[int]:
         """Return how many ranks in a row are near each other. All ranks call."""
-        comm, latencies = self._group.inner, np.zeros(_BITS, np.uint32)
+        comm, latencies = self._group.tested, np.zeros(_BITS, np.uint32)
         if not self._crowded:
             comm.Barrier()  # for ranks to measure they have to be there at once
             self.kernels.shared_measure(self.pointer, latencies.ctypes.data)
@@ -371,20 +372,22 @@ class Shared:
         agree, call = self.kernels.shared_agree, self._group.sequence
         if self._run(agree, self.pointer, call, kind, number):
             return True
-        if not self._hold.left and all(is_comparison(each) for each, _ in self._calls()):
+        left = self._hold.left or self.kernels.shared_closer(self.pointer) >= 0
+        if not left and all(is_comparison(each) for each, _ in self._calls()):
             return False
         raise self.failure()
 
     def _calls(self) -> list[tuple[int, int]]:
         """Return kind and numbers of each rank's call, after one that was not agreed on."""
+        return [(kind, count) for _, kind, count in self._read_calls(self.kernels.shared_call)]
+
+    def _read_calls(self, read: Callable[..., Any]) -> list[tuple[Any, int, int]]:
+        """Return what a function of the C library returns and writes for each rank."""
         what, count = ctypes.c_uint64(), ctypes.c_uint64()
-        found = []
-        for rank in range(self._hold.n):
-            self.kernels.shared_call(
-                self.pointer, rank, ctypes.addressof(what), ctypes.addressof(count)
-            )
-            found.append((what.value, count.value))
-        return found
+        at = ctypes.addressof(what), ctypes.addressof(count)
+        return [
+            (read(self.pointer, rank, *at), what.value, count.value) for rank in range(self._hold.n)
+        ]
 
     def leave(self) -> None:
         """Wait for no other rank here any more: the call at hand, and all that come, raise what the
@@ -392,9 +395,26 @@ class Shared:
         """
         self._hold.left = 1
 
+    def close(self) -> None:
+        """Leave, and have all other ranks leave, too."""
+        self.kernels.shared_close(self.pointer)
+
+    def last_calls(self) -> dict[int, tuple[int, str]]:
+        """Return the number of the last call that each rank has come to, 0 for none, and that call
+        in words.
+        """
+        calls = self._read_calls(self.kernels.shared_last_call)
+        return {
+            rank: (number, describe(kind, count // _parts(kind)) if number else "")
+            for rank, (number, kind, count) in enumerate(calls)
+        }
+
     def failure(self) -> DistBackendError:
         """Return why the last call was not carried out, and strike it from the group's record."""
-        if self._hold.left:
+        closer = self.kernels.shared_closer(self.pointer)
+        if self._hold.left or closer >= 0:
+            if self._group.broken is None:
+                timeouts.hear(self._group, closer)
             return self._group.failure()
         if self._group.compared:
             self._group.drop_last()
@@ -503,6 +523,7 @@ def get_or_create(group: ProcessGroup) -> Shared | None:
         "shared",
         lambda: create(group) if 1 < group.size() <= MOST else None,
         abandon=lambda _: None,
+        leave=Shared.close,
     )
 
 
@@ -517,7 +538,7 @@ def create(group: ProcessGroup) -> Shared | None:
     slot = min(SLOT, TOGETHER // (_SLOTS * n)) // 64 * 64
     able = kernels is not None and not settings.SHARED_MEMORY.is_set_to("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
-    segment = share(group.inner, region, able)
+    segment = share(group.tested, region, able)
     return None if segment is None else Shared(group, segment, slot)
 
 

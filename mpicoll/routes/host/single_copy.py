@@ -231,7 +231,7 @@ def _create(group: ProcessGroup) -> _Attempt:
     for attempt in (_allow, _read, _write, _compare):
         why = attempt(memory, group.rank(), peers)
         able = np.array([not why], np.uint8)
-        group.inner.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
+        group.tested.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
         if not able[0]:
             return _Attempt(None, why)
     return _Attempt(SingleCopy(group, memory, peers), "")
@@ -243,7 +243,7 @@ def _find_peers(group: ProcessGroup) -> _Peers:
     own[me] = secrets.randbits(64)
     mine = np.array([os.getpid(), own.ctypes.data + 8 * me, own[me]], np.uint64)
     everybody = np.empty((n, 3), np.uint64)
-    group.inner.Allgather(mine, everybody)
+    group.tested.Allgather(mine, everybody)
     pids, tokens, words = (np.ascontiguousarray(column) for column in everybody.T)
     return _Peers(pids, words, tokens, own)
 

@@ -1,0 +1,174 @@
+"""Timeouts: a group whose call outlasts its timeout is closed, and the ranks that wait in it raise.
+
+A rank that waits in shared memory, or tests requests of MPI (``ProcessGroup.wait_for``), can leave.
+So the watchdog of the first rank whose time is over closes the group for all: it marks it as broken
+with a CollectiveTimeoutError, lets this rank's call leave, and tells the others, by the memory that
+they share and by messages. Each of them that waits, or will, gets an error of its own.
+
+A blocking call of MPI cannot be left. It has a grace period, in which late ranks may come after
+all; then the job ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mpicoll import launch, settings
+from mpicoll.errors import CollectiveTimeoutError
+from mpicoll.watch import consistency, flight_record, lost_ranks, rank_status
+from mpicoll.watch.consistency import describe_call
+from mpicoll.watch.termination import exit_code, keep_exit_code
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["check", "expire", "grace", "hear", "receive"]
+
+#: Seconds that a call of MPI has beyond its group's timeout, unless MPICOLL_TIMEOUT_GRACE says.
+_GRACE = 10.0
+
+#: How often a rank asks MPI for messages that have come before it: one look does not find all.
+_LOOKS = 3
+
+_COMPARES = "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
+_CLOSED = "The group takes no more calls; other groups do"
+
+
+def grace() -> float:
+    """Return the seconds that a call of MPI has beyond its group's timeout."""
+    return float(settings.TIMEOUT_GRACE.value() or _GRACE)
+
+
+def check(group: ProcessGroup) -> None:
+    """Compare calls, see ``consistency.check``, in a group that is not closed.
+
+    What ranks sent before they gave up lets one that is late pass the comparison: so it looks
+    whether they have, before it waits for them where it could not leave.
+    """
+    if group.broken is not None:
+        raise group.failure()
+    consistency.check(group, _look)
+
+
+def _look(group: ProcessGroup) -> None:
+    if not group.resources.find("shared"):
+        for _ in range(_LOOKS):
+            rank_status.receive(group)
+        receive(group)
+        if group.broken is not None:
+            raise group.failure()
+
+
+def expire(group: ProcessGroup) -> None:
+    """Close a group, of which a call outlasts the timeout; its calls raise why from now on."""
+    if group.timeout is None:
+        return
+    rank_status.receive(group)
+    _close(
+        group,
+        f"the other ranks of group {group.group_name} did not all come within its timeout of "
+        f"{group.timeout:g} s",
+        flight_record.PATIENCE,
+    )
+
+
+def hear(group: ProcessGroup, rank: int) -> None:
+    """Close a group that another rank of it has closed: a rank in the group, or in its part."""
+    if group.whole is not None:
+        whole = group.whole
+        hear(whole, whole.ranks.index(group.ranks[rank]))
+        if whole.broken is not None:
+            group.break_with(whole.broken)
+        return
+    if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
+        return
+    limit = "" if group.timeout is None else f" of {group.timeout:g} s"
+    _close(
+        group,
+        f"rank {group.ranks[rank]} has closed group {group.group_name}: others did not come within "
+        f"its timeout{limit}",
+        0,
+    )
+
+
+def receive(group: ProcessGroup) -> None:
+    """Hear of ranks that have closed the group, as far as ``rank_status.receive`` knows."""
+    for rank, status in list(group.statuses.items()):
+        if status.state == rank_status.CLOSED:
+            hear(group, rank)
+
+
+def _close(group: ProcessGroup, why: str, patience: float) -> None:
+    """Close a group: patience: seconds to wait for the other ranks' flight records."""
+    call = f"call {group.sequence}, {describe_call(group.recent[-1])}"
+    number, kind, *_ = group.recent[-1]
+    known = number and kind >= 0
+    name = group.doing or (call.split()[2] if known else "a call")
+    where = f"after {call}" if group.doing else f"in {call}"
+    text = (
+        f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: {_describe_ranks(group)}. "
+        f"{_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
+    )
+    if group.broken is not None or group.closed is not None:
+        return
+    # Before calls raise: what raises may end the job, and ranks that could still write theirs.
+    flight_record.dump_for(group, text, patience)
+    # The one who is missing may never end, and MPI_Finalize waits for all. (Said first: what raises
+    # in another thread as soon as the group is broken may end the program.)
+    keep_exit_code()
+    launch.finalize_within(grace(), exit_code)
+    with rank_status.lock:  # lost_ranks.check may find why it ends, or the group may be destroyed
+        if group.broken is not None or group.closed is not None:
+            return
+        group.break_with(CollectiveTimeoutError(text))
+    group.resources.leave()
+    if lost_ranks.is_fault_tolerant():  # then MPI takes calls back, on all ranks
+        for comm in (group.inner, group.messages):
+            comm.Revoke()
+    else:
+        rank_status.send(group, rank_status.CLOSED)
+
+
+# --- in words -----------------------------------------------------------------------------------
+
+
+def _describe_ranks(group: ProcessGroup) -> str:
+    """Describe where the others are among the group's calls, as far as that is known here."""
+    known: dict[int, tuple[int, str]] = {}
+    for name in ("shared", "hierarchical"):
+        memory = group.resources.find(name)
+        if memory:
+            known |= memory.last_calls()
+    texts = {}
+    for rank, status in list(group.statuses.items()):
+        call = describe_call(status.last_call)
+        texts[rank] = f"waits in call {status.begun - status.formed} or after it, {call}"
+    for rank, (number, call) in known.items():
+        here = number - group.sequence & 0xFFFFFFFF < 1 << 31
+        if number and not here:
+            texts[rank] = f"not here, last in call {number}, {call}"
+        elif not number:
+            texts.setdefault(rank, "not here, and in no call before")
+        else:
+            texts[rank] = "here"
+    ranks_of: dict[str, list[int]] = {}
+    for rank in range(group.size()):
+        if rank != group.rank():
+            ranks_of.setdefault(texts.get(rank, "nothing heard"), []).append(group.ranks[rank])
+    if set(ranks_of) == {"here"}:
+        return "all have come to it, and one does not go on"
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {_runs(ranks)}: {text}" for text, ranks in ranks_of.items()
+    )
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """Return numbers with those in a row as "first-last"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -23,8 +23,8 @@ from mpicoll.core.groups import state
 from mpicoll.cuda.threads import attend
 from mpicoll.errors import LostRankError
 from mpicoll.output import write_lines
-from mpicoll.watch import flight_record, lost_ranks, rank_status
-from mpicoll.watch.termination import INTERRUPTED, ExitHooks, end_stuck_job
+from mpicoll.watch import flight_record, guarding, interruptions, lost_ranks, rank_status
+from mpicoll.watch.termination import INTERRUPTED, ExitHooks, end_job, end_stuck_job
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -72,6 +72,7 @@ class Watchdog:
         self._exit_hooks = ExitHooks(at_exit)
         self._hears_signals = threading.current_thread() is threading.main_thread()
         if self._hears_signals:
+            interruptions.attend()
             self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             if self._previous_fd != -1:  # another listener, most likely asyncio
                 signal.set_wakeup_fd(self._previous_fd)
@@ -84,6 +85,11 @@ class Watchdog:
         _watchdogs.add(self)
         self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
         self._thread.start()
+
+    @property
+    def native_id(self) -> int:
+        """The thread, as the system numbers it."""
+        return self._thread.native_id or 0
 
     def remove(self) -> None:
         """Remove the hooks and end the thread."""
@@ -144,10 +150,14 @@ class Watchdog:
                 flight_record.dump("signal SIGUSR1", 0)
                 for line in flight_record.last_words():
                     write_lines(line)
+            if signal.SIGTERM in heard:  # the program's handlers run in the middle of a call
+                guarding.say_signal(signal.SIGTERM)
             if signal.SIGINT in heard:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
                 self._handle_news(session.ending(), session.rank)
+            if guarding.find_order():  # the guard has said why
+                end_job(1)
             self._check_groups(waits)
 
     def _find_groups_inside(self) -> list[ProcessGroup]:
@@ -172,6 +182,7 @@ class Watchdog:
             return
         why, code = news
         if not why:  # MPI_Abort in this process leaves its end to what has started it
+            guarding.say_ending(code)
             os._exit(code)
         time.sleep(_NEWS_GRACE)
         if not self._stopping:
@@ -180,6 +191,7 @@ class Watchdog:
             write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
+            guarding.say_ending(code)
             os._exit(code)
 
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
@@ -214,14 +226,14 @@ class Watchdog:
         missing = [] if lost else rank_status.find_missing(group, group.keeps_time or group.busy())
         if missing:
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            end_stuck_job(f"{who} ended without making this call", 1)
+            end_stuck_job(f"{who} ended without making this call", 1, group.thread)
         if not group.keeps_time and not lost:
             if not wait.has_sent and now - wait.since > _SEND_AFTER:
                 wait.has_sent = True
                 rank_status.send(group)
             mismatch = rank_status.describe_mismatch(group)
             if mismatch:
-                end_stuck_job(mismatch, 1)
+                end_stuck_job(mismatch, 1, group.thread)
         late = group.timeout is not None and now - wait.since > group.timeout
         if late and group.busy():
             # A call of Work.wait() checks the timeout itself; a Future does not.
@@ -232,6 +244,7 @@ class Watchdog:
                 f"the other ranks of group {group.group_name} did not come within its timeout "
                 f"of {group.timeout:g} s",
                 1,
+                group.thread,
             )
 
 

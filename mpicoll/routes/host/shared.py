@@ -41,6 +41,7 @@ from mpicoll.routes.host import clusters
 from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
 from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.transfers import Get, Transfer, addresses, cut, misfit
+from mpicoll.watch import interruptions
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -392,8 +393,17 @@ class Shared:
         """
         self._hold.left = 1
 
-    def failure(self) -> DistBackendError:
+    def failure(self) -> BaseException:
         """Return why the last call was not carried out, and strike it from the group's record."""
+        interruption = interruptions.take()
+        if interruption is not None:
+            self._group.broken = DistBackendError(
+                f"group {self._group.group_name}: a signal's handler has raised "
+                f"{type(interruption).__name__} in call {self._group.sequence}, which this rank "
+                "has left; the group cannot be used any more"
+            )
+            self._group.next_check = 0
+            return interruption
         if self._hold.left:
             return self._group.failure()
         if self._group.compared:

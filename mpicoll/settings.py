@@ -28,6 +28,8 @@ __all__ = [
     "RECORD_FILE_BEFORE",
     "RECORD_LENGTH",
     "RECORD_LENGTH_BEFORE",
+    "REPORTS",
+    "REPORT_AFTER",
     "REPRODUCIBLE",
     "SECRET",
     "SETTINGS",
@@ -184,10 +186,22 @@ RECORD_FILE_BEFORE = Setting(
     "the same, where TORCH_FR_DUMP_TEMP_FILE is not set",
 )  # fmt: skip
 
+REPORT_AFTER = Setting(
+    "MPICOLL_REPORT_AFTER", (), "seconds, or 0",
+    "seconds of waiting in a call after which a report says who is not there; 0: none; 60, or half "
+    "the timeout if that is less, where it is not set; see reliability.md",
+    form=r"\d+(\.\d+)?",
+)  # fmt: skip
+REPORTS = Setting(
+    "MPICOLL_REPORTS", (), "a folder",
+    "where these reports are written in full, on rank 0's node; see reliability.md",
+)  # fmt: skip
+
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, CLUSTERS, KERNELS, CALLS, REPRODUCIBLE,
     DEVICE_ROUTE, CUDA_AWARE, SURVIVE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
     INSTALL_AS, RECORD_LENGTH, RECORD_LENGTH_BEFORE, RECORD_FILE, RECORD_FILE_BEFORE,
+    REPORT_AFTER, REPORTS,
 )  # fmt: skip
 
 

@@ -106,3 +106,30 @@ def test_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
     assert found == [["nodes", [[0, 1], [2, 3]], True]] * 4
+
+
+HANG = """
+import os, sys, time
+import mpicoll as dist
+
+os.environ |= {"MPICOLL_REPORT_AFTER": "1", "MPICOLL_REPORTS": sys.argv[1]}
+dist.init_process_group(timeout=3)
+def far_away():
+    time.sleep(100)
+dist.barrier() if dist.get_rank() < 3 else far_away()
+"""
+
+
+def test_a_hang_on_another_node_is_reported(namespaces: list[str], tmp_path: Path) -> None:
+    """The guard of rank 0's node asks that of the other."""
+    (tmp_path / "job.py").write_text(HANG)
+    done: Any = subprocess.run(
+        [*MPIEXEC, "-n", "4", sys.executable, "-c", ENTER, *namespaces, tmp_path / "job.py",
+         tmp_path],
+        env=os.environ | APART, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "mpicoll: ranks 0-2 of group 0 (4 ranks) wait for 1 s in call 1" in done.stderr
+    assert "  rank 3: in Python, after no call of group 0" in done.stderr
+    assert "job.py:8 in far_away" in done.stderr

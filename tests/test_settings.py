@@ -78,6 +78,7 @@ def test_each_value_is_taken(setting: settings.Setting) -> None:
     free = {
         "MPICOLL_CLUSTERS": ["0", "64", "2,1,13"],
         "MPICOLL_TIMEOUT_GRACE": ["0", "30", "2.5"],
+        "MPICOLL_REPORT_AFTER": ["0", "60", "2.5"],
         "TORCH_FR_BUFFER_SIZE": ["0", "64"],
         "TORCH_NCCL_TRACE_BUFFER_SIZE": ["0", "64"],
     }

@@ -35,7 +35,7 @@ from mpicoll.errors import (
 )
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.output import write_lines
-from mpicoll.watch import lost_ranks, rank_status
+from mpicoll.watch import guarding, lost_ranks, rank_status
 from mpicoll.watch.termination import end_job, exit_code, keep_exit_code
 from mpicoll.watch.watchdog import Watchdog
 
@@ -285,7 +285,7 @@ def begin(
                 communicators.create_private(world),
                 communicators.create_private(world),
             )
-            _discover_node(inner)
+            _discover_node(inner, _watchdog)
             ranks = range(inner.Get_size())
             state.made = 0
             given = plain(world)
@@ -301,9 +301,9 @@ def begin(
     return state.default
 
 
-def _discover_node(comm: MPI.Intracomm) -> None:
-    """Find the ranks on this node, set the variables that libraries read, and get rank 0's table
-    of routes.
+def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
+    """Find the ranks on this node, start its guard, set the variables that libraries read, and get
+    rank 0's table of routes.
     """
     global _node
     from mpi4py import MPI
@@ -312,6 +312,7 @@ def _discover_node(comm: MPI.Intracomm) -> None:
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     _node = (node.Get_rank(), node.Get_size())
+    guarding.start(comm, node, watchdog.native_id)
     node.Free()
     host, port = launch.master_address(comm), None
     if comm.Get_rank() == 0:
@@ -417,7 +418,8 @@ def _forget_groups() -> None:
 
 
 def _sign_off() -> None:
-    """Tell the server, if there is one, that no other rank needs this one any more."""
+    """Tell the server, if there is one, and the guard that no other rank needs this one."""
+    guarding.leave()
     session = launch.current()
     if session is not None:
         session.send("free")

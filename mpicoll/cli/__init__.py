@@ -42,6 +42,7 @@ COMMANDS: dict[str, str] = {
     "run": "a PyTorch script as it is, with mpicoll for the backend that it names",
     "trace": "flight records of all ranks as one timeline, for Perfetto",
     "tune": "what carries messages of which size best here, measured, for later jobs to go by",
+    "watch": "what the ranks of a running job do, asked from outside",
 }
 
 #: Seconds that the others leave rank 0 to print: mpirun ends all ranks once one has failed.

@@ -271,6 +271,7 @@ class ProcessGroup(Calls):
         self.plans = {}
         self.agree = None
         self.forget()
+        state.withdraw(self)
 
     def __repr__(self) -> str:
         return (
@@ -326,6 +327,10 @@ _WITHOUT_MPI: dict[type[Exception], str] = {
 }
 
 
+def _do_nothing(group: ProcessGroup) -> None:
+    pass
+
+
 class _State:
     """The live groups of this process."""
 
@@ -339,6 +344,9 @@ class _State:
         #: Runs a task in the order of a group's collectives: execute.run_in_order, of a room above,
         #: which registers itself here.
         self.run_in_order: Callable[..., Any]
+        #: Let others see a group's calls, and no more: of watch/guarding.py.
+        self.publish: Callable[[ProcessGroup], None] = _do_nothing
+        self.withdraw: Callable[[ProcessGroup], None] = _do_nothing
 
 
 state = _State()
@@ -406,6 +414,7 @@ def resolve(candidate: object) -> ProcessGroup | None:
 def register(made: ProcessGroup) -> ProcessGroup:
     """Put a new group on the register."""
     state.groups.append(made)
+    state.publish(made)
     return made
 
 

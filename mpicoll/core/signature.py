@@ -7,6 +7,7 @@ calls is made from them.
 
 from __future__ import annotations
 
+import sys
 import threading
 import zlib
 from collections.abc import Sequence
@@ -120,6 +121,15 @@ def encode_task(name: str) -> tuple[int, int]:
     return _NONE << _PRIMITIVE | _NONE << _DTYPE | _NONE, number
 
 
+def _find_public(number: int) -> str:
+    """Return the public function with such a number, which this process has not called."""
+    names = sys.modules["mpicoll"].__all__
+    return next((name for name in names if zlib.crc32(name.encode()) == number), "")
+
+
+_UNKNOWN = "a call that is no collective of arrays"
+
+
 def with_root(kind: int, root: int) -> int:
     """Return a kind with its root, from one without."""
     return kind | (root & 0xFFFFFFFF) << _ROOT
@@ -179,7 +189,7 @@ def describe(kind: int, number: int) -> str:
     """Return the call in words; a list's with its sizes if this process has seen them lately."""
     root = kind >> _ROOT & 0xFFFFFFFF
     if kind >> _PRIMITIVE & 0xFF == _NONE:
-        name = _names.get(number, "a call that is no collective of arrays")
+        name = _names.get(number) or _find_public(number) or _UNKNOWN
         return name if root == LIST else f"{name} with root {root}"
     primitive = decode_primitive(kind)
     words = [str(primitive)]

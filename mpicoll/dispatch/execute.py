@@ -386,7 +386,7 @@ def perform(
         flight_record.dump_after(told, group)
         raise told from error
     finally:
-        group.lock.release()
+        group.end()
 
 
 def _check(group: ProcessGroup) -> None:

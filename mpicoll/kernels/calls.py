@@ -7,6 +7,7 @@ lock, and with MPICOLL_CALLS=python.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +40,9 @@ __all__ = [
     "Ways",
     "add_tensor_type",
     "describe",
+    "find_attendant",
     "short_ways",
+    "take_interruption",
 ]
 
 #: The functions of ``src/shared.c`` that the short way calls, by their arguments; FUSED: with the
@@ -80,6 +83,12 @@ class CallEntry(NamedTuple):
 _NEVER = (1 << 63) - 1
 
 
+#: A group's last call, as ``src/calls.c`` and watch/board.py have it, and the places of what is
+#: written singly.
+_Cell: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * 8
+_INSIDE, _THREAD = 6, 7
+
+
 class PythonCalls:
     """The calls of one group.
 
@@ -90,6 +99,7 @@ class PythonCalls:
     compared: each call is compared by what carries it out, so that no record is needed.
 
     length: of the history: the latest calls, as CallEntry has them. 0: none is kept.
+    thread:   the thread that made the last call, as threading.get_ident has it.
     """
 
     def __init__(self, lock: threading.Lock, length: int = 0) -> None:
@@ -103,6 +113,8 @@ class PythonCalls:
         self.next_check = 0
         self.compared = False
         self._record: list[RecordEntry] = [_NO_CALL]
+        self._own = _Cell()
+        self._last = self._own
 
     def begin(self, kind: int, sizes: int, root: int, scheduled: int = 0) -> bool:
         """Count a call and put it on the record; return whether that is to be compared now.
@@ -113,6 +125,7 @@ class PythonCalls:
         if self._length:
             self._start(kind, sizes, root, scheduled)
         entry = (self.sequence, kind, sizes, root & 0xFFFFFFFF)
+        self._last[2:] = [*entry, 1, get_ident()]
         if self.compared:
             self._record[-1] = entry
         else:
@@ -157,6 +170,21 @@ class PythonCalls:
         """Return the latest calls, oldest first: the fields of CallEntry."""
         entries = list(self._history)
         return [(*entry[:5], entry[5] & 0xFFFFFFFF, *entry[6:]) for entry in entries]
+
+    def end(self) -> None:
+        """Note that the last call has ended, and release the lock."""
+        self._last[_INSIDE] = 0
+        self.lock.release()
+
+    def publish(self, address: int) -> None:
+        """Keep the last call in memory that others see, a cell of watch/board.py; 0: here."""
+        before, self._last = self._last, _Cell.from_address(address) if address else self._own
+        self._last[2:] = list(before)[2:]
+
+    @property
+    def thread(self) -> int:
+        """The thread that made the last call."""
+        return self._last[_THREAD]
 
     @property
     def recent(self) -> list[RecordEntry]:
@@ -237,6 +265,20 @@ if TYPE_CHECKING:
     Calls = PythonCalls
 else:
     Calls = PythonCalls if _module is None else _module.Calls
+
+
+def find_attendant() -> int:
+    """Return the address of what runs the handlers of signals that are due, 0 if there is none.
+
+    It is called without Python's lock, on the main thread, and returns whether one has raised.
+    """
+    return 0 if _module is None else int(_module.attendant())
+
+
+def take_interruption() -> BaseException | None:
+    """Return what such a handler has raised, once."""
+    found: BaseException | None = None if _module is None else _module.take_interruption()
+    return found
 
 
 def describe() -> str:

@@ -58,6 +58,7 @@ class Kernels:
             library, "shared_last_call", pointer, ctypes.c_uint32, pointer, pointer,
             result=ctypes.c_uint32,
         )  # fmt: skip
+        self.shared_attend = _function(library, "shared_attend", pointer)
         self.shared_measure = _function(library, "shared_measure", pointer, pointer)
         self.shared_all_reduce = _function(
             library, "shared_all_reduce", pointer, pointer, size, ctypes.c_uint32, result=integer

@@ -181,8 +181,7 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
             "be wrong on any rank; the group cannot be used any more. MPICOLL_DEBUG=DETAIL "
             "compares every call before it is carried out"
         )
-        group.broken = MismatchError(text)
-        group.next_check = 0
+        group.break_with(MismatchError(text))
     return text
 
 

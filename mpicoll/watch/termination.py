@@ -26,7 +26,7 @@ from typing import NoReturn
 from mpicoll import launch
 from mpicoll.core.groups import state
 from mpicoll.output import write_lines
-from mpicoll.watch import flight_record
+from mpicoll.watch import flight_record, guarding
 
 __all__ = ["INTERRUPTED", "ExitHooks", "end_job", "end_stuck_job", "exit_code", "keep_exit_code"]
 
@@ -73,6 +73,7 @@ def end_job(code: int) -> None:
     """End every rank of the job with an exit code, after flushing the output."""
     for line in flight_record.last_words():
         write_lines(line)
+    guarding.say_ending(code)
     if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
         # A hook of torch's collects what other hooks print, to print it when they return.
         with contextlib.suppress(OSError, ValueError):
@@ -113,15 +114,16 @@ def _unread(file: int) -> int:
         return 0
 
 
-def end_stuck_job(why: str, code: int) -> None:
-    """End the job from another thread, with the stack of the main thread, which is inside MPI.
+def end_stuck_job(why: str, code: int, thread: int = 0) -> None:
+    """End the job from another thread, with the stack of one that is inside MPI.
 
-    An exception cannot be raised in a thread that is blocked inside MPI. All ranks write their
-    flight records first, unless the user has interrupted the job.
+    thread: that one, as threading.get_ident has it; 0: the main thread. An exception cannot be
+    raised in a thread that is blocked inside MPI. All ranks write their flight records first,
+    unless the user has interrupted the job.
     """
     if code != INTERRUPTED:
         flight_record.dump(why)
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     stack = "" if frame is None else "".join(traceback.format_stack(frame))
     rank = "?" if state.default is None else state.default.rank()
     told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"

@@ -24,8 +24,8 @@ from mpicoll.core.groups import state
 from mpicoll.cuda.threads import attend
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
 from mpicoll.output import write_lines
-from mpicoll.watch import flight_record, lost_ranks, rank_status, timeouts
-from mpicoll.watch.termination import INTERRUPTED, ExitHooks, end_stuck_job
+from mpicoll.watch import flight_record, guarding, interruptions, lost_ranks, rank_status, timeouts
+from mpicoll.watch.termination import INTERRUPTED, ExitHooks, end_job, end_stuck_job
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -73,6 +73,7 @@ class Watchdog:
         self._exit_hooks = ExitHooks(at_exit)
         self._hears_signals = threading.current_thread() is threading.main_thread()
         if self._hears_signals:
+            interruptions.attend()
             self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             if self._previous_fd != -1:  # another listener, most likely asyncio
                 signal.set_wakeup_fd(self._previous_fd)
@@ -85,6 +86,11 @@ class Watchdog:
         _watchdogs.add(self)
         self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
         self._thread.start()
+
+    @property
+    def native_id(self) -> int:
+        """The thread, as the system numbers it."""
+        return self._thread.native_id or 0
 
     def remove(self) -> None:
         """Remove the hooks and end the thread."""
@@ -145,10 +151,14 @@ class Watchdog:
                 flight_record.dump("signal SIGUSR1", 0)
                 for line in flight_record.last_words():
                     write_lines(line)
+            if signal.SIGTERM in heard:  # the program's handlers run in the middle of a call
+                guarding.say_signal(signal.SIGTERM)
             if signal.SIGINT in heard:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
                 self._handle_news(session.ending(), session.rank)
+            if guarding.find_order():  # the guard has said why
+                end_job(1)
             self._check_groups(waits)
 
     def _pause(self) -> float:
@@ -178,6 +188,7 @@ class Watchdog:
             return
         why, code = news
         if not why:  # MPI_Abort in this process leaves its end to what has started it
+            guarding.say_ending(code)
             os._exit(code)
         time.sleep(_NEWS_GRACE)
         if not self._stopping:
@@ -186,6 +197,7 @@ class Watchdog:
             write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
+            guarding.say_ending(code)
             os._exit(code)
 
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
@@ -223,7 +235,7 @@ class Watchdog:
         missing = [] if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
         if missing:
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            end_stuck_job(f"{who} ended without making this call", 1)
+            end_stuck_job(f"{who} ended without making this call", 1, group.thread)
         if not group.keeps_time and not ends:
             soon = min(_SEND_AFTER, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and now - wait.since > soon:
@@ -231,7 +243,7 @@ class Watchdog:
                 rank_status.send(group)
             mismatch = rank_status.describe_mismatch(group)
             if mismatch:
-                end_stuck_job(mismatch, 1)
+                end_stuck_job(mismatch, 1, group.thread)
         if group.timeout is not None and not group.keeps_time:
             self._check_time(group, now - wait.since - group.timeout)
 
@@ -252,6 +264,7 @@ class Watchdog:
                 f"{timeouts.grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
                 f"{settings.TESTED_CALLS.name}=1 it would have raised this error",
                 1,
+                group.thread,
             )
 
 

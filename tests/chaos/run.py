@@ -92,7 +92,7 @@ FAULTS = {
     "another root": Fault(False, TIMEOUT, ("src 1",)),
     "another order of groups": Fault(False, TIMEOUT, (), ("barrier",)),
     "destroyed early": Fault(False, TIMEOUT),
-    "the launcher killed": Fault(False, TIMEOUT, (), ()),
+    "the launcher killed": Fault(False, TIMEOUT),
     "few open files": Fault(True, SOON, (), ("objects",)),
     "no shared memory": Fault(True, SOON, (), ("large",)),
 }

@@ -12,6 +12,7 @@
 
 #include "arrays.h"
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -71,6 +72,15 @@ struct past {
     uint32_t root;
 };
 
+/* A group's last call. Other processes read it while this one waits: see mpicoll/watch/board.py, which
+ * has the same. */
+struct cell {
+    uint64_t group, limit; /* written there */
+    uint64_t number, kind, sizes, root;
+    uint64_t inside; /* the call has not ended */
+    uint64_t thread; /* that makes it */
+};
+
 typedef struct {
     PyObject_HEAD
     struct past *history; /* a ring of the latest calls */
@@ -84,7 +94,7 @@ typedef struct {
     PyObject *record;                   /* of the calls; see the attribute recent */
     int compared;                       /* each call is compared by itself: only the last counts */
     int dropped;                        /* and that differed */
-    unsigned long long number, kind, sizes, root;
+    struct cell *last, own; /* the last call: in memory that others read, or here */
     unsigned long long next_check;
     struct way *ways;
     size_t n_ways;
@@ -263,6 +273,26 @@ static void complete(Calls *calls)
     calls->current = NULL;
 }
 
+/* Notes what the last call is, and that it has begun. */
+static void note(Calls *calls, uint64_t kind, uint64_t sizes, uint64_t root)
+{
+    struct cell *last = calls->last;
+    last->number = calls->sequence;
+    last->kind = kind;
+    last->sizes = sizes;
+    last->root = root;
+    last->thread = (uint64_t)(uintptr_t)pthread_self(); /* as threading.get_ident */
+    __atomic_store_n(&last->inside, 1, __ATOMIC_RELEASE);
+    calls->dropped = 0;
+}
+
+/* Notes that the last call has ended, and releases the lock. Returns a new reference, or NULL. */
+static PyObject *release(Calls *calls)
+{
+    __atomic_store_n(&calls->last->inside, 0, __ATOMIC_RELEASE);
+    return PyObject_CallFunctionObjArgs(calls->release, NULL);
+}
+
 /* Begins a call: takes the lock, counts the call, and puts it on the record. Returns 1, 0 if another
  * thread is in a call, or -1 with an exception. */
 static int begin(Calls *calls, const struct way *way, uint64_t sizes, unsigned long root)
@@ -273,11 +303,8 @@ static int begin(Calls *calls, const struct way *way, uint64_t sizes, unsigned l
     Py_DECREF(got);
     if (got == known.no)
         return 0;
-    calls->number = ++calls->sequence;
-    calls->kind = way->signature;
-    calls->sizes = sizes;
-    calls->root = root;
-    calls->dropped = 0;
+    calls->sequence++;
+    note(calls, way->signature, sizes, root);
     start_now(calls, way->signature, sizes, (uint32_t)root);
     Py_INCREF(way->owner);
     return 1;
@@ -303,7 +330,7 @@ static int end(Calls *calls, const struct way *way, int result, PyObject *primit
     if (done)
         complete(calls);
     Py_DECREF(way->owner);
-    PyObject *released = PyObject_CallFunctionObjArgs(calls->release, NULL);
+    PyObject *released = release(calls);
     Py_XDECREF(released);
     if (!done)
         PyErr_Restore(type, error, traceback);
@@ -356,7 +383,7 @@ static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out,
     const int begun = begin(calls, &way, sizes, root);
     if (begun <= 0)
         return begun;
-    const uint32_t number = (uint32_t)calls->number;
+    const uint32_t number = (uint32_t)calls->last->number;
     int result;
     Py_BEGIN_ALLOW_THREADS;
     if (way.shape == ALL_REDUCE)
@@ -628,7 +655,7 @@ static int carry_out_taken(Calls *calls, PyObject *primitive, PyObject *op, PyOb
         const uint64_t sizes = hash_sizes(fused.ends, fused.n);
         done = begin(calls, &way, sizes, LIST);
         if (done > 0) {
-            const uint32_t number = (uint32_t)calls->number;
+            const uint32_t number = (uint32_t)calls->last->number;
             int result;
             Py_BEGIN_ALLOW_THREADS;
             result = ((fused_function *)way.function)(way.argument, fused.send, fused.recv,
@@ -734,6 +761,7 @@ static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
     calls->release = release;
     calls->record = record;
     calls->worker = Py_None;
+    calls->last = &calls->own;
     return 0;
 }
 
@@ -874,13 +902,8 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
     } else {
         start_now(calls, kind, sizes, root);
     }
-    if (calls->compared) {
-        calls->number = calls->sequence;
-        calls->kind = kind;
-        calls->sizes = sizes;
-        calls->root = root;
-        calls->dropped = 0;
-    } else {
+    note(calls, kind, sizes, root);
+    if (!calls->compared) {
         PyObject *number = PyLong_FromUnsignedLongLong(calls->sequence);
         PyObject *entry = number ? PyTuple_Pack(4, number, args[0], args[1], args[2]) : NULL;
         const int failed = !entry || PyList_Append(calls->record, entry);
@@ -897,9 +920,11 @@ static PyObject *calls_get_recent(PyObject *self, void *closure)
     Calls *calls = (Calls *)self;
     (void)closure;
     if (calls->compared) {
-        return calls->dropped ? Py_BuildValue("[(iiii)(Kiii)]", 0, 0, 0, 0, calls->number, -1, 0, 0)
-                              : Py_BuildValue("[(iiii)(KKKK)]", 0, 0, 0, 0, calls->number,
-                                              calls->kind, calls->sizes, calls->root);
+        return calls->dropped ? Py_BuildValue("[(iiii)(Kiii)]", 0, 0, 0, 0,
+                                              calls->last->number, -1, 0, 0)
+                              : Py_BuildValue("[(iiii)(KKKK)]", 0, 0, 0, 0, calls->last->number,
+                                              calls->last->kind, calls->last->sizes,
+                                              calls->last->root);
     }
     PyObject *record = calls->record ? calls->record : Py_None;
     Py_INCREF(record);
@@ -928,8 +953,33 @@ static PyObject *calls_compare_each(PyObject *self, PyObject *unused)
     Calls *calls = (Calls *)self;
     (void)unused;
     calls->compared = 1;
-    calls->number = calls->sequence;
+    calls->last->number = calls->sequence;
     calls->next_check = ~0ull >> 1;
+    Py_RETURN_NONE;
+}
+
+/* end(): the last call has ended; releases the lock. */
+static PyObject *calls_end(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return release((Calls *)self);
+}
+
+/* publish(address): keeps the last call there from now on; 0: here. */
+static PyObject *calls_publish(PyObject *self, PyObject *where)
+{
+    Calls *calls = (Calls *)self;
+    struct cell *cell = PyLong_AsVoidPtr(where);
+    if (PyErr_Occurred())
+        return NULL;
+    const struct cell *before = calls->last;
+    cell = cell ? cell : &calls->own;
+    if (cell != before) {
+        const struct cell now = {cell->group,  cell->limit, before->number, before->kind,
+                                 before->sizes, before->root, before->inside, before->thread};
+        *cell = now;
+        calls->last = cell;
+    }
     Py_RETURN_NONE;
 }
 
@@ -996,6 +1046,9 @@ static PyMethodDef calls_methods[] = {
      "begin_uncompared(kind, sizes, root): put a call that is not counted into the history."},
     {"complete", calls_complete, METH_NOARGS, "complete(): the call that began last is done."},
     {"history", calls_history, METH_NOARGS, "history(): the latest calls, oldest first."},
+    {"end", calls_end, METH_NOARGS, "end(): the last call has ended; release the lock."},
+    {"publish", calls_publish, METH_O,
+     "publish(address): keep the last call there, where others see it; 0: here."},
     {"compare_each", calls_compare_each, METH_NOARGS,
      "compare_each(): from now on each call is compared by what carries it out."},
     {"drop_last", calls_drop_last, METH_NOARGS,
@@ -1014,7 +1067,15 @@ static PyMemberDef calls_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+/* The thread that made the last call, as threading.get_ident has it. */
+static PyObject *calls_get_thread(PyObject *self, void *closure)
+{
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(((Calls *)self)->last->thread);
+}
+
 static PyGetSetDef calls_attributes[] = {
+    {"thread", calls_get_thread, NULL, NULL, NULL},
     {"recent", calls_get_recent, calls_set_recent, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -1035,6 +1096,45 @@ static PyType_Spec calls_spec = {
     "mpicoll.kernels._calls.Calls", sizeof(Calls), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, calls_slots,
 };
+
+/* ---- Signals ----------------------------------------------------------------------------------- */
+
+static PyObject *interruption; /* what a handler has raised; the main thread's */
+
+/* Runs Python's handlers of signals that are due: whether one has raised. */
+static int run_handlers(void)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    const int raised = PyErr_CheckSignals() != 0;
+    if (raised) {
+        PyObject *type, *error, *traceback;
+        PyErr_Fetch(&type, &error, &traceback);
+        PyErr_NormalizeException(&type, &error, &traceback);
+        if (error && traceback)
+            PyException_SetTraceback(error, traceback);
+        Py_XDECREF(type);
+        Py_XDECREF(traceback);
+        PyObject *before = interruption;
+        interruption = error;
+        Py_XDECREF(before);
+    }
+    PyGILState_Release(state);
+    return raised;
+}
+
+static PyObject *attendant(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyLong_FromVoidPtr((void *)(uintptr_t)run_handlers);
+}
+
+static PyObject *take_interruption(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    PyObject *found = interruption;
+    interruption = NULL;
+    return found ? found : (Py_INCREF(Py_None), Py_None);
+}
 
 /* ---- The module -------------------------------------------------------------------------------- */
 
@@ -1067,6 +1167,9 @@ static PyMethodDef functions[] = {
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(dtype, numpy_dtype, itemsize, code, bits)"},
     {"add_type", add_type, METH_VARARGS, "add_type(type, exchange_api, is_unusual)"},
     {"look", look, METH_O, "look(array)"},
+    {"attendant", attendant, METH_NOARGS, "attendant(): the address of what runs signal handlers."},
+    {"take_interruption", take_interruption, METH_NOARGS,
+     "take_interruption(): what one has raised there, or None."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -44,6 +44,8 @@
 #include "kernels.h"
 #include "shared.h"
 
+#include <errno.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -196,10 +198,12 @@ static char *second_slot(const struct mpicoll_shared *shared, uint32_t rank, uin
 /* Sleeping is for long waits beside ranks or threads that want the core: it is left to them, and the
  * sleeper gets a core back as soon as it is woken. */
 #ifdef __linux__
-static void sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
+/* Returns whether the counter had the value and nobody has woken this thread. */
+static int sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
 {
     const struct timespec limit = {0, (long)nanoseconds};
-    syscall(SYS_futex, &counter->value, FUTEX_WAIT, value, &limit, NULL, 0);
+    return syscall(SYS_futex, &counter->value, FUTEX_WAIT, value, &limit, NULL, 0) &&
+           errno != EAGAIN;
 }
 
 static void wake(struct counter *counter)
@@ -207,10 +211,11 @@ static void wake(struct counter *counter)
     syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 #else
-static void sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
+static int sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
 {
     (void)counter, (void)value, (void)nanoseconds;
     sched_yield();
+    return 0;
 }
 
 static void wake(struct counter *counter)
@@ -257,6 +262,21 @@ static int has_left(const struct mpicoll_shared *shared)
     return atomic_load(&shared->left) || atomic_load(&header(shared, 0)->closer);
 }
 
+/* Called where a wait takes long, on the thread that has set it: whether this rank is to leave. */
+static int (*attend)(void);
+static pthread_t attendant;
+
+EXPORT void mpicoll_shared_attend(int (*function)(void))
+{
+    attendant = pthread_self();
+    attend = function;
+}
+
+static int is_called_away(void)
+{
+    return attend && pthread_equal(attendant, pthread_self()) && attend();
+}
+
 /* Waits until another rank has counted to `target`, or, returning 0, until the time `end`, or until
  * this rank has left. */
 static int wait_until(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target,
@@ -283,8 +303,9 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
         if (time >= end || has_left(shared))
             return 0;
         atomic_store(&counter->sleepers, 1);
-        if (atomic_load(&counter->value) == value)
-            sleep_while(counter, value, end - time < nap ? end - time : nap);
+        if (atomic_load(&counter->value) == value &&
+            sleep_while(counter, value, end - time < nap ? end - time : nap) && is_called_away())
+            atomic_store((atomic_uint *)&shared->left, 1);
     }
 }
 

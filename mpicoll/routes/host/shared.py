@@ -41,7 +41,7 @@ from mpicoll.routes.host import clusters
 from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
 from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.transfers import Get, Transfer, addresses, cut, misfit
-from mpicoll.watch import timeouts
+from mpicoll.watch import interruptions, timeouts
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -409,8 +409,18 @@ class Shared:
             for rank, (number, kind, count) in enumerate(calls)
         }
 
-    def failure(self) -> DistBackendError:
+    def failure(self) -> BaseException:
         """Return why the last call was not carried out, and strike it from the group's record."""
+        interruption = interruptions.take()
+        if interruption is not None:
+            self._group.break_with(
+                DistBackendError(
+                    f"group {self._group.group_name}: a signal's handler has raised "
+                    f"{type(interruption).__name__} in call {self._group.sequence}, which this "
+                    "rank has left; the group cannot be used any more"
+                )
+            )
+            return interruption
         closer = self.kernels.shared_closer(self.pointer)
         if self._hold.left or closer >= 0:
             if self._group.broken is None:

@@ -1,0 +1,88 @@
+"""``python -m mpicoll watch``: what the ranks of a running job do, asked from outside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from mpicoll import cli
+from mpicoll.watch import guard, report
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description = (
+        "What the ranks of a running job do, asked from outside, on a node where it runs, by the "
+        "user whose job it is. The ranks need not be able to answer."
+    )
+    parser.add_argument(
+        "job", nargs="?", metavar="JOB",
+        help="the number of the Slurm job, or of the process mpirun or of any rank on this node; "
+        "without it the jobs on this node are listed, and a single one is shown",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stacks", action="store_true", help="what each Python thread does: its whole stack"
+    )
+    parser.add_argument("--json", action="store_true", help="all that is known, as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is known; return 0, or 1 if there is no such job, or several."""
+    try:
+        found = _find_jobs()
+    except OSError as error:
+        return cli.refuse("watch", str(error), True, 1)
+    if options.job is not None:
+        found = {path: job for path, job in found.items() if _is_meant(job, options.job)}
+    heads = {path: job for path, job in found.items() if job["is_head"]} or found
+    if len(heads) != 1:
+        if options.job is None:
+            for job in heads.values():
+                print(
+                    f"{job['job']}: {job['size']} ranks, {_list_processes(job)}: {job['command']}"
+                )
+        meant = "" if options.job is None else f" {options.job}"
+        why = (
+            f"several jobs{meant or ' run on this node'}; give one of the numbers above" if heads
+            else f"no job{meant} of this user with mpicoll runs on this node"
+        )  # fmt: skip
+        return cli.refuse("watch", why, True, 1)
+    path, job = next(iter(heads.items()))
+    try:
+        # Stacks come with short reports too: they say what is done outside of calls.
+        answer = guard.ask(path, {"ask": "snapshots", "stacks": "all"})
+    except OSError as error:
+        return cli.refuse("watch", f"job {job['job']} does not answer: {error}", True, 1)
+    if options.json:
+        print(json.dumps(answer, indent=1))
+        return 0
+    part = "" if job["is_head"] else f", those on {job['host']}"
+    print(f"job {job['job']}, {job['size']} ranks{part}: {job['command']}")
+    print(report.describe_job(answer["ranks"], options.stacks))
+    return 0
+
+
+def _find_jobs() -> dict[Path, dict[str, Any]]:
+    """Return what the guards on this node say of their jobs, by their sockets."""
+    found = {}
+    for path in sorted(guard.find_folder().glob(f"*{guard.SOCKETS}")):
+        try:
+            found[path] = guard.ask(path, {"ask": "job"})
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)  # left over from a guard that was killed
+        except OSError:
+            continue
+    return found
+
+
+def _is_meant(job: dict[str, Any], name: str) -> bool:
+    return name in [*job["names"], *map(str, job["pids"])]
+
+
+def _list_processes(job: dict[str, Any]) -> str:
+    pids = job["pids"]
+    return f"processes {', '.join(map(str, pids[:4]))}{', ...' * (len(pids) > 4)}"

@@ -1,0 +1,150 @@
+"""A rank's board: memory in which it leaves what it does, and from which its node's guard reads it.
+
+The rank writes with plain stores, the way of a call in ``kernels/src/calls.c`` too, and never
+waits. The guard, another process, reads while the rank is blocked, stopped or gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+from typing import NamedTuple
+
+__all__ = ["CELLS", "DONE", "ENDING", "NAME", "RUNNING", "Board", "Cell", "Header"]
+
+#: What becomes of a rank: it may make calls; it ends the job, for a reason that it says itself; no
+#: other rank needs it any more.
+RUNNING, ENDING, DONE = range(3)
+#: Most groups with a cell; later ones have none. Memory that is not written takes no room.
+CELLS = 4096
+#: Bytes of a group's name.
+NAME = 48
+
+_HEADER = struct.Struct("=6Q")
+_ORDER = 512  # bytes
+_CELL = struct.Struct(f"=8Q2I{NAME}s8x")
+_FIRST = _HEADER.size + _ORDER
+_SIZE = _FIRST + CELLS * _CELL.size
+
+
+class Header(NamedTuple):
+    """What a rank says of itself.
+
+    state: RUNNING, ENDING or DONE. code: the exit code with which it ends the job. cells: the
+    number of cells that have been used. thread: the main thread, as threading.get_ident has it.
+    listener: the thread that is asked for stacks, as the system numbers it. signal: that has come,
+    and is for the program's handler; 0 for none.
+    """
+
+    state: int
+    code: int
+    cells: int
+    thread: int
+    listener: int
+    signal: int
+
+
+class Cell(NamedTuple):
+    """A group's last call.
+
+    group:  a number of the group, the same on its ranks; 0 for a cell that is free.
+    limit:  milliseconds of waiting after which the hang is reported; 0: never.
+    number, kind, sizes, root: of the call, see core/signature.py.
+    inside: whether it has not ended. thread: that makes it.
+    size, rank: of the group, and in it. name: the group's.
+    """
+
+    group: int
+    limit: int
+    number: int
+    kind: int
+    sizes: int
+    root: int
+    inside: int
+    thread: int
+    size: int
+    rank: int
+    name: str
+
+
+class Board:
+    """The memory of one rank: its own, or, from a descriptor, that of another."""
+
+    def __init__(self, descriptor: int = -1) -> None:
+        """Raise OSError where there is no such memory."""
+        self.descriptor = descriptor
+        if descriptor < 0:
+            self.descriptor = os.memfd_create("mpicoll-board")
+            os.ftruncate(self.descriptor, _SIZE)
+        self._memory = mmap.mmap(self.descriptor, _SIZE)
+
+    # --- the rank --------------------------------------------------------------------------------
+
+    def say(self, state: int, code: int = 0) -> None:
+        """Say what becomes of this rank."""
+        struct.pack_into("=2Q", self._memory, 0, state, code & 0xFF)
+
+    def begin(self, thread: int, listener: int) -> None:
+        """Say that this rank runs, and which its threads are; see Header."""
+        struct.pack_into("=3Q", self._memory, 24, thread, listener, 0)
+        self.say(RUNNING)
+        self._memory[_HEADER.size] = 0
+
+    def say_signal(self, number: int) -> None:
+        """Say that a signal has come that may end this rank."""
+        struct.pack_into("=Q", self._memory, 40, number)
+
+    def take_cell(self, group: int, limit: int, size: int, rank: int, name: str) -> int:
+        """Take a free cell for a group; return its address, 0 if there is none."""
+        for k in range(CELLS):
+            place = _FIRST + k * _CELL.size
+            if struct.unpack_from("=Q", self._memory, place)[0] == 0:
+                text = name.encode()[:NAME]
+                struct.pack_into(f"=2I{NAME}s", self._memory, place + 64, size, rank, text)
+                struct.pack_into("=8Q", self._memory, place, group, limit, 0, 0, 0, 0, 0, 0)
+                used = max(k + 1, self.header().cells)
+                struct.pack_into("=Q", self._memory, 16, used)
+                return ctypes.addressof(ctypes.c_char.from_buffer(self._memory, place))
+        return 0
+
+    def free_cell(self, address: int) -> None:
+        """Give a cell back, which nothing is written to any more."""
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        struct.pack_into("=Q", self._memory, address - start, 0)
+
+    def order(self) -> str:
+        """Return why the guard wants this rank to end, "" if it does not."""
+        if not self._memory[_HEADER.size]:
+            return ""
+        return self._memory[_HEADER.size : _FIRST].rstrip(b"\0").decode("utf-8", "replace")
+
+    # --- the guard -------------------------------------------------------------------------------
+
+    def give_order(self, why: str) -> None:
+        """Have this rank end, and say why."""
+        text = why.encode()[: _ORDER - 1]
+        self._memory[_HEADER.size + 1 : _HEADER.size + len(text)] = text[1:]
+        self._memory[_HEADER.size] = text[0]
+
+    def header(self) -> Header:
+        """Return what the rank says of itself."""
+        return Header(*_HEADER.unpack_from(self._memory))
+
+    def raw_cells(self) -> list[bytes]:
+        """Return the cells that have been used, as they are in memory: cheap to compare."""
+        size, first = _CELL.size, _FIRST
+        used = min(self.header().cells, CELLS)
+        whole = self._memory[first : first + used * size]
+        return [whole[k * size : (k + 1) * size] for k in range(used)]
+
+    def cells(self) -> list[Cell]:
+        """Return the cells of groups."""
+        return [cell for cell in map(parse, self.raw_cells()) if cell.group]
+
+
+def parse(raw: bytes) -> Cell:
+    """Return a cell from its memory."""
+    *numbers, name = _CELL.unpack(raw)
+    return Cell._make([*numbers, name.rstrip(b"\0").decode("utf-8", "replace")])

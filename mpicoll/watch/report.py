@@ -1,0 +1,229 @@
+"""What a report on the ranks says: who is in which call, and what those do that are not there.
+
+A report is made of snapshots, one a rank: dicts that travel between guards as JSON. Ranks with the
+same story share a line, so that a report is short however many they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = [
+    "LINES", "describe_call", "describe_end", "describe_hang", "describe_job", "describe_loss",
+    "describe_signal", "format_ranks", "is_there", "parse_stacks",
+]  # fmt: skip
+
+#: One rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done, gone),
+#: how (it ended), calls (of its groups; see board.Cell, with ``since``, seconds inside), and stacks
+#: (thread: its frames, innermost first).
+Snapshot = dict[str, Any]
+
+#: Most lines of a report.
+LINES = 40
+#: Most frames of a stack in a report, and runs of ranks in a line.
+_FRAMES, _RUNS = 4, 8
+
+#: Where signals most likely come from.
+_HINTS = {
+    "SIGKILL": ", as by kill -9 or for want of memory",
+    "SIGTERM": ", as by kill, at a scheduler's time limit or for a preemption",
+    "SIGHUP": ", as when its terminal closes",
+    "SIGINT": ", as by Ctrl-C",
+}
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+def parse_stacks(text: str) -> dict[str, list[str]]:
+    """Return the frames of each thread, by its number as text, from what faulthandler prints.
+
+    Threads of mpicoll's own are left out.
+    """
+    found: dict[str, list[str]] = {}
+    frames: list[str] = []
+    for line in text.splitlines():
+        if begins := _THREAD.match(line):
+            frames = found.setdefault(str(int(begins[1], 16)), [])
+        elif frame := _FRAME.match(line):
+            frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
+    own = "/mpicoll/watch/watchdog.py:", "/mpicoll/core/progress.py:"
+    return {
+        thread: frames
+        for thread, frames in found.items()
+        if frames and not any(word in frame for frame in frames[-5:] for word in own)
+    }
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as "rank 3" or "ranks 0-2, 5", shortened where that would be long."""
+    runs: list[list[int]] = []
+    ordered = sorted(ranks)
+    for rank in ordered:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:_RUNS]]
+    if left := sum(b - a + 1 for a, b in runs[_RUNS:]):
+        texts.append(f"and {left} more")
+    return f"rank{'s' * (len(ordered) != 1)} {', '.join(texts)}"
+
+
+def describe_call(call: dict[str, Any]) -> str:
+    """Return a call in words: "call 3 of group 0: barrier"."""
+    if not call["number"]:
+        return f"no call of group {call['name']}"
+    return f"call {call['number']} of group {call['name']}: {_words(call)}"
+
+
+def _words(call: dict[str, Any]) -> str:
+    from mpicoll.core.signature import describe, with_root  # the guard has not loaded NumPy before
+
+    return describe(with_root(call["kind"], call["root"]), call["sizes"])
+
+
+def describe_end(how: str) -> str:
+    """Return how a process ended, from the name of a signal, "code N", or "" where it is not known.
+    """  # fmt: skip
+    if not how:
+        return "has ended; the system does not say how"
+    if how.startswith("code "):
+        return f"ended with exit code {how[5:]} and no word"
+    return f"was ended by {how}{_HINTS.get(how, '')}"
+
+
+def _last_call(snapshot: Snapshot) -> dict[str, Any] | None:
+    """Return the call that a rank is in, else the last one of the group in which it has made most.
+    """  # fmt: skip
+    calls = [call for call in snapshot["calls"] if call["number"]]
+    return max(calls, key=lambda call: (call["inside"], call["number"]), default=None)
+
+
+def _where(snapshot: Snapshot) -> str:
+    call = _last_call(snapshot)
+    if call is None:
+        return "before its first call"
+    return f"{'in' if call['inside'] else 'after'} {describe_call(call)}"
+
+
+def describe_loss(lost: Sequence[Snapshot], size: int) -> str:
+    """Return the line that says which ranks were lost together, how, and in which call.
+
+    lost: ranks of one node, which have ended alike.
+    """
+    first = lost[0]
+    who = format_ranks(one["rank"] for one in lost)
+    text = f"mpicoll: lost: {who} of {size}"
+    if len(lost) == 1:
+        text += f" (process {first['pid']} on {first['host']}) {describe_end(first['how'])}"
+    else:
+        text += f" (on {first['host']}), each {describe_end(first['how'])}"
+    calls: dict[str, list[int]] = {}
+    for one in lost:
+        calls.setdefault(_where(one), []).append(one["rank"])
+    several = len(calls) > 1
+    parts = [f"{format_ranks(those)} {call}" if several else call for call, those in calls.items()]
+    return f"{text}, {'; '.join(parts[:_RUNS])}{'; ...' * (len(parts) > _RUNS)}"
+
+
+def describe_signal(name: str, ranks: Sequence[int], size: int, host: str) -> str:
+    """Return the line that says that a signal has come which the program handles itself."""
+    return (
+        f"mpicoll: {name} has come to {format_ranks(ranks)} of {size} (on {host})"
+        f"{_HINTS.get(name, '')}; the program's own handler says what becomes of the job"
+    )
+
+
+def is_there(snapshot: Snapshot, call: dict[str, Any]) -> bool:
+    """Return whether a rank is in this call."""
+    same = "group", "number", "kind", "root"
+    return any(
+        one["inside"] and all(one[key] == call[key] for key in same) for one in snapshot["calls"]
+    )
+
+
+def _story(snapshot: Snapshot, call: dict[str, Any] | None, frames: int) -> list[str]:
+    """Return what a rank does, in lines: the first goes on after the ranks."""
+    mine = [one for one in snapshot["calls"] if call and one["group"] == call["group"]]
+    last = f"after {describe_call(mine[0])}" if mine else _where(snapshot)
+    if snapshot["state"] == "gone":
+        return [f"gone: {describe_end(snapshot['how'])}, {_where(snapshot)}"]
+    if snapshot["state"] == "silent":
+        return ["do not answer: their host, or what listens there, is gone"]
+    state = {
+        "stopped": "stopped, as by SIGSTOP, ", "done": "has destroyed its groups, ",
+        "ending": "is about to end the job, ",
+    }.get(snapshot["state"], "")  # fmt: skip
+    inside = [one for one in snapshot["calls"] if one["inside"]]
+    text = f"in {describe_call(inside[0])}" if inside else last
+    lines = [f"{state}{text}"]
+    stacks = dict(snapshot["stacks"])
+    main = stacks.pop(str(snapshot["main"]), [])
+    if main:
+        if not inside:
+            lines[0] = f"{state}in Python, {text}"
+        lines += [f"    {frame}" for frame in main[:frames]]
+    for others in list(stacks.values())[: 3 if frames == _FRAMES else None]:
+        lines += [f"    another thread: {others[0]}"]
+        lines += [f"      {frame}" for frame in others[1:frames]] if frames != _FRAMES else []
+    return lines
+
+
+def _by_story(
+    snapshots: Iterable[Snapshot], call: dict[str, Any] | None, frames: int
+) -> list[tuple[list[int], list[str]]]:
+    """Return the ranks of each story, and its lines; first the stories of fewest ranks."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for one in snapshots:
+        found.setdefault(tuple(_story(one, call, frames)), []).append(one["rank"])
+    return sorted(((ranks, list(lines)) for lines, ranks in found.items()), key=_order)
+
+
+def _order(entry: tuple[list[int], list[str]]) -> tuple[int, int]:
+    return len(entry[0]), min(entry[0])
+
+
+def _fit(entries: list[tuple[list[int], list[str]]], room: int) -> list[str]:
+    """Return the stories in so many lines at most."""
+    lines: list[str] = []
+    for k, (ranks, story) in enumerate(entries):
+        left = room - len(lines) - (k + 1 < len(entries))
+        if left < 1:
+            rest = [rank for those, _ in entries[k:] for rank in those]
+            lines.append(f"  {format_ranks(rest)}: {len(entries) - k} other stories")
+            break
+        head, *tail = story
+        lines += [f"  {format_ranks(ranks)}: {head}", *(f"  {each}" for each in tail[: left - 1])]
+    return lines
+
+
+def describe_hang(
+    snapshots: Sequence[Snapshot], call: dict[str, Any], seconds: float, last: str = ""
+) -> str:
+    """Return the report on a call in which ranks wait: at most LINES lines.
+
+    call: as in a snapshot. seconds: of waiting so far. last: the last line.
+    """
+    members = [
+        one for one in snapshots if any(each["group"] == call["group"] for each in one["calls"])
+    ]
+    there = [one["rank"] for one in members if is_there(one, call)]
+    missing = [one for one in members if not is_there(one, call)]
+    missing += [one for one in snapshots if one["state"] == "silent"]
+    lines = [
+        f"mpicoll: {format_ranks(there)} of group {call['name']} ({call['size']} ranks) "
+        f"wait{'s' * (len(there) == 1)} for {seconds:.0f} s in {describe_call(call)}"
+    ]
+    if not missing:
+        lines.append("  all ranks are in this call")
+    lines += _fit(_by_story(missing, call, _FRAMES), LINES - 1 - bool(last))
+    return "\n".join([*lines, *([last] if last else [])])
+
+
+def describe_job(snapshots: Sequence[Snapshot], has_stacks: bool) -> str:
+    """Return what all ranks do, for ``python -m mpicoll watch``."""
+    entries = _by_story(snapshots, None, 1 << 30 if has_stacks else _FRAMES)
+    return "\n".join(_fit(entries, 1 << 30 if has_stacks else LINES))

@@ -1,0 +1,340 @@
+"""What is said of ranks that do not say it themselves: hangs, losses, ``mpicoll watch``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_scripts import Ended, compiled, job, needs_mpiexec, run
+
+from mpicoll.core.signature import encode_kind
+from mpicoll.dtypes import DTYPES
+from mpicoll.primitives import PRIMITIVES
+from mpicoll.watch import guard, report
+from mpicoll.watch.board import DONE, Board
+
+pytest_plugins = ["whole_jobs"]
+
+__all__ = ["run"]  # for whole_jobs
+
+
+# --- what is said -------------------------------------------------------------------------------
+
+_KIND = encode_kind(PRIMITIVES[0], DTYPES[0], None, 0)
+
+
+def _call(number: int, inside: bool, group: int = 5) -> dict[str, Any]:
+    return {
+        "group": group, "name": "0", "size": 10_000, "number": number, "kind": _KIND, "sizes": 4,
+        "root": 0, "inside": int(inside), "since": 0.0,
+    }  # fmt: skip
+
+
+def _snapshot(rank: int, number: int, inside: bool, **changed: Any) -> dict[str, Any]:
+    return {
+        "rank": rank, "host": "node", "pid": rank, "state": "running", "how": "", "main": 1,
+        "stacks": {}, "calls": [_call(number, inside)], **changed,
+    }  # fmt: skip
+
+
+@pytest.mark.any_mpi
+def test_a_report_on_10000_ranks_has_40_lines_and_names_the_rare_ones_first() -> None:
+    ranks = [_snapshot(rank, 7, True) for rank in range(0, 10_000, 2)]
+    ranks += [_snapshot(rank, 6, False) for rank in range(1, 9_900, 2)]
+    for rank in range(9_901, 10_000, 2):  # a story each
+        ranks.append(_snapshot(rank, 6, False, stacks={"1": [f"file.py:{rank} in f"] * 9}))
+    ranks[-1] |= {"state": "gone", "how": "SIGKILL"}
+    text = report.describe_hang(ranks, _call(7, True), 61.2, "the last line")
+    lines = text.splitlines()
+    assert len(lines) <= report.LINES and max(map(len, lines)) < 300
+    assert lines[0].startswith("mpicoll: ranks 0, 2, 4, 6, 8, 10, 12, 14, and 4992 more of group 0")
+    assert "wait for 61 s in call 7 of group 0" in lines[0]
+    assert "rank 9901:" in lines[1] and "file.py:9901 in f" in lines[2]
+    assert "other stories" in lines[-2] and lines[-1] == "the last line"
+
+
+@pytest.mark.any_mpi
+def test_ranks_with_the_same_story_share_a_line() -> None:
+    ranks = [_snapshot(0, 7, True), *(_snapshot(rank, 6, False) for rank in range(1, 10_000))]
+    ranks[3] |= {"state": "stopped"}
+    ranks[4] |= {"state": "gone", "how": "SIGSEGV"}
+    text = report.describe_hang(ranks, _call(7, True), 61.2)
+    assert [line.split(",")[0] for line in text.splitlines()[1:]] == [
+        "  rank 3: stopped", "  rank 4: gone: was ended by SIGSEGV", "  ranks 1-2",
+    ]  # fmt: skip
+
+
+@pytest.mark.any_mpi
+def test_ranks_in_other_calls_are_told_from_those_in_this_one() -> None:
+    ranks = [_snapshot(0, 7, True), _snapshot(1, 7, True), _snapshot(2, 9, True)]
+    ranks[1]["calls"][0]["kind"] += 1 << 8
+    text = report.describe_hang(ranks, _call(7, True), 3)
+    assert text.splitlines()[0].startswith("mpicoll: rank 0 of group 0")
+    assert "rank 1: in call 7" in text and "rank 2: in call 9" in text
+
+
+@pytest.mark.any_mpi
+def test_a_loss_says_who_how_and_where() -> None:
+    lost = _snapshot(3, 7, True, state="gone", how="SIGKILL", pid=77)
+    text = report.describe_loss([lost], 8)
+    assert text.startswith("mpicoll: lost: rank 3 of 8 (process 77 on node) was ended by SIGKILL")
+    assert "in call 7 of group 0: " in text
+    text = report.describe_loss([lost | {"how": "code 3", "calls": []}], 8)
+    assert text.endswith("ended with exit code 3 and no word, before its first call")
+
+
+@pytest.mark.any_mpi
+def test_stacks_are_read_as_python_prints_them(tmp_path: Path) -> None:
+    script = "import faulthandler, threading\ndef f():\n    faulthandler.dump_traceback()\n"
+    script += "threading.Thread(target=f).start()\n"
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True
+    )
+    stacks = report.parse_stacks(done.stderr)
+    assert any(f"{tmp_path}/script.py:3 in f" == frames[0] for frames in stacks.values())
+
+
+# --- the board ----------------------------------------------------------------------------------
+
+
+@pytest.mark.any_mpi
+def test_what_a_rank_writes_is_read_by_another() -> None:
+    from mpicoll.kernels.calls import Calls, PythonCalls
+
+    board = Board()
+    board.begin(7, 8)
+    for kind in (Calls, PythonCalls):
+        calls = kind(threading.Lock())
+        calls.lock.acquire()
+        calls.begin(1, 2, 3)
+        address = board.take_cell(11, 5000, 4, 2, "née")
+        calls.publish(address)
+        (cell,) = Board(board.descriptor).cells()
+        assert cell[:8] == (11, 5000, 1, 1, 2, 3, 1, threading.get_ident())
+        assert cell[8:] == (4, 2, "née")
+        calls.end()
+        assert not calls.lock.locked()
+        calls.begin(4, 5, -1)
+        (cell,) = board.cells()
+        assert (cell.number, cell.kind, cell.sizes, cell.root) == (2, 4, 5, 0xFFFFFFFF)
+        assert calls.thread == threading.get_ident()
+        calls.publish(0)
+        board.free_cell(address)
+        assert board.cells() == [] and calls.thread == threading.get_ident()
+    board.say(DONE, 3)
+    board.say_signal(15)
+    assert board.header() == (DONE, 3, 1, 7, 8, 15)
+    Board(board.descriptor).give_order("ä" * 1000)
+    assert board.order().startswith("ää")
+
+
+@pytest.mark.any_mpi
+def test_a_board_has_room_for_many_groups() -> None:
+    board = Board()
+    addresses = [board.take_cell(k + 1, 0, 1, 0, "g" * 100) for k in range(50)]
+    assert len(set(addresses)) == 50 and 0 not in addresses
+    board.free_cell(addresses[20])
+    assert board.take_cell(99, 0, 1, 0, "g") == addresses[20]
+
+
+@pytest.mark.any_mpi
+def test_how_a_process_has_ended() -> None:
+    for script, how in (
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+        ("import sys; sys.exit(3)", "code 3"),
+    ):
+        process = subprocess.Popen([sys.executable, "-S", "-c", f"input(); {script}"],
+                                   stdin=subprocess.PIPE)  # fmt: skip
+        descriptor = os.pidfd_open(process.pid)
+        process.communicate(b"\n")
+        assert guard._read_end(descriptor, process.pid) in (how, "")  # "": an older kernel
+        os.close(descriptor)
+
+
+# --- jobs ---------------------------------------------------------------------------------------
+
+#: What rank 0 prints of the report in full.
+READS = """
+    def read_report():
+        import glob, json
+        while not (found := glob.glob(sys.argv[1] + "/hang-*.json")):
+            time.sleep(0.1)
+        time.sleep(0.2)
+        report = json.load(open(found[0]))
+        one = report["ranks"][1]
+        say(len(report["ranks"]), report["call"]["number"], one["rank"], one["state"],
+            any("script.py" in frame for frames in one["stacks"].values() for frame in frames))
+"""
+
+
+@needs_mpiexec
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    ("calls", "does", "state", "said"),
+    [
+        (3, "load()", "running True", ("rank 1: in Python, after call", "in load")),
+        (99, "ctypes.PyDLL(None).sleep(1000)", "running True", ("rank 1: in Python, after call",)),
+        (99, "os.kill(os.getpid(), signal.SIGSTOP)", "stopped False", ("rank 1: stopped",)),
+        (99, "dist.recv(x, 0)", "running True", ("rank 1: in Python, after call", "in recv")),
+    ],
+    ids=["asleep", "holding Python's lock", "stopped", "in a receive"],
+)
+@job(READS + """
+    import ctypes
+    def load():
+        time.sleep(1000)
+    os.environ |= {"MPICOLL_REPORT_AFTER": "1.5", "MPICOLL_REPORTS": sys.argv[1]}
+    dist.init_process_group(timeout=5)
+    x = np.ones(4)
+    for _ in range($calls):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        $does
+    if dist.get_rank() == 0:
+        threading.Thread(target=read_report).start()
+    dist.all_reduce(x)
+""", ranks=3)  # fmt: skip
+def test_a_hang_is_reported_once_before_it_ends(
+    calls: int, does: str, state: str, said: tuple[str, ...], ended: Ended
+) -> None:
+    head = "mpicoll: ranks 0, 2 of group 0 (3 ranks) wait for 2 s in call"
+    ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM", *said)
+    assert ended.err.count(head) == 1
+    assert ended.lines == [f"3 {calls + 1} 1 {state}"]
+
+
+@needs_mpiexec
+@pytest.mark.waits
+@job("""
+    os.environ |= {"MPICOLL_REPORT_AFTER": "1.5", "MPICOLL_REPORTS": sys.argv[1]}
+    dist.init_process_group(timeout=6)
+    other = dist.new_group([0, 1])
+    x = np.ones(4)
+    if dist.get_rank() == 1:
+        dist.all_reduce(x, group=other)
+    dist.broadcast(x, 0)
+""", ranks=3)  # fmt: skip
+def test_a_rank_in_another_group_is_named(ended: Ended) -> None:
+    ended.badly("rank 1: in call 1 of group ", "all_reduce of 4 elements of float64, SUM")
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", "was ended by SIGABRT"),
+        ("os._exit(3)", "ended with exit code 3 and no word"),
+    ],
+)
+@job("""
+    dist.init_process_group()
+    x = np.ones(4)
+    for _ in range(70):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        $end
+    dist.broadcast(x, 0)
+""", ranks=3)  # fmt: skip
+def test_a_lost_rank_is_named_once(end: str, how: str, ended: Ended) -> None:
+    ended.badly("mpicoll: lost: ", "after call 70 of group 0: all_reduce of 4 elements of float64")
+    assert ended.err.count("mpicoll: lost: ") == 1
+    (line,) = [line for line in ended.err.splitlines() if "mpicoll: lost: " in line]
+    known = how in line or "the system does not say how" in line  # before Linux 6.15
+    assert known and "rank 1 of 3 (process " in line and ended.seconds < 20
+
+
+@needs_mpiexec
+@compiled
+@pytest.mark.parametrize(
+    ("handles", "printed"),
+    [
+        ("sys.exit(9)", ["finally"]),
+        ("raise ZeroDivisionError", ["caught", "finally", "it cannot be used any more"]),
+        ("None", ["finally", "went on", "went on too"]),
+    ],
+)
+@job("""
+    dist.init_process_group(timeout=20)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    def handle(number, frame):
+        handled.append(1)
+        $handles
+    handled = []
+    signal.signal(signal.SIGTERM, handle)
+    x = np.ones(4)
+    for _ in range(70):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(0.7)
+        os.kill(pids[0], signal.SIGTERM)
+        time.sleep(0.7)
+        dist.all_reduce(x)
+        say("went on too")
+        sys.exit(0)
+    try:
+        dist.all_reduce(x)
+        assert handled == [1]
+        say("went on")
+    except ZeroDivisionError:
+        say("caught")
+        try:
+            dist.all_reduce(x)
+        except dist.DistBackendError as error:
+            say("it cannot be used any more") if "raised ZeroDivisionError" in str(error) else 0
+        sys.exit(4)
+    finally:
+        say("finally")
+""")
+def test_handlers_run_in_the_middle_of_a_call(
+    handles: str, printed: list[str], ended: Ended
+) -> None:
+    assert ended.lines == printed, ended
+    assert ended.err.count("mpicoll: SIGTERM has come to rank 0 of 2 (on ") == 1
+
+
+@needs_mpiexec
+@job("""
+    dist.init_process_group()
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        import subprocess
+        command = [sys.executable, "-m", "mpicoll", "watch", str(os.getppid()), "--stacks"]
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MPI"))}
+        done = subprocess.run(command, capture_output=True, text=True, env=clean)
+        say(done.stdout, done.stderr, done.returncode)
+    dist.barrier()
+    dist.destroy_process_group()
+""")
+def test_a_job_is_watched_from_outside(ended: Ended) -> None:
+    ended.in_good_order()
+    assert "2 ranks: " in ended.out and "rank 0: in call 1 of group 0: barrier" in ended.out
+    assert "rank 1: in Python, before its first call" in ended.out
+    assert "in run" in ended.out and "script.py:" in ended.out
+
+
+@pytest.mark.any_mpi
+def test_there_is_no_such_job() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpicoll", "watch", "1"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "no job 1 of this user" in done.stderr
+
+
+@pytest.mark.any_mpi
+def test_only_the_user_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder = guard.find_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="others may write to it"):
+        guard.find_folder()

@@ -172,16 +172,17 @@ class ExitHooks:
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        # Another hook may still call this one after it was removed, and an exception at an
+        # interactive prompt ends nothing.
+        ends = os.getpid() == self._pid and not self._removed and not hasattr(sys, "ps1")
         try:
             if self._previous_hook is sys.__excepthook__:  # which writes in many pieces
-                write_lines("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+                text = "".join(traceback.format_exception(kind, error, trace)).rstrip("\n")
+                write_lines("\n".join([text, *(flight_record.last_words() if ends else [])]))
             else:
                 self._previous_hook(kind, error, trace)
         finally:
-            # Another hook may still call this one after it was removed, and an exception at an
-            # interactive prompt ends nothing.
-            ends = not self._removed and not hasattr(sys, "ps1")
-            if os.getpid() == self._pid and ends:
+            if ends:
                 end_job(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _exiting(self) -> None:

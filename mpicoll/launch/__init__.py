@@ -13,6 +13,7 @@ from mpicoll.launch.environment import (
 from mpicoll.launch.init_methods import find_rendezvous, read_rank
 from mpicoll.launch.launchers import (
     announced,
+    find_job,
     find_launcher,
     find_local_rank,
     find_rank,
@@ -39,6 +40,7 @@ __all__ = [
     "current",
     "fill_environment",
     "finalize_within",
+    "find_job",
     "find_launcher",
     "find_local_rank",
     "find_rank",

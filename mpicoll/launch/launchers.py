@@ -13,6 +13,7 @@ __all__ = [
     "Dialect",
     "Launcher",
     "announced",
+    "find_job",
     "find_launcher",
     "find_launchers",
     "find_local_rank",
@@ -245,3 +246,8 @@ def is_bootstrap_variable(name: str) -> bool:
 def is_launcher_variable(name: str) -> bool:
     """Tell whether a launcher sets this variable for the ranks of its own job alone."""
     return any(each.owned and re.match(each.owned, name) for each in LAUNCHERS)
+
+
+def find_job(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return the numbers of this job and of its step, as Slurm has them; "" where there are none."""
+    return environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", "")

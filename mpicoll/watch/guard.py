@@ -20,6 +20,7 @@ import secrets
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -40,9 +41,9 @@ __all__ = ["SOCKETS", "Line", "ask", "find_folder", "main", "prove"]
 _TICK, _SHARE = 1.0, 0.2
 #: Seconds for the stacks of all ranks of a node, and for the answers of all nodes.
 _STACKS, _ANSWERS = 2.0, 5.0
-#: Seconds in which the ranks that a signal from outside ends are gathered, and seconds after which
-#: a rank that was to end is killed.
-_TOGETHER, _GRACE = 0.1, 10.0
+#: Seconds in which the ranks that a signal from outside ends are gathered, at least and at most;
+#: seconds after which a rank that was to end is killed.
+_TOGETHER, _LATEST, _GRACE = 0.1, 2.0, 10.0
 #: Most bytes of a line.
 _LONGEST = 1 << 28
 #: Asks Linux how the process of a pidfd has ended (since 6.15), and where the answer has that.
@@ -184,9 +185,7 @@ class _Rank:
         if self.board is None or self.pidfd < 0 or _state_of(self.pid) != "running":
             return False
         with contextlib.suppress(OSError, ValueError, IndexError):
-            status = Path(f"/proc/{self.pid}/status").read_text()
-            caught = int(status.split("SigCgt:")[1].split()[0], 16)
-            if caught >> (self._signal - 1) & 1:
+            if _catches(self.pid, self._signal):
                 os.ftruncate(self._stacks, 0)
                 return _tgkill(self.pid, self.board.header().listener, self._signal)
         return False
@@ -227,20 +226,29 @@ def _state_of(pid: int) -> str:
     return "gone"
 
 
+def _catches(pid: int, number: int) -> bool:
+    """Return whether a process, alive, has a handler for a signal."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
+    return False
+
+
 def _read_end(pidfd: int, pid: int) -> str:
     """Return how a process has ended: the name of a signal, "code N", "" if it cannot be known."""
-    answer = bytearray(struct.pack("=Q", _INFO_EXIT) + bytes(56))
-    try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, answer)
-        mask, code = _INFO.unpack_from(answer)
-        if mask & _INFO_EXIT:
-            return _name_end(code)
-    except OSError:
-        pass
-    with contextlib.suppress(OSError, ValueError, IndexError):  # until it is waited for
-        fields = _stat(pid)
-        if fields[0] in "ZX":
-            return _name_end(int(fields[-1]))
+    until = time.monotonic() + _TOGETHER
+    while time.monotonic() < until:  # while it is waited for, neither may know
+        answer = bytearray(struct.pack("=Q", _INFO_EXIT) + bytes(56))
+        with contextlib.suppress(OSError):  # once it was waited for
+            fcntl.ioctl(pidfd, _PIDFD_GET_INFO, answer)
+            mask, code = _INFO.unpack_from(answer)
+            if mask & _INFO_EXIT:
+                return _name_end(code)
+        with contextlib.suppress(OSError, ValueError, IndexError):  # until it is waited for
+            fields = _stat(pid)
+            if fields[0] in "ZX":
+                return _name_end(int(fields[-1]))
+        time.sleep(0.002)
     return ""
 
 
@@ -277,6 +285,7 @@ class Guard:
         self._goes_on: bool = given["goes_on"]
         self._given = given
         self._ranks = [_Rank(each) for each in given["ranks"]]
+        self._last_words = _open_stderr(given["prints"]) if given["prints"] else 2
         self._launcher = -1
         with contextlib.suppress(OSError):
             if given["launcher"]:
@@ -404,7 +413,7 @@ class Guard:
             name = signal.Signals(next(iter(came.values()))).name
             text = report.describe_signal(name, list(came), self.size, self.host)
             if self._head is None:
-                _say(text)
+                _say(text, self._last_words)
             else:
                 self._tell_head({"signal": text})
         for rank in came:  # which may wait for this
@@ -549,7 +558,7 @@ class Guard:
         elif "signal" in message and line.node:
             if not self._signalled:
                 self._signalled = True
-                _say(message["signal"])
+                _say(message["signal"], self._last_words)
         elif "end" in message and line is self._head:
             self._told = True
             self._end_ranks(str(message["end"]))
@@ -570,12 +579,13 @@ class Guard:
             return
         first = lost[0].how
         if first == "SIGKILL" or first in _FROM_OUTSIDE:
-            lost += self._gather_ends()
+            lost += self._gather_ends(signal.Signals[first])
         # A launcher may have noticed sooner than this process that a rank ended by itself, and have
         # killed the others. It sends a signal from outside to all ranks.
         own = [one for one in lost if one.how != "SIGKILL" and one.how not in _FROM_OUTSIDE]
-        if own or first == "SIGKILL":
-            lost = (own or lost)[:1]
+        killed = [one for one in lost if one.how == "SIGKILL"]
+        if own or first == "SIGKILL" or len(killed) < len(lost):
+            lost = (own or killed or lost)[: 1 if own or killed else len(lost)]
         lost = [one for one in lost if one.how == lost[0].how]
         now = time.monotonic()
         snapshots = [one.snapshot(self.host, now, {}) for one in lost]
@@ -584,18 +594,26 @@ class Guard:
         else:
             self._tell_head({"lost": snapshots})
 
-    def _gather_ends(self) -> list[_Rank]:
-        """Note the ends of the next moment; return the ranks that others need."""
+    def _gather_ends(self, number: int) -> list[_Rank]:
+        """Note the ends of the next moment; return the ranks that others need.
+
+        number: the signal that has ended the first.
+        """
         lost: list[_Rank] = []
-        until = time.monotonic() + _TOGETHER
-        while (left := until - time.monotonic()) > 0:
-            alive = {one.pidfd: one for one in self._ranks if one.pidfd >= 0}
-            if not alive:
+        now = time.monotonic()
+        until, latest = now + _TOGETHER, now + _LATEST
+        while alive := {one.pidfd: one for one in self._ranks if one.pidfd >= 0}:
+            # One that the signal will end, too, may be the first that was lost: the system takes
+            # its time, and a launcher that has noticed kills the others, which may be gone sooner.
+            ending = not all(_catches(one.pid, number) for one in alive.values())
+            left = (latest if ending else until) - time.monotonic()
+            if left <= 0:
                 break
             poll = select.poll()
             for descriptor in alive:
                 poll.register(descriptor, select.POLLIN)
-            lost += self._note_end([alive[descriptor] for descriptor, _ in poll.poll(1000 * left)])
+            ready = poll.poll(1000 * min(left, _TOGETHER))
+            lost += self._note_end([alive[descriptor] for descriptor, _ in ready])
         return lost
 
     def _note_end(self, ended: list[_Rank]) -> list[_Rank]:
@@ -619,7 +637,7 @@ class Guard:
 
         self._told = not self._goes_on
         why = report.describe_loss(lost, self.size)
-        _say(why)
+        _say(why, self._last_words)
         if self._goes_on:
             return
         for line in list(self._nodes.values()):
@@ -647,7 +665,7 @@ class Guard:
                 f"mpicoll: the launcher of this job (process {self._given['launcher']} on "
                 f"{self.host}) has gone; its ranks end"
             )
-            _say(why)
+            _say(why, self._last_words)
             self._end_ranks(why)
 
     def _end_ranks(self, why: str) -> None:
@@ -665,6 +683,8 @@ class Guard:
         self._end_by = float("inf")
 
 
+#: Of Linux from 5.6 on, on x86-64 and aarch64 alike.
+_PIDFD_GETFD = 438
 #: Signals that launchers and schedulers send to all ranks at once.
 _FROM_OUTSIDE = {"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"}
 
@@ -683,10 +703,34 @@ def _read_all_stacks(asked: list[_Rank]) -> dict[_Rank, str]:
     return found
 
 
-def _say(text: str) -> None:
-    """Write to the standard error of the rank that has started this process, at once."""
+def _say(text: str, descriptor: int = 2) -> None:
+    """Write to standard error, that of the rank which has started this process, at once."""
     with contextlib.suppress(OSError):
-        os.write(2, text.encode() + b"\n")
+        os.write(descriptor, text.encode() + b"\n")
+
+
+def _open_stderr(pid: int) -> int:
+    """Return a descriptor of the standard error of the job's launcher, this process's own if that
+    is not to be had.
+
+    A launcher whose rank has died ends within milliseconds, and does not read any more what comes
+    through the ranks' pipes.
+    """
+    import ctypes
+
+    with contextlib.suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
+        finally:
+            os.close(pidfd)
+        if found >= 0:
+            return found
+        # Not a file: another opening would have a place of its own, and others write over it.
+        path = Path(f"/proc/{pid}/fd/2")
+        if not stat.S_ISREG(path.stat().st_mode):
+            return os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    return 2
 
 
 def main() -> None:

@@ -119,7 +119,7 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
 def _make_head(several: bool) -> socket.socket | None:
     """Decide how the guards of other nodes find that of rank 0's; return its socket, if any."""
     assert _own is not None
-    job = os.environ.get("SLURM_JOB_ID") or str([*_find_launchers(), os.getpid()][0])
+    job = launch.find_job()[0] or str([*_find_launchers(), os.getpid()][0])
     _own.head = {"job": job, "secret": secrets.token_hex(32), "addresses": [], "port": 0}
     if not several:
         return None
@@ -132,7 +132,7 @@ def _launch_guard(
     ranks: list[dict[str, Any]], size: int, head: dict[str, Any], sock: socket.socket | None
 ) -> None:
     """Start the guard: no child of this process, which would be found by os.wait()."""
-    step = os.environ.get("SLURM_STEP_ID", "")
+    step = launch.find_job()[1]
     identity = f"{head['job']}.{step}" if step else head["job"]
     launched, launchers = launch.find_launcher(), _find_launchers()
     given = head | {
@@ -140,6 +140,7 @@ def _launch_guard(
         "host": socket.gethostname(), "listener": -1 if sock is None else sock.fileno(),
         "goes_on": lost_ranks.is_fault_tolerant(), "reports": settings.REPORTS.value(),
         "launcher": launchers[0] if launchers and launched and launched.dialect else 0,
+        "prints": launchers[-1] if launchers else 0,
         "names": [identity, head["job"], *map(str, launchers)],
         "command": " ".join(sys.orig_argv)[:200],
         "path": [entry for entry in sys.path if entry],

@@ -22,8 +22,9 @@ from typing import NoReturn
 
 #: The call in which it happens, and how many there are.
 FAULTY, CALLS = 100, 150
-#: Seconds: the timeout of groups, a delay that all have patience for, and "for ever".
-TIMEOUT, DELAY, LONG = 4.0, 1.5, 1000.0
+#: Seconds: the timeout of groups, a delay that all wait for, "for ever", and until the guard
+#: of the node has started.
+TIMEOUT, DELAY, LONG, START = 4.0, 1.5, 1000.0, 1.0
 
 #: What happens before the first call: to the process, not to a call.
 LIMITS = ("few open files", "no shared memory")
@@ -150,6 +151,7 @@ def main() -> None:
     }  # fmt: skip
     happens, goes_on, others = happenings[fault]
     in_place = fault == "another root"
+    time.sleep(START)
     for number in range(CALLS):
         if number == FAULTY:
             if me == n - 1:

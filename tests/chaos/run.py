@@ -75,11 +75,13 @@ class Fault(NamedTuple):
 SOON, TIMEOUT = 5.0, 4.0 + 3.0 + 2.0 + 5.0
 
 FAULTS = {
-    "SIGKILL": Fault(False, SOON, (), ("small", "message")),
-    "SIGSEGV": Fault(False, SOON),
-    "SIGTERM": Fault(False, SOON),
-    "exit": Fault(False, SOON),
-    "SIGSTOP": Fault(False, TIMEOUT, (), ("small", "small,mpi")),
+    "SIGKILL": Fault(False, SOON, ("lost: rank",), ("small", "message")),
+    "SIGSEGV": Fault(False, SOON, ("lost: rank",)),
+    "SIGTERM": Fault(False, SOON, ("lost: rank",)),
+    "exit": Fault(False, SOON, ("lost: rank",)),
+    "SIGSTOP": Fault(
+        False, TIMEOUT, ("rank {rank}: stopped", "timeout of 4 s"), ("small", "small,mpi")
+    ),
     "a pause": Fault(True, SOON, (), ("asynchronous",)),
     "an exception before": Fault(False, SOON, ("ValueError: the program's own",)),
     "an exception after": Fault(False, SOON, ("ValueError: the program's own",)),
@@ -87,11 +89,13 @@ FAULTS = {
     "an exception in a thread": Fault(True, SOON, ("ValueError: the program's own",)),
     "a bad argument": Fault(False, SOON, ("ArgumentTypeError: all_reduce",)),
     "late": Fault(True, SOON, (), ("objects",)),
-    "never": Fault(False, TIMEOUT, (), ("small", "small,mpi", "asynchronous", "message")),
+    "never": Fault(
+        False, TIMEOUT, ("timeout of 4 s",), ("small", "small,mpi", "asynchronous", "message")
+    ),
     "another call": Fault(False, TIMEOUT, ("all_gather_object",), ("small", "small,mpi")),
     "another root": Fault(False, TIMEOUT, ("src 1",)),
-    "another order of groups": Fault(False, TIMEOUT, (), ("barrier",)),
-    "destroyed early": Fault(False, TIMEOUT),
+    "another order of groups": Fault(False, TIMEOUT, ("ranks? .* waits? for 2 s",), ("barrier",)),
+    "destroyed early": Fault(False, TIMEOUT, ("rank {rank} ended",)),
     "the launcher killed": Fault(False, TIMEOUT),
     "few open files": Fault(True, SOON, (), ("objects",)),
     "no shared memory": Fault(True, SOON, (), ("large",)),

@@ -249,5 +249,5 @@ def is_launcher_variable(name: str) -> bool:
 
 
 def find_job(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return the numbers of this job and of its step, as Slurm has them; "" where there are none."""
+    """Return the numbers of this job and of its step that Slurm gives; "" where there are none."""
     return environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", "")

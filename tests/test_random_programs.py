@@ -15,9 +15,9 @@ pytestmark = [needs_mpiexec, pytest.mark.any_mpi, pytest.mark.slow]
 RUN = Path(__file__).parent / "random_programs" / "run.py"
 
 
-def test_some_ways() -> None:
-    ways = ["default", "messages"]
-    command = [sys.executable, str(RUN), "--mpiexec", shlex.join(MPIEXEC), "--seconds", "4"]
+def test_a_way() -> None:
+    ways = ["default"]
+    command = [sys.executable, str(RUN), "--mpiexec", shlex.join(MPIEXEC), "--seconds", "2"]
     done = subprocess.run(
         [*command, "--ranks", "2", "--ways", *ways], capture_output=True, text=True, check=False
     )

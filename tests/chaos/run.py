@@ -6,7 +6,8 @@
 Each job is ``program.py``, calls of one way, until something happens to one rank. FAULTS says what
 has to come of it: whether the job goes on or ends, after how many seconds at most, and what words
 have to be on standard error. Nothing may be left of a job: no process and no shared memory.
-``make chaos`` runs every fault with every way; the tests, each fault with one or two of them.
+``make chaos`` runs every fault with every way; with --chosen, as in continuous integration, in
+one or two of them.
 --write puts what was seen with this MPI into its column of the page's table.
 """
 
@@ -61,7 +62,7 @@ class Fault(NamedTuple):
     goes_on: the job ends well. within: seconds from what happened to the end of all processes.
     words:   patterns that standard error has to have, the job's own before MPI's; {rank} is the
              rank that it happened to.
-    ways:    those that it is tried with in the tests; empty: with none.
+    ways:    those that --chosen takes.
     """
 
     goes_on: bool
@@ -250,7 +251,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--chosen", action="store_true", help="only the ways that the tests take")
+    parser.add_argument("--chosen", action="store_true", help="one or two ways a fault")
     parser.add_argument("--at-a-time", type=int, default=2, help="jobs (%(default)s)")
     parser.add_argument("--write", type=Path, help="the page whose table gets what was seen")
     parser.add_argument("--verbose", action="store_true", help="all that the jobs print")

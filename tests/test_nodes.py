@@ -112,8 +112,8 @@ HANG = """
 import os, sys, time
 import mpicoll as dist
 
-os.environ |= {"MPICOLL_REPORT_AFTER": "1", "MPICOLL_REPORTS": sys.argv[1]}
-dist.init_process_group(timeout=3)
+os.environ |= {"MPICOLL_REPORT_AFTER": "3", "MPICOLL_REPORTS": sys.argv[1]}
+dist.init_process_group(timeout=7)
 def far_away():
     time.sleep(100)
 dist.barrier() if dist.get_rank() < 3 else far_away()
@@ -130,6 +130,6 @@ def test_a_hang_on_another_node_is_reported(namespaces: list[str], tmp_path: Pat
         timeout=LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode != 0
-    assert "mpicoll: ranks 0-2 of group 0 (4 ranks) wait for 1 s in call 1" in done.stderr
+    assert "mpicoll: ranks 0-2 of group 0 (4 ranks) wait for 3 s in call 1" in done.stderr
     assert "  rank 3: in Python, after no call of group 0" in done.stderr
     assert "job.py:8 in far_away" in done.stderr

@@ -631,8 +631,14 @@ class Arrays:
     sizes = (20 << 20,)
     pooled = "plain"
 
-    def __init__(self) -> None:
+    def __init__(self, devices: int | None = None) -> None:
+        self.devices = devices or self.devices
         self.cuda = Simulated(self.devices)
+
+    @classmethod
+    def of_route(cls, name: str, ranks: int) -> Arrays:
+        """As many devices as a route takes for so many ranks."""
+        return cls({"shared_gpu": 1, "peer": ranks}.get(name))
 
     def serves(self, dtype: Any) -> bool:
         """There are arrays of the dtype."""

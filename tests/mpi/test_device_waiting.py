@@ -131,6 +131,8 @@ def test_the_last_step_is_the_streams(on, road, async_op):
     then.
     """
     world = on(road)
+    if world.n == 1 and road == "mpi":
+        pytest.skip("one row is contiguous: MPI writes where it belongs, and nothing is left to do")
     columns = world.arrays.make(np.full((world.n, 10), -1, np.float32), layout="F")
     columns.upload()
     work = dist.all_gather_single(columns, world.made(1 + world.me, 10), async_op=async_op)

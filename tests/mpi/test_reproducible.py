@@ -167,7 +167,7 @@ def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
 @by_level
 @pytest.mark.parametrize("name", [name for name in registry.DEVICE if name != "nccl"])
 def test_routes_of_device_memory(world, monkeypatch, name, level):
-    arrays = simulated.Arrays()
+    arrays = simulated.Arrays.of_route(name, world.size)
     monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
     monkeypatch.setattr(capabilities, "_known", None)
     monkeypatch.setenv("MPICOLL_CUDA_AWARE", "full")

@@ -654,19 +654,24 @@ class Guard:
         os.close(self._launcher)
         self._launcher = -1
         deadline = time.monotonic() + _TICK
-        while any(one.pidfd >= 0 for one in self._ranks) and time.monotonic() < deadline:
-            for one in self._ranks:  # those that their launcher has taken along
-                if one.pidfd >= 0 and _state_of(one.pid) == "gone":
-                    self._note_end([one])
-            time.sleep(0.05)
-        if any(not one.is_quiet for one in self._ranks if one.pidfd >= 0) and not self._told:
+        while alive := {one.pidfd: one for one in self._ranks if one.pidfd >= 0}:
+            poll = select.poll()
+            for descriptor in alive:
+                poll.register(descriptor, select.POLLIN)
+            ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            self._note_end([alive[descriptor] for descriptor, _ in ready])  # taken along with it
+        if all(one.is_quiet for one in self._ranks if one.pidfd >= 0) or self._told:
+            return
+        why = (
+            f"mpicoll: the launcher of this job (process {self._given['launcher']} on "
+            f"{self.host}) has gone; its ranks end"
+        )
+        if not self._is_ending():
             self._told = True
-            why = (
-                f"mpicoll: the launcher of this job (process {self._given['launcher']} on "
-                f"{self.host}) has gone; its ranks end"
-            )
             _say(why, self._last_words)
-            self._end_ranks(why)
+        self._end_ranks(why)
 
     def _end_ranks(self, why: str) -> None:
         """Have the ranks of this node end; those that do not are killed."""

@@ -234,7 +234,7 @@ def _wait_for_others(group: ProcessGroup, patience: float, among: ProcessGroup) 
     """Wait until the neighbours have written their records, and have had the time to pass it on."""
     expected = {group.ranks[rank] for rank in rank_status.neighbours(group)} & {*among.ranks}
     end = time.monotonic() + patience
-    while not expected <= rank_status.dumping and time.monotonic() < end:
+    while not expected <= rank_status.dumping | _departed(group) and time.monotonic() < end:
         with contextlib.suppress(Exception):
             rank_status.receive(group)
         time.sleep(0.01)
@@ -242,6 +242,12 @@ def _wait_for_others(group: ProcessGroup, patience: float, among: ProcessGroup) 
     hops = (group.size().bit_length() + 1) // 2
     if patience and among is group and len(expected) < group.size() - 1:
         time.sleep(min(_HOP * (hops - 1), patience))
+
+
+def _departed(group: ProcessGroup) -> set[int]:
+    """Return the global ranks that have ended, or have destroyed the group: they answer no more."""
+    gone = rank_status.EXITING, rank_status.DESTROYING
+    return {group.ranks[rank] for rank, one in list(group.statuses.items()) if one.state in gone}
 
 
 def file_prefix() -> str:

@@ -153,7 +153,7 @@ def test_how_a_process_has_ended() -> None:
                                    stdin=subprocess.PIPE)  # fmt: skip
         descriptor = os.pidfd_open(process.pid)
         process.communicate(b"\n")
-        assert guard._read_end(descriptor, process.pid) in (how, "")  # "": an older kernel
+        assert guard._read_end(descriptor, process.pid, 0.0) in (how, "")  # "": an older kernel
         os.close(descriptor)
 
 

@@ -295,6 +295,7 @@ def begin(
                 )
             )
         except BaseException:
+            lost_ranks.stop()
             _watchdog.remove()
             _watchdog = None
             raise

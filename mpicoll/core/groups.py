@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import zlib
@@ -241,16 +242,28 @@ class ProcessGroup(Calls):
         Raises the group's error if it is broken meanwhile. The request then goes on, and what the
         callers' frames hold, its buffers among it, lives as long as the process.
         """
-        for _ in range(_TESTS):
-            if request.Test(status):
-                return
-        soon = time.monotonic() + _SOON
-        while not request.Test(status):
-            if self.broken is not None:
-                error = self.failure()
-                _left_behind.append((request, error))
-                raise error
-            os.sched_yield() if time.monotonic() < soon else time.sleep(_PAUSE)
+        try:
+            for _ in range(_TESTS):
+                if request.Test(status):
+                    return
+            soon = time.monotonic() + _SOON
+            while not request.Test(status):
+                if self.broken is not None:
+                    raise self.failure()
+                os.sched_yield() if time.monotonic() < soon else time.sleep(_PAUSE)
+        except sys.modules["mpi4py.MPI"].Exception:
+            raise
+        except BaseException as error:
+            _left_behind.append((request, error))
+            if self.broken is None:  # a signal's handler has raised it
+                self.break_with(
+                    DistBackendError(
+                        f"group {self.group_name}: a signal's handler has raised "
+                        f"{type(error).__name__} in call {self.sequence}, which this rank has "
+                        "left; the group cannot be used any more"
+                    )
+                )
+            raise
 
     @property
     def tested(self) -> MPI.Intracomm:
@@ -291,7 +304,7 @@ def _record_length() -> int:
 _TESTS, _SOON, _PAUSE = 200, 0.01, 100e-6
 #: Requests that a rank has stopped waiting for, and what was raised: the frames of its traceback
 #: have the buffers and arrays that MPI may yet read or write.
-_left_behind: list[tuple[MPI.Request, DistBackendError]] = []
+_left_behind: list[tuple[MPI.Request, BaseException]] = []
 
 
 def return_errors(comm: MPI.Intracomm) -> None:

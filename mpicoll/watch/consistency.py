@@ -121,12 +121,13 @@ def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
     shared, calls = group.resources.find("shared"), hash(tuple(group.unmet)) & (1 << 62) - 1
     group.unmet = []
     if not shared.compare(encode_comparison(kind, root, 0), calls):
-        group.broken = MismatchError(
+        broken = MismatchError(
             f"rank {group.rank()} of group {group.group_name}: among the latest {group.stride} "
             "calls that only put work into streams, some do not belong together. What they gave "
             "may be wrong on any rank; the group cannot be used any more. MPICOLL_DEBUG=DETAIL "
             "compares every call before it is carried out"
         )
+        group.break_with(broken)
         shared.leave()
         raise group.failure()
 

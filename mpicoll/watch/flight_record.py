@@ -97,7 +97,7 @@ _DTYPE_NAMES = {
 _INSIDE = ("mpicoll.", "torch.", "threading")
 
 #: Groups because of which the record was dumped: the first dump says it all; programs may go on.
-_dumped: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_dumped: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 #: One dump at a time; and when the last was, by time.monotonic.
 _lock = threading.RLock()
 _last = float("-inf")
@@ -155,22 +155,30 @@ def dump_flight_record(path: str | None = None) -> str:
 def dump_after(error: Exception, group: ProcessGroup) -> None:
     """Dump the record if it helps to see why a call has failed."""
     if isinstance(error, CollectiveTimeoutError):
-        dump_for(group, str(error))
+        if group.broken is None:  # such as monitored_barrier, after which the group goes on
+            dump(str(error))
+        else:
+            dump_for(group, "closed", str(error))
     elif isinstance(error, LostRankError):
-        dump(str(error), 0)
+        dump_for(group, "lost", str(error), 0)
     elif isinstance(error, MismatchError):
-        dump_for(group, str(error), among=group)  # all of its ranks are here
+        dump_for(group, "mismatch", str(error), among=group)  # all of its ranks are here
 
 
 def dump_for(
-    group: ProcessGroup, why: str, patience: float = PATIENCE, among: ProcessGroup | None = None
+    group: ProcessGroup,
+    kind: str,
+    why: str,
+    patience: float = PATIENCE,
+    among: ProcessGroup | None = None,
 ) -> None:
-    """Dump the record because of a group, once: what comes later comes of the same.
+    """Dump the record because of a group, once for each kind of reason: what comes later comes of
+    the same.
 
     The rest is as in ``dump``.
     """
-    if group not in _dumped:
-        _dumped.add(group)
+    if kind not in (known := _dumped.setdefault(group, set())):
+        known.add(kind)
         dump(why, patience, among)
 
 
@@ -203,7 +211,7 @@ def write(why: str) -> bool:
         return False
     try:
         path = _write(why)
-    except OSError as error:
+    except Exception as error:  # the program's own stack is looked at, too
         write_lines(f"mpicoll: rank {group.rank()}: the flight record cannot be written: {error}")
         return False
     _unsaid = (

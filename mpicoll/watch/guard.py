@@ -169,10 +169,13 @@ class _Rank:
         parsed = [(parse(raw), since) for raw, since in zip(self.seen, self.since, strict=True)]
         return [(cell, since) for cell, since in parsed if cell.group]
 
-    def end(self) -> None:
-        """Note that the process has ended, and how."""
+    def end(self, until: float) -> None:
+        """Note that the process has ended, and how.
+
+        until: by the monotonic clock, until when that is asked for.
+        """
         self.look(time.monotonic())
-        self.how = _read_end(self.pidfd, self.pid)
+        self.how = _read_end(self.pidfd, self.pid, 0.0 if self.is_quiet else until)
         os.close(self.pidfd)
         self.pidfd = -1
 
@@ -234,10 +237,9 @@ def _catches(pid: int, number: int) -> bool:
     return False
 
 
-def _read_end(pidfd: int, pid: int) -> str:
+def _read_end(pidfd: int, pid: int, until: float) -> str:
     """Return how a process has ended: the name of a signal, "code N", "" if it cannot be known."""
-    until = time.monotonic() + _TOGETHER
-    while time.monotonic() < until:  # while it is waited for, neither may know
+    while True:  # while it is waited for, neither may know
         answer = bytearray(struct.pack("=Q", _INFO_EXIT) + bytes(56))
         with contextlib.suppress(OSError):  # once it was waited for
             fcntl.ioctl(pidfd, _PIDFD_GET_INFO, answer)
@@ -248,8 +250,9 @@ def _read_end(pidfd: int, pid: int) -> str:
             fields = _stat(pid)
             if fields[0] in "ZX":
                 return _name_end(int(fields[-1]))
+        if time.monotonic() >= until:
+            return ""
         time.sleep(0.002)
-    return ""
 
 
 def _name_end(status: int) -> str:
@@ -605,7 +608,9 @@ class Guard:
         while alive := {one.pidfd: one for one in self._ranks if one.pidfd >= 0}:
             # One that the signal will end, too, may be the first that was lost: the system takes
             # its time, and a launcher that has noticed kills the others, which may be gone sooner.
-            ending = not all(_catches(one.pid, number) for one in alive.values())
+            ending = number != signal.SIGKILL and not all(
+                _catches(one.pid, number) for one in alive.values()
+            )
             left = (latest if ending else until) - time.monotonic()
             if left <= 0:
                 break
@@ -618,9 +623,10 @@ class Guard:
 
     def _note_end(self, ended: list[_Rank]) -> list[_Rank]:
         """Note the end of ranks; return those that others need."""
+        until = time.monotonic() + _TOGETHER
         for one in ended:
             self._poll.unregister(one.pidfd)
-            one.end()
+            one.end(until)
         self._tell_signals()
         return [one for one in ended if not one.is_quiet]
 
@@ -730,12 +736,17 @@ def _open_stderr(pid: int) -> int:
         finally:
             os.close(pidfd)
         if found >= 0:
-            return found
+            return 2 if _is_null(found) else found
         # Not a file: another opening would have a place of its own, and others write over it.
         path = Path(f"/proc/{pid}/fd/2")
-        if not stat.S_ISREG(path.stat().st_mode):
+        if not stat.S_ISREG(path.stat().st_mode) and path.readlink() != Path(os.devnull):
             return os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     return 2
+
+
+def _is_null(descriptor: int) -> bool:
+    """Return whether this is /dev/null, as of a daemon that starts the ranks of a node."""
+    return os.fstat(descriptor).st_rdev == Path(os.devnull).stat().st_rdev
 
 
 def main() -> None:

@@ -97,14 +97,14 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     if not given:
         _own = None
     ranks: list[dict[str, Any]] = here.allgather(given)
-    first = here.Get_rank() == 0
-    # What sees each other's processes has the same guard.
-    seen = [one for one in ranks if one and one["node"] == ranks[0].get("node")]
+    # What sees each other's processes has the same guard: a part of a node, if in containers.
+    seen = [one for one in ranks if one and one["node"] == given.get("node")]
+    first = bool(seen) and seen[0]["rank"] == world.Get_rank()
     key = [(one["rank"], one["pid"]) for one in seen]
     is_head = world.Get_rank() == 0
     sock = None
     if is_head and _own is not None and _own.guarded != (key, world.Get_size(), _own.head):
-        sock = _make_head(world.Get_size() > here.Get_size())
+        sock = _make_head(world.Get_size() > len(seen))
     head: dict[str, Any] = world.bcast(_own.head if is_head and _own is not None else {}, 0)
     if not first or _own is None or not head:
         return

@@ -9,6 +9,8 @@ Without the compiled module (see ``kernels/calls.py``) handlers run when the cal
 
 from __future__ import annotations
 
+import threading
+
 from mpicoll.kernels.calls import find_attendant, take_interruption
 from mpicoll.kernels.library import kernels
 
@@ -23,4 +25,6 @@ def attend() -> None:
 
 def take() -> BaseException | None:
     """Return what a handler has raised in the call that this rank has left, None for nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        return None  # handlers run on the main thread alone
     return take_interruption()

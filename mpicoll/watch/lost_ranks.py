@@ -87,7 +87,7 @@ def start(world: MPI.Intracomm) -> None:
     """
     global _processes
     asked = world.bcast(settings.SURVIVE.is_set_to("1"), 0)
-    if not asked or _is_ulfm():
+    if not asked or is_ulfm():
         return
     everybody = world.allgather((host_identity.node(), os.getpid(), hasattr(os, "pidfd_open")))
     nodes, pids, able = zip(*everybody, strict=True)
@@ -107,6 +107,8 @@ def _why_not(nodes: int, able: bool) -> str:
 
     if MPI.get_vendor()[0] == "Open MPI":
         return "with Open MPI start it by `mpirun --with-ft ulfm`"
+    if launch.is_serialized():
+        return "MPI lets one thread in at a time"
     if launch.current() is not None:
         return "the ranks were not started by MPI; torchrun starts them again (--max-restarts)"
     if nodes > 1:
@@ -122,13 +124,14 @@ def stop() -> None:
         _processes = None
 
 
-def _is_ulfm() -> bool:
+def is_ulfm() -> bool:
+    """Return whether MPI itself goes on when a rank is lost, and takes calls back."""
     return os.environ.get(_FT_VARIABLE, "").lower() in ("1", "true", "yes")
 
 
 def is_fault_tolerant() -> bool:
     """Return whether the job goes on when a rank is lost: the same on all ranks."""
-    return _processes is not None or _is_ulfm()
+    return _processes is not None or is_ulfm()
 
 
 def check(group: ProcessGroup) -> bool:
@@ -139,15 +142,16 @@ def check(group: ProcessGroup) -> bool:
             return True
         if group.closed is not None:
             return False
-        revoked = _is_ulfm() and (group.inner.Is_revoked() or group.messages.Is_revoked())
+        revoked = is_ulfm() and (group.inner.Is_revoked() or group.messages.Is_revoked())
         lost = _find(group, _NEWS if revoked else 0.0)
         if not lost and not revoked:
             return False
         group.break_with(LostRankError(_describe(group, lost), lost))
-        if _is_ulfm():
+        if is_ulfm():
             for comm in (group.inner, group.messages):
                 comm.Revoke()
-        group.resources.leave()
+        if shared := group.resources.find("shared"):
+            shared.leave()  # this rank alone: the others have to hear why, too
         launch.skip_finalize()  # MPI_Finalize may wait for the one that is lost
     if _processes is not None:  # MPI would never end them
         for work in [*group.in_flight, *group.pending]:

@@ -124,8 +124,8 @@ def receive(group: ProcessGroup) -> None:
                 if status.group == _hash_name(group):
                     if status.state == DUMPING:
                         dumping.add(group.ranks[source])
-                    else:
-                        group.statuses[source] = status
+                    elif (known := group.statuses.get(source)) is None or known.state != CLOSED:
+                        group.statuses[source] = status  # that it is closed stays true
     except MPI.Exception as error:
         if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
             raise

@@ -113,7 +113,10 @@ def _close(group: ProcessGroup, why: str, patience: float) -> None:
     if group.broken is not None or group.closed is not None:
         return
     # Before calls raise: what raises may end the job, and ranks that could still write theirs.
-    flight_record.dump_for(group, text, patience)
+    begun = group.begun
+    flight_record.dump_for(group, "closed", text, patience)
+    if patience and (group.begun != begun or not group.lock.locked()):
+        return  # the others have come meanwhile
     # The one who is missing may never end, and MPI_Finalize waits for all. (Said first: what raises
     # in another thread as soon as the group is broken may end the program.)
     keep_exit_code()
@@ -123,7 +126,7 @@ def _close(group: ProcessGroup, why: str, patience: float) -> None:
             return
         group.break_with(CollectiveTimeoutError(text))
     group.resources.leave()
-    if lost_ranks.is_fault_tolerant():  # then MPI takes calls back, on all ranks
+    if lost_ranks.is_ulfm():  # then MPI takes calls back, on all ranks
         for comm in (group.inner, group.messages):
             comm.Revoke()
     else:

@@ -212,6 +212,7 @@ class Watchdog:
                 timeouts.receive(group)
         if state.default is not None and not launch.is_serialized():
             rank_status.receive(state.default)
+            timeouts.receive(state.default)
         flight_record.answer()
         if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
             for group in list(state.groups):

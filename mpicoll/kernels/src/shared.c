@@ -304,8 +304,10 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
             return 0;
         atomic_store(&counter->sleepers, 1);
         if (atomic_load(&counter->value) == value &&
-            sleep_while(counter, value, end - time < nap ? end - time : nap) && is_called_away())
+            sleep_while(counter, value, end - time < nap ? end - time : nap) && is_called_away()) {
             atomic_store((atomic_uint *)&shared->left, 1);
+            return 0; /* though the other may have come: what the handler has raised goes first */
+        }
     }
 }
 

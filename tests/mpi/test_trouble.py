@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpicoll as dist
 from mpicoll.routes.host import select
@@ -42,7 +43,9 @@ def test_a_receive_that_timed_out_takes_no_later_message(pair, world, mpi):
 
 
 def test_a_send_that_timed_out_arrives_whole(pair, world, mpi):
-    count = 1 << 22  # so much that every MPI waits for the receiver
+    if MPI.get_vendor()[0] == "Intel MPI":
+        pytest.skip("it takes any message before its receiver is there, which calls MPI meanwhile")
+    count = 1 << 22  # so much that every other MPI waits for the receiver
     if world.me == 0:
         with pytest.raises(dist.CollectiveTimeoutError, match="send"):
             dist.send(np.full((count, 2), 7.0)[:, 0], 1, group=pair)

@@ -22,7 +22,7 @@ void mpicoll_unpack(char *const *arrays, const size_t *counts, size_t n, size_t 
                     size_t size, const char *from);
 int mpicoll_format(const char *name);
 void mpicoll_limit(int begun, int cancel, long long milliseconds, const char *before,
-                   const char *after, const char *job, int size);
+                   const char *after, const char *job, int size, int code);
 
 enum { SUM = 0, ROUNDS = 12, LIMIT_SECONDS = 240 };
 
@@ -437,7 +437,7 @@ static size_t time_out(const char *before, const char *job, int size, char *text
     if (!child) {
         dup2(output[1], STDERR_FILENO);
         close(output[1]);
-        mpicoll_limit(begun[1], cancel[0], 1, before, "; the end\n", job, size);
+        mpicoll_limit(begun[1], cancel[0], 1, before, "; the end\n", job, size, 1);
         _exit(3);
     }
     close(output[1]);
@@ -456,7 +456,7 @@ static void limit(void)
     int begun[2], cancel[2];
 
     CHECK(!pipe(begun) && !pipe(cancel) && write(cancel[1], "", 1) == 1);
-    mpicoll_limit(begun[1], cancel[0], 60000, "", "", NULL, 0); /* cancelled */
+    mpicoll_limit(begun[1], cancel[0], 60000, "", "", NULL, 0, 1); /* cancelled */
     close(begun[0]), close(begun[1]), close(cancel[0]), close(cancel[1]);
 
     time_out("too late", "mpicoll-sanitize", 3, text, sizeof text);

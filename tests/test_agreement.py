@@ -294,7 +294,9 @@ os._exit(0)  # an all_reduce that is stuck keeps MPI from being finalised
     ],
 )
 def test_a_timeout_can_be_caught_where_others_have_destroyed_their_groups(ended, call):
-    assert sorted(ended.lines) == ["caught", "end", "end"], ended
+    # The launcher may have words of its own for ranks that do not finalise MPI.
+    said = [line for line in ended.lines if line in ("caught", "end")]
+    assert sorted(said) == ["caught", "end", "end"], ended
 
 
 @job(

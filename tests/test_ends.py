@@ -322,7 +322,7 @@ def test_a_ctrl_c_that_is_caught_does_not_end_the_job(ended: Ended) -> None:
             os.write(1, (repr(text) + "\\n").encode())
         def flush(self):
             pass
-    dist.init_process_group(timeout=5)
+    dist.init_process_group(timeout=8)
     kept = []
     if dist.get_rank() == 1:
         time.sleep(1000)

@@ -94,15 +94,19 @@ def namespaces() -> Iterator[list[str]]:
         holder.communicate(b"\n", timeout=LIMIT)
 
 
-def test_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
-    """The ranks find out who is where, and go through levels or not, with the same results."""
-    (tmp_path / "job.py").write_text(JOB)
-    done: Any = subprocess.run(
-        [*MPIEXEC, "-n", "4", sys.executable, "-c", ENTER, *namespaces, tmp_path / "job.py",
-         tmp_path],
+def run(job: str, namespaces: list[str], folder: Path) -> Any:
+    """Run a script on four ranks in two namespaces; it gets the folder."""
+    (folder / "job.py").write_text(job)
+    return subprocess.run(
+        [*MPIEXEC, "-n", "4", sys.executable, "-c", ENTER, *namespaces, folder / "job.py", folder],
         env=os.environ | APART, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=LIMIT, check=False,
     )  # fmt: skip
+
+
+def test_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
+    """The ranks find out who is where, and go through levels or not, with the same results."""
+    done = run(JOB, namespaces, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
     assert found == [["nodes", [[0, 1], [2, 3]], True]] * 4
@@ -122,13 +126,7 @@ dist.barrier() if dist.get_rank() < 3 else far_away()
 
 def test_a_hang_on_another_node_is_reported(namespaces: list[str], tmp_path: Path) -> None:
     """The guard of rank 0's node asks that of the other."""
-    (tmp_path / "job.py").write_text(HANG)
-    done: Any = subprocess.run(
-        [*MPIEXEC, "-n", "4", sys.executable, "-c", ENTER, *namespaces, tmp_path / "job.py",
-         tmp_path],
-        env=os.environ | APART, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=LIMIT, check=False,
-    )  # fmt: skip
+    done = run(HANG, namespaces, tmp_path)
     assert done.returncode != 0
     assert "mpicoll: ranks 0-2 of group 0 (4 ranks) wait for 3 s in call 1" in done.stderr
     assert "  rank 3: in Python, after no call of group 0" in done.stderr

@@ -233,6 +233,19 @@ class ProcessGroup(Calls):
         self.next_check = 0  # where each call looks whether the group is broken
         self.forget()
 
+    def break_after(self, interruption: BaseException) -> None:
+        """Make every later call raise: this rank has left one in which a signal's handler raised.
+
+        interruption: what it has raised.
+        """
+        self.break_with(
+            DistBackendError(
+                f"group {self.group_name}: a signal's handler has raised "
+                f"{type(interruption).__name__} in call {self.sequence}, which this rank has left; "
+                "the group cannot be used any more"
+            )
+        )
+
     def wait_for(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
         """Wait for a request of MPI while the group is whole.
 
@@ -255,14 +268,8 @@ class ProcessGroup(Calls):
             raise
         except BaseException as error:
             _left_behind.append((request, error))
-            if self.broken is None:  # a signal's handler has raised it
-                self.break_with(
-                    DistBackendError(
-                        f"group {self.group_name}: a signal's handler has raised "
-                        f"{type(error).__name__} in call {self.sequence}, which this rank has "
-                        "left; the group cannot be used any more"
-                    )
-                )
+            if self.broken is None:
+                self.break_after(error)
             raise
 
     @property

@@ -587,8 +587,8 @@ class Guard:
         # killed the others. It sends a signal from outside to all ranks.
         own = [one for one in lost if one.how != "SIGKILL" and one.how not in _FROM_OUTSIDE]
         killed = [one for one in lost if one.how == "SIGKILL"]
-        if own or first == "SIGKILL" or len(killed) < len(lost):
-            lost = (own or killed or lost)[: 1 if own or killed else len(lost)]
+        if culprits := own or killed:
+            lost = culprits[:1]
         lost = [one for one in lost if one.how == lost[0].how]
         now = time.monotonic()
         snapshots = [one.snapshot(self.host, now, {}) for one in lost]

@@ -33,7 +33,7 @@ from mpicoll.core.plan import (
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import Kind, ReduceOp
-from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.errors import MismatchError
 from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS, FUSED, LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
@@ -413,13 +413,7 @@ class Shared:
         """Return why the last call was not carried out, and strike it from the group's record."""
         interruption = interruptions.take()
         if interruption is not None:
-            self._group.break_with(
-                DistBackendError(
-                    f"group {self._group.group_name}: a signal's handler has raised "
-                    f"{type(interruption).__name__} in call {self._group.sequence}, which this "
-                    "rank has left; the group cannot be used any more"
-                )
-            )
+            self._group.break_after(interruption)
             return interruption
         closer = self.kernels.shared_closer(self.pointer)
         if self._hold.left or closer >= 0:

@@ -19,7 +19,7 @@ from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes.device import ipc as peer
 from mpicoll.routes.device import space as device_space
-from mpicoll.routes.device import staged
+from mpicoll.routes.device import staged, workspaces
 from mpicoll.routes.host import select
 
 pytestmark = pytest.mark.up_to_3
@@ -315,10 +315,10 @@ def test_many_groups(on, monkeypatch, ipc):
         dist.destroy_process_group(group)
 
     round()
-    streams, mapped = len(arrays.cuda.streams), len(peer._mapped)
+    streams, mapped = len(arrays.cuda.streams), len(workspaces.mapped)
     for _ in range(20):
         round()
-    assert (len(arrays.cuda.streams), len(peer._mapped)) == (streams, mapped)
+    assert (len(arrays.cuda.streams), len(workspaces.mapped)) == (streams, mapped)
     assert mapped == 0
 
 

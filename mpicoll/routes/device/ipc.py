@@ -23,7 +23,6 @@ All ranks combine in the order of the ranks, and share the result: the same bits
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,7 +35,6 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
-from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp, by_name
@@ -45,6 +43,7 @@ from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import at_home
+from mpicoll.routes.device.workspaces import BLOCK, free_when_unmapped, mapped
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.transfers import CARRIED, Get, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
@@ -63,8 +62,6 @@ SLOT = 8 * 1024 * 1024
 #: Bytes of a message up to which every rank combines everything, to save a turn.
 WHOLE = 256 * 1024
 _LINE = 256
-#: Bytes of the blocks that the driver shares out to small allocations: who opens one has them all.
-_BLOCK = 2 * 1024 * 1024
 
 
 def _rounded(nbytes: int) -> int:
@@ -234,12 +231,7 @@ class Peers:
         """
         self.context.synchronize(self.context.work)
         self._workspaces = []
-        request, moment = self.group.inner.Ibarrier(), deadline(limit)
-        while not request.Test():
-            if time.monotonic() > moment:
-                return
-            time.sleep(1e-4)
-        _mapped.remove(self._own)
+        free_when_unmapped(self.group, self._own, limit)
 
 
 def _failure_of(task: Callable[[], None]) -> Exception | None:
@@ -249,10 +241,6 @@ def _failure_of(task: Callable[[], None]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-#: Workspaces that other ranks may map: freeing such memory would pull it away under them.
-_mapped: list[Memory] = []
 
 
 def _share_slot(room: int, n: int) -> int:
@@ -266,10 +254,10 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
     own, handle, found, problem = None, b"", [], ""
     try:
         nbytes = SLOTS * (room + _share_slot(room, group.size()))
-        nbytes = -(-nbytes // _BLOCK) * _BLOCK
+        nbytes = -(-nbytes // BLOCK) * BLOCK
         own = allocate(runtime, context.index, nbytes)
         handle = runtime.export(context.index, own)
-        _mapped.append(own)
+        mapped.append(own)
     except Exception as error:  # whatever the driver says: all ranks take another route then
         own, problem = None, f"no workspace: {error}"
     said: list[tuple[bytes, str]] = group.inner.allgather((handle, problem))
@@ -287,7 +275,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
         found.clear()
         group.inner.Barrier()  # no rank maps anything any more
         if own is not None:
-            _mapped.remove(own)
+            mapped.remove(own)
         return why
     return Peers(group, context, room, own, found)
 

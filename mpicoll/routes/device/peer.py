@@ -11,7 +11,6 @@ ranks. The next call says so; what was waiting in the streams has gone on.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +24,6 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import encode_kind
-from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import CUDA, Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp, by_name
@@ -35,6 +33,7 @@ from mpicoll.kernels.peers import HEADER, RANKS, Collective
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import at_home
+from mpicoll.routes.device.workspaces import BLOCK, free_when_unmapped, mapped
 from mpicoll.routes.route import MemoryKind, Route
 
 if TYPE_CHECKING:
@@ -43,10 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTE", "Peers", "meet"]
 
-#: Bytes of a workspace beside its header. The driver shares blocks of _BLOCK bytes out to small
-#: allocations: who opens one has them all.
+#: Bytes of a workspace beside its header.
 WORKSPACE = 32 * 1024 * 1024
-_BLOCK = 2 * 1024 * 1024
 #: Seconds to wait for a rank in the try that comes before the first call.
 TRY_LIMIT = 20.0
 #: Bytes of each rank that are tried.
@@ -139,12 +136,7 @@ class Peers:
         """
         self.context.synchronize(self.context.work)
         self._workspaces = []
-        request, moment = self.group.inner.Ibarrier(), deadline(limit)
-        while not request.Test():
-            if time.monotonic() > moment:
-                return
-            time.sleep(1e-4)
-        _mapped.remove(self._own)
+        free_when_unmapped(self.group, self._own, limit)
 
 
 def _nanoseconds(seconds: float | None) -> int:
@@ -160,10 +152,6 @@ def _tried(send: int, recv: int, n: int) -> Collective:
     return Collective("all_gather", None, 8, send, recv, starts=list(starts))
 
 
-#: Workspaces that other ranks may map: freeing such memory would pull it away under them.
-_mapped: list[Memory] = []
-
-
 def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
     """Return what the ranks have of each other, once a try has shown that it works, or, on all, why
     there is none. All ranks call.
@@ -177,7 +165,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
             raise UnsupportedError(
                 f"the kernels are CUDA's, and the devices are {runtime.kind()}'s"
             )
-        own = allocate(runtime, index, -(-(HEADER.itemsize + WORKSPACE) // _BLOCK) * _BLOCK)
+        own = allocate(runtime, index, -(-(HEADER.itemsize + WORKSPACE) // BLOCK) * BLOCK)
         zeros = runtime.allocate_pinned(index, HEADER.itemsize)
         zeros.on_host()[: HEADER.itemsize] = 0
         # In a stream of its own: the host does not wait for what the call comes after.
@@ -186,7 +174,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
         runtime.load_collective(index, _tried(0, 0, n))
         blocks = min(blocks, runtime.multiprocessors(index))
         handle = runtime.export(index, own)
-        _mapped.append(own)
+        mapped.append(own)
     except Exception as error:  # whatever the driver says: all ranks take another route then
         own, problem = None, f"no workspace: {error}"
     said: list[tuple[bytes, int, str]] = group.inner.allgather((handle, blocks, problem))
@@ -213,7 +201,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
     made = None
     group.inner.Barrier()  # no rank maps anything any more
     if own is not None:
-        _mapped.remove(own)
+        mapped.remove(own)
     return why
 
 

@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +27,8 @@ _lock = threading.RLock()
 Wait = Callable[["MPI.Request", "MPI.Status | None"], None]
 #: Most seconds between two tests of a request.
 _LONGEST_PAUSE = 200e-6
+#: Bytes of the largest broadcast.
+_PIECE = 2**30
 
 
 def serialize(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -69,6 +71,28 @@ def _wait(request: MPI.Request, status: MPI.Status | None) -> None:
     while not request.Test(status):
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _pieces(message: object) -> Iterator[object]:
+    """Return a message of contiguous elements as messages of at most 1 GiB.
+
+    With Intel MPI 2021.18, Ibcast of more than 2 GiB ends with "Invalid communicator" on the ranks
+    that receive, whatever its datatype; no other call does.
+    """
+    if not isinstance(message, list):
+        yield message
+        return
+    buffer, count, *start, datatype = message
+    size = datatype.Get_size()
+    if count * size <= _PIECE:
+        yield message
+        return
+    from mpi4py import MPI
+
+    first = MPI.Get_address(buffer) + (start[0] * size if start else 0)
+    for at in range(0, count * size, _PIECE):
+        length = min(_PIECE, count * size - at)
+        yield [MPI.buffer.fromaddress(first + at, length), length, MPI.BYTE]
 
 
 class _Request:
@@ -174,8 +198,9 @@ class _Communicator(_Locked):
     def Barrier(self) -> None:
         self.Ibarrier().Wait()
 
-    def Bcast(self, *args: object) -> None:
-        self._start(self._comm.Ibcast, *args).Wait()
+    def Bcast(self, message: object, root: int) -> None:
+        for piece in _pieces(message):
+            self._start(self._comm.Ibcast, piece, root).Wait()
 
     def bcast(self, value: object, root: int) -> Any:
         """Return the root's object. Not as mpi4py does it: where one rank has MPI_THREAD_MULTIPLE

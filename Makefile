@@ -56,6 +56,8 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMP_NUM_THREADS := 1
+# Thousands of processes import mpicoll: where this is set, as in many containers, each compiles it.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo torch test test-clients test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
 .PHONY: sanitize random chaos soak coverage bench-environment gpu-environment clean

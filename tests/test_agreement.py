@@ -37,6 +37,7 @@ def both(ended, pattern):
 # ---- what decides how bytes go over the wire -----------------------------------------------------
 
 
+@pytest.mark.any_mpi
 @job(
     RANK + "os.environ['MPICOLL_DEBUG'] = 'DETAIL' if rank == $rank else 'OFF'\n"
     "dist.init_process_group()\n" + TRAIN + "dist.destroy_process_group()\nsay('done')",
@@ -48,6 +49,7 @@ def test_one_rank_alone_that_asks_for_detail(ended, rank):
     assert ended.lines == ["done"] * 2
 
 
+@pytest.mark.any_mpi
 @job(
     RANK + "dist.init_process_group()\n" + TRAIN +
     """
@@ -74,6 +76,7 @@ def test_a_level_set_on_one_rank_holds_on_all(ended):
     assert ended.lines == ["at once"] * 2
 
 
+@pytest.mark.any_mpi
 @job(
     "dist.init_process_group()\n" + TRAIN +
     """
@@ -111,6 +114,7 @@ def test_ranks_with_another_thread_level(ended, level):
     assert ended.lines == ["done"] * 2
 
 
+@pytest.mark.any_mpi
 @job(RANK + "dist.__version__ += '+other' if rank == 1 else ''\ndist.init_process_group()")
 def test_another_version_is_refused_by_name(ended):
     ended.badly("LaunchError", "do not run the same mpicoll", "the version of mpicoll is rank 0: ")
@@ -142,6 +146,7 @@ def test_another_constant_is_refused_by_name(ended, constant):
     both(ended, f"LaunchError: .*{constant} is rank 0")
 
 
+@pytest.mark.any_mpi
 @job(RANK + "os.environ['MPICOLL_SHARED_MEMRY'] = '0'\ndist.init_process_group()")
 def test_a_misspelt_setting_is_refused_by_name(ended):
     ended.badly("ArgumentError", "MPICOLL_SHARED_MEMRY", "did you mean MPICOLL_SHARED_MEMORY?")
@@ -323,6 +328,7 @@ def test_groups_that_ranks_end_in_different_ways(ended):
     assert ended.lines == ["done"] * 2
 
 
+@pytest.mark.any_mpi
 @job(
     "dist.init_process_group()\nrank = dist.get_rank()\n" + TRAIN + """
 for i in range(100):

@@ -328,6 +328,7 @@ for tries_too in False, True, True:
 """
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

@@ -108,6 +108,7 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
 # --- the command line ---------------------------------------------------------------------------
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @pytest.mark.parametrize("words", ["hello --bad", "doctor --js", "doctor more", "hullo"])
 @job("$words", ranks=3)
@@ -119,6 +120,7 @@ def test_a_bad_command_line_ends_all_ranks_at_once(words: str, ended: Ended) -> 
     assert ended.seconds < LIMIT / 3
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -132,6 +134,7 @@ def test_a_misspelt_command(words: str, hint: str, capsys: pytest.CaptureFixture
     assert caught.value.code == 2 and hint in capsys.readouterr().err
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @pytest.mark.parametrize("words", ["--help", ""])
 @job("$words", ranks=3)
@@ -142,6 +145,7 @@ def test_help_is_printed_once(words: str, ended: Ended) -> None:
         assert name in ended.out and what[:30] in ended.out
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @job("--version", ranks=3)
 def test_the_version_is_printed_once(ended: Ended) -> None:
@@ -181,6 +185,7 @@ def check_interrupted(ended: Ended) -> None:
     assert ended.seconds < LIMIT / 3, ended
 
 
+@pytest.mark.any_mpi
 @job("bench all_reduce -e 1 -b 1 -n 100000000", site=interrupted("0"))
 def test_ctrl_c_alone(ended: Ended) -> None:
     check_interrupted(ended)
@@ -206,6 +211,7 @@ def test_ctrl_c_inside_mpi(ended: Ended) -> None:
     check_interrupted(ended)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("environment", "first"),
     [
@@ -221,6 +227,7 @@ def test_who_speaks_before_mpi_runs(environment: dict[str, str], first: bool) ->
 # --- hello --------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_mpi
 @job("hello")
 def test_hello_alone(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
@@ -245,6 +252,7 @@ def test_hello_on_ranks_with_gpus(ended: Ended) -> None:
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
 
 
+@pytest.mark.any_mpi
 @job("hello", environment=SRUN)
 def test_hello_where_mpi_does_not_see_the_ranks(ended: Ended) -> None:
     assert ended.code == 1 and ended.out == "", ended
@@ -255,6 +263,7 @@ def test_hello_where_mpi_does_not_see_the_ranks(ended: Ended) -> None:
 # --- doctor -------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_mpi
 @job("doctor")
 def test_doctor_alone(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
@@ -299,6 +308,7 @@ def test_doctor_on_ranks(ended: Ended) -> None:
             assert "shared memory" in routes[name]
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @job("doctor", ranks=3, environment={"MPICOLL_CLUSTERS": "2,1"})
 def test_doctor_says_the_clusters(ended: Ended) -> None:
@@ -308,6 +318,7 @@ def test_doctor_says_the_clusters(ended: Ended) -> None:
     assert "between clusters of near ranks, 2 + 1 of them\n" in ended.out
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @job("doctor --json", ranks=2, environment={"MPICOLL_SHARED_MEMORY": "0"})
 def test_doctor_without_shared_memory(ended: Ended) -> None:
@@ -363,6 +374,7 @@ runpy.run_path(os.path.join(os.environ["FAKE"], "sitecustomize.py"))
 TOGETHER = {"FAKE_GPU": "nothing", "FAKE_GPUS": "2", "PYTHONPATH": FAKE, "FAKE": FAKE}
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @job("doctor", ranks=2, environment=TOGETHER, site=JOINED)
 def test_doctor_tells_how_gpus_are_joined(ended: Ended) -> None:
@@ -377,6 +389,7 @@ def test_doctor_tells_how_gpus_are_joined(ended: Ended) -> None:
     assert f"GPUDirect nvidia_peermem (RDMA) is {loaded}loaded, gdrdrv (GDRCopy) is " in words
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @job("hello", ranks=2, environment=TOGETHER, site=JOINED)
 def test_hello_tells_what_is_near(ended: Ended) -> None:
@@ -385,6 +398,7 @@ def test_hello_tells_what_is_near(ended: Ended) -> None:
     assert "nearest to mlx5_9 (PHB); GPU 0000:01:00.0 is far from the processors" in second
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @job("doctor --json", ranks=2, environment={**CLAIMED, "FAKE_GPU": "nothing",
      "MPICOLL_DEVICE_ROUTE": "mpi"})  # fmt: skip
@@ -401,6 +415,7 @@ def test_doctor_with_all_that_can_be_had(ended: Ended) -> None:
     assert found["routes"]["device"] == expected
 
 
+@pytest.mark.any_mpi
 @job("doctor --json", environment={"MPICOLL_DEVICE_ROUTE": "mpi"})
 def test_doctor_with_a_route_that_cannot_be_had(ended: Ended) -> None:
     found = json.loads(ended.out)
@@ -413,6 +428,7 @@ MISSPELT = {"MPICOLL_CUDA_AWARE": "perhaps", "MPICOLL_SHARED_MEM": "0", "MPICOLL
             "MPICOLL_SECRET": "hush", "MPICOLL_TABLE": "0"}  # fmt: skip
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @job("doctor --json", ranks=2, environment=MISSPELT)
 def test_doctor_with_misspelt_settings(ended: Ended) -> None:
@@ -428,6 +444,7 @@ def test_doctor_with_misspelt_settings(ended: Ended) -> None:
     assert [each["settings"] for each in found["ranks"]] == [told] * 2
 
 
+@pytest.mark.any_mpi
 @job("doctor", environment=SRUN)
 def test_doctor_where_mpi_does_not_see_the_ranks(ended: Ended) -> None:
     assert ended.code == 1, ended
@@ -436,11 +453,13 @@ def test_doctor_where_mpi_does_not_see_the_ranks(ended: Ended) -> None:
     assert "launcher srun" in words
 
 
+@pytest.mark.any_mpi
 @job("doctor", environment={**SRUN, "SLURM_PROCID": "1"})
 def test_the_other_ranks_say_nothing_of_it(ended: Ended) -> None:
     assert (ended.code, ended.out) == (1, ""), ended
 
 
+@pytest.mark.any_mpi
 @job("doctor", environment={"MPI4PY_MPIABI": "mpich", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
 def test_doctor_where_mpi_does_not_load(ended: Ended) -> None:
     assert ended.code == 1, ended

@@ -61,6 +61,7 @@ HANG = """
 """
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @needs_torch
 @pytest.mark.parametrize("culprit", ["time.sleep(1000)"])
@@ -74,6 +75,7 @@ def test_a_rank_that_never_calls(culprit: str, ended: Hung) -> None:
     assert "script.py:" in text  # where they wait
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @needs_torch
 @pytest.mark.parametrize(
@@ -99,6 +101,7 @@ def test_a_rank_in_another_call_over_messages(culprit: str, ended: Hung) -> None
     assert "Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH" in analysed(ended.folder)
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @needs_torch
 @job(

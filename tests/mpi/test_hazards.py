@@ -284,6 +284,7 @@ def test_monitored_barrier_of_ranks_that_all_come(teams):
                 assert dist.monitored_barrier(team.group, timeout=30) is None
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("wait_all", [False, True])
 def test_monitored_barrier_names_who_is_missing(pair, world, mpi, wait_all):
     late = list(range(1, world.size))
@@ -303,6 +304,7 @@ def test_monitored_barrier_names_who_is_missing(pair, world, mpi, wait_all):
         dist.monitored_barrier(pair, timeout=30)
 
 
+@pytest.mark.any_mpi
 def test_monitored_barrier_without_rank_0(pair, world, mpi):
     if world.me == 0:
         mpi.Barrier()

@@ -166,11 +166,10 @@ def test_fsdp_is_the_same_as_ddp(short: Training, tmp_path: Path) -> None:
     training.assert_same(short)
 
 
-@pytest.mark.parametrize("way", [[], ["--fsdp"]], ids=["ddp", "fsdp"])
-def test_gloo_gives_the_same_losses(way: list[str], short: Training, tmp_path: Path) -> None:
+def test_gloo_gives_the_same_losses(short: Training, tmp_path: Path) -> None:
     if "Open MPI" in mpi_library():
         pytest.skip("no MPI has a part in it: once is enough")
-    training = Training(tmp_path / "gloo.pt", ranks(2), "--backend", "gloo", *way, *SHORT)
+    training = Training(tmp_path / "gloo.pt", ranks(2), "--backend", "gloo", *SHORT)
     assert "over gloo\n" in training.output
     training.assert_same(short)
 

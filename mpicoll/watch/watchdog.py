@@ -210,9 +210,10 @@ class Watchdog:
             for group in list(state.groups):
                 rank_status.receive(group)
                 timeouts.receive(group)
-        if state.default is not None and not launch.is_serialized():
-            rank_status.receive(state.default)
-            timeouts.receive(state.default)
+        default = state.default  # another thread may destroy it meanwhile
+        if default is not None and not launch.is_serialized():
+            rank_status.receive(default)
+            timeouts.receive(default)
         flight_record.answer()
         if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
             for group in list(state.groups):

@@ -249,7 +249,9 @@ def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namesp
     terms = {PLAIN: ["not waits"], WAITS: ["waits"]}.get(part, [])
     terms += [] if first else ["not any_mpi"]
     terms += ["not slow"] if arguments.quick else []
-    terms += ["not up_to_3"] if number > 3 and not arguments.full else []
+    if not arguments.full:
+        terms += ["not up_to_3 and not on_3"] if number > 3 else []
+        terms += ["not on_3"] if number == 2 and not (arguments.quick or arguments.ranks) else []
     return " and ".join(terms)
 
 

@@ -19,7 +19,7 @@ import mpicoll as dist
 from mpicoll.cuda import runtime
 from mpicoll.dtypes import DTYPES, Kind
 
-pytestmark = pytest.mark.up_to_3
+pytestmark = pytest.mark.on_3
 
 MIB = 1 << 20
 NARROW = [row for row in DTYPES if row.kind is Kind.NARROW_FLOAT]

@@ -22,7 +22,7 @@ from mpicoll.routes.device import space as device_space
 from mpicoll.routes.device import staged, workspaces
 from mpicoll.routes.host import select
 
-pytestmark = pytest.mark.up_to_3
+pytestmark = pytest.mark.on_3
 
 
 @pytest.fixture

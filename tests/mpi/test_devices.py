@@ -21,7 +21,7 @@ from mpicoll.routes import registry
 from mpicoll.routes.device import ipc, shared_gpu, staged
 from mpicoll.routes.host import mpi as native
 
-pytestmark = pytest.mark.up_to_3
+pytestmark = pytest.mark.on_3
 
 #: One of each kind, and of each size that is treated in a way of its own.
 SOME = [row for row in DTYPES if row.name in (

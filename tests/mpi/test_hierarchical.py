@@ -116,6 +116,7 @@ def test_seams(cut, mpi, dtype):
 
 
 @needs
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("name", [name for name in ROUTED if name != "all_reduce"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_seams_of_others(cut, name, dtype):

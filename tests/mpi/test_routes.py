@@ -100,7 +100,7 @@ def test_a_declaration_is_whole(route):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=repr)
-@pytest.mark.parametrize("name", [name for name in registry.DEVICE if name != "nccl"])
+@pytest.mark.parametrize("name", [n for n in registry.DEVICE if n not in ("nccl", "hierarchical")])
 def test_device_memory(world, monkeypatch, name, row):
     """A route that is forced carries what it declares, and refuses the rest by its name."""
     arrays = simulated.Arrays.of_route(name, world.size)

@@ -357,7 +357,8 @@ def _carry_out(
     """Carry out one call, chunk by chunk.
 
     counts:  of elements, and of those of a chunk.
-    prepare: takes the memory of a chunk, given its first element and count.
+    prepare: takes the memory of a chunk, given its first element and count, and fills it: all that
+             may fail before other ranks depend on it.
     carry:   carries it out in that memory.
 
     Raises on all ranks if their calls differ, or one lacks the memory.
@@ -383,12 +384,11 @@ def _carry_out(
         levels.compare(signature, number, failure)
 
     mark = context.mark()
-    check(partial(take, 0))
-    for start in range(0, count, step):
-        if start:  # as much as for the first, or less
-            context.release(mark)
-            take(start)
-        carry(memory[0], check)
+    for start in range(0, max(count, 1), step):
+        context.release(mark)
+        check(partial(take, start))
+        if count:
+            carry(memory[0], check)
 
 
 def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
@@ -402,15 +402,13 @@ def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
 class _Reduced(NamedTuple):
     """The memory of a chunk of a reduction.
 
-    chunk:  of the array.
-    source: its elements, as wide ones.
+    source: elements of the array, as wide ones.
     stripe: this rank's stripe of the sum; with a single rail the sum takes the place of the source.
     result: the same as elements of the array.
     out:    where the cluster gathers results; None where it does not.
     counts: of the stripes of the cluster's ranks.
     """
 
-    chunk: DeviceView
     source: DeviceView
     stripe: DeviceView
     result: DeviceView
@@ -443,6 +441,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
             overwrites = one_rail and levels.lane is not None
             if by.widens or (overwrites and not may_write):
                 source = _like(space, chunk, wide)
+                by.fill(chunk, source)
             stripe = source if one_rail else _like(space, source.part(begin, own), wide)
             out = None
             if gathers:
@@ -452,30 +451,24 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
                 result = stripe if out is None else out
             elif by.widens:
                 result = _like(space, chunk.part(begin, own), dtype)
-            return _Reduced(chunk, source, stripe, result, out, counts)
+            return _Reduced(source, stripe, result, out, counts)
 
         def carry(memory: _Reduced, check: _Check) -> None:
-            chunk, source, stripe, result, out, counts = memory
+            source, stripe, result, out, counts = memory
             own = stripe.count if levels.lane is not None else 0
 
-            def fill() -> None:
-                if source is not chunk:
-                    by.fill(chunk, source)
-
             def first_step() -> None:
-                if down is None:
-                    fill()
-                elif one_rail:
-                    down(None, source, source.count, levels.first, fill)
-                else:
-                    down(source, stripe, Blocks(counts, [own] * n), 0, fill)
+                if down is not None and one_rail:
+                    down(None, source, source.count, levels.first)
+                elif down is not None:
+                    down(source, stripe, Blocks(counts, [own] * n))
 
             def finish() -> None:
                 if own:
                     by.finish(stripe, result)
 
             check(first_step)
-            gathered: Extent = chunk.count if one_rail else Blocks([own] * n, counts)
+            gathered: Extent = source.count if one_rail else Blocks([own] * n, counts)
             try:
                 if along is not None and own:
                     along(None, stripe, own, home)
@@ -600,21 +593,17 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Imple
     def carry_out(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         def prepare(start: int, count: int) -> tuple[DeviceView, ...]:
             out = recv.part(start, count)
-            packed = space.empty(dtype, n * count)
-            source = space.empty(wide, n * count) if by.widens else packed
-            total = space.empty(wide, count) if by.widens else out
-            return out, packed, source, space.empty(wide, many * count), total
+            rows, packed = space.empty(wide, many * count), space.empty(dtype, n * count)
+            _blocks(levels, send, recv.count, start, packed, False)
+            if not by.widens:
+                return out, packed, rows, out
+            source = space.empty(wide, n * count)
+            by.fill(packed, source)
+            return out, source, rows, space.empty(wide, count)
 
         def carry(memory: tuple[DeviceView, ...], check: _Check) -> None:
-            out, packed, source, rows, total = memory
-
-            def fill() -> None:
-                start = (out.address - recv.address) // dtype.itemsize
-                _blocks(levels, send, recv.count, start, packed, False)
-                if by.widens:
-                    by.fill(packed, source)
-
-            check(lambda: down(source, rows, rows.count, 0, fill))
+            out, source, rows, total = memory
+            check(partial(down, source, rows, rows.count))
             along(rows, total, total.count)
             by.finish(total, out)
 

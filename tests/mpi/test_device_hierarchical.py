@@ -24,6 +24,8 @@ from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import hierarchical, ipc, peer, shared_gpu
 
+pytestmark = pytest.mark.any_mpi
+
 #: Two clusters, one of two ranks, have three.
 LEAST = 3
 ROUTE = registry.DEVICE["hierarchical"]
@@ -31,14 +33,13 @@ ROUTE = registry.DEVICE["hierarchical"]
 #: Where ranks are: node and GPU of each of n.
 PLACES = {
     "two GPUs": lambda n: [(0, 2 * rank // n) for rank in range(n)],
-    "two GPUs in turn": lambda n: [(0, rank % 2) for rank in range(n)],
     "two nodes": lambda n: [(2 * rank // n, rank % 2) for rank in range(n)],
-    "two nodes in turn": lambda n: [(rank % 2, rank // 2) for rank in range(n)],
+    "two nodes across": lambda n: [(int(0 < rank < n - 1), rank // 2) for rank in range(n)],
     "two nodes, a GPU each": lambda n: [(rank % 2, 0) for rank in range(n)],
     "a rank alone": lambda n: [(int(rank == n - 1), rank % 2) for rank in range(n)],
 }
 #: Those of which all ranks are on rails, if there are as many on each node.
-EVEN = ("two nodes", "two nodes in turn")
+EVEN = ("two nodes", "two nodes across")
 
 
 class ExactOnDevice(DeviceCall, Exact):
@@ -156,7 +157,7 @@ LAYOUTS = itertools.cycle([("C", False), ("third", True), ("1", False), ("C", Tr
 def test_calls(kept, mpi, met, name):
     """All that it serves, around the borders of stripes and chunks; any layout."""
     row, done = NAMES[name], []
-    for count in (0, 1, 17, 500, 1024, 3001):
+    for count in (0, 17, 1024, 3001):
         dtype, op = next(KINDS[row.reduces])
         layout, async_op = next(LAYOUTS)
         exact = op is not ReduceOp.PREMUL_SUM
@@ -197,9 +198,8 @@ def test_blocks_of_different_sizes(kept, met):
 #: Which routes the group takes, its clusters, and its rails, of four ranks.
 TAKEN = {
     "two GPUs": (("hierarchical", "ipc", "staged"), "shared_gpu", "peer"),
-    "two GPUs in turn": (("hierarchical", "ipc", "staged"), "shared_gpu", "peer"),
     "two nodes": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
-    "two nodes in turn": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
+    "two nodes across": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
     "two nodes, a GPU each": (("hierarchical", "direct", "mpi", "staged"), "shared_gpu", "direct"),
     "a rank alone": (("hierarchical", "direct", "mpi", "staged"), "hierarchical", "direct"),
 }
@@ -295,7 +295,7 @@ def test_where_ranks_cannot_map_memory(arrays, world, monkeypatch, name):
 # ---- Order ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("eager", [0, 1, 3])
+@pytest.mark.parametrize("eager", [0, 1])
 def test_devices_that_are_ahead(placed, eager):
     """Whatever a rank's device has done: nothing is read early, or written late."""
     placed.arrays.cuda.eager = placed.me == eager
@@ -317,7 +317,7 @@ def test_groups_leave_nothing_open(placed, monkeypatch):
     cuda, array = placed.arrays.cuda, placed.array(3000)
     gc.collect()
     opened, streams = len(cuda.opened), len(cuda.streams)
-    for _ in range(3):
+    for _ in range(2):
         group = dist.new_group()
         array.host[...] = placed.me
         array.upload()

@@ -86,7 +86,9 @@ def test_a_declaration_is_whole(route):
     """It names primitives that there are, and serves each of them for some dtype."""
     assert set(route.primitives) <= {row.name for row in PRIMITIVES}
     assert set(route.uneven) <= set(route.primitives)
-    assert route.name and route.words and route.place in ("", "gpu", "gpus", *tuning.PLACES)
+    assert (
+        route.name and route.words and route.place in ("", "gpu", "gpus", "levels", *tuning.PLACES)
+    )
     for row in PRIMITIVES:
         served = [
             (op, dtype)

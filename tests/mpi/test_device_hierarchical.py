@@ -21,6 +21,7 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
+from mpicoll.launch.serialized_mpi import plain
 from mpicoll.routes import registry
 from mpicoll.routes.device import hierarchical, ipc, peer, shared_gpu
 
@@ -323,8 +324,11 @@ def test_groups_leave_nothing_open(placed, monkeypatch):
         array.upload()
         dist.all_reduce(array, group=group)
         assert (got(array) == sum(range(placed.n))).all()
-        assert len(cuda.opened) >= opened
+        levels = group.resources.find("devices").hierarchical
+        parts = [part.group for part in (levels.inside, levels.along) if part is not None]
         dist.destroy_process_group(group)
+        assert all(plain(part.inner) == MPI.COMM_NULL for part in parts)
+        del levels, parts
         gc.collect()
         assert len(cuda.opened) == opened and len(cuda.streams) == streams
 

@@ -346,8 +346,9 @@ def test_calls_that_differ(placed):
     placed.total(3000)
 
 
-@pytest.mark.parametrize("who", [0, -1])
-@pytest.mark.parametrize("what", ["allocate", "scale", "find_allocation", "pack"])
+@pytest.mark.parametrize(
+    ("what", "who"), [("allocate", 0), ("scale", -1), ("find_allocation", -1), ("pack", 0)]
+)
 def test_a_rank_that_fails(placed, mpi, monkeypatch, what, who):
     """Before its first step, or in it: all leave the call, whatever cluster they are in, and the
     group goes on.

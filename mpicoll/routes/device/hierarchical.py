@@ -1,32 +1,32 @@
-"""Levels of device memory: ranks that are near each other first, then between these clusters.
+"""Levels of device memory: among ranks that are near each other, then between these clusters.
 
-The clusters of a group on several nodes are its nodes, those of a group on one node its GPUs, if
-ranks share some of them. Each cluster is a group of its own, which takes the best route there is:
+The clusters of a group on several nodes are its nodes; those of a group on one node are its GPUs,
+if ranks share some of them. Each cluster is a group of its own that takes the best route there is:
 `shared_gpu` on one GPU, `peer` where each rank has one, this one again where ranks share several.
-Of each GPU in a cluster one rank, as many in every cluster, is on a *rail*: those at the same
-place of all clusters, a group of its own as well, whose messages go by `direct` between nodes, or
-`staged`, and by `peer` between the GPUs of a node. An all_reduce
+Of each GPU in a cluster one rank is on a *rail*, as many in every cluster. A rail joins the ranks
+at the same place of all clusters and is a group of its own, too, which goes by `direct` or `staged`
+between nodes, and by `peer` between the GPUs of one. An all_reduce
 
-1. is reduced and scattered in each cluster: each rail's rank has a stripe of the sum;
+1. is reduced and scattered in each cluster: each rail's rank gets a stripe of the sum;
 2. is reduced along the rails, each stripe along its own, all at once;
 3. is gathered in each cluster.
 
 With a single rail it is reduced to that rank, and broadcast. So a node sends no more than one rank
-would send alone, by all network cards that its GPUs are near, and rank n is no longer far away
-because one of the others is. (Host memory: `routes/host/hierarchical.py`. The scheme is that of
-Cho, Finkler, Serrano, Kung, Hunter, BlueConnect, IBM J. Research and Development 63(6), 2019, and
-of PCCL: Singh, Singh, Bhatele, The big send-off: high performance collectives on GPU-based
-supercomputers, 2025.)
+alone would, by the network cards near all its GPUs, and a rank on another node does not keep the
+others from reaching each other's memory. (On the host: `routes/host/hierarchical.py`. The scheme is
+that of Cho, Finkler, Serrano, Kung, Hunter, BlueConnect: decomposing all-reduce for deep learning
+on heterogeneous network hierarchy, IBM J. Research and Development 63(6), 2019, and of PCCL: Singh,
+Singh, Bhatele, The big send-off: high performance collectives on GPU-based supercomputers, 2025.)
 
-All steps work in the same stream, one after the other; a step waits on the host for what its route
-waits for. A call begins with a check that all ranks make the same and have the memory that it
-needs, and checks after step 1 that no rank has failed there: these are reductions of 40 bytes of
-the host's. A rank that fails in a later step has those of its cluster leave the call; its rail
-waits for it as in the rail's route.
+All steps work in one stream, one after the other. On the host a step waits for what its route waits
+for. Before each chunk of a message all ranks meet: their calls are compared, and a rank says if it
+lacks memory; they meet again before the chunk goes along the rails, for a rank that has failed in
+its cluster. (These are reductions of 40 bytes of the host's.) A rank that fails later has those of
+its cluster leave the call, where their route can tell them; its rail waits as in the rail's route.
 
 Sums and products of narrow floats are float32 from their elements to the result, which is rounded
-once; they travel as float32. Sums are by cluster, each in rank order: the same bits on all ranks,
-but not those of other routes.
+once; they travel as float32. Sums are of each cluster in rank order, then of the clusters: the same
+bits on all ranks, but not those of other routes.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from rank_scripts import Ended, compiled, job, needs_mpiexec, run
 
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DTYPES
+from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.watch import guard, report
-from mpicoll.watch.board import DONE, Board
+from mpicoll.watch import guard, guarding, report
+from mpicoll.watch.board import DONE, ENDING, Board
 
 pytest_plugins = ["whole_jobs"]
 
@@ -155,6 +158,62 @@ def test_how_a_process_has_ended() -> None:
         process.communicate(b"\n")
         assert guard._read_end(descriptor, process.pid, 0.0) in (how, "")  # "": an older kernel
         os.close(descriptor)
+
+
+def _given(rank: int, process: subprocess.Popen[bytes], board: Board) -> dict[str, Any]:
+    return {
+        "rank": rank, "pid": process.pid, "start": guard.read_start(process.pid), "signal": 60,
+        "board": board.descriptor, "stacks": -1, "bell": -1,
+    }  # fmt: skip
+
+
+@pytest.mark.any_mpi
+def test_ranks_that_are_stopped_do_not_outlive_one_that_ends_the_job() -> None:
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    processes = [subprocess.Popen(sleeps) for _ in range(3)]
+    boards = [Board() for _ in processes]
+    given = {
+        "job": "1", "size": 3, "host": "here", "secret": "", "goes_on": False, "prints": 0,
+        "launcher": 0, "ranks": [],
+    }  # fmt: skip
+    node = guard.Guard(given)
+    for rank, (process, board) in enumerate(zip(processes, boards, strict=True)):
+        one = guard._Rank(_given(rank, process, board))
+        one.board, one.pidfd = board, os.pidfd_open(process.pid)
+        node._ranks.append(one)
+    try:
+        processes[1].send_signal(signal.SIGSTOP)
+        node._kill_stopped()
+        assert all(process.poll() is None for process in processes)
+        boards[0].say(ENDING, 1)
+        processes[0].kill()
+        processes[0].wait()
+        node._ranks[0].pidfd = -1
+        while guard._state_of(processes[1].pid) != "stopped":
+            time.sleep(0.01)
+        node._kill_stopped()
+        assert processes[1].wait(30) == -signal.SIGKILL
+        assert processes[2].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.any_mpi
+def test_ranks_end_with_what_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if is_launcher_variable(name)]:
+        monkeypatch.delenv(name)
+    assert guarding._find_starter([7, 8]) == 0
+    monkeypatch.setenv("SLURM_PROCID", "0")  # plain srun: ranks that meet by env://
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert guarding._find_starter([7, 8]) == 0
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert guarding._find_starter([7, 8]) == 7 and guarding._find_starter([]) == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert guarding._find_starter([7, 8]) == os.getppid()
 
 
 # --- jobs ---------------------------------------------------------------------------------------

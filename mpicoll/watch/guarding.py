@@ -134,12 +134,12 @@ def _launch_guard(
     """Start the guard: no child of this process, which would be found by os.wait()."""
     step = launch.find_job()[1]
     identity = f"{head['job']}.{step}" if step else head["job"]
-    launched, launchers = launch.find_launcher(), _find_launchers()
+    launchers = _find_launchers()
     given = head | {
         "size": size, "ranks": ranks, "node": f"{node()}-{os.getpid()}",
         "host": socket.gethostname(), "listener": -1 if sock is None else sock.fileno(),
         "goes_on": lost_ranks.is_fault_tolerant(), "reports": settings.REPORTS.value(),
-        "launcher": launchers[0] if launchers and launched and launched.dialect else 0,
+        "launcher": _find_starter(launchers),
         "prints": launchers[-1] if launchers else 0,
         "names": [identity, head["job"], *map(str, launchers)],
         "command": " ".join(sys.orig_argv)[:200],
@@ -156,6 +156,19 @@ def _launch_guard(
         )  # fmt: skip
     finally:
         os.close(descriptor)
+
+
+def _find_starter(launchers: list[int]) -> int:
+    """Return the process with which the ranks of this node end, 0 if there is none.
+
+    launchers: as _find_launchers returns them.
+    """
+    launched = launch.find_launcher()
+    if launched is None:
+        return 0
+    if launched.is_parent:
+        return os.getppid()
+    return launchers[0] if launchers and launched.dialect else 0
 
 
 def _find_launchers() -> list[int]:

@@ -362,6 +362,38 @@ def test_handlers_run_in_the_middle_of_a_call(
 
 
 @needs_mpiexec
+@compiled
+@job("""
+    dist.init_process_group(timeout=20)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    x, y, refused, other = np.ones(4), np.ones(1), [], dist.new_group()
+    def handle(number, frame):
+        for call in (dist.barrier, lambda: dist.all_reduce(x, async_op=True),
+                     lambda: dist.all_gather_object([None, None], 1),
+                     lambda: dist.monitored_barrier(timeout=3), dist.destroy_process_group):
+            try:
+                call()
+            except ValueError as error:
+                refused.append("in the middle of call 72 of group 0" in str(error))
+        dist.all_reduce(y, group=other)
+    signal.signal(signal.SIGUSR2, handle)
+    for _ in range(70):
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        os.kill(pids[0], signal.SIGUSR2)
+        dist.all_reduce(y, group=other)
+    dist.all_reduce(x)
+    say(x[0], y[0], *refused)
+    dist.destroy_process_group()
+""")
+def test_a_handler_is_refused_what_waits_for_the_call_that_it_is_in(ended: Ended) -> None:
+    ended.in_good_order()
+    assert sorted(ended.lines) == ["2.0 2.0", "2.0 2.0" + 5 * " True"]
+
+
+@needs_mpiexec
 @job("""
     dist.init_process_group()
     if dist.get_rank() == 1:

@@ -147,7 +147,7 @@ class Watchdog:
             if self._stopping:
                 return
             heard = os.read(self._reader, 512) if self._reader in ready else b""
-            if signal.SIGUSR1 in heard and self._owns_usr1():
+            if signal.SIGUSR1 in heard and self._owns_usr1() and not _is_news_of_loss():
                 flight_record.dump("signal SIGUSR1", 0)
                 for line in flight_record.last_words():
                     write_lines(line)
@@ -268,6 +268,15 @@ class Watchdog:
                 1,
                 group.thread,
             )
+
+
+def _is_news_of_loss() -> bool:
+    """Return whether SIGUSR1 may say that a rank is lost, as Hydra's does to those that survive:
+    that writes the records by itself.
+    """
+    return lost_ranks.is_fault_tolerant() and any(
+        lost_ranks.check(group) for group in list(state.groups)
+    )
 
 
 _watchdogs: set[Watchdog] = set()

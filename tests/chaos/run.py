@@ -7,7 +7,7 @@ Each job is ``program.py``, calls of one way, until something happens to one ran
 has to come of it: whether the job goes on or ends, after how many seconds at most, and what words
 have to be on standard error. Nothing may be left of a job: no process and no shared memory.
 ``make chaos`` runs every fault with every way; with --chosen, as in continuous integration, in
-one or two of them. --launcher says what COMMAND is; for torchrun, that of this Python, there is none.
+one or two of them. --launcher says what COMMAND is; torchrun is that of this Python.
 --write puts what was seen with this MPI and launcher into its column of the page's table.
 """
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DTYPES
 from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.watch import guard, guarding, report
+from mpicoll.watch import guard, guarding, report, watchdog
 from mpicoll.watch.board import DONE, ENDING, Board
 
 pytest_plugins = ["whole_jobs"]
@@ -216,6 +217,26 @@ def test_ranks_end_with_what_has_started_them(monkeypatch: pytest.MonkeyPatch) -
     assert guarding._find_starter([7, 8]) == os.getppid()
 
 
+@pytest.mark.any_mpi
+def test_the_watchdog_goes_on_while_a_group_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on = [], threading.Event()
+
+    def expire(group: Any) -> None:
+        begun.append(group)
+        goes_on.wait(30)
+
+    monkeypatch.setattr(watchdog.timeouts, "expire", expire)
+    dog: Any = object.__new__(watchdog.Watchdog)
+    dog._closing = []
+    wait, group = watchdog._Wait(1, 0.0), SimpleNamespace(broken=None)
+    for _ in range(2):
+        dog._check_time(group, wait, 0.5)
+    assert wait.closing is not None and wait.closing.is_alive()
+    goes_on.set()
+    wait.closing.join()
+    assert begun == [group]
+
+
 # --- jobs ---------------------------------------------------------------------------------------
 
 #: What rank 0 prints of the report in full.
@@ -266,6 +287,22 @@ def test_a_hang_is_reported_once_before_it_ends(
     ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM", *said)
     assert ended.err.count(head) == 1
     assert ended.lines == [f"3 {calls + 1} 1 {state}"]
+
+
+@needs_mpiexec
+@job("""
+    import glob
+    os.environ |= {"MPICOLL_REPORT_AFTER": "0.2", "MPICOLL_REPORTS": sys.argv[1]}
+    for turn in range(2):
+        dist.init_process_group(timeout=20)
+        while dist.get_rank() == 1 and len(glob.glob(sys.argv[1] + "/hang-*")) <= turn:
+            time.sleep(0.02)
+        dist.barrier()
+        dist.destroy_process_group()
+""")
+def test_a_hang_after_another_beginning_is_reported_too(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.err.count("mpicoll: rank 0 of group 0 (2 ranks) waits for") == 2
 
 
 @needs_mpiexec

@@ -63,6 +63,8 @@ class _Own:
         #: What the running guard was started for, and how other nodes find that of rank 0's.
         self.guarded: object = None
         self.head: dict[str, Any] = {}
+        #: Tells this beginning of the job from others, whose groups have the same names.
+        self.beginning = 0
 
 
 _own: _Own | None = None
@@ -105,7 +107,11 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     sock = None
     if is_head and _own is not None and _own.guarded != (key, world.Get_size(), _own.head):
         sock = _make_head(world.Get_size() > len(seen))
-    head: dict[str, Any] = world.bcast(_own.head if is_head and _own is not None else {}, 0)
+    head: dict[str, Any]
+    heads = _own.head if is_head and _own is not None else {}
+    head, beginning = world.bcast((heads, secrets.randbits(64)), 0)
+    if _own is not None:
+        _own.beginning = beginning
     if not first or _own is None or not head:
         return
     if _own.guarded != (key, world.Get_size(), head):
@@ -194,9 +200,8 @@ def _publish(group: ProcessGroup) -> None:
     """Let the guard see a group's calls."""
     if _own is None or not _is_own():
         return
-    number = int.from_bytes(
-        hashlib.sha256(f"{group.group_name} {group.ranks}".encode()).digest()[:8], "little"
-    )
+    text = f"{_own.beginning} {group.group_name} {group.ranks}"
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
     address = _own.board.take_cell(
         number | 1, _limit(group.timeout), group.size(), group.rank(), group.group_name
     )

@@ -390,7 +390,7 @@ def test_memory_of_one_call(tmp_path: Path) -> None:
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("subject", ["calls", "reduction"])
+@pytest.mark.parametrize("subject", ["calls", "reduction", "guarding"])
 def test_overhead(subject: str) -> None:
     done = subprocess.run(
         [*MPIEXEC, "-n", "1", sys.executable, ROOT / "benchmarks" / "overhead.py", subject,
@@ -398,7 +398,8 @@ def test_overhead(subject: str) -> None:
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    name = {"calls": "all_gather_single", "reduction": "np.add"}[subject]
+    names = {"calls": "all_gather_single", "reduction": "np.add", "guarding": "with the guard   "}
+    name = names[subject]
     found = [line for line in done.stdout.splitlines() if line.startswith(name)]
     assert found and all(" us" in line for line in found), done
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +32,7 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[object, Future[cha
         if isinstance(item, pytest.Function) and item.originalname == "test_as_written"
     ]
     pool = ThreadPoolExecutor(AT_A_TIME)
-    command = [*MPIEXEC, "-n", str(RANKS)]
+    command = chaos.find_command("mpirun", shlex.join(MPIEXEC), RANKS)
     yield {case: pool.submit(chaos.watch, command, *case) for case in chosen}
     pool.shutdown(cancel_futures=True)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from rank_scripts import HUNG, Ended, job, needs_mpiexec, run
 
+import mpicoll as dist
+from mpicoll.core.work import Work
+
 pytest_plugins = ["whole_jobs"]
 
 pytestmark = needs_mpiexec
@@ -268,3 +271,16 @@ def test_windows_at_the_end(leaving: str, ended: Ended) -> None:
     """The MPI library may say that memory is in use; nobody hangs or fails."""
     assert ended.code == 0 and ended.out.count("end\n") == 2, ended
     assert HUNG not in ended.err and "Traceback" not in ended.err, ended
+
+
+@pytest.mark.any_mpi
+def test_works_that_fail_alike_are_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    errors = "it is closed", "it is closed", "it is closed", "another", "it is closed"
+    for each in errors:
+        Work("all_reduce", (), None).finish(dist.DistBackendError(each))
+    for _ in range(2):
+        Work("all_reduce", (), None).finish(ValueError("it is closed"))
+    found = capfd.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in found] == [
+        "it is closed", "another", "it is closed", "it is closed", "it is closed",
+    ]  # fmt: skip

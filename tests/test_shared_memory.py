@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -240,3 +242,22 @@ def test_results_that_leave_the_caches(start, extra):
     for row in memory:
         assert np.array_equal(row[start : start + size], expected)
         assert (row[:start] == 0xA5).all() and (row[start + size :] == 0xA5).all()
+
+
+@pytest.mark.any_mpi
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_a_mapping_keeps_no_file_open():
+    from mpicoll.routes.host.shared_segment import _mapped
+
+    file, size = os.memfd_create("test"), 3 * mmap.PAGESIZE
+    os.ftruncate(file, size)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    one, other = _mapped(file, size), _mapped(file, size)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    os.close(file)
+    one[-3:] = b"abc"
+    assert other[-3:] == b"abc" and len(one) == size
+    with pytest.raises(OSError):
+        _mapped(file, size)
+    del one
+    assert other[-3:] == b"abc"

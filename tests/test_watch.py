@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +17,10 @@ from rank_scripts import Ended, compiled, job, needs_mpiexec, run
 
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DTYPES
+from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.watch import guard, report
-from mpicoll.watch.board import DONE, Board
+from mpicoll.watch import guard, guarding, report, watchdog
+from mpicoll.watch.board import DONE, ENDING, Board
 
 pytest_plugins = ["whole_jobs"]
 
@@ -157,6 +161,82 @@ def test_how_a_process_has_ended() -> None:
         os.close(descriptor)
 
 
+def _given(rank: int, process: subprocess.Popen[bytes], board: Board) -> dict[str, Any]:
+    return {
+        "rank": rank, "pid": process.pid, "start": guard.read_start(process.pid), "signal": 60,
+        "board": board.descriptor, "stacks": -1, "bell": -1,
+    }  # fmt: skip
+
+
+@pytest.mark.any_mpi
+def test_ranks_that_are_stopped_do_not_outlive_one_that_ends_the_job() -> None:
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    processes = [subprocess.Popen(sleeps) for _ in range(3)]
+    boards = [Board() for _ in processes]
+    given = {
+        "job": "1", "size": 3, "host": "here", "secret": "", "goes_on": False, "prints": 0,
+        "launcher": 0, "ranks": [],
+    }  # fmt: skip
+    node = guard.Guard(given)
+    for rank, (process, board) in enumerate(zip(processes, boards, strict=True)):
+        one = guard._Rank(_given(rank, process, board))
+        one.board, one.pidfd = board, os.pidfd_open(process.pid)
+        node._ranks.append(one)
+    try:
+        processes[1].send_signal(signal.SIGSTOP)
+        node._kill_stopped()
+        assert all(process.poll() is None for process in processes)
+        boards[0].say(ENDING, 1)
+        processes[0].kill()
+        processes[0].wait()
+        node._ranks[0].pidfd = -1
+        while guard._state_of(processes[1].pid) != "stopped":
+            time.sleep(0.01)
+        node._kill_stopped()
+        assert processes[1].wait(30) == -signal.SIGKILL
+        assert processes[2].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.any_mpi
+def test_ranks_end_with_what_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if is_launcher_variable(name)]:
+        monkeypatch.delenv(name)
+    assert guarding._find_starter([7, 8]) == 0
+    monkeypatch.setenv("SLURM_PROCID", "0")  # plain srun: ranks that meet by env://
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert guarding._find_starter([7, 8]) == 0
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert guarding._find_starter([7, 8]) == 7 and guarding._find_starter([]) == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert guarding._find_starter([7, 8]) == os.getppid()
+
+
+@pytest.mark.any_mpi
+def test_the_watchdog_goes_on_while_a_group_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on = [], threading.Event()
+
+    def expire(group: Any) -> None:
+        begun.append(group)
+        goes_on.wait(30)
+
+    monkeypatch.setattr(watchdog.timeouts, "expire", expire)
+    dog: Any = object.__new__(watchdog.Watchdog)
+    dog._closing = []
+    wait, group = watchdog._Wait(1, 0.0), SimpleNamespace(broken=None)
+    for _ in range(2):
+        dog._check_time(group, wait, 0.5)
+    assert wait.closing is not None and wait.closing.is_alive()
+    goes_on.set()
+    wait.closing.join()
+    assert begun == [group]
+
+
 # --- jobs ---------------------------------------------------------------------------------------
 
 #: What rank 0 prints of the report in full.
@@ -207,6 +287,22 @@ def test_a_hang_is_reported_once_before_it_ends(
     ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM", *said)
     assert ended.err.count(head) == 1
     assert ended.lines == [f"3 {calls + 1} 1 {state}"]
+
+
+@needs_mpiexec
+@job("""
+    import glob
+    os.environ |= {"MPICOLL_REPORT_AFTER": "0.2", "MPICOLL_REPORTS": sys.argv[1]}
+    for turn in range(2):
+        dist.init_process_group(timeout=20)
+        while dist.get_rank() == 1 and len(glob.glob(sys.argv[1] + "/hang-*")) <= turn:
+            time.sleep(0.02)
+        dist.barrier()
+        dist.destroy_process_group()
+""")
+def test_a_hang_after_another_beginning_is_reported_too(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.err.count("mpicoll: rank 0 of group 0 (2 ranks) waits for") == 2
 
 
 @needs_mpiexec
@@ -300,6 +396,38 @@ def test_handlers_run_in_the_middle_of_a_call(
 ) -> None:
     assert ended.lines == printed, ended
     assert ended.err.count("mpicoll: SIGTERM has come to rank 0 of 2 (on ") == 1
+
+
+@needs_mpiexec
+@compiled
+@job("""
+    dist.init_process_group(timeout=20)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    x, y, refused, other = np.ones(4), np.ones(1), [], dist.new_group()
+    def handle(number, frame):
+        for call in (dist.barrier, lambda: dist.all_reduce(x, async_op=True),
+                     lambda: dist.all_gather_object([None, None], 1),
+                     lambda: dist.monitored_barrier(timeout=3), dist.destroy_process_group):
+            try:
+                call()
+            except ValueError as error:
+                refused.append("in the middle of call 72 of group 0" in str(error))
+        dist.all_reduce(y, group=other)
+    signal.signal(signal.SIGUSR2, handle)
+    for _ in range(70):
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        os.kill(pids[0], signal.SIGUSR2)
+        dist.all_reduce(y, group=other)
+    dist.all_reduce(x)
+    say(x[0], y[0], *refused)
+    dist.destroy_process_group()
+""")
+def test_a_handler_is_refused_what_waits_for_the_call_that_it_is_in(ended: Ended) -> None:
+    ended.in_good_order()
+    assert sorted(ended.lines) == ["2.0 2.0", "2.0 2.0" + 5 * " True"]
 
 
 @needs_mpiexec

@@ -361,7 +361,8 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     Waits for pending work and cancels receives whose messages were not sent.
 
     Raises NotInitializedError (a ValueError) where there is no default group, ArgumentError (a
-    ValueError) for a group that is not alive, and CollectiveTimeoutError where other ranks have not
+    ValueError) for a group that is not alive, and one of which this thread is in the middle of a
+    call, as in a signal's handler, and CollectiveTimeoutError where other ranks have not
     joined pending work within seconds. Once all groups have ended, raises MismatchError where
     another rank has made different calls after the last that were compared, or more of them.
     """
@@ -371,6 +372,8 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     chosen = default if group is None else group
     if not isinstance(chosen, ProcessGroup) or chosen.closed is not None:
         raise ArgumentError(f"destroy_process_group: {group!r} is not a group that is alive")
+    for one in state.groups if chosen is default else (chosen,):
+        one.check_outside("destroy_process_group")
     if chosen is not default:
         end(chosen)
         return

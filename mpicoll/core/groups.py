@@ -79,7 +79,7 @@ class ProcessGroup(Calls):
               they share; None if they share none, or it is not known yet. See watch/consistency.py.
     broken:   why the group can no longer be used; None if it can.
     whole:    the group that this one is a part of, for routes alone; None for none.
-    doing:    what is under way that is on no record; "" for nothing.
+    doing, doing_on: what is under way that is on no record, "" for nothing; and on which thread.
     monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
     """
 
@@ -122,7 +122,7 @@ class ProcessGroup(Calls):
         self.keeps_time = False
         self.broken: DistBackendError | None = None
         self.whole: ProcessGroup | None = None
-        self.doing = ""
+        self.doing, self.doing_on = "", 0
         self.monitored = 0
         self.splits = 0
         self.closed: type[Exception] | None = None
@@ -215,6 +215,20 @@ class ProcessGroup(Calls):
             )
             raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
+    def check_outside(self, name: str) -> None:
+        """Raise ArgumentError where this thread is in the middle of a call of the group, as in a
+        signal's handler: another one would wait for that for ever.
+
+        name: of what the thread wants to do.
+        """
+        inside = self.doing_on if self.doing else self.thread if self.inside else 0
+        if inside == threading.get_ident() and self.lock.locked():
+            raise ArgumentError(
+                f"{name}: this thread is in the middle of {self.doing or f'call {self.sequence}'} "
+                f"of group {self.group_name}, as in a signal's handler; let the handler set a "
+                "flag, and do this when the call has ended"
+            )
+
     def check_whole(self) -> None:
         """Raise what ``check_open`` does, and the group's error if a call has timed out.
 
@@ -238,13 +252,14 @@ class ProcessGroup(Calls):
 
         interruption: what it has raised.
         """
-        self.break_with(
-            DistBackendError(
-                f"group {self.group_name}: a signal's handler has raised "
-                f"{type(interruption).__name__} in call {self.sequence}, which this rank has left; "
-                "the group cannot be used any more"
-            )
+        whole = self.whole or self
+        error = DistBackendError(
+            f"group {whole.group_name}: a signal's handler has raised "
+            f"{type(interruption).__name__} in call {whole.sequence}, which this rank has left; "
+            "the group cannot be used any more"
         )
+        for one in {whole, self}:
+            one.break_with(error)
 
     def wait_for(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
         """Wait for a request of MPI while the group is whole.
@@ -466,10 +481,10 @@ def create(
             inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
     try:
         levels.agree(inner, reproducible, f"group {name}")
-    except MismatchError:
+        messages = inner.Dup()
+    except (MismatchError, sys.modules["mpi4py.MPI"].Exception):
         inner.Free()
         raise
-    messages = inner.Dup()
     made = ProcessGroup(
         inner, messages, ranks, backend, timeout, name, description, given, reproducible
     )

@@ -13,7 +13,12 @@ from typing import Any
 
 from mpicoll.core.progress import Worker
 from mpicoll.cuda.streams import Point, StreamOrder, look_until
-from mpicoll.errors import ArgumentError, ArgumentTypeError, CollectiveTimeoutError
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    DistBackendError,
+)
 from mpicoll.output import write_lines
 
 __all__ = ["Future", "Work", "parse_timeout"]
@@ -441,8 +446,22 @@ class Work:
             unseen = self._error is not None and not self._error_seen
         except AttributeError:  # it was not made
             return
-        if unseen:
+        if unseen and not _was_said(self._error):
             write_lines(f"mpicoll: nobody waited for {self!r}: {self._error}")
+
+
+#: The last that was said of works that nobody waited for.
+_said = ""
+
+
+def _was_said(error: BaseException | None) -> bool:
+    """Return whether that is what was said of the work before: all that are queued in a group that
+    breaks fail alike.
+    """
+    global _said
+    text = str(error) if isinstance(error, DistBackendError) else ""
+    before, _said = _said, text
+    return bool(text) and text == before
 
 
 def deadline(limit: float | None) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from mpicoll.arrays.adapters import fast_views
@@ -366,7 +367,9 @@ def perform(
     synchronous call was made in wait for it. Errors of MPI are raised as MPIError.
     """
     group = call.group
-    group.lock.acquire()  # a with statement would take three times as long
+    if not group.lock.acquire(False):  # a with statement would take three times as long
+        group.check_outside(call.name)
+        group.lock.acquire()
     try:
         if group.begin(call.kind, sizes, root, scheduled):
             _check(group)
@@ -462,6 +465,7 @@ def submit(
     orders: Sequence[StreamOrder] = (),
 ) -> Work:
     """Give a task to the group's thread, behind what is pending there; ``at_once``: run it."""
+    group.check_outside(name)
     expire = partial(timeouts.expire, group)
     work = Work(_describe(name, group), outputs, group.timeout, orders, expire)
     if at_once or (group.worker is not None and group.worker.is_current):
@@ -539,9 +543,10 @@ def _perform_unrecorded(
 
     logged: kind, sizes and root for the group's history; None: only some make it.
     """
+    group.check_outside(name)
     try:
         with group.lock:
-            group.doing = name
+            group.doing, group.doing_on = name, get_ident()
             try:
                 if logged is not None:
                     group.begin_uncompared(*logged)

@@ -100,6 +100,7 @@ class PythonCalls:
 
     length: of the history: the latest calls, as CallEntry has them. 0: none is kept.
     thread:   the thread that made the last call, as threading.get_ident has it.
+    inside:   whether that has not ended.
     """
 
     def __init__(self, lock: threading.Lock, length: int = 0) -> None:
@@ -185,6 +186,11 @@ class PythonCalls:
     def thread(self) -> int:
         """The thread that made the last call."""
         return self._last[_THREAD]
+
+    @property
+    def inside(self) -> bool:
+        """Whether the last call has not ended."""
+        return bool(self._last[_INSIDE])
 
     @property
     def recent(self) -> list[RecordEntry]:

@@ -47,6 +47,8 @@ class Launcher:
              MPI starts in another way.
     owned:   a pattern of the names that a process must not get if it is no rank of this job.
     own_gpus: a variable that is set where each rank has GPUs of its own, "" without one.
+    is_parent: the ranks are children of a process of its own on their node, which has no other name
+             than the language it is written in, and end with that.
 
     Patterns match at the beginning of a name.
     """
@@ -62,6 +64,7 @@ class Launcher:
     bootstrap: str = ""
     owned: str = ""
     own_gpus: str = ""
+    is_parent: bool = False
 
     def is_present(self, environment: Mapping[str, str] = os.environ) -> bool:
         """Tell whether it started this process."""
@@ -85,6 +88,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         remedy="let init_process_group find the ranks (init_method='env://' or nothing), and call "
         "it before mpi4py.MPI is imported",
         owned=r"TORCHELASTIC_|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$",
+        is_parent=True,
     ),
     Launcher(
         "Open MPI's mpirun",

@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import Buffer
+from mpicoll.core.groups import state
 from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, by_name
 from mpicoll.errors import MismatchError, MPIError
@@ -195,10 +196,22 @@ def translate_error(error: Exception, name: str, group: ProcessGroup) -> Excepti
         return error
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
         return group.failure()
+    text = error.Get_error_string()
+    cause = (
+        "a rank that called with other sizes, or is gone, is the usual cause; "
+        "set_debug_level(DebugLevel.DETAIL) compares every call"
+    )
+    if _NO_COMMUNICATORS in text:
+        cause = (
+            "each group takes two, and libraries of the MPICH family have 2,048: "
+            f"{len(state.groups)} groups are alive here; end those that are not needed any more by "
+            "destroy_process_group(group)"
+        )
     return MPIError(
-        f"{name} on rank {group.rank()} of group {group.group_name}: MPI: "
-        f"{error.Get_error_string()} "
-        "(a rank that called with other sizes, or is gone, is the usual cause; "
-        "set_debug_level(DebugLevel.DETAIL) compares every call)",
+        f"{name} on rank {group.rank()} of group {group.group_name}: MPI: {text} ({cause})",
         error.Get_error_class(),
     )
+
+
+#: What MPICH and its family say when they have no more context ids.
+_NO_COMMUNICATORS = "Too many communicators"

@@ -377,6 +377,7 @@ class Guard:
                 self._look(now)
                 if now > self._end_by:
                     self._kill()
+                self._kill_stopped()
 
     def _pause(self) -> float:
         limits = [cell.limit for one in self._ranks for cell, _ in one.calls() if cell.limit]
@@ -692,6 +693,18 @@ class Guard:
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
         self._end_by = float("inf")
+
+    def _kill_stopped(self) -> None:
+        """Kill ranks that are stopped once another has ended the job: a launcher that asks them to
+        end, by SIGTERM, would wait for them.
+        """
+        if not any(one.pidfd < 0 and one.board and one.board.header().state == ENDING
+                   for one in self._ranks):  # fmt: skip
+            return
+        for one in self._ranks:
+            if one.pidfd >= 0 and not one.is_quiet and _state_of(one.pid) == "stopped":
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
 
 
 #: Of Linux from 5.6 on, on x86-64 and aarch64 alike.

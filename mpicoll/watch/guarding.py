@@ -63,6 +63,8 @@ class _Own:
         #: What the running guard was started for, and how other nodes find that of rank 0's.
         self.guarded: object = None
         self.head: dict[str, Any] = {}
+        #: Tells this beginning of the job from others, whose groups have the same names.
+        self.beginning = 0
 
 
 _own: _Own | None = None
@@ -105,7 +107,11 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     sock = None
     if is_head and _own is not None and _own.guarded != (key, world.Get_size(), _own.head):
         sock = _make_head(world.Get_size() > len(seen))
-    head: dict[str, Any] = world.bcast(_own.head if is_head and _own is not None else {}, 0)
+    head: dict[str, Any]
+    heads = _own.head if is_head and _own is not None else {}
+    head, beginning = world.bcast((heads, secrets.randbits(64)), 0)
+    if _own is not None:
+        _own.beginning = beginning
     if not first or _own is None or not head:
         return
     if _own.guarded != (key, world.Get_size(), head):
@@ -134,12 +140,12 @@ def _launch_guard(
     """Start the guard: no child of this process, which would be found by os.wait()."""
     step = launch.find_job()[1]
     identity = f"{head['job']}.{step}" if step else head["job"]
-    launched, launchers = launch.find_launcher(), _find_launchers()
+    launchers = _find_launchers()
     given = head | {
         "size": size, "ranks": ranks, "node": f"{node()}-{os.getpid()}",
         "host": socket.gethostname(), "listener": -1 if sock is None else sock.fileno(),
         "goes_on": lost_ranks.is_fault_tolerant(), "reports": settings.REPORTS.value(),
-        "launcher": launchers[0] if launchers and launched and launched.dialect else 0,
+        "launcher": _find_starter(launchers),
         "prints": launchers[-1] if launchers else 0,
         "names": [identity, head["job"], *map(str, launchers)],
         "command": " ".join(sys.orig_argv)[:200],
@@ -156,6 +162,19 @@ def _launch_guard(
         )  # fmt: skip
     finally:
         os.close(descriptor)
+
+
+def _find_starter(launchers: list[int]) -> int:
+    """Return the process with which the ranks of this node end, 0 if there is none.
+
+    launchers: as _find_launchers returns them.
+    """
+    launched = launch.find_launcher()
+    if launched is None:
+        return 0
+    if launched.is_parent:
+        return os.getppid()
+    return launchers[0] if launchers and launched.dialect else 0
 
 
 def _find_launchers() -> list[int]:
@@ -181,9 +200,8 @@ def _publish(group: ProcessGroup) -> None:
     """Let the guard see a group's calls."""
     if _own is None or not _is_own():
         return
-    number = int.from_bytes(
-        hashlib.sha256(f"{group.group_name} {group.ranks}".encode()).digest()[:8], "little"
-    )
+    text = f"{_own.beginning} {group.group_name} {group.ranks}"
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
     address = _own.board.take_cell(
         number | 1, _limit(group.timeout), group.size(), group.rank(), group.group_name
     )

@@ -49,12 +49,13 @@ class _Wait:
     """A group that is inside a collective.
 
     number: of the collective. since: when it was first seen there. has_sent: the rank has sent its
-    status.
+    status. closing: the thread that closes the group.
     """
 
     number: int
     since: float
     has_sent: bool = False
+    closing: threading.Thread | None = None
 
 
 class Watchdog:
@@ -65,6 +66,7 @@ class Watchdog:
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
         self._stopping = False
+        self._closing: list[threading.Thread] = []
         self._next_receive = time.monotonic() + _RECEIVE_INTERVAL
         self._previous_fd = -1
         self._reader, self._writer = os.pipe()
@@ -104,7 +106,8 @@ class Watchdog:
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         self._stopping = True
         os.write(self._writer, b"\0")
-        self._thread.join()
+        for thread in (self._thread, *self._closing):
+            thread.join()
         _watchdogs.discard(self)
         if owns_pipe:  # else Python still writes to the pipe at each signal
             os.close(self._reader)
@@ -147,7 +150,7 @@ class Watchdog:
             if self._stopping:
                 return
             heard = os.read(self._reader, 512) if self._reader in ready else b""
-            if signal.SIGUSR1 in heard and self._owns_usr1():
+            if signal.SIGUSR1 in heard and self._owns_usr1() and not _is_news_of_loss():
                 flight_record.dump("signal SIGUSR1", 0)
                 for line in flight_record.last_words():
                     write_lines(line)
@@ -247,15 +250,22 @@ class Watchdog:
             if mismatch:
                 end_stuck_job(mismatch, 1, group.thread)
         if group.timeout is not None and not group.keeps_time:
-            self._check_time(group, now - wait.since - group.timeout)
+            self._check_time(group, wait, now - wait.since - group.timeout)
 
-    def _check_time(self, group: ProcessGroup, over: float) -> None:
+    def _check_time(self, group: ProcessGroup, wait: _Wait, over: float) -> None:
         """Close a group whose collective is late; end what does not end then, being inside MPI.
 
         over: seconds beyond the group's timeout.
         """
         if over > 0 and group.broken is None:
-            timeouts.expire(group)
+            # Not here: it waits for seconds for the others' flight records.
+            if wait.closing is None or not wait.closing.is_alive():
+                wait.closing = threading.Thread(
+                    target=timeouts.expire, args=(group,), name="mpicoll-closing", daemon=True
+                )
+                self._closing = [one for one in self._closing if one.is_alive()]
+                self._closing.append(wait.closing)
+                wait.closing.start()
         elif over > _TICK and group.busy():  # the thread stays in there, the callers go on
             for work in list(group.pending):
                 work.has_timed_out = True
@@ -268,6 +278,15 @@ class Watchdog:
                 1,
                 group.thread,
             )
+
+
+def _is_news_of_loss() -> bool:
+    """Return whether SIGUSR1 may say that a rank is lost, as Hydra's does to those that survive:
+    that writes the records by itself.
+    """
+    return lost_ranks.is_fault_tolerant() and any(
+        lost_ranks.check(group) for group in list(state.groups)
+    )
 
 
 _watchdogs: set[Watchdog] = set()

@@ -1,14 +1,14 @@
 """Do to jobs what happens to jobs, and look at what becomes of them.
 
-    python tests/chaos/run.py --mpiexec COMMAND [--ranks 3] [--faults NAME ...] [--ways NAME ...]
-        [--write docs/reliability.md]
+    python tests/chaos/run.py --mpiexec COMMAND [--launcher mpirun|torchrun|srun] [--ranks 3]
+        [--faults NAME ...] [--ways NAME ...] [--write docs/reliability.md]
 
 Each job is ``program.py``, calls of one way, until something happens to one rank. FAULTS says what
 has to come of it: whether the job goes on or ends, after how many seconds at most, and what words
 have to be on standard error. Nothing may be left of a job: no process and no shared memory.
 ``make chaos`` runs every fault with every way; with --chosen, as in continuous integration, in
-one or two of them.
---write puts what was seen with this MPI into its column of the page's table.
+one or two of them. --launcher says what COMMAND is; torchrun is that of this Python.
+--write puts what was seen with this MPI and launcher into its column of the page's table.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ PROGRAM = Path(__file__).resolve().parent / "program.py"
 HANGS, GRACE = 40.0, 5.0
 #: By which the processes of a job are known.
 MARK = "TEST_MPICOLL_CHAOS"
+
+
+#: What starts the ranks, and the seconds that it has beyond FAULTS' to begin to act and to end.
+LAUNCHERS = {"mpirun": 0.0, "torchrun": 6.0, "srun": 2.0}
 
 
 class Way(NamedTuple):
@@ -120,8 +124,19 @@ class Outcome(NamedTuple):
     left: list[str]
 
 
+def find_command(launcher: str, mpiexec: str, ranks: int) -> list[str]:
+    """Return what starts the ranks of a job, followed by a script of Python and its arguments."""
+    if launcher == "torchrun":
+        own = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*own, "--nproc-per-node", str(ranks)]
+    return [*shlex.split(mpiexec), "-n", str(ranks), sys.executable]
+
+
 def watch(command: Sequence[str], fault: str, way: str) -> Outcome:
-    """Run a job and see what becomes of it."""
+    """Run a job and see what becomes of it.
+
+    command: as find_command returns it.
+    """
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         environment = {
@@ -131,7 +146,7 @@ def watch(command: Sequence[str], fault: str, way: str) -> Outcome:
         }  # fmt: skip
         before = set(Path("/dev/shm").iterdir())
         process = subprocess.Popen(
-            [*command, sys.executable, str(PROGRAM), fault, way, name], env=environment, text=True,
+            [*command, str(PROGRAM), fault, way, name], env=environment, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
@@ -191,7 +206,7 @@ def end(name: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def judge(fault: str, ranks: int, found: Outcome) -> list[str]:
+def judge(fault: str, ranks: int, found: Outcome, launcher: str = "mpirun") -> list[str]:
     """Return what is not as FAULTS has it."""
     expected, wrong = FAULTS[fault], []
     if found.code is None:
@@ -200,8 +215,9 @@ def judge(fault: str, ranks: int, found: Outcome) -> list[str]:
         wrong.append(f"it ended with exit code {found.code}; {found.ended} of {ranks} came through")
     if not expected.goes_on and found.code == 0:
         wrong.append("it ended with exit code 0")
-    if found.seconds > expected.within:
-        wrong.append(f"it took {found.seconds:.1f} s, more than {expected.within:g}")
+    within = expected.within + LAUNCHERS[launcher]
+    if found.seconds > within:
+        wrong.append(f"it took {found.seconds:.1f} s, more than {within:g}")
     own = re.split("(?i)MPI_Abort", found.words, maxsplit=1)[0]
     for pattern in expected.words:
         if not re.search(pattern.format(rank=ranks - 1), own):
@@ -213,11 +229,12 @@ def judge(fault: str, ranks: int, found: Outcome) -> list[str]:
 
 #: The lines of the page that are the table's, and its columns.
 TABLE = re.compile(r"(?<=<!-- faults -->\n\n).*?(?=\n\n<!-- -->)", re.DOTALL)
-HEAD = "| what happens to a rank | the job | said on standard error | MPICH | Open MPI |"
+COLUMNS = ["MPICH, mpirun", "MPICH, torchrun", "MPICH, srun", "Open MPI, mpirun", "Open MPI, srun"]
+HEAD = ["what happens to a rank", "the job", "said on standard error", *COLUMNS]
 
 
-def write_table(page: Path, seen: Mapping[str, Sequence[Outcome]]) -> None:
-    """Put what was seen of each fault into the column of this MPI."""
+def write_table(page: Path, seen: Mapping[str, Sequence[Outcome]], launcher: str) -> None:
+    """Put what was seen of each fault into the column of this MPI and launcher."""
     from mpi4py import MPI
 
     text = page.read_text()
@@ -226,28 +243,31 @@ def write_table(page: Path, seen: Mapping[str, Sequence[Outcome]]) -> None:
         raise SystemExit(f"{page}: expected a line <!-- faults --> and a later one <!-- -->")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found[0].splitlines()[2:]]
     known = {row[0]: row[3:] for row in rows}
-    column = [cell.strip() for cell in HEAD.split("|")[4:-1]].index(MPI.get_vendor()[0])
-    lines = [HEAD, "|---|---|---|---|---|"]
+    column = COLUMNS.index(f"{MPI.get_vendor()[0]}, {launcher}")
+    lines = [_row(HEAD), "|---" * len(HEAD) + "|"]
     for fault, row in FAULTS.items():
-        cells = known.get(fault, ["", ""])
+        cells = known.get(fault, [""] * len(COLUMNS))
         if fault in seen:
             cells[column] = describe(seen[fault])
         words = ", ".join(f"`{each.replace('|', '&#124;')}`" for each in row.words)
-        lines.append(f"| {fault} | {'goes on' if row.goes_on else 'ends'} | {words} "
-                     f"| {' | '.join(cells)} |")  # fmt: skip
+        lines.append(_row([fault, "goes on" if row.goes_on else "ends", words, *cells]))
     page.write_text(text[: found.start()] + "\n".join(lines) + text[found.end() :])
 
 
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def describe(outcomes: Sequence[Outcome]) -> str:
-    """Return how jobs ended, and after how long."""
+    """Return how jobs ended, and after how many seconds at most."""
     codes = sorted({str(one.code) for one in outcomes})
-    seconds = sorted(one.seconds for one in outcomes)
-    return f"exit code {', '.join(codes)}; {seconds[0]:.1f} to {seconds[-1]:.1f} s"
+    return f"{', '.join(codes)}; {max(one.seconds for one in outcomes):.1f} s"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--mpiexec", required=True, help="the launcher, and its options")
+    parser.add_argument("--mpiexec", default="mpirun", help="the launcher, and its options")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="mpirun", help="which one that is")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
@@ -261,13 +281,13 @@ def main() -> int:
         for fault, way in itertools.product(arguments.faults, arguments.ways)
         if not arguments.chosen or way in FAULTS[fault].ways
     ]
-    command = [*shlex.split(arguments.mpiexec), "-n", str(arguments.ranks)]
+    command = find_command(arguments.launcher, arguments.mpiexec, arguments.ranks)
     failed = 0
     seen: dict[str, list[Outcome]] = {}
     with ThreadPoolExecutor(arguments.at_a_time) as pool:
         outcomes = pool.map(lambda case: watch(command, *case), cases)
         for (fault, way), found in zip(cases, outcomes, strict=True):
-            wrong = judge(fault, arguments.ranks, found)
+            wrong = judge(fault, arguments.ranks, found, arguments.launcher)
             failed += bool(wrong)
             seen.setdefault(fault, []).append(found)
             end_of_it = "goes on" if found.code == 0 else f"ends with {found.code}"
@@ -276,7 +296,7 @@ def main() -> int:
             if wrong or arguments.verbose:
                 print("    " + found.words[-6000:].replace("\n", "\n    "), flush=True)
     if arguments.write is not None:
-        write_table(arguments.write, seen)
+        write_table(arguments.write, seen, arguments.launcher)
     print(f"{len(cases)} jobs, {failed} not as expected")
     return 1 if failed else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -805,3 +806,20 @@ def test_what_is_gone_is_collected(world):
         gc.collect()
         time.sleep(0.05)
     assert [one() for one in alive] == [None] * 5
+
+
+@pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="others have more communicators")
+def test_too_many_groups_are_told_what_to_do(world):
+    made = []
+    try:
+        with contextlib.suppress(MPI.Exception):
+            while len(made) < 1 << 12:
+                made.append(MPI.COMM_WORLD.Dup())
+        made.pop().Free()  # one is not enough
+        for _ in range(2):
+            with pytest.raises(dist.DistBackendError, match="groups are alive here; end those"):
+                dist.new_group()
+    finally:
+        for one in made:
+            one.Free()
+    dist.destroy_process_group(dist.new_group())

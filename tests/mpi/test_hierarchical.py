@@ -349,3 +349,16 @@ def test_without_nodes(world, monkeypatch):
     for name in ROUTED:
         op = ReduceOp.SUM if NAMES[name].reduces else None
         assert hierarchical._build(CallKind(NAMES[name], world.group, op, by_name["int8"])) is None
+
+
+@needs
+def test_a_handler_that_raises_in_a_node_breaks_the_whole_group(patch):
+    put(patch, "one after another")
+    group = group_of("a handler that raises", range(dist.get_world_size())).group
+    dist.all_reduce(np.ones(5), group=group)
+    memory = group.resources.find("hierarchical").memory()
+    if memory is not None:
+        memory._group.break_after(KeyError())
+        with pytest.raises(dist.DistBackendError, match="has raised KeyError in call 1,"):
+            dist.all_reduce(np.ones(5), group=group)
+    dist.destroy_process_group(group)

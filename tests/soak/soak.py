@@ -1,11 +1,13 @@
 """Make very many calls, groups and works in one process, and see that nothing grows.
 
     mpiexec -n N python tests/soak/soak.py [--share 1.0] [--phases NAME ...]
+        [--write docs/reliability.md]
 
 Each phase is cut into slices. After each slice every rank looks at what it holds: private memory,
 open files and threads; after a phase, at how many communicators MPI still has to give.
-What has grown since the first slices, on any rank, is printed as a row of docs/reliability.md's
-table; the exit code is 1 if something is not flat. ``make soak`` runs all of it. It sets
+What has grown since the first slices, on any rank, is a row of a table in Markdown, which
+--write puts into the page, in place of that of the same MPI; the exit code is 1 if something is not
+flat. ``make soak`` runs all of it. It sets
 UCX_MEM_EVENTS=n, for MPICH's UCX otherwise keeps some 150 bytes of every mapping that a process has
 made and given back: two for each group.
 """
@@ -16,7 +18,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,8 +172,8 @@ PHASES = {
 }
 
 
-def soak(phase: Phase, times: int, free: int) -> bool:
-    """Run a phase; rank 0 prints its row. Return whether all is flat on all ranks.
+def soak(phase: Phase, times: int, free: int) -> tuple[str, bool]:
+    """Run a phase; return its row, and whether all is flat on all ranks.
 
     free: how many communicators MPI had to give before all phases.
     """
@@ -189,35 +191,53 @@ def soak(phase: Phase, times: int, free: int) -> bool:
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
     memory, files, threads, lost = most.tolist()
     flat = memory <= ALLOWED and files <= 0 and threads <= 0 and lost <= 0
-    if dist.get_rank() == 0:
-        each = memory / (times * (1 - WARM / SLICES))
-        print(
-            f"| {phase.words} | {times:,} | {seconds:.0f} s | {memory / 1024:+.0f} KiB "
-            f"| {each:+.2f} B | {files:+d} | {threads:+d} | {-lost:+d} |"
-            f"{'' if flat else ' NOT FLAT'}",
-            flush=True,
-        )
-    return flat
+    each = memory / (times * (1 - WARM / SLICES))
+    row = (
+        f"| {phase.words} | {times:,} | {seconds:.0f} s | {memory / 1024:+.0f} KiB "
+        f"| {each:+.2f} B | {files:+d} | {threads:+d} | {-lost:+d} |"
+    )
+    return row, flat
+
+
+def write_table(page: Path, library: str, lines: Sequence[str]) -> None:
+    """Put a table into the page, between the lines "<!-- soak: LIBRARY -->" and "<!-- -->"."""
+    text = page.read_text()
+    mark = f"<!-- soak: {library} -->\n\n"
+    if mark not in text:
+        raise SystemExit(f"{page}: expected a line {mark.strip()} and a later one <!-- -->")
+    start = text.index(mark) + len(mark)
+    end = text.index("<!-- -->", start)
+    page.write_text(text[:start] + "\n".join(lines) + "\n\n" + text[end:])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--share", type=float, default=1.0, help="of the times of each phase")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--write", type=Path, help="the page that gets the table")
     arguments = parser.parse_args()
     dist.init_process_group()
-    if dist.get_rank() == 0:
-        library = MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0]
-        print(f"{dist.get_world_size()} ranks, {' '.join(library.split())}\n")
-        print("| what | times | in | memory | each | files | threads | communicators |")
-        print("|---|---|---|---|---|---|---|---|", flush=True)
-    free = count_communicators()
-    results = [
-        soak(PHASES[name], max(SLICES * LIVING, int(PHASES[name].times * arguments.share)), free)
-        for name in arguments.phases
+    free, all_flat = count_communicators(), True
+    library = MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0]
+    name, n = " ".join(library.split()).replace(" Version:", ""), dist.get_world_size()
+    lines = [
+        f"| {name}, {n} ranks | times | in | memory | each | files | threads | communicators |",
+        "|---" * 8 + "|",
     ]
+    rank = dist.get_rank()
+    if rank == 0:
+        print("\n".join(lines), flush=True)
+    for chosen in arguments.phases:
+        phase = PHASES[chosen]
+        row, flat = soak(phase, max(SLICES * LIVING, int(phase.times * arguments.share)), free)
+        all_flat &= flat
+        lines.append(row)
+        if rank == 0:
+            print(row + ("" if flat else " NOT FLAT"), flush=True)
+    if rank == 0 and arguments.write is not None:
+        write_table(arguments.write, MPI.get_vendor()[0], lines)
     dist.destroy_process_group()
-    return 0 if all(results) else 1
+    return 0 if all_flat else 1
 
 
 if __name__ == "__main__":

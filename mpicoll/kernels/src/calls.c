@@ -1074,8 +1074,16 @@ static PyObject *calls_get_thread(PyObject *self, void *closure)
     return PyLong_FromUnsignedLongLong(((Calls *)self)->last->thread);
 }
 
+/* Whether the last call has not ended. */
+static PyObject *calls_get_inside(PyObject *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(((Calls *)self)->last->inside != 0);
+}
+
 static PyGetSetDef calls_attributes[] = {
     {"thread", calls_get_thread, NULL, NULL, NULL},
+    {"inside", calls_get_inside, NULL, NULL, NULL},
     {"recent", calls_get_recent, calls_set_recent, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -20,6 +20,7 @@ from mpicoll.core.signature import describe, encode_kind
 from mpicoll.dtypes import DType, ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.routes.host import shared
+from mpicoll.routes.host.shared_segment import exchange_words
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
 from mpicoll.watch.consistency import describe_by_rank
@@ -117,7 +118,8 @@ class Hierarchy:
         try:
             yield call
         except _ApartError:
-            words = self.group.inner.allgather(describe(call.signature, count))
+            own = [describe(call.signature, count)]
+            words = [each for (each,) in exchange_words(self.group.tested, own)]
             raise MismatchError(
                 f"{kind.primitive} on rank {self.group.rank()} of group {self.group.group_name}: "
                 f"the ranks' calls do not belong together: {describe_by_rank(words)}"

@@ -426,7 +426,8 @@ class Shared:
         texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
         name = texts[self._hold.me].partition(" ")[0]
         if any(is_list(kind) for kind, _ in calls):  # only its rank knows what a list's sizes are
-            texts = self._group.inner.allgather(texts[self._hold.me])
+            own = [texts[self._hold.me]]
+            texts = [words for (words,) in exchange_words(self._group.tested, own)]
         return MismatchError(
             f"{name} on rank {self._hold.me} of group {self._group.group_name}: the ranks' calls "
             f"do not belong together: {describe_by_rank(texts)}"

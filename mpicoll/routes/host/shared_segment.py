@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -9,6 +10,7 @@ import secrets
 import sys
 import weakref
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,7 +63,7 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
         with suppress(OSError):
             # Each its own part, which so comes to lie near it; a lack of memory shows now.
             os.posix_fallocate(file, me * region, region)
-            memory = mmap.mmap(file, n * region, **_without_file)
+            memory = _mapped(file, n * region)
     processors = _processors()
     everybody = exchange_words(comm, [memory is not None, region, sorted(processors)])
     if file is not None:  # not before all have opened it
@@ -94,7 +96,7 @@ def allocate(nbytes: int) -> mmap.mmap | None:
         return None
     try:
         os.posix_fallocate(file, 0, size)
-        memory = mmap.mmap(file, size, **_without_file)
+        memory = _mapped(file, size)
     except OSError:
         os.close(file)
         return None
@@ -125,15 +127,40 @@ def attach(name: str, where: str) -> mmap.mmap | None:
     if file is None:
         return None
     try:
-        return mmap.mmap(file, os.fstat(file).st_size, **_without_file)
+        return _mapped(file, os.fstat(file).st_size)
     except OSError:
         return None
     finally:
         os.close(file)
 
 
-#: The mapping needs no open file, but before Python 3.13 it keeps one.
-_without_file: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+def _mapped(file: int, size: int) -> mmap.mmap:
+    """Map a file; the mapping keeps no descriptor of it open. Raises OSError.
+
+    Before Python 3.13 a mapping of a file does, so it takes the place of one that has none.
+    """
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(file, size, trackfd=False)
+    memory = mmap.mmap(-1, size)
+    place = np.frombuffer(memory, np.uint8).ctypes.data
+    shared = mmap.MAP_SHARED | _MAP_FIXED
+    if _libc().mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, shared, file, 0) != place:
+        raise OSError(ctypes.get_errno(), "mmap")
+    return memory
+
+
+#: Of Linux, on every architecture that mpicoll knows.
+_MAP_FIXED = 0x10
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+    )  # fmt: skip
+    return libc
 
 
 def _bytes(words: list[Any]) -> Bytes:

@@ -17,6 +17,7 @@ from mpicoll.launch.launchers import (
     find_launcher,
     find_local_rank,
     find_rank,
+    find_survival,
     has_own_gpus,
     is_launcher_variable,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "find_local_rank",
     "find_rank",
     "find_rendezvous",
+    "find_survival",
     "has_own_gpus",
     "is_child_of_rank",
     "is_launcher_variable",

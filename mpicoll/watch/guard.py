@@ -643,7 +643,8 @@ class Guard:
 
         self._told = not self._goes_on
         why = report.describe_loss(lost, self.size)
-        _say(why, self._last_words)
+        hint = "" if self._goes_on else report.describe_survival(lost, self._given["survival"])
+        _say("\n".join(filter(None, [why, hint])), self._last_words)
         if self._goes_on:
             return
         for line in list(self._nodes.values()):

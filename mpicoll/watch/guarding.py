@@ -138,7 +138,8 @@ def _launch_guard(
     given = head | {
         "size": size, "ranks": ranks, "node": f"{node()}-{os.getpid()}",
         "host": socket.gethostname(), "listener": -1 if sock is None else sock.fileno(),
-        "goes_on": lost_ranks.is_fault_tolerant(), "reports": settings.REPORTS.value(),
+        "goes_on": lost_ranks.is_fault_tolerant(), "survival": launch.find_survival(),
+        "reports": settings.REPORTS.value(),
         "launcher": launchers[0] if launchers and launched and launched.dialect else 0,
         "prints": launchers[-1] if launchers else 0,
         "names": [identity, head["job"], *map(str, launchers)],

@@ -21,6 +21,7 @@ from mpicoll.launch.launchers import (
     has_own_gpus,
     is_launcher_variable,
 )
+from mpicoll.launch.newcomers import has_grown, join
 from mpicoll.launch.rendezvous import Rendezvous, loopback
 from mpicoll.launch.session import current
 from mpicoll.launch.world import (
@@ -47,12 +48,14 @@ __all__ = [
     "find_rank",
     "find_rendezvous",
     "find_survival",
+    "has_grown",
     "has_own_gpus",
     "is_child_of_rank",
     "is_launcher_variable",
     "is_serialized",
     "is_started_by_mpi",
     "is_started_by_torchrun",
+    "join",
     "loopback",
     "master_address",
     "read_rank",

@@ -74,9 +74,16 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
         told = np.zeros(newcomers.WORDS, np.uint8)
         mine = np.frombuffer(wrong.encode()[: told.size], np.uint8)
         told[: mine.size] = mine
-        old.tested.Bcast(told, 0)
+        try:
+            old.tested.Bcast(told, 0)
+        except BaseException:
+            wrong = "a rank is lost"
+            raise
+        finally:
+            if old.rank() == 0:
+                newcomers.answer(inter, wrong)
         wrong = told.tobytes().rstrip(b"\0").decode("utf-8", "replace")
-        return newcomers.merge(inter, wrong, count, old.rank() == 0)
+        return newcomers.merge(inter, wrong)
 
     return lifecycle.begin_again(execute.run_in_order(old, _WHERE, grow, keeps_time=True))
 

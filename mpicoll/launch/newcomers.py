@@ -30,7 +30,17 @@ from mpicoll.launch.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["WORDS", "find_program", "has_grown", "join", "main", "merge", "start", "why_not"]
+__all__ = [
+    "WORDS",
+    "answer",
+    "find_program",
+    "has_grown",
+    "join",
+    "main",
+    "merge",
+    "start",
+    "why_not",
+]
 
 _WHERE = "grow_group"
 #: What starts a new process, before the program and its arguments.
@@ -116,7 +126,7 @@ def start(
     limit: seconds to wait.
     check: called while the first rank waits; may raise what ends that.
 
-    Returns what connects them, and on the first rank what is wrong: they are told by ``merge``.
+    Returns what connects them, and on the first rank what is wrong: for ``answer`` and ``merge``.
     Raises MPIError on all ranks where the launcher refuses.
     """
     from mpi4py import MPI
@@ -148,10 +158,12 @@ def start(
     finally:
         info.Free()
     inter.Set_errhandler(MPI.ERRORS_RETURN)
-    return inter, _wait(inter, count, limit, check) if comm.Get_rank() == 0 else ""
+    return inter, _wait(inter, count, outlives, limit, check) if comm.Get_rank() == 0 else ""
 
 
-def _wait(inter: MPI.Intercomm, count: int, limit: float | None, check: Callable[[], None]) -> str:
+def _wait(
+    inter: MPI.Intercomm, count: int, outlives: bool, limit: float | None, check: Callable[[], None]
+) -> str:
     """Wait until all new processes can join; return "", or what has become of them."""
     from mpi4py import MPI
 
@@ -175,8 +187,9 @@ def _wait(inter: MPI.Intercomm, count: int, limit: float | None, check: Callable
                         with suppress(OSError, AttributeError):
                             ends[source] = os.pidfd_open(int(process))
                             stack.callback(os.close, ends[source])
-            except MPI.Exception as error:  # Open MPI's ULFM knows of the end of any process
-                return f"a new process was lost: {error.Get_error_string()}"
+            except MPI.Exception as error:  # with ULFM it knows of the end of any process
+                how = error.Get_error_string()
+                return f"a new process ended before it called init_process_group: {how}"
             poll = select.poll()
             for descriptor in ends.values():
                 poll.register(descriptor, select.POLLIN)
@@ -185,7 +198,7 @@ def _wait(inter: MPI.Intercomm, count: int, limit: float | None, check: Callable
                 return f"new process {lost[0]} ended before it called init_process_group"
             if time.monotonic() > end:
                 for rank, descriptor in ends.items():
-                    if rank not in ready:  # the launcher would wait for it
+                    if outlives and rank not in ready:  # the launcher would wait for it
                         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 missing = sorted(set(range(count)) - ready)
                 return f"new processes {missing} did not call init_process_group in {limit:g} s"
@@ -193,18 +206,24 @@ def _wait(inter: MPI.Intercomm, count: int, limit: float | None, check: Callable
     return ""
 
 
-def merge(inter: MPI.Intercomm, wrong: str, count: int, is_first: bool) -> MPI.Intracomm:
+def answer(inter: MPI.Intercomm, wrong: str) -> None:
+    """Tell the new processes to join, or what is wrong. The first rank calls."""
+    from mpi4py import MPI
+
+    box = wrong.encode()[:WORDS]
+    for newcomer in range(inter.Get_remote_size()):
+        # Not waited for where one may be gone: it is small, and MPI copies it.
+        with suppress(MPI.Exception):
+            inter.Isend([box, MPI.BYTE], newcomer, _GO).Test()
+
+
+def merge(inter: MPI.Intercomm, wrong: str) -> MPI.Intracomm:
     """Make one communicator of all ranks and the new processes, which come last. All ranks call.
 
     inter, wrong: what ``start`` has returned, ``wrong`` of the first rank.
 
     Raises DistBackendError on all of them if something is wrong.
     """
-    if is_first:
-        for newcomer in range(count):
-            box = wrong.encode()[:WORDS]
-            # Not waited for where one may be gone: it is small, and MPI copies it.
-            inter.Isend([box, len(box), sys.modules["mpi4py.MPI"].BYTE], newcomer, _GO).Test()
     if wrong:
         world.skip_finalize()  # MPI_Finalize may wait for the new processes, too
         raise DistBackendError(f"{_WHERE}: {wrong}; the group is as it was")

@@ -1,6 +1,7 @@
 r"""Training of a small network on handwritten digits that goes on when ranks are lost.
 
-    mpirun --with-ft ulfm -n 4 python jobs/train_digits_elastic.py --kill-at 100    # Open MPI
+    mpirun --with-ft ulfm --prtemca state_base_recoverable 1 -n 4 \
+        python jobs/train_digits_elastic.py --kill-at 100 --grow                    # Open MPI
     mpiexec -disable-auto-cleanup -n 4 -genv MPICOLL_SURVIVE 1 \
         sh -c 'trap "" USR1; "$@"; true' sh python jobs/train_digits_elastic.py     # MPICH
 
@@ -10,6 +11,9 @@ node would. The others get ``LostRankError`` from the call that they are in, mak
 those that live (``shrink_group``) and take that step again, from parameters that all of them have.
 A batch is that of the whole job, so the loss goes on as if there had been fewer ranks from the
 start, to rounding.
+
+With ``--grow`` the first of them starts a process in place of each that was lost (``grow_group``).
+There this program begins at its top, and gets what it needs from rank 0.
 
 The ranks may be a step apart when they hear of the loss: one may have the last gradient of a step
 that another is missing. They agree on the earlier step; each has kept the parameters before and
@@ -71,6 +75,7 @@ def parse_arguments() -> argparse.Namespace:
         "--kill-at", type=int, nargs="*", default=[], metavar="STEP",
         help="steps, from 1, in which the last rank kills itself",
     )  # fmt: skip
+    parser.add_argument("--grow", action="store_true", help="start processes in place of the lost")
     parser.add_argument(
         "--state", type=Path, metavar="FILE.npz", help="what a restart goes on from"
     )
@@ -126,17 +131,42 @@ def go_on(error: dist.LostRankError, kept: list[State]) -> State:
     return next(state for state in kept if state.step == step[0])
 
 
+Data = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def set_out(arguments: argparse.Namespace, state: State | None = None) -> tuple[Data, State]:
+    """Return the data, and rank 0's state on every rank. All ranks call when the world has grown.
+
+    state: this rank's; None if it has just begun.
+    """
+    data = load_data(arguments.seed, np)
+    layers = make_layers([data[0].shape[1], *arguments.hidden, 10], arguments.seed, np)
+    if state is None:
+        velocities = [(np.zeros_like(weight), np.zeros_like(bias)) for weight, bias in layers]
+        state = State(0, layers, velocities, np.zeros(2))
+        if arguments.state and arguments.state.exists():
+            state = read(arguments.state)
+    step = np.array([state.step])
+    pairs = [*state.layers, *state.velocities]
+    for array in (step, state.totals, *(array for pair in pairs for array in pair)):
+        dist.broadcast(array, 0)
+    state.step = int(step[0])
+    return data, state
+
+
+def to_come(kills: list[int], state: State) -> list[int]:
+    """Return the steps that are still to be died in: the ranks were at most one apart."""
+    return [step for step in kills if step > state.step + 2]
+
+
 def main() -> int:
     """Train, report, and return the exit code, the same on every rank."""
     arguments = parse_arguments()
     dist.init_process_group()
-    images, labels, held_out_images, held_out_labels = load_data(arguments.seed, np)
-    layers = make_layers([images.shape[1], *arguments.hidden, 10], arguments.seed, np)
-    velocities = [(np.zeros_like(weight), np.zeros_like(bias)) for weight, bias in layers]
-    state = State(0, layers, velocities, np.zeros(2))
-    if arguments.state and arguments.state.exists():
-        state = read(arguments.state)
-        arguments.kill_at = []  # it was done
+    data, state = set_out(arguments)
+    images, labels, held_out_images, held_out_labels = data
+    if state.step:  # it goes on from a file, or this process has joined later
+        arguments.kill_at = [] if arguments.state else to_come(arguments.kill_at, state)
     kept = [state]
 
     shuffle = np.random.default_rng(arguments.seed)
@@ -153,9 +183,13 @@ def main() -> int:
                 state.totals = np.zeros(2)
             state = take_step(state, images, labels, batches[state.step], arguments.lr, dies)
         except dist.LostRankError as error:
+            before = dist.get_world_size()
             state = go_on(error, kept)
+            if arguments.grow:
+                dist.grow_group(before - dist.get_world_size())
+                _, state = set_out(arguments, state)
             kept = [state]
-            arguments.kill_at = [step for step in arguments.kill_at if step > state.step + 1]
+            arguments.kill_at = to_come(arguments.kill_at, state)
             continue
         kept = [kept[-1], state]
         if state.step % steps == 0:

@@ -54,6 +54,7 @@ _HOMES = {
     "api.point_to_point": (
         "P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_async", "send",
     ),
+    "api.growing": ("grow_group",),
     "api.lifecycle": (
         "destroy_process_group", "get_backend", "get_backend_config", "get_node_local_rank",
         "get_pg_count", "init_process_group", "is_initialized",

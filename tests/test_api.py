@@ -56,6 +56,7 @@ OWN = {
     "dump_flight_record",
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
+    "grow_group",
 }
 
 #: Functions that torch has in C, without a signature.

@@ -24,7 +24,7 @@ MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 #: By MPI: options of mpiexec, what comes before the program, environment variables. MPICH's mpiexec
 #: kills the survivors of a process that ends badly, so a shell ends well instead.
 WAYS = {
-    "Open MPI": (["--with-ft", "ulfm"], [], {}),
+    "Open MPI": (["--with-ft", "ulfm", "--prtemca", "state_base_recoverable", "1"], [], {}),
     "HYDRA": (
         ["-disable-auto-cleanup"],
         ["sh", "-c", 'trap "" USR1; "$@"; true', "sh"],
@@ -182,6 +182,74 @@ dist.destroy_process_group()
 open(sys.argv[1], "w").write('"went on"')
 """
 
+#: Ranks are lost and replaced, one that was there from the start and one that was not; before that
+#: new processes that do not come.
+GROW = """
+import os, signal, sys, time
+import numpy as np
+import mpicoll as dist
+from mpicoll.api.reconfigure import Reconfigurable
+
+dist.init_process_group(timeout=60)
+
+def refused(error, words, *arguments):
+    try:
+        dist.grow_group(*arguments)
+    except error as caught:
+        assert words in str(caught), caught
+    else:
+        raise AssertionError(words)
+    x = np.ones(1)
+    dist.all_reduce(x)  # the group is as it was
+    assert x[0] == dist.get_world_size()
+
+turn = np.zeros(1, int)
+dist.broadcast(turn, 0)  # 0, unless this process has joined later
+for turn in range(int(turn[0]), 2):
+    me, n = dist.get_rank(), dist.get_world_size()
+    dies = n - 1 - turn
+    if me == dies:
+        time.sleep(0.3)  # the others are in the call
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(np.ones(1))
+    except dist.LostRankError as error:
+        assert error.ranks == (dies,), error
+    else:
+        raise AssertionError("a call of a lost rank ended well")
+    dist.shrink_group([dies])
+    if turn == 0:
+        refused(dist.DistBackendError, "ended before it", 1, ["-c", "import os; os._exit(3)"])
+        refused(dist.MismatchError, "count", 1 + dist.get_rank())
+        refused(ValueError, "at least 1", 0)
+        refused(TypeError, "['job.py', '--option']", 1, "job.py")
+    group = dist.grow_group(1)
+    assert group is dist.group.WORLD and len(dist.get_process_group_ranks(group)) == n
+    dist.broadcast(np.array([turn + 1]), 0)
+me, n = dist.get_rank(), dist.get_world_size()
+assert n == 3
+assert [os.environ[name] for name in ("RANK", "WORLD_SIZE")] == [str(me), str(n)]
+many = np.full(300_000, 2.0**me)
+dist.all_reduce(many)
+assert set(many) == {7.0}
+names = [None] * n
+dist.all_gather_object(names, me)
+assert names == [0, 1, 2]
+pair = dist.new_group([0, n - 1])
+if me != 1:
+    dist.all_reduce(many[:2], group=pair)
+    assert many[0] == 14
+try:
+    Reconfigurable(dist.group.WORLD)
+except ValueError as error:
+    assert "new_group" in str(error)
+else:
+    raise AssertionError("groups of handles in a job that has grown")
+dist.destroy_process_group()
+if me == 0:
+    open(sys.argv[1], "w").write('"went on"')
+"""
+
 TORCH_SHRINK = """
 import os, signal, sys, time
 import torch
@@ -222,17 +290,23 @@ def _launch(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[str
     )
 
 
-def _run(script: str, tmp_path: Path) -> None:
+def _run(script: str, tmp_path: Path, ranks: int = 5) -> subprocess.CompletedProcess[str]:
     (tmp_path / "job.py").write_text(script)
     told = tmp_path / "told"
-    done = _launch(5, tmp_path / "job.py", told)
+    done = _launch(ranks, tmp_path / "job.py", told)
     assert told.exists(), done.stdout + done.stderr
     assert json.loads(told.read_text()) == "went on"
+    return done
 
 
 @pytest.mark.parametrize("script", [NUMPY, SHRINK], ids=["reconfigure", "shrink_group"])
 def test_arrays(script: str, tmp_path: Path) -> None:
     _run(script, tmp_path)
+
+
+def test_lost_ranks_are_replaced(tmp_path: Path) -> None:
+    done = _run(GROW, tmp_path, 3)
+    assert done.stderr.count("mpicoll: lost: ") == 2
 
 
 @pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it")
@@ -243,18 +317,20 @@ def test_torch(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_training_goes_on(tmp_path: Path) -> None:
-    """With two of three ranks lost on the way, the losses are those of one rank to rounding."""
+    """With two ranks lost on the way, replaced or not, the losses are those of one rank."""
     pytest.importorskip("sklearn")
     curves = []
-    for ranks, kills in (3, ["--kill-at", "100", "250"]), (1, []):
-        curve = tmp_path / f"{ranks}.npy"
-        done = _launch(ranks, ELASTIC, "--curve", curve, *kills)
+    kills = ["--kill-at", "100", "250"]
+    ways: list[tuple[int, list[str], int]] = [(3, kills, 1), (3, ["--grow", *kills], 3), (1, [], 1)]
+    for ranks, given, left in ways:
+        curve = tmp_path / f"{ranks} of {left}.npy"
+        done = _launch(ranks, ELASTIC, "--curve", curve, *given)
         assert curve.exists(), done.stdout + done.stderr
-        assert "is reached" in done.stdout
+        assert f"on {left} ranks: the target" in done.stdout and "is reached" in done.stdout
         assert done.stdout.count("lost 1 of") == ranks - 1
         curves.append(np.load(curve))
     assert curves[0].shape == (20, 2)
-    np.testing.assert_allclose(curves[0], curves[1], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(curves[:2], [curves[2]] * 2, rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow

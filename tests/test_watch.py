@@ -18,6 +18,7 @@ from rank_scripts import Ended, compiled, job, needs_mpiexec, run
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DTYPES
 from mpicoll.launch.launchers import is_launcher_variable
+from mpicoll.launch import find_survival
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.watch import guard, guarding, report, watchdog
 from mpicoll.watch.board import DONE, ENDING, Board
@@ -90,6 +91,27 @@ def test_a_loss_says_who_how_and_where() -> None:
     assert "in call 7 of group 0: " in text
     text = report.describe_loss([lost | {"how": "code 3", "calls": []}], 8)
     assert text.endswith("ended with exit code 3 and no word, before its first call")
+    hint = report.describe_survival([lost], "a setting")
+    assert hint.startswith("mpicoll: what would have saved this job: a setting")
+    assert report.describe_survival([lost], "") == ""
+    assert report.describe_survival([lost | {"how": "SIGTERM"}], "a setting") == ""
+
+
+@pytest.mark.any_mpi
+def test_what_would_have_saved_a_job_is_known_of_each_launcher() -> None:
+    mpiexec = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    torchrun = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    for environment, words in (
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "--with-ft ulfm"),
+        (mpiexec | {"HYDI_CONTROL_FD": "7"} | srun, "MPICOLL_SURVIVE=1"),
+        (mpiexec | srun, "srun starts no rank again"),
+        (torchrun | mpiexec, "--max-restarts"),
+        ({}, ""),
+        (torchrun | {"TORCHELASTIC_MAX_RESTARTS": "3"}, ""),
+    ):
+        found = find_survival(environment)
+        assert words in found and bool(words) == bool(found), environment
 
 
 @pytest.mark.any_mpi
@@ -343,6 +365,7 @@ def test_a_lost_rank_is_named_once(end: str, how: str, ended: Ended) -> None:
     ended.badly("mpicoll: lost: ", "after call 70 of group 0: all_reduce of 4 elements of float64")
     assert ended.err.count("mpicoll: lost: ") == 1
     (line,) = [line for line in ended.err.splitlines() if "mpicoll: lost: " in line]
+    assert ended.err.count("mpicoll: what would have saved this job: ") == 1
     known = how in line or "the system does not say how" in line  # before Linux 6.15
     assert known and "rank 1 of 3 (process " in line and ended.seconds < 20
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "abandon",
     "begin",
+    "begin_again",
     "destroy_process_group",
     "end",
     "get_backend",
@@ -55,6 +56,7 @@ __all__ = [
     "init_process_group",
     "is_initialized",
     "leave",
+    "met_elsewhere",
     "node_size",
     "resolve_member",
 ]
@@ -69,6 +71,9 @@ _A_MOMENT = 0.5
 _watchdog: Watchdog | None = None
 #: Rank on the node and number of ranks on it, known from init on.
 _node: tuple[int, int] | None = None
+#: The name of the default group as init_process_group makes it, and whether the ranks have found
+#: each other by an init_method, or by torch's store.
+_name, _met_elsewhere = "0", False
 
 
 def is_initialized() -> bool:
@@ -260,9 +265,11 @@ def begin(
     comm:     the program's communicator, if its ranks are all ranks.
     reproducible: the group's level; None is what the environment says.
     """
-    global _watchdog
+    global _watchdog, _name, _met_elsewhere
     settings.check()
+    _name, _met_elsewhere = name, rendezvous is not None
     level = levels.from_environment() if reproducible is None else reproducible
+    comm = launch.join(rendezvous, limit) if comm is None else comm
     with launch.start(rendezvous, limit, comm) as world:
         if rendezvous is None:
             whose = "MPI" if comm is None else "comm"
@@ -302,6 +309,24 @@ def begin(
     return state.default
 
 
+def met_elsewhere() -> str:
+    """Return how the ranks have found each other, if not by MPI, "" if so."""
+    return "its ranks met by an init_method or by torch.distributed" if _met_elsewhere else ""
+
+
+def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
+    """End all groups, and make the default group of all ranks anew, with others among them.
+
+    comm: of all ranks, in their order. Those that are new call ``begin``.
+    """
+    old = default_group()
+    for group in reversed(list(state.groups)):
+        end(group)
+    _reset()
+    guarding.renew()
+    return begin(old.backend, old.timeout, _name, comm=comm, reproducible=old.reproducible)
+
+
 def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
     """Find the ranks on this node, start its guard, set the variables that libraries read, and get
     rank 0's table of routes.
@@ -322,7 +347,9 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
     vendor, version = MPI.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
     port, table = comm.bcast((port, tuning_files.read(name)), 0)
-    if communicators.spans_world(plain(comm)):  # the variables speak of the whole job
+    if (
+        communicators.spans_world(plain(comm)) or launch.has_grown()
+    ):  # the variables speak of the whole job
         launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
     tuning.job.table = tuning_files.build_table(vendor == "Open MPI", *table)
 
@@ -405,20 +432,26 @@ def _until_the_end() -> Iterator[ProcessGroup]:
 
 
 def _forget_groups() -> None:
-    """Reset what is known of groups once there is none."""
-    global _watchdog, _node
-    state.default = None
-    state.made = 0
-    state.local.clear()
-    _node = None
-    point_to_point.stop_polling()
-    lost_ranks.stop()
+    """Reset what is known of groups once there is none, and need no other rank any more."""
+    global _watchdog
+    _reset()
     if sys.exc_info()[1] is not None:
         return  # it may end this process yet, and then the others have to hear of it
     _sign_off()
     if _watchdog is not None:
         _watchdog.remove()
         _watchdog = None
+
+
+def _reset() -> None:
+    """Reset what is known of groups once there is none."""
+    global _node
+    state.default = None
+    state.made = 0
+    state.local.clear()
+    _node = None
+    point_to_point.stop_polling()
+    lost_ranks.stop()
 
 
 def _sign_off() -> None:

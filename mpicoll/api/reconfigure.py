@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll import communicators
+from mpicoll import communicators, launch
 from mpicoll.api import lifecycle
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup
@@ -30,6 +30,7 @@ from mpicoll.errors import (
     CollectiveTimeoutError,
     MismatchError,
     MPIError,
+    UnsupportedError,
 )
 from mpicoll.watch import lost_ranks
 
@@ -58,6 +59,11 @@ class Reconfigurable:
     """
 
     def __init__(self, base: ProcessGroup) -> None:
+        if launch.has_grown() and lost_ranks.is_fault_tolerant():
+            raise UnsupportedError(
+                f"{_WHERE}: a job that has grown and outlives lost ranks makes its groups by "
+                "new_group and shrink_group"
+            )
         self.base = base
         self.group: ProcessGroup | None = None
         self._comm: MPI.Intracomm = execute.run_in_order(base, _WHERE, base.inner.Dup)

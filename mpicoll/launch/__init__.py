@@ -17,9 +17,11 @@ from mpicoll.launch.launchers import (
     find_launcher,
     find_local_rank,
     find_rank,
+    find_survival,
     has_own_gpus,
     is_launcher_variable,
 )
+from mpicoll.launch.newcomers import has_grown, join
 from mpicoll.launch.rendezvous import Rendezvous, loopback
 from mpicoll.launch.session import current
 from mpicoll.launch.world import (
@@ -45,12 +47,15 @@ __all__ = [
     "find_local_rank",
     "find_rank",
     "find_rendezvous",
+    "find_survival",
+    "has_grown",
     "has_own_gpus",
     "is_child_of_rank",
     "is_launcher_variable",
     "is_serialized",
     "is_started_by_mpi",
     "is_started_by_torchrun",
+    "join",
     "loopback",
     "master_address",
     "read_rank",

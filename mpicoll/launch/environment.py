@@ -144,7 +144,7 @@ def fill_environment(
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which many
-    libraries read, where they are missing.
+    libraries read, where they are missing, or this has set them before.
     """
     values = {
         "RANK": rank,
@@ -155,7 +155,7 @@ def fill_environment(
         "MASTER_PORT": master_port,
     }
     for name, value in values.items():
-        if name not in environment:
+        if name not in environment or was_filled(name, environment):
             environment[name] = _filled[name] = str(value)
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "find_launchers",
     "find_local_rank",
     "find_rank",
+    "find_survival",
     "has_own_gpus",
     "is_bootstrap_variable",
     "is_launcher_variable",
@@ -49,6 +50,10 @@ class Launcher:
     own_gpus: a variable that is set where each rank has GPUs of its own, "" without one.
     is_parent: the ranks are children of a process of its own on their node, which has no other name
              than the language it is written in, and end with that.
+    manager: a variable that its own process manager sets for all ranks, "" without one; that can
+             start further ranks (MPI_Comm_spawn).
+    survival: what a job that a lost rank has ended should have been started with, "" if unknown.
+    restarts: the variable with the number of times that it starts all ranks again.
 
     Patterns match at the beginning of a name.
     """
@@ -65,6 +70,9 @@ class Launcher:
     owned: str = ""
     own_gpus: str = ""
     is_parent: bool = False
+    manager: str = ""
+    survival: str = ""
+    restarts: str = ""
 
     def is_present(self, environment: Mapping[str, str] = os.environ) -> bool:
         """Tell whether it started this process."""
@@ -87,6 +95,9 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_size="LOCAL_WORLD_SIZE",
         remedy="let init_process_group find the ranks (init_method='env://' or nothing), and call "
         "it before mpi4py.MPI is imported",
+        survival="torchrun --max-restarts 3, which starts all ranks again, to go on from a "
+        "checkpoint",
+        restarts="TORCHELASTIC_MAX_RESTARTS",
         owned=r"TORCHELASTIC_|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$",
         is_parent=True,
     ),
@@ -101,6 +112,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "(python -m mpi4py --mpi-library shows which it is)",
         dialect=Dialect.PMIX,
         bootstrap="OMPI_COMM_WORLD_",
+        manager="OMPI_COMM_WORLD_SIZE",
+        survival="mpirun --with-ft ulfm, with which the other ranks can go on",
         owned=r"(OMPI|PRTE)_(?!MCA_|ALLOW_)|OMPI_MCA_(orte|ess|pmix|initial_wdir|num_procs)",
     ),
     Launcher(
@@ -116,6 +129,9 @@ LAUNCHERS: tuple[Launcher, ...] = (
         dialect=Dialect.PMI,
         bootstrap=r"PMI2?_|MPI_LOCALRANKID|MPI_LOCALNRANKS"
         r"|(I_MPI_PMI|I_MPI_PMI_LIBRARY|MPIR_CVAR_PMI_VERSION|MPICH_PMI_VERSION)$",
+        manager="HYDI_CONTROL_FD",
+        survival="on one node, MPICH's mpiexec -disable-auto-cleanup and MPICOLL_SURVIVE=1, with "
+        "which the other ranks can go on",
         owned=r"PMI2?_|MPI_LOCAL|HYDI?_|HYDRA_|I_MPI_(HYDRA|INFO|PMI)",
     ),
     Launcher(
@@ -185,6 +201,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="SLURM_STEP_NUM_TASKS",
         local_rank=("SLURM_LOCALID",),
         remedy=_SRUN_REMEDY,
+        survival="a checkpoint, as srun starts no rank again; or an mpirun in the allocation, with "
+        "which the other ranks can go on",
         owned="SLURM",
         own_gpus="SLURM_GPUS_PER_TASK",
     ),
@@ -220,6 +238,15 @@ def announced(environment: Mapping[str, str] = os.environ) -> tuple[str, str, bo
         return "?", "?", False
     rank, size = environment.get(launcher.rank, "?"), environment.get(launcher.size, "?")
     return rank, size, size.isdigit() and environment.get(launcher.local_size) == size
+
+
+def find_survival(environment: Mapping[str, str] = os.environ) -> str:
+    """Return what would have saved a job that a lost rank has ended, "" if that is not known."""
+    for launcher in find_launchers(environment):
+        is_its_own = not launcher.manager or launcher.manager in environment
+        if launcher.survival and is_its_own:
+            return launcher.survival if environment.get(launcher.restarts, "0") == "0" else ""
+    return ""
 
 
 def find_rank(environment: Mapping[str, str] = os.environ) -> str:

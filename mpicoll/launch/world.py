@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 __all__ = [
     "call_before_finalize",
     "finalize_within",
+    "initialize",
     "is_serialized",
     "master_address",
     "skip_finalize",
+    "skips_finalize",
     "start",
     "warn_if_serialized",
 ]
@@ -144,6 +146,14 @@ def master_address(world: MPI.Intracomm) -> str:
     return found
 
 
+def initialize() -> ModuleType:
+    """Start MPI, if it has not started, and return ``mpi4py.MPI``."""
+    mpi = _load()
+    if not mpi.Is_initialized():
+        _initialize(mpi)
+    return mpi
+
+
 def _load() -> ModuleType:
     """Return mpi4py.MPI, which must not start and end MPI: it ends it in forked children, too."""
     try:
@@ -243,13 +253,20 @@ def call_before_finalize(function: Callable[[], None]) -> None:
 _skips_finalize = False
 
 
-def skip_finalize() -> bool:
+def skips_finalize() -> bool:
+    """Return whether this process leaves MPI without MPI_Finalize."""
+    return _skips_finalize
+
+
+def skip_finalize(skips: bool = True) -> bool:
     """Leave MPI without MPI_Finalize, which would wait for ever.
+
+    skips: False: finalise it after all.
 
     Returns True where mpi4py, which has started MPI, finalises it all the same once no Python runs.
     """
     global _skips_finalize
-    _skips_finalize = True
+    _skips_finalize = skips
     return sys.modules["mpi4py"].rc.finalize is not False
 
 

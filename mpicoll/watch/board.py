@@ -12,11 +12,11 @@ import os
 import struct
 from typing import NamedTuple
 
-__all__ = ["CELLS", "DONE", "ENDING", "NAME", "RUNNING", "Board", "Cell", "Header"]
+__all__ = ["CELLS", "DONE", "ENDING", "LEFT", "NAME", "RUNNING", "Board", "Cell", "Header"]
 
 #: What becomes of a rank: it may make calls; it ends the job, for a reason that it says itself; no
-#: other rank needs it any more.
-RUNNING, ENDING, DONE = range(3)
+#: other rank needs it any more; it has another board, and another guard.
+RUNNING, ENDING, DONE, LEFT = range(4)
 #: Most groups with a cell; later ones have none. Memory that is not written takes no room.
 CELLS = 4096
 #: Bytes of a group's name.
@@ -32,7 +32,7 @@ _SIZE = _FIRST + CELLS * _CELL.size
 class Header(NamedTuple):
     """What a rank says of itself.
 
-    state: RUNNING, ENDING or DONE. code: the exit code with which it ends the job. cells: the
+    state: RUNNING, ENDING, DONE or LEFT. code: the exit code with which it ends the job. cells: the
     number of cells that have been used. thread: the main thread, as threading.get_ident has it.
     listener: the thread that is asked for stacks, as the system numbers it. signal: that has come,
     and is for the program's handler; 0 for none.

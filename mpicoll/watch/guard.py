@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
-from mpicoll.watch.board import DONE, ENDING, Board, Cell, parse
+from mpicoll.watch.board import DONE, ENDING, LEFT, Board, Cell, parse
 
 if TYPE_CHECKING:
     from mpicoll.watch.report import Snapshot
@@ -151,7 +151,12 @@ class _Rank:
     @property
     def is_quiet(self) -> bool:
         """Whether its end, if it ends, is its own affair, or was told already."""
-        return self.board is None or self.board.header().state in (ENDING, DONE)
+        return self.board is None or self.board.header().state in (ENDING, DONE, LEFT)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs, and has no other guard."""
+        return self.pidfd >= 0 and (self.board is None or self.board.header().state != LEFT)
 
     def look(self, now: float) -> None:
         """Note since when each call has not changed."""
@@ -305,7 +310,7 @@ class Guard:
         self._path: Path | None = None
 
     def serve(self) -> None:
-        """Serve until all ranks of this node have ended."""
+        """Serve until all ranks of this node have ended, or have another guard."""
         for one in self._ranks:
             if one.pidfd >= 0:
                 self._poll.register(one.pidfd, select.EPOLLIN)
@@ -355,7 +360,7 @@ class Guard:
 
     def _loop(self) -> None:
         next_look = 0.0
-        while any(one.pidfd >= 0 for one in self._ranks):
+        while any(one.is_here for one in self._ranks):
             pause = self._pause()
             wait = max(0.0, next_look - time.monotonic())
             ranks = {one.pidfd: one for one in self._ranks if one.pidfd >= 0}
@@ -644,7 +649,8 @@ class Guard:
 
         self._told = not self._goes_on
         why = report.describe_loss(lost, self.size)
-        _say(why, self._last_words)
+        hint = "" if self._goes_on else report.describe_survival(lost, self._given["survival"])
+        _say("\n".join(filter(None, [why, hint])), self._last_words)
         if self._goes_on:
             return
         for line in list(self._nodes.values()):
@@ -689,7 +695,7 @@ class Guard:
 
     def _kill(self) -> None:
         for one in self._ranks:
-            if one.pidfd >= 0 and one.board is not None and one.board.header().state != DONE:
+            if one.is_here and one.board is not None and one.board.header().state != DONE:
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
         self._end_by = float("inf")

@@ -25,14 +25,14 @@ from mpicoll import launch, settings
 from mpicoll.core.groups import state
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.watch import guard, lost_ranks
-from mpicoll.watch.board import DONE, ENDING, Board
+from mpicoll.watch.board import DONE, ENDING, LEFT, Board
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["find_order", "leave", "say_ending", "say_signal", "start"]
+__all__ = ["find_order", "leave", "renew", "say_ending", "say_signal", "start"]
 
 #: Seconds of waiting after which a hang is reported, unless a setting says otherwise: at most, and
 #: as a share of the group's timeout.
@@ -144,8 +144,8 @@ def _launch_guard(
     given = head | {
         "size": size, "ranks": ranks, "node": f"{node()}-{os.getpid()}",
         "host": socket.gethostname(), "listener": -1 if sock is None else sock.fileno(),
-        "goes_on": lost_ranks.is_fault_tolerant(), "reports": settings.REPORTS.value(),
-        "launcher": _find_starter(launchers),
+        "goes_on": lost_ranks.is_fault_tolerant(), "survival": launch.find_survival(),
+        "reports": settings.REPORTS.value(), "launcher": _find_starter(launchers),
         "prints": launchers[-1] if launchers else 0,
         "names": [identity, head["job"], *map(str, launchers)],
         "command": " ".join(sys.orig_argv)[:200],
@@ -252,6 +252,20 @@ def leave() -> None:
     """Say that no other rank needs this one any more."""
     if _own is not None and _is_own():
         _own.board.say(DONE)
+
+
+def renew() -> None:
+    """Leave the guard of this rank: ``start`` gets it one of other ranks. No group is alive."""
+    global _own
+    old = _own
+    if old is None or not _is_own():
+        return
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+        _own = _Own()
+        old.board.say(LEFT)
+        faulthandler.unregister(old.signal)
+        for descriptor in (old.board.descriptor, old.stacks, old.bell, old.rings):
+            os.close(descriptor)
 
 
 def find_order() -> str:

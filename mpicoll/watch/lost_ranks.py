@@ -7,8 +7,8 @@ rank waits for one that has given up.
 
 Or, where MPICOLL_SURVIVE asks for it, MPI is not told: the ranks of a node notice by their pidfds
 that one is lost, and leave the calls that they are in by themselves. The launcher must not end the
-job (MPICH: docs/reliability.md). Messages between survivors still go, and
-MPI_Comm_create_from_group makes communicators of them; MPICH 5 has ULFM's calls, which hang.
+job (MPICH: docs/reliability.md). Messages between survivors still go, and so MPI_Comm_create_group
+makes communicators of them; MPICH 5 has ULFM's calls, which hang.
 
 Everywhere else a lost rank ends the job.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["check", "is_fault_tolerant", "shrink", "start", "stop"]
+__all__ = ["check", "is_fault_tolerant", "is_watching", "shrink", "start", "stop"]
 
 _FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 #: Seconds in which MPI learns which rank is lost, once another rank has said that one is.
@@ -127,6 +127,11 @@ def stop() -> None:
 def is_ulfm() -> bool:
     """Return whether MPI itself goes on when a rank is lost, and takes calls back."""
     return os.environ.get(_FT_VARIABLE, "").lower() in ("1", "true", "yes")
+
+
+def is_watching() -> bool:
+    """Return whether lost ranks are survived without MPI's knowledge: the same on all ranks."""
+    return _processes is not None
 
 
 def is_fault_tolerant() -> bool:
@@ -264,7 +269,7 @@ def _meet_and_create(
             time.sleep(_PAUSE)
         distance *= 2
     with communicators.subset(comm, members) as chosen:
-        made = MPI.Intracomm.Create_from_group(chosen, name)
+        made = comm.Create_group(chosen, tag)
     groups.return_errors(made)
     return made
 

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = [
     "LINES", "describe_call", "describe_end", "describe_hang", "describe_job", "describe_loss",
-    "describe_signal", "format_ranks", "is_there", "parse_stacks",
+    "describe_signal", "describe_survival", "format_ranks", "is_there", "parse_stacks",
 ]  # fmt: skip
 
 #: One rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done, gone),
@@ -32,6 +32,9 @@ _HINTS = {
     "SIGHUP": ", as when its terminal closes",
     "SIGINT": ", as by Ctrl-C",
 }
+
+#: Those that are meant for a whole job.
+_FOR_ALL = _HINTS.keys() - {"SIGKILL"}
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -127,6 +130,18 @@ def describe_loss(lost: Sequence[Snapshot], size: int) -> str:
     several = len(calls) > 1
     parts = [f"{format_ranks(those)} {call}" if several else call for call, those in calls.items()]
     return f"{text}, {'; '.join(parts[:_RUNS])}{'; ...' * (len(parts) > _RUNS)}"
+
+
+def describe_survival(lost: Sequence[Snapshot], survival: str) -> str:
+    """Return the line that says what would have saved the job.
+
+    lost: as for describe_loss. survival: see launchers.py.
+
+    Returns "" where nothing would have, and where the signal that came was meant for the whole job.
+    """
+    if not survival or lost[0]["how"] in _FOR_ALL:
+        return ""
+    return f"mpicoll: what would have saved this job: {survival} (docs/reliability.md)"
 
 
 def describe_signal(name: str, ranks: Sequence[int], size: int, host: str) -> str:

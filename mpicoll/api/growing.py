@@ -1,0 +1,119 @@
+"""A job that gets more ranks: grow_group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpicoll.api import lifecycle
+from mpicoll.core.groups import ProcessGroup, default_group, state
+from mpicoll.dispatch import execute
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistBackendError,
+    MismatchError,
+    UnsupportedError,
+)
+from mpicoll.launch import newcomers
+from mpicoll.watch import lost_ranks
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["grow_group"]
+
+_WHERE = "grow_group"
+#: What a rank says before anything is started.
+_FINE, _PENDING, _NO_PROGRAM = range(3)
+
+
+def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessGroup:
+    """Start further processes, which join the default group. All its ranks call.
+
+    In each the program begins at its top, and joins by ``init_process_group()``. The others go on
+    here. All groups end. In the new default group the ranks keep their numbers, and the new
+    ones come last. So rank 0 has what the new ones need.
+
+    count: how many, the same on all ranks.
+    command: what follows ``python``: a script, ``-m`` and a module, or ``-c`` and code, and the
+        arguments; None for rank 0's own. Rank 0's counts.
+
+    Returns the new default group.
+
+    Raises UnsupportedError (a ValueError) where no process can be started that joins, MPIError
+    where the launcher refuses, LostRankError where a rank is lost meanwhile, and DistBackendError
+    where new processes end before they join, or do not join within the group's timeout: on all
+    ranks. After these the group is as it was.
+    """
+    old = default_group()
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise ArgumentTypeError(f"{_WHERE}: count: expected an int, got {type(count).__name__}")
+    if count < 1:
+        raise ArgumentError(f"{_WHERE}: count: expected at least 1, got {count}")
+    if isinstance(command, str) or not (
+        command is None or (command and all(isinstance(word, str) for word in command))
+    ):
+        raise ArgumentTypeError(
+            f"{_WHERE}: command: expected a list of strings as after `python`, "
+            f"['job.py', '--option'], or None, got {command!r}"
+        )
+    if problem := lifecycle.met_elsewhere() or newcomers.why_not():
+        raise UnsupportedError(
+            f"{_WHERE}: no process can be started that joins this job: {problem}; start the job by "
+            "mpirun, or with as many ranks as it may need"
+        )
+    _meet(old, count, command is None)
+
+    def grow() -> MPI.Intracomm:
+        inter, wrong = newcomers.start(
+            old.messages, count, command, lost_ranks.is_watching(), old.timeout, old.check_whole
+        )
+        told = np.zeros(newcomers.WORDS, np.uint8)
+        mine = np.frombuffer(wrong.encode()[: told.size], np.uint8)
+        told[: mine.size] = mine
+        try:
+            old.tested.Bcast(told, 0)
+        except BaseException:
+            wrong = "a rank is lost"
+            raise
+        finally:
+            if old.rank() == 0:
+                newcomers.answer(inter, wrong)
+        wrong = told.tobytes().rstrip(b"\0").decode("utf-8", "replace")
+        return newcomers.merge(inter, wrong)
+
+    return lifecycle.begin_again(execute.run_in_order(old, _WHERE, grow, keeps_time=True))
+
+
+def _meet(group: ProcessGroup, count: int, same: bool) -> None:
+    """Return when all ranks are here and can go on; raise on all of them where one cannot.
+
+    same: the new processes run this program.
+    """
+    what = _FINE
+    if not all(one.finish(group.timeout) for one in state.groups if one is not group):
+        what = _PENDING
+    elif same and group.rank() == 0:
+        try:
+            newcomers.find_program()
+        except ArgumentError:
+            what = _NO_PROGRAM
+    own, everybody = np.array([count, what]), np.empty((group.size(), 2), np.int64)
+    execute.run_in_order(group, _WHERE, lambda: group.tested.Allgather(own, everybody))
+    counts, said = everybody.T.tolist()
+    if len(set(counts)) > 1:
+        raise MismatchError(f"{_WHERE}: count: expected the same on all ranks, got {counts}")
+    if _NO_PROGRAM in said:
+        raise ArgumentError(
+            f"{_WHERE}: command: rank 0 runs no script, module or code that can be run again, got "
+            "None; give a list of what follows `python`: ['job.py', '--option']"
+        )
+    if _PENDING in said:
+        late = [rank for rank, one in enumerate(said) if one == _PENDING]
+        raise DistBackendError(
+            f"{_WHERE}: asynchronous work of ranks {late} is still pending in other groups, which "
+            "end here; wait for every Work before"
+        )

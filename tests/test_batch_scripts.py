@@ -2,7 +2,7 @@
 
 Each asks for what DESCRIPTION says; its directives are read by the rules of its batch system.
 Then it runs, with commands in place of mpirun, srun and flux that write down how they were called,
-and in the environment that its batch system would give it. tests/slurm/ runs those of Slurm with real
+and in the environment that its batch system gives it. tests/slurm/ runs those of Slurm with real
 ranks, and those of PBS and LSF with Slurm behind the commands with which these reach other nodes.
 """
 

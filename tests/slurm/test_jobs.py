@@ -30,6 +30,7 @@ from jobs import (
 OPENMPI = VENDOR == "Open MPI"
 SCRIPTS = sorted(path.name for path in (ROOT / "jobs").glob("*.sbatch"))
 SHORT = ("--epochs", "1", "--target", "0")
+HELLO = (sys.executable, "-m", "mpicoll", "hello")
 ALL = (f"--nodes={NODES}", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
 
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs torch")
@@ -160,9 +161,17 @@ def test_gpus_by_the_rank_on_the_node() -> None:
     assert code == 0 and sorted(out.splitlines()) == sorted(["0 4", "1 7"] * NODES), out
 
 
-# --- what is wrong ------------------------------------------------------------------------------
+def test_mpirun_inside_a_step() -> None:
+    """Where the inner srun of MPICH's mpirun may share the processors of the outer one."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    code, out = srun(
+        "--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--mpi=none", mpirun, "-n", "2", *HELLO,
+        SLURM_OVERLAP="1",
+    )  # fmt: skip
+    assert code == 0 and "rank 1 of 2" in out, out
 
-HELLO = (sys.executable, "-m", "mpicoll", "hello")
+
+# --- what is wrong ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", sorted({"none", "pmi2", "pmix"} - {MPI}))

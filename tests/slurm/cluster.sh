@@ -111,7 +111,7 @@ wait_for_nodes() { # NODES
 }
 
 stop() {
-    local status=$? file
+    local status=$? file process
     # The namespaces end with their first process. Without them: what has a pid file of ours.
     if [ -n "$CLUSTER_PLAIN" ] && [ -e "$CLUSTER/slurmctld.pid" ]; then
         scancel --me 2> /dev/null || true
@@ -122,10 +122,15 @@ stop() {
         tail -n 15 "$file" >&2
     done
     for file in "$CLUSTER"/slurm*.pid "$CLUSTER/munged.pid"; do
-        kill "$(cat "$file")" 2> /dev/null || true
+        process=$(cat "$file" 2> /dev/null) || continue
+        kill "$process" 2> /dev/null || continue
+        # Until then it writes its state into what is removed next.
+        for _ in {1..50}; do
+            [ -n "$(tr -d '\0' 2> /dev/null < "/proc/$process/cmdline")" ] || break # or a zombie
+            sleep 0.1
+        done
     done
     umount -R "$CLUSTER"/cgroup.* 2> /dev/null || true
-    sleep 0.1
     rm -rf --one-file-system "$CLUSTER" || true
     exit "$status"
 }

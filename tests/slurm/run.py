@@ -1,10 +1,10 @@
 """Run the tests of this folder on a Slurm cluster of this machine's own, with each MPI.
 
-    python tests/slurm/run.py NAME=ENVIRONMENT ... [--nodes 2] [-- OPTIONS OF PYTEST]
+    python tests/slurm/run.py NAME=ENVIRONMENT ... [--nodes 2] [-k EXPRESSION]
 
 ``make test-slurm`` does so with MPICH and Open MPI. Needs root, which may make namespaces (else
 there is one node), and Debian's packages of Slurm: with apt-get they are installed if they are
-missing, otherwise this says which are. Each file of tests gets a cluster of its own, in a second.
+missing, otherwise this says which are. Each MPI gets a cluster of its own, in a second.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Tests on a Slurm cluster of its own.")
     parser.add_argument("environments", nargs="+", metavar="NAME=ENVIRONMENT")
     parser.add_argument("--nodes", type=int, default=2)
-    own, _, for_pytest = " ".join(sys.argv[1:]).partition(" -- ")
-    options = parser.parse_args(own.split())
+    parser.add_argument("-k", metavar="EXPRESSION", help="choose tests, as pytest does")
+    options = parser.parse_args()
 
     install(missing())
     lacking = missing()
@@ -74,17 +74,15 @@ def main() -> int:
     for each in options.environments:
         name, _, environment = each.partition("=")
         bin = Path(environment).absolute() / "bin"
-        for file in sorted(HERE.glob("test_*.py")):
-            print(f"--- {name}: {file.name}", flush=True)
-            command = [
-                HERE / "cluster.sh", str(options.nodes), str(CPUS),
-                bin / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", file,
-                *for_pytest.split(),
-            ]  # fmt: skip
-            variables = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}:/usr/sbin:/sbin"}
-            code = subprocess.run(command, env=variables, check=False).returncode
-            if code not in (0, 5):  # 5: the options choose none
-                failed.append(f"{name}: {file.name}")
+        print(f"--- {name}", flush=True)
+        command = [
+            HERE / "cluster.sh", str(options.nodes), str(CPUS),
+            bin / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE,
+            *(["-k", options.k] if options.k else []),
+        ]  # fmt: skip
+        variables = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}:/usr/sbin:/sbin"}
+        if subprocess.run(command, env=variables, check=False).returncode != 0:
+            failed.append(name)
     if failed:
         print("failed:", ", ".join(failed))
     return bool(failed)

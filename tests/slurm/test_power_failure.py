@@ -1,4 +1,4 @@
-"""A node that is gone from one moment to the next; the cluster is of no use afterwards."""
+"""A node that is gone from one moment to the next. Comes last: the cluster is of no use then."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ export OMP_NUM_THREADS := 1
 # Thousands of processes import mpicoll: where this is set, as in many containers, each compiles it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo torch test test-clients test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
+.PHONY: help demo torch test test-clients test-slurm test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
 .PHONY: sanitize random chaos soak coverage bench-environment gpu-environment clean
 
 help:  ## list the targets
@@ -107,6 +107,13 @@ test-clients:  ## scripts of libraries that people run, such as Lightning, with 
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
 	    -e '.[test]' mpich '$(or $(TORCH),torch)' $(CLIENTS)
 	TEST_MPICOLL_CLIENTS=1 .venv-clients/bin/python -m pytest -q tests/clients $(ARGS)
+
+# Two nodes, which are namespaces; installs Debian's packages of Slurm where it can.
+SLURM_TESTED := $(or $(MPI),mpich openmpi)
+test-slurm:  ## jobs/ and srun on two nodes of a real Slurm, which it starts; needs root
+	@for mpi in $(SLURM_TESTED); do \
+	    $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
+	$(PYTHON) tests/slurm/run.py $(foreach mpi,$(SLURM_TESTED),$(mpi)=$(call venv,$(mpi))) $(ARGS)
 
 sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and ThreadSanitizer
 	$(VENV)/bin/python tests/sanitize/run_sanitizers.py $(VENV) --mpiexec '$(START)' $(ARGS)

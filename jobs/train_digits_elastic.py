@@ -25,8 +25,13 @@ goes on from it:
 
     torchrun --nproc-per-node 4 --max-restarts 3 jobs/train_digits_elastic.py --state state.npz
 
+With ``--state``, SIGTERM and SIGUSR2 end the job well, in the middle of an epoch: a cluster sends
+one when the time is nearly over, or when it takes the nodes back. It may reach a single rank, or
+all in different steps: after each step they agree whether to stop, and rank 0 writes the state.
+``jobs/digits_requeue.sbatch`` puts such a job back into Slurm's queue.
+
 All options: ``python jobs/train_digits_elastic.py --help``. Exit code: 0 if the accuracy on
-held-out digits reaches ``--target``, else 1.
+held-out digits reaches ``--target`` or if the job was told to stop, else 1.
 """
 
 from __future__ import annotations
@@ -77,8 +82,9 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--grow", action="store_true", help="start processes in place of the lost")
     parser.add_argument(
-        "--state", type=Path, metavar="FILE.npz", help="what a restart goes on from"
-    )
+        "--state", type=Path, metavar="FILE.npz",
+        help="what a restart goes on from; written after each epoch, and at SIGTERM or SIGUSR2",
+    )  # fmt: skip
     parser.add_argument("--curve", type=Path, metavar="FILE.npy", help="rank 0 writes the losses")
     return parser.parse_args()
 
@@ -146,6 +152,8 @@ def set_out(arguments: argparse.Namespace, state: State | None = None) -> tuple[
         state = State(0, layers, velocities, np.zeros(2))
         if arguments.state and arguments.state.exists():
             state = read(arguments.state)
+            if dist.get_rank() == 0:
+                print(f"goes on after step {state.step}", flush=True)
     step = np.array([state.step])
     pairs = [*state.layers, *state.velocities]
     for array in (step, state.totals, *(array for pair in pairs for array in pair)):
@@ -162,6 +170,7 @@ def to_come(kills: list[int], state: State) -> list[int]:
 def main() -> int:
     """Train, report, and return the exit code, the same on every rank."""
     arguments = parse_arguments()
+    asked = stop_on_signals() if arguments.state else np.zeros(1)
     dist.init_process_group()
     data, state = set_out(arguments)
     images, labels, held_out_images, held_out_labels = data
@@ -182,6 +191,10 @@ def main() -> int:
             if state.step % steps == 0:
                 state.totals = np.zeros(2)
             state = take_step(state, images, labels, batches[state.step], arguments.lr, dies)
+            # A signal need not reach all ranks in the same step: one that has it stops all.
+            stop = asked.copy()
+            if arguments.state:
+                dist.all_reduce(stop, op=dist.ReduceOp.MAX)
         except dist.LostRankError as error:
             before = dist.get_world_size()
             state = go_on(error, kept)
@@ -202,6 +215,13 @@ def main() -> int:
                 )
                 if arguments.state:
                     write(arguments.state, state)
+        if stop[0]:
+            if dist.get_rank() == 0:
+                write(arguments.state, state)
+                print(f"stops after step {state.step}", flush=True)
+            dist.barrier()  # the state is written before any rank ends
+            dist.destroy_process_group()
+            return 0
 
     # Every rank has the whole network; the held-out digits are few.
     probabilities = forward(state.layers, held_out_images, np)[-1]
@@ -219,9 +239,20 @@ def main() -> int:
     return 0 if accuracy >= arguments.target else 1
 
 
+def stop_on_signals() -> np.ndarray:
+    """Return an array of one element that SIGTERM and SIGUSR2 set to 1.
+
+    Not SIGUSR1: with that, MPICH's mpiexec tells the ranks that another one was lost.
+    """
+    asked = np.zeros(1)
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda *_: asked.fill(1))
+    return asked
+
+
 def write(path: Path, state: State) -> None:
     """Write the state to a file that is never seen half written."""
-    arrays = {"step": np.array(state.step)}
+    arrays = {"step": np.array(state.step), "totals": state.totals}
     for index, (layer, speed) in enumerate(zip(state.layers, state.velocities, strict=True)):
         for name, array in zip(
             ("weight", "bias", "weight_speed", "bias_speed"), (*layer, *speed), strict=True
@@ -233,12 +264,12 @@ def write(path: Path, state: State) -> None:
 
 
 def read(path: Path) -> State:
-    """Read what ``write`` has written, which was at the end of an epoch."""
+    """Read what ``write`` has written."""
     with np.load(path) as arrays:
         count = sum(name.startswith("weight") for name in arrays) // 2
         layers = [(arrays[f"weight{i}"], arrays[f"bias{i}"]) for i in range(count)]
         speeds = [(arrays[f"weight_speed{i}"], arrays[f"bias_speed{i}"]) for i in range(count)]
-        return State(int(arrays["step"]), layers, speeds, np.zeros(2))
+        return State(int(arrays["step"]), layers, speeds, arrays["totals"])
 
 
 if __name__ == "__main__":

@@ -227,12 +227,20 @@ def test_who_speaks_before_mpi_runs(environment: dict[str, str], first: bool) ->
 # --- hello --------------------------------------------------------------------------------------
 
 
+#: Binds the process to the last of the processors that it may run on.
+BIND = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})"
+
+
 @pytest.mark.any_mpi
-@job("hello")
+@job("hello --binding", site=BIND)
 def test_hello_alone(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
     host = re.escape(socket.gethostname())
-    line = rf"rank 0 of 1 on {host}, local rank 0 of 1, [\w ]+ [\d.]+, no GPU\n"
+    last, count = max(os.sched_getaffinity(0)), os.cpu_count()
+    bound = (
+        "bound to none of 1 processors" if count == 1 else f"bound to processor {last} of {count}"
+    )
+    line = rf"rank 0 of 1 on {host}, local rank 0 of 1, [\w ]+ [\d.]+, no GPU, {bound}\n"
     assert re.fullmatch(line, ended.out), ended
 
 

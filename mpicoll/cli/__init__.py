@@ -45,7 +45,8 @@ COMMANDS: dict[str, str] = {
     "watch": "what the ranks of a running job do, asked from outside",
 }
 
-#: Seconds that the others leave rank 0 to print: mpirun ends all ranks once one has failed.
+#: Seconds that the others leave rank 0 to print: mpirun, and srun --kill-on-bad-exit, end all ranks
+#: once one has failed.
 A_MOMENT = 2.0
 #: Seconds after which a rank that did not come is missing.
 LIMIT = 120.0
@@ -123,6 +124,8 @@ def start_group() -> str:
     try:
         dist.init_process_group(timeout=LIMIT)
     except MpicollError as error:
+        if not is_first_rank():
+            time.sleep(A_MOMENT)
         return str(error)
     return ""
 

@@ -8,13 +8,19 @@ import socket
 from collections.abc import Sequence
 
 from mpicoll import cli
+from mpicoll.machine import format_ranges
 from mpicoll.output import write_lines
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: there are no options."""
+    """Add the one option."""
+    parser.add_argument(
+        "--binding",
+        action="store_true",
+        help="also the processors that each rank may run on, of those of its node",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,12 +50,22 @@ def run(options: argparse.Namespace) -> int:
         f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}, "
         f"local rank {local} of {node_size()}, {own.vendor} {own.version}, {gpu}"
     )
+    if options.binding:
+        line += f", {_describe_binding()}"
     lines: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(lines, line)
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
     dist.destroy_process_group()
     return 0
+
+
+def _describe_binding() -> str:
+    """Say which processors this process may run on."""
+    allowed, count = os.sched_getaffinity(0), os.cpu_count() or 1
+    if len(allowed) == count:
+        return f"bound to none of {count} processors"
+    return f"bound to processor{'s' * (len(allowed) > 1)} {format_ranges(allowed)} of {count}"
 
 
 def _describe_place(gpus: Sequence[str], index: int) -> str:

@@ -1,0 +1,29 @@
+#!/bin/bash
+# flux: --job-name=digits
+# flux: --nodes=2
+# flux: --nslots=8
+# flux: --cores-per-slot=1
+# flux: --time-limit=5m
+# flux: --output=digits-{{id}}.out
+
+# jobs/train_digits.py on two nodes under Flux. From the repository, after `make demo`:
+#
+#     flux batch jobs/digits.flux [options of the job]
+#
+# VENV is the environment with mpicoll, an MPI and scikit-learn. MPI=simple is Flux's own process
+# manager, for MPICH and its family; MPI=pmix is for Open MPI, with Flux's plug-in for PMIx. Without
+# a process manager that the MPI understands, each rank would be a world of its own: mpicoll says so.
+
+set -euo pipefail
+
+VENV=${VENV:-$PWD/.venv} # Flux starts the script where flux batch was called
+MPI=${MPI:-simple}
+export OMP_NUM_THREADS=1
+job=$(flux getattr jobid)
+
+# Each rank on a core of its own; a rank that fails ends the others at once.
+start=(flux run --nodes=2 --ntasks=8 --cores-per-task=1 -o "pmi=$MPI" -o cpu-affinity=per-task
+    -o exit-on-error)
+
+"${start[@]}" "$VENV/bin/python" -m mpicoll hello --binding # who is where
+"${start[@]}" "$VENV/bin/python" jobs/train_digits.py --save "digits-$job.npz" "$@"

@@ -1,0 +1,7 @@
+"""The tests here run on the head of a Slurm cluster: tests/slurm/run.py starts one."""
+
+from __future__ import annotations
+
+import os
+
+collect_ignore_glob = [] if "CLUSTER" in os.environ else ["test_*.py"]

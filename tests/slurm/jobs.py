@@ -1,0 +1,129 @@
+"""Jobs on the cluster: what the tests here share."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = [
+    "LIMIT", "MPI", "NODES", "RANKS", "ROOT", "VENDOR", "Ended", "cancel", "output", "srun",
+    "start", "submit", "wait", "wait_until",
+]  # fmt: skip
+
+ROOT = Path(__file__).resolve().parents[2]
+NODES = int(os.environ.get("CLUSTER_NODES", "1"))
+#: Two on each node.
+RANKS = 2 * NODES
+#: Seconds after which a job counts as hanging.
+LIMIT = 120
+
+VENDOR = subprocess.run(
+    [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
+     "from mpi4py import MPI; print(MPI.get_vendor()[0])"],
+    stdout=subprocess.PIPE, text=True, check=True,
+).stdout.strip()  # fmt: skip
+#: What srun has to offer this MPI library.
+MPI = "pmix" if VENDOR == "Open MPI" else "pmi2"
+
+ENVIRONMENT = {
+    "VENV": sys.prefix,
+    "MPI": MPI,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # The nodes claim processors that the machine does not have.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+class Ended(NamedTuple):
+    """How a job ended: Slurm's word for it, and all that it printed."""
+
+    state: str
+    out: str
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Of a job: without what says that one may oversubscribe, as Open MPI fills a node then."""
+    own = {name: value for name, value in os.environ.items() if "rmaps" not in name}
+    return own | ENVIRONMENT | variables
+
+
+def wait_until(what: Callable[[], object], seconds: float = LIMIT) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.2)
+
+
+def submit(
+    script: str | Path, folder: Path, *words: str, options: tuple[str, ...] = (), **variables: str
+) -> str:
+    """Hand a script to sbatch, with two ranks on each node, and return the number of the job."""
+    done = subprocess.run(
+        ["sbatch", "--parsable", f"--nodes={NODES}", "--ntasks-per-node=2",
+         f"--output={folder}/%A.%a.out", *options, ROOT / "jobs" / script, *words],
+        env=environment(**variables), cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def shown(job: str) -> str:
+    """What Slurm says of a job, all elements of an array."""
+    return subprocess.run(
+        ["scontrol", "show", "job", job], stdout=subprocess.PIPE, text=True, check=False
+    ).stdout
+
+
+def output(job: str, folder: Path) -> str:
+    """What a job has printed so far, all elements of an array."""
+    return "".join(path.read_text() for path in sorted(folder.glob(f"{job}.*.out")))
+
+
+def wait(job: str, folder: Path, seconds: float = LIMIT) -> Ended:
+    """Wait until a job has ended, and is not in the queue again."""
+
+    def states() -> set[str]:
+        return set(re.findall(r"JobState=(\w+)", shown(job)))
+
+    try:
+        wait_until(lambda: not states() & {"PENDING", "RUNNING", "COMPLETING"}, seconds)
+    except AssertionError:
+        cancel(job)
+        raise AssertionError(f"{shown(job)}\n{output(job, folder)}") from None
+    return Ended("+".join(sorted(states())), output(job, folder))
+
+
+def cancel(job: str) -> None:
+    """Cancel a job and wait until nothing of it runs."""
+    subprocess.run(["scancel", job], check=False)
+    wait_until(lambda: "COMPLETING" not in shown(job) and "RUNNING" not in shown(job))
+
+
+def start(*words: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """Start srun, beside which the test goes on."""
+    return subprocess.Popen(
+        ["srun", *map(str, words)], env=environment(**variables), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def srun(*words: str | Path, **variables: str) -> tuple[int, str]:
+    """Run srun; return its exit code and what was printed."""
+    step = start(*words, **variables)
+    try:
+        out, _ = step.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        step.terminate()
+        raise AssertionError(f"srun hangs: {step.communicate()[0]}") from None
+    return step.returncode, out

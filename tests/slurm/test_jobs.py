@@ -1,0 +1,298 @@
+"""The batch scripts and srun, on two nodes of a real Slurm, or on one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs import (
+    MPI,
+    NODES,
+    RANKS,
+    ROOT,
+    VENDOR,
+    cancel,
+    output,
+    srun,
+    start,
+    submit,
+    wait,
+    wait_until,
+)
+
+OPENMPI = VENDOR == "Open MPI"
+SCRIPTS = sorted(path.name for path in (ROOT / "jobs").glob("*.sbatch"))
+SHORT = ("--epochs", "1", "--target", "0")
+HELLO = (sys.executable, "-m", "mpicoll", "hello")
+ALL = (f"--nodes={NODES}", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
+
+needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs torch")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """A test that fails leaves no job in the next one's way."""
+    yield
+    subprocess.run(["scancel", f"--user={os.getuid()}"], check=False)
+    wait_until(lambda: not subprocess.run(["squeue", "-h"], stdout=subprocess.PIPE).stdout)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where jobs are handed in: it has jobs/, as the repository has."""
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    return tmp_path
+
+
+def assert_one_world(out: str) -> None:
+    """A job of all nodes trained with all ranks, two on each node."""
+    assert f"digits on {RANKS} ranks" in out, out
+    hosts = re.findall(r"^rank \d+ on (\S+):", out, re.MULTILINE)
+    assert len(hosts) == RANKS and len(set(hosts)) == NODES, out
+    assert "is reached" in out, out
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_slurm_understands_a_script(script: str) -> None:
+    command = ["sbatch", "--test-only", f"--nodes={NODES}", ROOT / "jobs" / script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("launch", ["mpirun", f"srun:{MPI}"])
+def test_a_way_to_start_ranks(launch: str, folder: Path) -> None:
+    ended = wait(submit("digits.sbatch", folder, *SHORT, LAUNCH=launch), folder)
+    assert ended.state == "COMPLETED", ended
+    assert_one_world(ended.out)
+    assert "Sorry" not in ended.out, ended.out  # Open MPI's PMIx, without psec
+
+
+@needs_torch
+@pytest.mark.skipif(OPENMPI, reason="Open MPI needs its own launcher")
+def test_torchrun_on_all_nodes(folder: Path) -> None:
+    variables = {"LAUNCH": "torchrun", "JOB": "train_digits_ddp"}
+    ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
+    assert ended.state == "COMPLETED", ended
+    assert "DDP over mpicoll" in ended.out
+    assert_one_world(ended.out)
+
+
+@needs_torch
+def test_ddp(folder: Path) -> None:
+    variables = {"LAUNCH": f"srun:{MPI}", "JOB": "train_digits_ddp"}
+    ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
+    assert ended.state == "COMPLETED", ended
+    assert_one_world(ended.out)
+
+
+def test_mpirun_where_srun_offers_pmix(folder: Path) -> None:
+    """By default, as ``MpiDefault=pmix``: MPICH's mpirun goes to the nodes by srun."""
+    variables = {"LAUNCH": "mpirun", "SLURM_MPI_TYPE": "pmix"}
+    ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
+    assert ended.state == "COMPLETED", ended
+    assert_one_world(ended.out)
+
+
+def test_several_nodes(folder: Path) -> None:
+    """Each rank says where it is, then they train."""
+    ended = wait(submit("digits_nodes.sbatch", folder, *SHORT), folder)
+    assert ended.state == "COMPLETED", ended
+    assert_one_world(ended.out)
+    places = re.findall(
+        r"^rank \d of \d on (\S+), local rank (\d) of 2, .*bound to", ended.out, re.M
+    )
+    assert len(places) == len(set(places)) == RANKS, ended.out
+
+
+def test_an_array(folder: Path) -> None:
+    """Each element is a world of its own, with a seed of its own."""
+    ended = wait(submit("digits_array.sbatch", folder, *SHORT, options=("--array=1-2",)), folder)
+    assert ended.state == "COMPLETED", ended
+    losses = re.findall(r"^epoch +1 +loss (\S+)", ended.out, re.M)
+    assert len(losses) == 2 and losses[0] != losses[1], ended.out
+    assert ended.out.count(f"digits on {RANKS} ranks") == 2, ended.out
+
+
+@pytest.mark.parametrize("script", ["digits.pbs", "digits.lsf"])
+@pytest.mark.skipif(NODES == 1, reason="needs two nodes")
+def test_the_ways_of_pbs_and_lsf_to_other_nodes(script: str, folder: Path) -> None:
+    """Their commands for that, with srun behind them, and the files that name the hosts."""
+    bin = folder / "bin"
+    bin.mkdir()
+    remote = 'while [[ $1 = -* ]]; do shift; done\nhost=$1; shift\necho "$host" >> "$LOG"\n'
+    remote += 'exec srun --mpi=none --overlap --nodes=1 --ntasks=1 -w "$host" bash -c "$*"\n'
+    for name in ("pbs_tmrsh", "blaunch"):
+        (bin / name).write_text(f"#!/bin/bash\n{remote}")
+        (bin / name).chmod(0o755)
+    hosts, log = folder / "hosts", folder / "log"
+    hosts.write_text("".join(f"node{i + 1}\n" * 2 for i in range(NODES)))
+    job = folder / "job.sh"
+    # What Slurm has set is not for an mpirun under PBS or LSF, but for srun.
+    job.write_text(
+        "#!/bin/bash\n"
+        "for name in ${!SLURM_*}; do [ $name = SLURM_CONF ] || [ $name = SLURM_JOB_ID ] || "
+        "unset $name; done\n"
+        "export PRTE_MCA_ras=^slurm PRTE_MCA_plm=ssh HYDRA_RMK=user\n"
+        f"exec bash jobs/{script}\n"
+    )
+    variables = {
+        "PATH": f"{bin}:{os.environ['PATH']}", "LOG": str(log), "OPTIONS": " ".join(SHORT),
+        "PBS_O_WORKDIR": str(folder), "PBS_JOBID": "7.pbs", "PBS_NODEFILE": str(hosts),
+        "LS_SUBCWD": str(folder), "LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": str(hosts),
+    }  # fmt: skip
+    ended = wait(submit(job, folder, **variables), folder)
+    assert ended.state == "COMPLETED", ended
+    assert_one_world(ended.out)
+    assert f"node{NODES}" in log.read_text().split()
+
+
+def test_gpus_by_the_rank_on_the_node() -> None:
+    code, out = srun(
+        *ALL, "--mpi=none", ROOT / "jobs" / "bind_gpu.sh", "sh", "-c",
+        "echo $SLURM_LOCALID $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="4,7",
+    )  # fmt: skip
+    assert code == 0 and sorted(out.splitlines()) == sorted(["0 4", "1 7"] * NODES), out
+
+
+@pytest.mark.skipif(OPENMPI, reason="Open MPI has as many slots as the step has tasks: one")
+def test_mpirun_inside_a_step() -> None:
+    """Where the inner srun of MPICH's mpirun may share the processors of the outer one."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    code, out = srun(
+        "--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--mpi=none", mpirun, "-n", "2", *HELLO,
+        SLURM_OVERLAP="1",
+    )  # fmt: skip
+    assert code == 0 and "rank 1 of 2" in out, out
+
+
+# --- what is wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", sorted({"none", "pmi2", "pmix"} - {MPI}))
+def test_the_wrong_option_is_told_the_right_one(wrong: str) -> None:
+    """Before MPI_Init, which would end without a word that helps."""
+    code, out = srun(*ALL, f"--mpi={wrong}", *HELLO)
+    assert code != 0 and f"--mpi={MPI}" in out, out
+    assert "unsupported PMI version" not in out, out
+
+
+@pytest.mark.parametrize("wrong", sorted({"none", "pmi2", "pmix"} - {MPI}))
+def test_doctor_is_not_ended_by_the_wrong_option(wrong: str) -> None:
+    _, out = srun(*ALL, f"--mpi={wrong}", sys.executable, "-m", "mpicoll", "doctor")
+    assert f"--mpi={MPI}" in out and "unsupported PMI version" not in out, out
+
+
+def test_a_rank_that_fails_ends_the_step() -> None:
+    """The others wait for it, and are ended at once."""
+    program = (
+        "import mpicoll as dist; dist.init_process_group(); dist.barrier()\n"
+        "if dist.get_rank() == 1: raise SystemExit('enough')\n"
+        "dist.barrier()"
+    )
+    code, out = srun(*ALL, f"--mpi={MPI}", sys.executable, "-c", program)
+    assert code != 0 and "enough" in out, out
+
+
+CALLS = """
+import sys, numpy as np, mpicoll as dist
+dist.init_process_group()
+if dist.get_rank() == 0:
+    print("begins", flush=True)
+while True:
+    dist.all_reduce(np.ones(1000))
+"""
+
+
+def processes(word: str) -> list[str]:
+    """The processes on all nodes, which the head sees, that have this word in their command."""
+    shown = subprocess.run(
+        ["ps", "-eww", "-o", "args"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [
+        line for line in shown.stdout.splitlines()
+        if word in line and line.startswith(sys.executable)
+    ]  # fmt: skip
+
+
+def test_a_step_that_is_cancelled(tmp_path: Path) -> None:
+    """Nothing of it is left on any node."""
+    job = tmp_path / "calls_of_a_step.py"
+    job.write_text(CALLS)
+    step = start(*ALL, f"--mpi={MPI}", "--job-name=calls", sys.executable, job)
+    assert step.stdout is not None
+    while "begins" not in (line := step.stdout.readline()):
+        assert line, "it ended"
+    assert len(processes(job.name)) >= RANKS
+    number = subprocess.run(
+        ["squeue", "--noheader", "--name=calls", "--format=%i"], stdout=subprocess.PIPE, text=True,
+        check=True,
+    ).stdout.strip()  # fmt: skip
+    subprocess.run(["scancel", f"{number}.0"], check=True)
+    out, _ = step.communicate(timeout=60)
+    assert step.returncode != 0 and "CANCELLED" in out, out
+    wait_until(lambda: not processes(job.name), 20)
+
+
+# --- jobs that go on ----------------------------------------------------------------------------
+
+
+def losses(out: str) -> list[tuple[int, str]]:
+    """The loss after each epoch, as printed."""
+    return [
+        (int(epoch), loss) for epoch, loss in re.findall(r"^epoch +(\d+)  loss (\S+)", out, re.M)
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, str]:
+    """The losses of a job that nobody interrupts, on one rank."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "jobs" / "train_digits_elastic.py", "--epochs", "60"],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return dict(losses(done.stdout))
+
+
+def assert_went_on(out: str, undisturbed: dict[int, str]) -> None:
+    """Each epoch once, and as if nothing had happened."""
+    stops = re.findall(r"^stops after step (\d+)", out, re.M)
+    beginnings = re.findall(r"^goes on after step (\d+)", out, re.M)
+    assert beginnings and beginnings == stops[: len(beginnings)], out
+    found = losses(out)
+    assert [epoch for epoch, _ in found] == list(range(1, len(found) + 1)), out
+    assert all(undisturbed[epoch] == loss for epoch, loss in found if epoch in undisturbed), out
+
+
+def test_a_signal_before_the_end_of_the_time(folder: Path, undisturbed: dict[int, str]) -> None:
+    """Slurm's own, a minute before: the ranks save, the job is requeued, and goes on."""
+    job = submit(
+        "digits_requeue.sbatch", folder, "--epochs", "100000",
+        options=("--time=1", "--signal=B:USR2@10"),
+    )  # fmt: skip
+    wait_until(lambda: "goes on after" in output(job, folder), 150)
+    before = len(losses(output(job, folder)))
+    wait_until(lambda: len(losses(output(job, folder))) > before + 1)
+    cancel(job)
+    assert_went_on(output(job, folder), undisturbed)
+
+
+def test_a_job_of_a_higher_priority_takes_the_nodes(
+    folder: Path, undisturbed: dict[int, str]
+) -> None:
+    """Slurm sends SIGTERM and requeues the job, which goes on once the other one has ended."""
+    job = submit("digits_requeue.sbatch", folder, "--epochs", "60", options=("--exclusive",))
+    wait_until(lambda: len(losses(output(job, folder))) > 3)
+    urgent = ("--partition=urgent", "--exclusive", f"--nodes={NODES}")
+    code, out = srun(*urgent, "--ntasks-per-node=1", "--mpi=none", "true")
+    assert code == 0, out
+    ended = wait(job, folder)
+    assert ended.state == "COMPLETED" and "is reached" in ended.out, ended
+    assert_went_on(ended.out, undisturbed)
+    assert len(losses(ended.out)) == 60

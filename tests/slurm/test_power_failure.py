@@ -1,0 +1,28 @@
+"""A node that is gone from one moment to the next. Comes last: the cluster is of no use then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_jobs import ALL, CALLS, processes
+
+from jobs import MPI, NODES, start, wait_until
+
+
+@pytest.mark.skipif(NODES == 1, reason="needs two nodes")
+def test_a_node_that_dies(tmp_path: Path) -> None:
+    """The job ends, and the ranks on the other node with it, once Slurm has given the node up."""
+    job = tmp_path / "calls_of_a_node.py"
+    job.write_text(CALLS)
+    step = start(*ALL, f"--mpi={MPI}", sys.executable, job)
+    assert step.stdout is not None
+    while "begins" not in (line := step.stdout.readline()):
+        assert line, "it ended"
+    subprocess.run([os.environ["CLUSTER_FAIL"], str(NODES)], check=True)
+    wait_until(lambda: not processes(job.name), 60)
+    out, _ = step.communicate(timeout=60)
+    assert step.returncode != 0 and "Node failure" in out, out

@@ -1,0 +1,273 @@
+"""The batch scripts in jobs/: what they ask the batch system for, and what they start with it.
+
+Each asks for what DESCRIPTION says; its directives are read by the rules of its batch system.
+Then it runs, with commands in place of mpirun, srun and flux that write down how they were called,
+and in the environment that its batch system gives it. tests/slurm/ runs those of Slurm with real
+ranks, and those of PBS and LSF with Slurm behind the commands with which these reach other nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.any_mpi
+
+ROOT = Path(__file__).resolve().parent.parent
+JOBS = ROOT / "jobs"
+
+
+class Request(NamedTuple):
+    """What a script asks for. minutes: its time limit. more: options that matter beside those."""
+
+    nodes: int
+    ranks_per_node: int
+    cores_per_rank: int
+    minutes: int
+    more: frozenset[str] = frozenset()
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+DESCRIPTION = {
+    "digits.sbatch": Request(1, 4, 1, 5),
+    "digits_nodes.sbatch": Request(2, 4, 1, 5, frozenset({"exclusive", "distribution=block"})),
+    "digits_array.sbatch": Request(1, 2, 1, 5, frozenset({"array=0-3"})),
+    "digits_requeue.sbatch": Request(
+        2, 4, 1, 60, frozenset({"requeue", "open-mode=append", "signal=B:USR2@120"})
+    ),
+    "digits.pbs": Request(2, 4, 1, 5, frozenset({"j=oe", "place=scatter", "r=n"})),
+    "digits_pals.pbs": Request(2, 4, 1, 5, frozenset({"j=oe", "place=scatter", "r=n"})),
+    "digits.lsf": Request(2, 4, 1, 5),
+    "digits.flux": Request(2, 4, 1, 5),
+}
+
+
+def directives(script: str, sentinel: str) -> list[str]:
+    """The words of a script's directives, which end where its commands begin."""
+    lines = (JOBS / script).read_text().splitlines()
+    end = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith(sentinel) for line in lines[end:])
+    given = [line.removeprefix(sentinel) for line in lines[:end] if line.startswith(sentinel)]
+    return [word for line in given for word in shlex.split(line, comments=True)]
+
+
+def minutes(text: str) -> int:
+    """Of [hours:]minutes:seconds."""
+    seconds = 0
+    for part in text.split(":"):
+        seconds = seconds * 60 + int(part)
+    return seconds // 60
+
+
+def named(options: argparse.Namespace, *known: str) -> frozenset[str]:
+    """The options that are given and that no other field has, as name or name=value."""
+    given = {name: value for name, value in vars(options).items() if name not in known and value}
+    return frozenset(
+        name.replace("_", "-") + ("" if value is True else f"={value}")
+        for name, value in given.items()
+    )
+
+
+def of_slurm(script: str) -> Request:
+    parser = argparse.ArgumentParser(exit_on_error=True)
+    for name in ("nodes", "ntasks-per-node", "cpus-per-task"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--time", type=minutes, required=True)
+    for name in ("job-name", "output"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("array", "signal", "open-mode", "distribution"):
+        parser.add_argument(f"--{name}")
+    for name in ("requeue", "exclusive"):
+        parser.add_argument(f"--{name}", action="store_true")
+    options = parser.parse_args(directives(script, "#SBATCH "))
+    assert options.job_name == "digits"
+    assert options.output == ("digits-%A_%a.out" if options.array else "digits-%j.out")
+    more = named(options, "nodes", "ntasks_per_node", "cpus_per_task", "time", "job_name", "output")
+    return Request(
+        options.nodes, options.ntasks_per_node, options.cpus_per_task, options.time, more
+    )
+
+
+def of_pbs(script: str) -> Request:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-N", required=True)
+    parser.add_argument("-l", action="append", required=True)
+    parser.add_argument("-j")
+    parser.add_argument("-r")
+    options = parser.parse_args(directives(script, "#PBS "))
+    assert options.N == "digits"
+    resources = dict(each.split("=", 1) for each in options.l)
+    count, *chunk = resources.pop("select").split(":")
+    each = {name: int(value) for name, value in (part.split("=") for part in chunk)}
+    time = minutes(resources.pop("walltime"))
+    more = named(options, "N", "l") | {f"{name}={value}" for name, value in resources.items()}
+    cores = each["ncpus"] // each["mpiprocs"]
+    return Request(int(count), each["mpiprocs"], cores, time, more)
+
+
+def of_lsf(script: str) -> Request:
+    parser = argparse.ArgumentParser()
+    for letter in "JRWo":
+        parser.add_argument(f"-{letter}", required=True)
+    parser.add_argument("-n", type=int, required=True)
+    options = parser.parse_args(directives(script, "#BSUB "))
+    assert (options.J, options.o) == ("digits", "digits-%J.out")
+    span = re.fullmatch(r"span\[ptile=(\d+)\]", options.R)
+    assert span and options.n % int(span[1]) == 0
+    hours, minute = options.W.split(":")
+    return Request(options.n // int(span[1]), int(span[1]), 1, int(hours) * 60 + int(minute))
+
+
+def of_flux(script: str) -> Request:
+    parser = argparse.ArgumentParser()
+    for name in ("nodes", "nslots", "cores-per-slot"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("job-name", "time-limit", "output"):
+        parser.add_argument(f"--{name}", required=True)
+    options = parser.parse_args(directives(script, "# flux: "))
+    assert (options.job_name, options.output) == ("digits", "digits-{{id}}.out")
+    assert options.nslots % options.nodes == 0 and options.time_limit.endswith("m")
+    return Request(
+        options.nodes, options.nslots // options.nodes, options.cores_per_slot,
+        int(options.time_limit[:-1]),
+    )  # fmt: skip
+
+
+PARSERS: dict[str, Callable[[str], Request]] = {
+    ".sbatch": of_slurm, ".pbs": of_pbs, ".lsf": of_lsf, ".flux": of_flux,
+}  # fmt: skip
+
+
+def test_every_batch_script_is_described() -> None:
+    assert {path.name for path in JOBS.iterdir() if path.suffix in PARSERS} == set(DESCRIPTION)
+
+
+@pytest.mark.parametrize("script", DESCRIPTION)
+def test_a_script_asks_for_what_is_described(script: str) -> None:
+    assert PARSERS[Path(script).suffix](script) == DESCRIPTION[script]
+
+
+# --- what they start ----------------------------------------------------------------------------
+
+
+class Start(NamedTuple):
+    """One command of a launcher: its name, its options, the program and the program's arguments."""
+
+    launcher: str
+    options: list[str]
+    program: list[str]
+
+    def option(self, *names: str) -> str:
+        """The value of an option, which has one of these names."""
+        for i, word in enumerate(self.options):
+            name, equals, value = word.partition("=")
+            if name in names:
+                return value if equals else self.options[i + 1]
+        raise AssertionError(f"none of {names} in {self}")
+
+
+def environment_of(script: str, folder: Path) -> dict[str, str]:
+    """What the batch system would set for this script."""
+    asked = DESCRIPTION[script]
+    hosts = [f"node{i + 1}" for i in range(asked.nodes)]
+    file = folder / "hosts"
+    file.write_text("".join(f"{host}\n" * asked.ranks_per_node for host in hosts))
+    return {
+        ".sbatch": {
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_ID": "7",
+            "SLURM_NTASKS": str(asked.ranks),
+            "SLURM_CPUS_PER_TASK": str(asked.cores_per_rank),
+            "SLURM_JOB_NUM_NODES": str(asked.nodes),
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_ARRAY_JOB_ID": "7",
+            "SLURM_ARRAY_TASK_ID": "3",
+        },
+        ".pbs": {"PBS_O_WORKDIR": str(ROOT), "PBS_JOBID": "7.host", "PBS_NODEFILE": str(file)},
+        ".lsf": {"LS_SUBCWD": str(ROOT), "LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": str(file)},
+        ".flux": {},
+    }[Path(script).suffix]
+
+
+def run(script: str, folder: Path, *words: str, **variables: str) -> list[Start]:
+    """Run a script with commands that write down how they were called."""
+    bin = folder / "bin"
+    bin.mkdir()
+    log = folder / "log"
+    answers = {
+        "flux": "[ $1 != getattr ] || { echo f7; exit; }",
+        "scontrol": "[ $1 != show ] || { echo node1; echo node2; exit; }",
+    }
+    for name in ("srun", "mpirun", "mpiexec", "flux", "scontrol"):
+        says = answers.get(name, "")
+        path = bin / name
+        path.write_text(f'#!/bin/bash\n{says}\nprintf "%s\\0" {name} "$@" "" >> {log}\n')
+        path.chmod(0o755)
+    environment: Mapping[str, str] = {
+        "PATH": f"{bin}:{os.environ['PATH']}", "VENV": "/venv", "HOME": str(folder),
+        **environment_of(script, folder), **variables,
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", JOBS / script, *words], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    starts = []
+    for call in log.read_text().removesuffix("\0\0").split("\0\0"):
+        launcher, *rest = call.split("\0")
+        begin = next(
+            (i for i, word in enumerate(rest) if word.startswith("/venv/bin/python")), len(rest)
+        )
+        starts.append(Start(launcher, rest[:begin], rest[begin:]))
+    return starts
+
+
+#: How each launcher is told the number of ranks, of all nodes or of each, if it is told.
+TOLD = {"mpirun": ("-n",), "mpiexec": ("-n",), "flux": ("--ntasks",)}
+
+
+@pytest.mark.parametrize("script", DESCRIPTION)
+def test_a_script_starts_the_ranks_that_it_asks_for(script: str, tmp_path: Path) -> None:
+    asked, options = DESCRIPTION[script], ["--epochs", "2"]
+    takes_words = Path(script).suffix in (".sbatch", ".flux")
+    starts = run(script, tmp_path, *options) if takes_words else run(
+        script, tmp_path, OPTIONS=shlex.join(options)
+    )  # fmt: skip
+    for start in starts:
+        if start.launcher in TOLD:
+            assert start.option(*TOLD[start.launcher]) == str(asked.ranks)
+        else:  # srun knows from sbatch, but for the cores
+            assert start.launcher == "srun" and start.option("--mpi") == "pmi2"
+            assert start.option("--cpus-per-task") == str(asked.cores_per_rank)
+            assert start.option("--kill-on-bad-exit") == "1"
+    *shown, job = starts
+    assert all(start.program[1:] == ["-m", "mpicoll", "hello", "--binding"] for start in shown)
+    assert job.program[-2:] == options
+    program = ROOT / job.program[1]
+    known = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', program.read_text()))
+    assert {word for word in job.program[2:] if word.startswith("--")} <= known
+
+
+def test_one_torchrun_on_each_node(tmp_path: Path) -> None:
+    """They meet on the first node; each starts the ranks of its own."""
+    variables = {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "LAUNCH": "torchrun"}
+    (start,) = run("digits.sbatch", tmp_path, **variables)
+    assert start.option("--ntasks") == "2" and start.option("--ntasks-per-node") == "1"
+    assert start.option("--nnodes") == "2" and start.option("--nproc-per-node") == "4"
+    assert start.option("--rdzv-endpoint") == "node1:20007"
+
+
+def test_pals_is_told_the_ranks_of_a_node(tmp_path: Path) -> None:
+    *_, start = run("digits_pals.pbs", tmp_path)
+    assert start.option("--ppn") == "4" and start.option("--depth") == "1"

@@ -25,6 +25,7 @@ PRTERUN = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("version", "environment", "launcher"),
     [
@@ -67,6 +68,7 @@ def test_what_is_refused(version: str, environment: dict[str, str], launcher: st
     assert foreign == spoken - {library.dialect}
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("version", "environment", "functions"),
     [
@@ -133,6 +135,7 @@ def test_one_rank_needs_no_launcher(foreign: dict[str, str]) -> None:
     assert (done.returncode, done.stdout) == (0, "1\n"), done
 
 
+@pytest.mark.any_mpi
 def test_each_family_is_there_once() -> None:
     for version in (MPICH, INTEL, OPENMPI):
         assert find_mpi(version, {}, has=lambda name: False) in LIBRARIES

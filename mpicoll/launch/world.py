@@ -37,6 +37,7 @@ __all__ = [
     "call_before_finalize",
     "finalize_within",
     "is_serialized",
+    "load",
     "master_address",
     "skip_finalize",
     "start",
@@ -66,7 +67,7 @@ def start(
     MPI that runs already disagree;
     CollectiveTimeoutError where ranks do not come to the rendezvous.
     """
-    mpi = _load()
+    mpi = load()
     if mpi.Is_finalized():
         raise LaunchError(f"{_WHERE}: MPI was finalised; it cannot start again")
     was_initialized = mpi.Is_initialized()
@@ -146,7 +147,7 @@ def master_address(world: MPI.Intracomm) -> str:
     return found
 
 
-def _load() -> ModuleType:
+def load() -> ModuleType:
     """Return mpi4py.MPI, which must not start and end MPI: it ends it in forked children, too."""
     try:
         import mpi4py

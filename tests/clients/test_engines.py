@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,6 +44,8 @@ def on_ray() -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def on_spark() -> Iterator[Run]:
+    if not (shutil.which("java") or os.environ.get("JAVA_HOME")):
+        pytest.skip("Spark needs Java: apt-get install default-jre-headless")
     from pyspark.sql import SparkSession
 
     from mpicoll.launch.spark import run
@@ -109,7 +112,7 @@ def test_an_exception(run: Run, where: str) -> None:
 
 
 def test_a_rank_that_is_killed(run: Run) -> None:
-    with pytest.raises(LaunchError, match="rank 1 of 2 did not return: .* by signal 9"):
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 did not return: .* by signal 9"):
         run(add(1.0, "inside", "kill"), 2, (5.0,))
 
 

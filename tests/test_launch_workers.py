@@ -29,15 +29,11 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.waits]
 def run(function: Callable[..., Any], ranks: int, *arguments: object) -> list[Any]:
     """Runs it on workers that are objects here."""
 
-    def kill(worker: Worker) -> None:
-        if hasattr(worker, "_process"):
-            worker.kill()
-
     def ask(worker: Worker, limit: float | None, method: str, *words: object) -> Any:
         return getattr(worker, method)(*words)
 
     call = dump_call(pickle.dumps, function, arguments, None)
-    return run_driven([Worker() for _ in range(ranks)], ask, kill, call, 30.0, "test")
+    return run_driven([Worker() for _ in range(ranks)], ask, Worker.kill, call, 30.0, "test")
 
 
 @mpich

@@ -15,6 +15,8 @@ import os
 import pickle
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -26,6 +28,8 @@ __all__ = ["main"]
 
 #: prctl's number for the signal that this process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
+#: Seconds between looks for the end of the job, and then until this process ends.
+_PAUSE, _GRACE = 1.0, 3.0
 
 
 class _Channel:
@@ -78,6 +82,7 @@ def main() -> None:
         joined = session.current()
         if joined is not None:  # one rank alone needs no server
             joined.send("busy")
+            threading.Thread(target=_listen, args=(joined,), daemon=True).start()
         elif rank == 0:
             channel.say("ready", "")
         variables, _, call = channel.told()
@@ -100,6 +105,16 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)
+
+
+def _listen(joined: session.Session) -> None:
+    """End this process when the job ends. With a process group its watchdog does that sooner; the
+    function may have none, or wait for something else for ever.
+    """
+    while not joined.has_bad_news():
+        time.sleep(_PAUSE)
+    time.sleep(_GRACE)
+    os._exit(1)
 
 
 def _dump(value: object, dumps: Callable[[object], bytes]) -> bytes:

@@ -80,6 +80,8 @@ class Ready:
 class Worker:
     """One rank, on the side of the engine's worker that starts it."""
 
+    _process: subprocess.Popen[bytes] | None = None
+
     def place(self) -> str:
         """Return the node."""
         return node()
@@ -127,12 +129,13 @@ class Worker:
         return self._end(kind, rest)
 
     def kill(self) -> None:
-        """End the rank's process."""
-        self._process.kill()
-        self._process.wait()
+        """End the rank's process, if it runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def _tell(self, message: object) -> None:
-        assert self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, and what it answers says why
             self._process.stdin.write(pickle.dumps(message))
             self._process.stdin.flush()
@@ -145,7 +148,7 @@ class Worker:
         return found
 
     def _end(self, kind: str, rest: list[Any]) -> Outcome:
-        assert self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         code = self._process.wait()

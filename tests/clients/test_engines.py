@@ -1,5 +1,4 @@
-"""``mpicoll.launch.ray`` and ``mpicoll.launch.spark`` with the engines themselves: ``make
-test-clients``.
+"""``mpicoll.launch.dask``, ``.ray`` and ``.spark`` with the engines: ``make test-clients``.
 
 Each engine runs on this machine, with three workers, once for all tests. No test may hang: if one
 does, this process says where its threads are, and ends.
@@ -57,7 +56,20 @@ def on_spark() -> Iterator[Run]:
     session.stop()
 
 
-@pytest.fixture(params=["ray", "spark"])
+@pytest.fixture(scope="module")
+def on_dask() -> Iterator[Run]:
+    from distributed import Client, LocalCluster
+
+    from mpicoll.launch.dask import run
+
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster),
+    ):
+        yield run
+
+
+@pytest.fixture(params=["dask", "ray", "spark"])
 def run(request: pytest.FixtureRequest) -> Run:
     found: Run = request.getfixturevalue(f"on_{request.param}")
     return found
@@ -71,14 +83,17 @@ def add(factor: float, where: str = "nowhere", how: str = "") -> Callable[[], An
     def work(start: float, step: float = 1.0) -> tuple[Any, ...]:
         import os
         import signal
+        import time
 
         import numpy as np
 
         import mpicoll as dist
 
         here = os.environ["RANK"] == "1"
-        if here and where == "before":
+        if here and where in ("before", "apart"):
             raise ValueError(f"of rank {os.environ['RANK']}")
+        if where == "apart":
+            time.sleep(100_000)
         with dist.init_process_group():
             x = np.array([start + step * dist.get_rank()])
             dist.all_reduce(x)
@@ -102,9 +117,9 @@ def test_a_world(run: Run) -> None:
     assert run(add(1.0), 1, (5.0,)) == [(0, 1, 5.0, (0, 1))]
 
 
-@pytest.mark.parametrize("where", ["before", "inside"])
+@pytest.mark.parametrize("where", ["before", "inside", "apart"])
 def test_an_exception(run: Run, where: str) -> None:
-    """The other ranks wait: for this one to come, and in a collective."""
+    """The other ranks wait: for this one to come, in a collective, for nothing of ours."""
     with pytest.raises(ValueError, match="of rank 1") as caught:
         run(add(1.0, where), 3, (5.0,))
     assert "on rank 1:\nTraceback" in str(caught.value.__cause__)
@@ -138,8 +153,11 @@ def test_torch(run: Run) -> None:
     assert run(train, 2) == [[-3.0, -3.0], [-3.0, -3.0]]
 
 
-def test_what_cannot_be(run: Run, on_ray: Run) -> None:
-    with pytest.raises(ArgumentError, match="ranks: expected"):
-        run(add(1.0), 0, (5.0,))
+def test_what_cannot_be(on_dask: Run, on_ray: Run, on_spark: Run) -> None:
+    for run in (on_dask, on_ray, on_spark):
+        with pytest.raises(ArgumentError, match="ranks: expected"):
+            run(add(1.0), 0, (5.0,))
+    with pytest.raises(LaunchError, match="4 ranks need 4 workers, one each, and Dask has 3"):
+        on_dask(add(1.0), 4, (5.0,))
     with pytest.raises(LaunchError, match="did not start 4 workers within 3 s"):
         on_ray(add(1.0), 4, (5.0,), timeout=3.0)

@@ -101,8 +101,8 @@ test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo;
 	$(VENV)/bin/python tests/torch_suite/run.py $(ARGS)
 
 # Their newest versions, beside a torch that they are not to replace.
-CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics
-test-clients:  ## scripts of libraries that people run, such as Lightning, with their newest versions
+CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics pyspark distributed
+test-clients:  ## scripts of libraries that people run, such as Lightning, and Ray, Spark and Dask, newest versions
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
 	    -e '.[test]' mpich '$(or $(TORCH),torch)' $(CLIENTS)

@@ -1,4 +1,4 @@
-"""Writes the tables of api.md and gpu.md from the project's own tables.
+"""Writes the tables of api.md, gpu.md and launching.md from the project's own tables.
 
 python docs/support.py          rewrite what is between the marks
 python docs/support.py --check  exit code 1 if that would change anything
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind
+from mpicoll.launch.launchers import LAUNCHERS, Dialect, Launcher
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import registry
 from mpicoll.settings import SETTINGS
@@ -77,10 +78,48 @@ def waiting() -> str:
     return table(["route", "the host waits"], rows)
 
 
+def _gives(launcher: Launcher) -> str:
+    """Where the rank and the number of ranks are, and those on the node."""
+    if not launcher.marks:
+        return "a batch system: it starts no ranks itself"
+    named = {
+        "rank": [launcher.rank],
+        "size": [launcher.size],
+        "local rank": launcher.local_rank,
+        "local size": [launcher.local_size],
+    }
+    words = [f"{what} `{name}`" for what, names in named.items() for name in names if name]
+    return ", ".join(words)
+
+
+_LISTENERS = {
+    Dialect.PMI: "PMI: MPICH, Intel MPI, Cray MPICH, MVAPICH",
+    Dialect.PMIX: "PMIx: Open MPI, and libraries that were built with PMIx",
+}
+
+
+def launchers() -> str:
+    """The table of launchers, in the order in which they are looked for."""
+    rows = [
+        [
+            str(number),
+            each.name,
+            ", ".join(f"`{mark}`" for mark in each.marks),
+            _gives(each),
+            _LISTENERS[each.dialect] if each.dialect else "",
+        ]
+        for number, each in enumerate(LAUNCHERS, 1)
+    ]
+    return table(
+        ["", "launcher", "recognised by", "what it gives", "MPI learns its ranks by"], rows
+    )
+
+
 #: The tables of each page, by their names in its marks.
 PAGES = {
     "api.md": {"tables": tables, "environment": environment},
     "gpu.md": {"waiting": waiting},
+    "launching.md": {"launchers": launchers},
 }
 
 

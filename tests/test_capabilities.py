@@ -256,8 +256,8 @@ FAULTS = {
 MARK = f"tries of {os.getpid()}"
 LIBRARY = subprocess.run(
     [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
-     "from mpi4py import MPI; from mpicoll.cuda import mpi_support\n"
-     "print(MPI.get_vendor()[0]); print(mpi_support.find_library())"],
+     "from mpi4py import MPI; from mpicoll.launch.mpi_library import find_library\n"
+     "print(MPI.get_vendor()[0]); print(find_library())"],
     stdout=subprocess.PIPE, text=True, check=False,
 ).stdout.splitlines()  # fmt: skip
 

@@ -13,6 +13,7 @@ from mpicoll.cuda import mpi_support, probe, probe_cache, runtime
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.launch.host_identity import node
+from mpicoll.launch.mpi_library import find_library
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -125,7 +126,7 @@ def _discover(probes: bool, again: bool) -> Capabilities:
     from mpi4py import MPI
 
     vendor, numbers = MPI.get_vendor()
-    version, library = MPI.Get_library_version().strip("\0 \n"), mpi_support.find_library()
+    version, library = MPI.Get_library_version().strip("\0 \n"), find_library()
     found = Capabilities(
         vendor=vendor,
         version=".".join(map(str, numbers)),

@@ -6,18 +6,17 @@ Their word alone is not believed: some claim support, and crash when they reduce
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpicoll.cuda.runtime import CUDA, ROCM
+from mpicoll.launch.mpi_library import find_function
 
 __all__ = [
-    "QUERIES", "ROCM_QUERIES", "SWITCHES", "find_library", "find_queries", "find_switch",
-    "has_ucx_with",
+    "QUERIES", "ROCM_QUERIES", "SWITCHES", "find_queries", "find_switch", "has_ucx_with",
 ]  # fmt: skip
 
 
@@ -81,13 +80,13 @@ SWITCHES: tuple[Switch, ...] = (
 
 def _ask(name: str) -> int | None:
     """Ask MPIX_Query_cuda_support (Open MPI, MPICH, MVAPICH, Intel MPI), or that of ROCm."""
-    function = _function(name)
+    function = find_function(name)
     return None if function is None else int(function())
 
 
 def _gpu_support(number: int) -> int | None:
     """Ask MPIX_GPU_query_support (MPICH and its family) of MPIX_GPU_SUPPORT_CUDA, 0, or HIP, 2."""
-    function, found = _function("MPIX_GPU_query_support"), ctypes.c_int(0)
+    function, found = find_function("MPIX_GPU_query_support"), ctypes.c_int(0)
     if function is None or function(number, ctypes.byref(found)) != 0:
         return None
     return found.value
@@ -121,32 +120,6 @@ ROCM_QUERIES: dict[str, Callable[[], int | None]] = {
 def find_queries(kind: str) -> dict[str, Callable[[], int | None]]:
     """Return what to ask an MPI library about devices of a kind."""
     return QUERIES if kind == CUDA else ROCM_QUERIES
-
-
-def _function(name: str) -> Any:
-    """Return a function of the MPI library that mpi4py has loaded, or None."""
-    from mpi4py import MPI
-
-    return getattr(ctypes.CDLL(MPI.__file__), name, None)
-
-
-class _Symbol(ctypes.Structure):
-    """Dl_info of dlfcn.h."""
-
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-def find_library() -> Path:
-    """Return the file of the MPI library that mpi4py has loaded."""
-    symbol, function = _Symbol(), _function("MPI_Get_library_version")
-    with suppress(AttributeError):
-        ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(symbol))
-    return Path(os.fsdecode(symbol.file or b""))
 
 
 def find_switch(version: str, environment: Mapping[str, str], kind: str = CUDA) -> Switch | None:

@@ -7,7 +7,7 @@ import enum
 import multiprocessing
 import os
 import stat
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
@@ -115,15 +115,17 @@ def _managed_size(dialect: Dialect, environment: Mapping[str, str]) -> int | Non
 
 
 @contextlib.contextmanager
-def replace_bootstrap_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables, and hide those of every process manager, while MPI starts.
+def replace_bootstrap_variables(
+    values: Mapping[str, str], dialects: Collection[Dialect] = tuple(Dialect)
+) -> Iterator[None]:
+    """Set these variables, and hide those of process managers that speak so, while MPI starts.
 
     Afterwards all are as before, for processes that this one starts.
     """
     hidden = {
         name: os.environ.pop(name)
         for name in list(os.environ)
-        if launchers.is_bootstrap_variable(name)
+        if launchers.is_bootstrap_variable(name, dialects)
     }
     os.environ.update(values)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
 class Dialect(enum.Enum):
     """What process managers speak with MPI libraries."""
 
-    PMI = "PMI, which libraries of the MPICH family understand"
-    PMIX = "PMIx, which Open MPI understands"
+    PMI = "PMI"  # libraries of the MPICH family understand it
+    PMIX = "PMIx"  # and Open MPI this
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,11 @@ _SRUN_REMEDY = (
     "give srun the process manager of the MPI library: --mpi=pmi2 for MPICH and its family, "
     "--mpi=pmix for Open MPI (srun --mpi=list shows what the site has)"
 )
+_PMI_REMEDY = (
+    "start the job with the mpirun of the MPI library that mpi4py loads (Open MPI's also starts "
+    "with srun --mpi=pmix), or let mpi4py load a library of the MPICH family (python -m mpi4py "
+    "--mpi-library shows which it is)"
+)
 
 #: The innermost launcher first: an mpirun inside a Slurm job is an mpirun.
 LAUNCHERS: tuple[Launcher, ...] = (
@@ -117,15 +122,43 @@ LAUNCHERS: tuple[Launcher, ...] = (
         owned=r"(OMPI|PRTE)_(?!MCA_|ALLOW_)|OMPI_MCA_(orte|ess|pmix|initial_wdir|num_procs)",
     ),
     Launcher(
-        "a PMI process manager (MPICH's mpiexec, srun --mpi=pmi2)",
+        "Intel MPI's mpirun",
+        marks=("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank=("MPI_LOCALRANKID",),
+        local_size="MPI_LOCALNRANKS",
+        remedy=_PMI_REMEDY,
+        dialect=Dialect.PMI,
+    ),
+    Launcher(
+        "MPICH's mpirun",
+        marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank=("MPI_LOCALRANKID",),
+        local_size="MPI_LOCALNRANKS",
+        remedy=_PMI_REMEDY,
+        dialect=Dialect.PMI,
+    ),
+    Launcher(
+        "srun --mpi=pmi2",
+        marks=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank=("SLURM_LOCALID",),
+        remedy=_SRUN_REMEDY,
+        dialect=Dialect.PMI,
+        own_gpus="SLURM_GPUS_PER_TASK",
+    ),
+    Launcher(
+        "a PMI process manager",
         marks=("PMI_RANK", "PMI_SIZE"),
         rank="PMI_RANK",
         size="PMI_SIZE",
-        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        local_size="MPI_LOCALNRANKS",
-        remedy="the MPI library that mpi4py loads does not speak PMI: start it with its own mpirun "
-        "(or srun --mpi=pmix for Open MPI), or let mpi4py load one of the MPICH family "
-        "(python -m mpi4py --mpi-library shows which it is)",
+        local_rank=("PMI_LOCAL_RANK",),
+        local_size="PMI_LOCAL_SIZE",
+        remedy=_PMI_REMEDY,
         dialect=Dialect.PMI,
         bootstrap=r"PMI2?_|MPI_LOCALRANKID|MPI_LOCALNRANKS"
         r"|(I_MPI_PMI|I_MPI_PMI_LIBRARY|MPIR_CVAR_PMI_VERSION|MPICH_PMI_VERSION)$",
@@ -161,6 +194,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "a PMIx process manager",
         marks=("PMIX_RANK",),
         rank="PMIX_RANK",
+        remedy="use the launcher of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
+        "(python -m mpi4py --mpi-library shows which it is)",
         dialect=Dialect.PMIX,
         bootstrap="PMIX_",
         owned=r"PMIX_(?!MCA_)",
@@ -269,9 +304,12 @@ def has_own_gpus(environment: Mapping[str, str] = os.environ) -> bool:
     return any(environment.get(launcher.own_gpus) for launcher in LAUNCHERS)
 
 
-def is_bootstrap_variable(name: str) -> bool:
-    """Tell whether MPI libraries find their ranks by this variable."""
-    return any(each.bootstrap and re.match(each.bootstrap, name) for each in LAUNCHERS)
+def is_bootstrap_variable(name: str, dialects: Collection[Dialect] = tuple(Dialect)) -> bool:
+    """Tell whether MPI libraries that understand these dialects find their ranks by it."""
+    return any(
+        each.dialect in dialects and each.bootstrap and re.match(each.bootstrap, name)
+        for each in LAUNCHERS
+    )
 
 
 def is_launcher_variable(name: str) -> bool:

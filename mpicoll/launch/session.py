@@ -69,6 +69,13 @@ class Session:
         line, _, self._inbox = self._inbox.partition(b"\n")
         return line.decode("ascii", "replace")
 
+    def has_bad_news(self) -> bool:
+        """Tell whether the server has said that the job ends, and nobody has read it yet."""
+        with contextlib.suppress(OSError):
+            line = self._sock.recv(5, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return line.startswith((b"abort", b"lost ", b"stuck"))
+        return False
+
     def ending(self) -> tuple[str, int] | None:
         """Return why the job ends, and its exit code; None if it goes on.
 

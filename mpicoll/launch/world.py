@@ -24,6 +24,7 @@ from mpicoll.launch.environment import (
 from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.init_timeout import end_after, enforce_timeout
 from mpicoll.launch.joining import join
+from mpicoll.launch.mismatch import understand_manager
 from mpicoll.launch.rendezvous import Rendezvous
 from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.launch.session import Session, current
@@ -37,6 +38,7 @@ __all__ = [
     "finalize_within",
     "initialize",
     "is_serialized",
+    "load",
     "master_address",
     "skip_finalize",
     "skips_finalize",
@@ -63,15 +65,16 @@ def start(
     comm:  a communicator of an MPI that runs, instead of MPI_COMM_WORLD: its ranks are all ranks.
 
     Raises LaunchError where there is no MPI library, where it was finalised, where it cannot make
-    one world of these ranks, and where the rendezvous and an MPI that runs already disagree;
+    one world of these ranks, where the launcher is another MPI's, and where the rendezvous and an
+    MPI that runs already disagree;
     CollectiveTimeoutError where ranks do not come to the rendezvous.
     """
-    mpi = _load()
+    mpi = load()
     if mpi.Is_finalized():
         raise LaunchError(f"{_WHERE}: MPI was finalised; it cannot start again")
     was_initialized = mpi.Is_initialized()
     bootstrap: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if rendezvous is not None and not was_initialized:
+    if not was_initialized:
         bootstrap = _prepare(mpi, rendezvous, limit)
     with enforce_timeout(limit, rendezvous, comm):
         if not was_initialized:
@@ -148,13 +151,13 @@ def master_address(world: MPI.Intracomm) -> str:
 
 def initialize() -> ModuleType:
     """Start MPI, if it has not started, and return ``mpi4py.MPI``."""
-    mpi = _load()
+    mpi = load()
     if not mpi.Is_initialized():
         _initialize(mpi)
     return mpi
 
 
-def _load() -> ModuleType:
+def load() -> ModuleType:
     """Return mpi4py.MPI, which must not start and end MPI: it ends it in forked children, too."""
     try:
         import mpi4py
@@ -183,13 +186,15 @@ def _initialize(mpi: ModuleType) -> None:
 
 
 def _prepare(
-    mpi: ModuleType, rendezvous: Rendezvous, limit: float | None
+    mpi: ModuleType, rendezvous: Rendezvous | None, limit: float | None
 ) -> contextlib.AbstractContextManager[None]:
     """Bring the ranks together; return the context in which MPI_Init makes them one world."""
+    if rendezvous is None:
+        return understand_manager(mpi)
     size, vendor = rendezvous.world_size, mpi.get_vendor()[0]
     bootstrap = choose_bootstrap(size, vendor == "Open MPI", os.environ, is_inherited())
     if bootstrap is Bootstrap.MANAGER:
-        return contextlib.nullcontext()
+        return understand_manager(mpi)
     if bootstrap is Bootstrap.SINGLETON:
         return replace_bootstrap_variables({})
     if vendor == "Open MPI":

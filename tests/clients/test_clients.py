@@ -159,6 +159,7 @@ def test_torchmetrics(launcher: list[str], tmp_path: Path, expected: Any) -> Non
 def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
     """Says what was tested."""
     libraries = "torch", "accelerate", "transformers", "lightning", "deepspeed", "ray"
-    found = {name: importlib.metadata.version(name) for name in (*libraries, "torchmetrics")}
+    others = "torchmetrics", "pyspark", "distributed"
+    found = {name: importlib.metadata.version(name) for name in (*libraries, *others)}
     with capsys.disabled():
         print("", *(f"{name} {version}" for name, version in found.items()), sep="\n")

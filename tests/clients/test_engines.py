@@ -1,0 +1,163 @@
+"""``mpicoll.launch.dask``, ``.ray`` and ``.spark`` with the engines: ``make test-clients``.
+
+Each engine runs on this machine, with three workers, once for all tests. No test may hang: if one
+does, this process says where its threads are, and ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mpicoll.errors import ArgumentError, LaunchError
+
+#: Seconds after which a test hangs: with two busy cores Ray takes ten to start two workers.
+LIMIT = 240
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def no_hang(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="module")
+def on_ray() -> Iterator[Run]:
+    import ray
+
+    from mpicoll.launch.ray import run
+
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+    yield run
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def on_spark() -> Iterator[Run]:
+    if not (shutil.which("java") or os.environ.get("JAVA_HOME")):
+        pytest.skip("Spark needs Java: apt-get install default-jre-headless")
+    from pyspark.sql import SparkSession
+
+    from mpicoll.launch.spark import run
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    builder = SparkSession.builder.master("local[3]").config("spark.ui.enabled", "false")
+    session = builder.getOrCreate()
+    yield run
+    session.stop()
+
+
+@pytest.fixture(scope="module")
+def on_dask() -> Iterator[Run]:
+    from distributed import Client, LocalCluster
+
+    from mpicoll.launch.dask import run
+
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster),
+    ):
+        yield run
+
+
+@pytest.fixture(params=["dask", "ray", "spark"])
+def run(request: pytest.FixtureRequest) -> Run:
+    found: Run = request.getfixturevalue(f"on_{request.param}")
+    return found
+
+
+def add(factor: float, where: str = "nowhere", how: str = "") -> Callable[[], Any]:
+    """What a rank does. It goes by value, as functions of a script do: the workers do not know
+    this module.
+    """
+
+    def work(start: float, step: float = 1.0) -> tuple[Any, ...]:
+        import os
+        import signal
+        import time
+
+        import numpy as np
+
+        import mpicoll as dist
+
+        here = os.environ["RANK"] == "1"
+        if here and where in ("before", "apart"):
+            raise ValueError(f"of rank {os.environ['RANK']}")
+        if where == "apart":
+            time.sleep(100_000)
+        with dist.init_process_group():
+            x = np.array([start + step * dist.get_rank()])
+            dist.all_reduce(x)
+            if here and where == "inside":
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError(f"of rank {dist.get_rank()}")
+            if where == "inside":
+                dist.barrier()
+            local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            return dist.get_rank(), dist.get_world_size(), float(x[0]) * factor, local
+
+    return work
+
+
+def test_a_world(run: Run) -> None:
+    """Twice: the second finds workers, or their machine, as the first has left them."""
+    for _ in range(2):
+        found = run(add(10.0), 3, (5.0,), {"step": 2.0})
+        assert found == [(rank, 3, 10.0 * (5 + 7 + 9), (rank, 3)) for rank in range(3)]
+    assert run(add(1.0), 1, (5.0,)) == [(0, 1, 5.0, (0, 1))]
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "apart"])
+def test_an_exception(run: Run, where: str) -> None:
+    """The other ranks wait: for this one to come, in a collective, for nothing of ours."""
+    with pytest.raises(ValueError, match="of rank 1") as caught:
+        run(add(1.0, where), 3, (5.0,))
+    assert "on rank 1:\nTraceback" in str(caught.value.__cause__)
+    assert "in work" in str(caught.value.__cause__)
+
+
+def test_a_rank_that_is_killed(run: Run) -> None:
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 did not return: .* by signal 9"):
+        run(add(1.0, "inside", "kill"), 2, (5.0,))
+
+
+def test_torch(run: Run) -> None:
+    """DDP over the backend gives each rank the mean of the gradients."""
+
+    def train() -> list[float]:
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("mpicoll")
+        network = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.zeros_(network.weight)
+        model = DistributedDataParallel(network)
+        x = torch.full((1, 2), float(dist.get_rank() + 1))
+        (model(x) - 1).square().sum().backward()
+        dist.destroy_process_group()
+        assert network.weight.grad is not None
+        return network.weight.grad.flatten().tolist()
+
+    # d/dw (w x - 1)^2 = -2 x at w = 0
+    assert run(train, 2) == [[-3.0, -3.0], [-3.0, -3.0]]
+
+
+def test_what_cannot_be(on_dask: Run, on_ray: Run, on_spark: Run) -> None:
+    for run in (on_dask, on_ray, on_spark):
+        with pytest.raises(ArgumentError, match="ranks: expected"):
+            run(add(1.0), 0, (5.0,))
+    with pytest.raises(LaunchError, match="4 ranks need 4 workers, one each, and Dask has 3"):
+        on_dask(add(1.0), 4, (5.0,))
+    with pytest.raises(LaunchError, match="did not start 4 workers within 3 s"):
+        on_ray(add(1.0), 4, (5.0,), timeout=3.0)

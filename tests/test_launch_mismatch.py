@@ -1,0 +1,141 @@
+"""The launcher of one MPI with the library of another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mpicoll.launch.launchers import Dialect, is_bootstrap_variable, is_launcher_variable
+from mpicoll.launch.mismatch import LIBRARIES, find_foreign, find_mpi
+
+MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
+INTEL = "Intel(R) MPI Library 2021.18.1 for Linux* OS\n"
+OPENMPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11\0"
+
+OMPI_MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
+INTEL_MPIRUN = HYDRA | {"I_MPI_HYDRA_UUID": "b551"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
+PMI2 = SRUN | {"PMI_RANK": "1", "PMI_SIZE": "2"}
+PMIX = SRUN | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.7.0"}
+PRTERUN = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("version", "environment", "launcher"),
+    [
+        (MPICH, OMPI_MPIRUN, "Open MPI's mpirun"),
+        (INTEL, OMPI_MPIRUN, "Open MPI's mpirun"),
+        (OPENMPI, HYDRA, "MPICH's mpirun"),
+        (OPENMPI, INTEL_MPIRUN, "Intel MPI's mpirun"),
+        (MPICH, PMIX, "srun --mpi=pmix"),
+        (INTEL, PMIX, "srun --mpi=pmix"),
+        (OPENMPI, PMI2, "srun --mpi=pmi2"),
+        (MPICH, PRTERUN, "a PMIx process manager"),
+        (MPICH, OMPI_MPIRUN | SRUN, "Open MPI's mpirun"),
+        # What works.
+        (MPICH, HYDRA, None),
+        (MPICH, INTEL_MPIRUN, None),
+        (INTEL, HYDRA, None),
+        (INTEL, INTEL_MPIRUN, None),
+        (OPENMPI, OMPI_MPIRUN, None),
+        (OPENMPI, PRTERUN, None),
+        (MPICH, PMI2, None),
+        (OPENMPI, PMIX, None),
+        (MPICH, HYDRA | PMIX, None),  # mpirun where MpiDefault=pmix
+        (OPENMPI, OMPI_MPIRUN | PMI2, None),  # mpirun in a step of --mpi=pmi2
+        (MPICH, {}, None),
+        (OPENMPI, SRUN, None),  # --mpi=none: the number of ranks shows it later
+        (MPICH, OMPI_MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        (OPENMPI, HYDRA | {"PMI_SIZE": "1"}, None),
+        (MPICH, OMPI_MPIRUN | TORCHRUN, None),
+        (MPICH, OMPI_MPIRUN | {"MPICOLL_ALLOW_SINGLETON": "1"}, None),
+        (OPENMPI, HYDRA | {"PMI_FD": "987"}, None),  # the variables were a parent's
+    ],
+)
+def test_what_is_refused(version: str, environment: dict[str, str], launcher: str | None) -> None:
+    library = find_mpi(version, environment, has=lambda name: False)
+    assert library is not None
+    foreign, found = find_foreign(library, environment)
+    assert (None if found is None else found.name) == launcher
+    spoken = {Dialect.PMI} if "PMI_RANK" in environment else set()
+    spoken |= {Dialect.PMIX} if "PMIX_RANK" in environment else set()
+    assert foreign == spoken - {library.dialect}
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("version", "environment", "functions"),
+    [
+        ("Open MPI v4.1.6, package: Debian OpenMPI", {}, ()),  # may be built with PMI-2
+        (MPICH, {}, ("PMIx_Init",)),
+        (MPICH, {}, ("PMI2_Init",)),  # Slurm's, or PMIx's own
+        (INTEL, {"I_MPI_PMI": "pmix"}, ()),
+        (INTEL, {"I_MPI_PMI_LIBRARY": "/usr/lib64/libpmi2.so"}, ()),
+        ("MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)", {}, ()),
+        ("MVAPICH2 Version      :\t2.3.7", {}, ()),
+        ("IBM Spectrum MPI v10.4", {}, ()),
+    ],
+)
+def test_what_may_understand_more(
+    version: str, environment: dict[str, str], functions: tuple[str, ...]
+) -> None:
+    assert find_mpi(version, environment, has=functions.__contains__) is None
+
+
+def run(announced: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these variables instead of those of a launcher."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not is_launcher_variable(name) and not is_bootstrap_variable(name)
+    }
+    return subprocess.run(
+        [sys.executable, *words],
+        env=kept | announced,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def foreign() -> dict[str, str]:
+    """What the launcher of the other kind of MPI sets."""
+    script = (
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI\n"
+        "from mpicoll.launch.mismatch import find_mpi\n"
+        "found = find_mpi(MPI.Get_library_version()); print(found and found.dialect.name)"
+    )
+    spoken = run({}, "-c", script).stdout.strip()
+    if spoken not in Dialect.__members__:
+        pytest.skip("this library may understand both")
+    pmix = OMPI_MPIRUN | {"PMIX_NAMESPACE": "prterun-there-1@1"}
+    return pmix if Dialect[spoken] is Dialect.PMI else INTEL_MPIRUN
+
+
+def test_this_library(foreign: dict[str, str]) -> None:
+    """It neither aborts nor starts alone. What `doctor` prints is this text."""
+    done = run(foreign, "-c", "from mpicoll import cli; print(cli.start_group())")
+    assert done.returncode == 0, done
+    assert "the launcher and the MPI library do not match" in done.stdout, done
+    assert "as one of 2 ranks" in done.stdout and "mpi4py loads" in done.stdout, done
+
+
+def test_one_rank_needs_no_launcher(foreign: dict[str, str]) -> None:
+    alone = {name: "1" if name.endswith("SIZE") else value for name, value in foreign.items()}
+    script = "import mpicoll as m; m.init_process_group(); print(m.get_world_size())"
+    done = run(alone, "-c", script)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done
+
+
+@pytest.mark.any_mpi
+def test_each_family_is_there_once() -> None:
+    for version in (MPICH, INTEL, OPENMPI):
+        assert find_mpi(version, {}, has=lambda name: False) in LIBRARIES

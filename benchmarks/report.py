@@ -413,7 +413,7 @@ def main() -> int:
         try:
             import figures
         except ImportError as error:
-            print(f"NO FIGURES: they need matplotlib ({error}): pip install mpicoll[bench]")
+            print(f"NO FIGURES: they need matplotlib ({error}): pip install matplotlib")
         else:
             names = figures.draw(found, options.figures, only)
             print(f"\nfigures in {options.figures}: {', '.join(names) or 'none'}")

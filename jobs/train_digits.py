@@ -58,7 +58,7 @@ def array_module(device: str) -> Any:
     except ImportError:
         if device == "auto":
             return np
-        sys.exit("--device cuda needs CuPy: pip install mpicoll[cuda13]")
+        sys.exit("--device cuda needs CuPy: pip install 'cupy-cuda13x[ctk]'")
     if not cupy.cuda.is_available():
         if device == "auto":
             return np

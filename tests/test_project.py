@@ -113,6 +113,19 @@ def test_the_site(tmp_path: Path) -> None:
                 assert parts.fragment in pages[target].anchors, f"{page.name}: {link}"
 
 
+def test_nobody_is_told_to_install_mpicoll_from_pypi() -> None:
+    """There is no release there. What is said names a folder, a wheel, or another package."""
+    told = re.compile(r"pip install\b[^\n`#]*?(?<![\w./-])mpicoll(?![\w./-])")
+    assert told.search("`pip install -U 'mpicoll[mpich]'`") and told.search("pip install mpicoll")
+    assert not told.search("pip install dist/mpicoll-0.3.0-cp310-abi3-linux_x86_64.whl mpich")
+    folders = [ROOT / name for name in ("benchmarks", "docs", "jobs", "mpicoll", "packaging")]
+    files = [path for each in folders for path in each.rglob("*") if path.is_file()]
+    texts = [path for path in [*files, *ROOT.glob("*.md")] if path.suffix not in (".pyc", ".so")]
+    assert len(texts) > 150
+    pairs = ((path, told.search(path.read_text("utf-8", "replace"))) for path in texts)
+    assert [f"{path.relative_to(ROOT)}: {found[0]}" for path, found in pairs if found] == []
+
+
 # --- the Makefile -------------------------------------------------------------------------------
 
 
@@ -196,6 +209,15 @@ def test_the_version_is_said_once() -> None:
         assert tuple(map(int, version.split("."))) > tuple(map(int, last.split(".")))
     else:
         assert first == last == version
+
+
+def test_the_recipes_have_the_version() -> None:
+    """`make test-packages` looks at more of them."""
+    recipe = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text()
+    assert re.findall(r"^  version: (.+)$", recipe, re.MULTILINE)[0] == mpicoll.__version__
+    (easyconfig,) = (ROOT / "packaging" / "easybuild").glob("*.eb")
+    assert f"\nversion = '{mpicoll.__version__}'\n" in easyconfig.read_text()
+    assert easyconfig.name.startswith(f"mpicoll-{mpicoll.__version__}-")
 
 
 def test_the_installed_version_is_that_of_the_checkout() -> None:

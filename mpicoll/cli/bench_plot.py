@@ -45,7 +45,7 @@ def obstacle(path: Path) -> str:
     try:
         library = importlib.import_module("matplotlib.backend_bases")
     except ImportError as error:
-        return f"--plot needs matplotlib ({error}): pip install mpicoll[bench]"
+        return f"--plot needs matplotlib ({error}): pip install matplotlib"
     known = sorted(library.FigureCanvasBase.filetypes)
     if path.suffix[1:].lower() not in known:
         return f"--plot {path}: its name must end in one of .{', .'.join(known)}"

@@ -157,7 +157,7 @@ ADVICE: tuple[Advice, ...] = (
         _if(
             "C library", "does not load",
             "the C library does not load, NumPy does its work: install mpicoll again, from source "
-            "(pip install --force-reinstall --no-deps --no-binary mpicoll mpicoll)",
+            "(pip install --force-reinstall --no-deps . in its folder)",
         ),
     ),
     Advice(True, lambda seen: [seen.bad_route]),

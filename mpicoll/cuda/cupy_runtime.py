@@ -45,7 +45,7 @@ class CupyRuntime:
         except (ImportError, OSError) as error:  # the latter where its cache cannot be written
             raise UnsupportedError(
                 f"arrays on a GPU need CuPy, which cannot be loaded: {error}. Install it with "
-                "'pip install mpicoll[cuda13]' (or [cuda12], [rocm7])"
+                "'pip install cupy-cuda13x[ctk]' (or cupy-cuda12x[ctk], cupy-rocm-7-0)"
             ) from error
         if not cupy.cuda.is_available():
             raise UnsupportedError("arrays on a GPU: CuPy finds no GPU on this host")

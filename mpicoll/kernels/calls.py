@@ -11,6 +11,7 @@ import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from threading import get_ident
 from time import monotonic_ns
@@ -292,7 +293,8 @@ def describe() -> str:
     return f"python ({_why_not})" if _module is None else "compiled"
 
 
-class Ways(NamedTuple, Generic[Fast, All]):
+@dataclass(frozen=True)
+class Ways(Generic[Fast, All]):  # in Python 3.10 no NamedTuple can be generic
     """What Python has a part in.
 
     run_fast:  a call.
@@ -319,7 +321,9 @@ def short_ways(ways: Ways[Fast, All], state: object, group_type: type) -> tuple[
     """
     if _module is None:
         return ways.run_fast, ways.run_all
-    _module.set_up(state, group_type, *ways)
+    _module.set_up(
+        state, group_type, ways.run_fast, ways.run_later, ways.run_all, ways.finish, ways.finished
+    )
     return _module.run_fast, _module.run_all
 
 

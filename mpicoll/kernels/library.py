@@ -128,7 +128,7 @@ def _load() -> tuple[Kernels | None, str]:
     if settings.KERNELS.is_set_to("numpy"):
         return None, "numpy (MPICOLL_KERNELS=numpy)"
     # It was built as an extension module, but is a plain library and is not imported.
-    spec = importlib.util.find_spec("mpicoll.kernels._library")
+    spec = importlib.util.find_spec("mpicoll.kernels._kernels")
     if spec is None or spec.origin is None:
         return None, "numpy (the C library was not built)"
     try:

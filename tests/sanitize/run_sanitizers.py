@@ -118,9 +118,9 @@ def run_tests(python: Path, mpiexec: list[str]) -> None:
     package = BUILD / "package" / "mpicoll"
     shutil.rmtree(package.parent, ignore_errors=True)
     shutil.copytree(ROOT / "mpicoll", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    ask = "import sysconfig as s; print(s.get_config_var('EXT_SUFFIX'), s.get_paths()['include'])"
-    suffix, include = subprocess.check_output([python, "-c", ask], text=True).split()
-    library = package / "kernels" / f"_library{suffix}"
+    ask = "import sysconfig; print(sysconfig.get_paths()['include'])"
+    include = subprocess.check_output([python, "-c", ask], text=True).strip()
+    library = package / "kernels" / "_kernels.abi3.so"
     sources = sorted({*SOURCES.glob("*.c")} - {MODULE})
     build = [*COMPILER, *FLAGS, "-O2", *ADDRESS, "-shared", "-fPIC", f"-I{include}"]
     run([*build, *map(str, sources), "-o", str(library)])

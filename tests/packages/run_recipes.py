@@ -1,0 +1,209 @@
+"""Hold the recipes in packaging/ against their own tools, and against the wheel in dist/.
+
+    python tests/packages/run_recipes.py [--only NAME ...]
+
+conda is rendered by rattler-build, EasyBuild reads its file, checks its style and finds all that it
+depends on among the easyconfigs of its release, and Apptainer's sections are taken apart by spython
+and read by the shell. No registry has Spack: its package is executed with a stand-in for the words
+of its language. All have to say the wheel's version and what it requires, no less. ``make
+test-packages`` installs the tools and runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import email.parser
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import types
+import zipfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGING = ROOT / "packaging"
+
+Requirements = dict[str, tuple[int, ...]]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return (4, 1) of "4.1", ">=4.1" and "4.1:"."""
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def wheel() -> tuple[str, Requirements]:
+    """Return the version of the wheel, and the oldest versions of what it requires."""
+    (path,) = (ROOT / "dist").glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        fields = email.parser.Parser().parsestr(archive.read(name).decode())
+    lines = [each for each in fields.get_all("Requires-Dist", []) if ";" not in each]
+    pairs = [re.split(r"(?=>=)", each) for each in lines]
+    needs = {name.strip(): numbers(oldest) for name, oldest in pairs}
+    return fields["Version"], needs | {"python": numbers(fields["Requires-Python"])}
+
+
+def expect(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise ValueError(f"{what}: expected {expected}, got {found}")
+
+
+def check_source(version: str, _: Requirements) -> str:
+    """The source distribution has what git tracks; it was built from, too: the wheel is of it."""
+    (path,) = (ROOT / "dist").glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {each.name.partition("/")[2] for each in archive if each.isfile()}
+    command = ["git", "ls-files"]
+    tracked = set(subprocess.check_output(command, cwd=ROOT, text=True).splitlines())
+    tracked = {each for each in tracked if not each.startswith(".")}
+    made = {"PKG-INFO", "setup.cfg"}
+    extra = {each for each in names if each not in made and ".egg-info/" not in each} - tracked
+    expect("files that git tracks are missing", sorted(tracked - names), [])
+    expect("files that git does not track", sorted(extra), [])
+    return f"{len(tracked)} files of {path.name}"
+
+
+def check_conda(version: str, needs: Requirements) -> str:
+    """One package an architecture comes of it, for all Pythons and MPIs."""
+    import rattler_build
+
+    folder = PACKAGING / "conda"
+    recipe = rattler_build.Stage0Recipe.from_file(folder / "recipe.yaml")
+    variants = rattler_build.VariantConfig.from_file(folder / "variants.yaml")
+    said = []
+    for platform in ("linux-64", "linux-aarch64"):
+        target = rattler_build.PlatformConfig(target_platform=platform)
+        (rendered,) = recipe.render(variants, rattler_build.RenderConfig(platform=target))
+        found = rendered.recipe.to_dict()
+        expect("version", found["package"]["version"], version)
+        pairs = (each.split(" ", 1) for each in found["requirements"]["run"])
+        expect("run", {name: numbers(oldest) for name, oldest in pairs}, needs)
+        said.append(f"{found['package']['name']} {found['build']['string']} for {platform}")
+    return f"py-rattler-build {metadata.version('py-rattler-build')} renders {', '.join(said)}"
+
+
+def check_easybuild(version: str, needs: Requirements) -> str:
+    """It is parsed, its style is right, and all dependencies are resolved."""
+    from easybuild.framework.easyconfig.easyconfig import process_easyconfig
+    from easybuild.framework.easyconfig.style import check_easyconfigs_style
+    from easybuild.tools import modules
+    from easybuild.tools.options import set_up_configuration
+    from easybuild.tools.robot import resolve_dependencies
+
+    (path,) = (PACKAGING / "easybuild").glob("*.eb")
+    # No module is loaded or looked for: this machine needs no modules.
+    modules.avail_modules_tools = lambda: {"EnvironmentModules": modules.NoModulesTool}
+    robot = Path(sys.prefix, "easybuild", "easyconfigs")
+    said = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as prefix,
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
+        set_up_configuration(
+            ["--modules-tool=EnvironmentModules", "--module-syntax=Tcl", f"--prefix={prefix}",
+             f"--robot={robot}", f"--sourcepath={ROOT / 'dist'}",
+             "--allow-use-as-root-and-accept-consequences"],
+            silent=True,
+        )  # fmt: skip
+        faults = check_easyconfigs_style([str(path)])
+        expect(f"style: {said.getvalue()}", faults, 0)
+        easyconfigs = process_easyconfig(str(path), validate=False)
+        found = easyconfigs[0]["ec"]
+        tool = modules.NoModulesTool(testing=True)
+        resolved = resolve_dependencies(easyconfigs, tool, retain_all_deps=True)
+    toolchain = f"{found['toolchain']['name']}-{found['toolchain']['version']}"
+    expect("version", found["version"], version)
+    expect("name of the file", path.name, f"mpicoll-{version}-{toolchain}.eb")
+    expect("sources", found["sources"], [f"mpicoll-{version}.tar.gz"])
+    # NumPy is SciPy-bundle's.
+    has = {each["name"].lower(): numbers(each["version"]) for each in found.dependencies()}
+    for name, oldest in needs.items():
+        if name != "numpy" and not has.get(name, ()) >= oldest:
+            raise ValueError(f"dependencies: expected {name} >= {oldest}, got {has.get(name)}")
+    framework = metadata.version("easybuild-framework")
+    return f"EasyBuild {framework} resolves {len(resolved)} easyconfigs of {toolchain}"
+
+
+def check_apptainer(version: str, _: Requirements) -> str:
+    """Its header and sections are those that there are, and the shell reads them."""
+    from spython.main.parse.parsers import SingularityParser
+
+    path = PACKAGING / "apptainer" / "mpicoll.def"
+    image = SingularityParser(str(path)).parse()["spython-base"]
+    expect("From", image.fromHeader, "python:3.12-slim")
+    expect("%files", set(image.files), {"dist/mpicoll-*.whl /opt/wheels/"})
+    sections = dict(re.findall(r"^%(\w+)\n(.*?)(?=^%|\Z)", path.read_text(), re.M | re.S))
+    known = {"arguments", "files", "post", "environment", "runscript", "test", "labels", "help"}
+    expect("sections", set(sections), known)
+    for name in ("post", "environment", "runscript", "test"):
+        subprocess.run(["sh", "-n"], input=sections[name], text=True, check=True)
+    arguments = set(re.findall(r"^\s*(\w+)=", sections["arguments"], re.M))
+    expect("%arguments", arguments, set(re.findall(r"{{ (\w+) }}", sections["post"])))
+    return (
+        f"spython {metadata.version('spython')} and the shell read it; apptainer has not built it"
+    )
+
+
+def check_spack(version: str, needs: Requirements) -> str:
+    """Its package is executed, with a stand-in for Spack."""
+    said: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+
+    def word(name: str) -> Callable[..., None]:
+        return lambda *args, **options: said.setdefault(name, []).append((args, options))
+
+    spack, python = types.ModuleType("spack.package"), types.ModuleType("python")
+    for name in ("license", "version", "variant", "depends_on"):
+        setattr(spack, name, word(name))
+    spack.run_after = lambda phase: lambda function: function  # type: ignore[attr-defined]
+    python.PythonPackage = type("PythonPackage", (), {})  # type: ignore[attr-defined]
+    home = "spack_repo.builtin.build_systems.python"
+    parents = {home.rsplit(".", k)[0]: types.ModuleType(home) for k in (1, 2, 3)}
+    sys.modules |= {**parents, home: python, "spack": types.ModuleType("spack")}
+    sys.modules["spack.package"] = spack
+    path = next((PACKAGING / "spack").rglob("py_mpicoll/package.py"))
+    namespace: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    expect("class", namespace["PyMpicoll"].__name__, "PyMpicoll")
+    always = [args[0] for args, options in said["depends_on"] if "when" not in options]
+    pairs = [each.partition("@")[::2] for each in always]
+    has = {name.removeprefix("py-").replace("-", "_"): numbers(oldest) for name, oldest in pairs}
+    expect("depends_on", {name: has.get(name) for name in needs}, needs)
+    expect("others", set(has) - set(needs), {"c", "setuptools", "mpi"})
+    return "a stand-in for Spack executes it, Spack itself has not: no registry has it"
+
+
+CHECKS = {
+    "source": check_source,
+    "conda": check_conda,
+    "easybuild": check_easybuild,
+    "apptainer": check_apptainer,
+    "spack": check_spack,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--only", choices=CHECKS, nargs="+", default=list(CHECKS))
+    chosen = parser.parse_args().only
+    failed = 0
+    for name in chosen:
+        try:
+            said = CHECKS[name](*wheel())
+        except Exception as error:
+            failed += 1
+            said = f"FAILED: {type(error).__name__}: {error}"
+        print(f"{name:10} {said}", flush=True)
+    print(f"{len(chosen) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

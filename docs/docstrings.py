@@ -9,6 +9,9 @@ import griffe
 
 _PARAMETER = re.compile(r"(\*{0,2}\w+(?:, \w+)*):\s+(\S.*)")
 
+#: What one value of a parameter means, in the lines behind the parameter.
+_VALUE = re.compile(r"^( +)((?:\"[^\"]*\"(?:, )?)+: |None: )")
+
 
 def markdown(text: str) -> str:
     """The docstring with its entries as list items, and its blocks of code fenced."""
@@ -30,7 +33,7 @@ def markdown(text: str) -> str:
             lines.append(f"- **{found[1]}**: {found[2]}")
             is_entry = True
         elif is_entry and line.startswith("    "):
-            lines.append(line)
+            lines.append(_VALUE.sub(r"\1- \2", line))
         else:
             lines += [""] if is_entry and line else []
             is_entry = False

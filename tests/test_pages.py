@@ -101,6 +101,7 @@ def test_python_can_be_parsed_and_its_names_exist(page: Path) -> None:
                 assert hasattr(mpicoll, node.attr), f"line {block.line}: dist.{node.attr}"
 
 
+@pytest.mark.waits
 def test_python_runs_on_two_ranks() -> None:
     """All pages in one job."""
     if not MPIEXEC:

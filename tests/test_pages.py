@@ -29,8 +29,8 @@ pytestmark = pytest.mark.any_mpi
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
-#: Set by `make test-docs`, which takes what needs PyTorch along.
-WHOLE = "TEST_MPICOLL_DOCS" in os.environ
+#: Whether what needs PyTorch runs, too, which `make test-docs` asks for: it takes seconds to load.
+WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("torch") is not None
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def test_python_runs_on_two_ranks() -> None:
         pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
     chosen = {page: asdict(how) for page, how in TREATMENT.items()}
     for how in chosen.values():
-        how["skip"] = (*how["skip"], *(() if WHOLE else ("import torch",)))
+        how["skip"] = (*how["skip"], *(() if WITH_TORCH else ("import torch",)))
     command = [*MPIEXEC, "-n", "2", sys.executable, str(ROOT / "tests/page_blocks.py")]
     done = subprocess.run(
         [*command, json.dumps(chosen)], capture_output=True, text=True, check=False, timeout=90

@@ -278,7 +278,9 @@ def texts_of_the_code() -> str:
     for path in (ROOT / "mpicoll").rglob("*.py"):
         for node in ast.walk(messages().parse(path)):
             if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp):
-                found.append(" ".join(messages().template(node).split()))
+                text = messages().template(node)
+                if text.strip("…"):
+                    found.append(" ".join(text.split()))
     return "\n".join(found)
 
 

@@ -103,6 +103,8 @@ def test_the_site(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = {page.resolve(): Links(page) for page in tmp_path.glob("*.html")}
     assert {page.stem for page in PAGES} <= {page.stem for page in pages}
+    navigation = {Path(link).stem for link in pages[(tmp_path / "faq.html").resolve()].links}
+    assert {page.stem for page in PAGES} <= navigation, "mkdocs.yml: nav"
     for page, found in pages.items():
         if page.name == "404.html":
             continue

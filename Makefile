@@ -59,8 +59,9 @@ export OMP_NUM_THREADS := 1
 # Thousands of processes import mpicoll: where this is set, as in many containers, each compiles it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo torch test test-clients test-slurm test-gpu test-torch-latest test-torch-suite lint bench bench-gpu docs
-.PHONY: wheel test-wheel test-packages sanitize random chaos soak coverage environment bench-environment gpu-environment clean
+.PHONY: help demo torch test test-clients test-docs test-slurm test-gpu test-torch-latest test-torch-suite lint bench
+.PHONY: bench-gpu docs wheel test-wheel test-packages sanitize random chaos soak coverage environment bench-environment
+.PHONY: gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -99,6 +100,11 @@ test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDE
 # The ranks start without mpiexec, which wants a library of the MPICH family.
 test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo; ARGS='--help'
 	$(VENV)/bin/python tests/torch_suite/run.py $(ARGS)
+
+# With the blocks that need PyTorch, and the site, which `make test` leaves out.
+test-docs: environment $(VENV)/.docs  ## the pages: their code on two ranks, their commands, links and the site
+	TEST_MPICOLL_DOCS=1 TEST_MPICOLL_MPIEXEC='$(START)' \
+	    $(VENV)/bin/python -m pytest -q tests/test_pages.py tests/test_project.py $(ARGS)
 
 # Their newest versions, beside a torch that they are not to replace.
 CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics pyspark distributed
@@ -180,7 +186,7 @@ bench-gpu:  ## what collectives on device memory cost by each route, on two rank
 
 docs: $(VENV)/.docs  ## write the tables of the pages, then the pages as HTML: .cache/site/index.html
 	$(VENV)/bin/python docs/support.py
-	$(VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 # With Intel MPI the tests run without torch, as they do on a machine that has none.
 environment: $(VENV)/.test  ## what the tests need with MPI=..., and no more

@@ -232,7 +232,6 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
     return {
         "performance.md": {
             "ran": ran,
-            "aims": aims_table(found),
             "sizes": times_table(found, ("primitive", "bytes"), section="sizes"),
             "dtypes": times_table(found, ("dtype", "bytes"), section="dtypes"),
             "many": section_table(found, "many", ("count", "bytes", "how")),
@@ -240,6 +239,7 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
             "overlap": overlap_table(found),
             "growth": times_table(found, ("primitive", "bytes", "ranks"), section="growth"),
         },
+        "aims.md": {"ran": ran, "aims": aims_table(found)},
         "pytorch.md": {"speed": torch_table(found)},
     }
 

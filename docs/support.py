@@ -1,4 +1,5 @@
-"""Writes the tables of api.md, gpu.md and launching.md from the project's own tables.
+"""Writes the tables of api.md, gpu.md and launching.md from the project's own tables, and the
+figure of performance.md from that page's tables.
 
 python docs/support.py          rewrite what is between the marks
 python docs/support.py --check  exit code 1 if that would change anything
@@ -8,8 +9,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+import figure
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind
 from mpicoll.launch.launchers import LAUNCHERS, Dialect, Launcher
@@ -136,10 +140,11 @@ def page(file: str, text: str) -> str:
 def main() -> int:
     """Write or check."""
     changed = False
-    for name in PAGES:
-        path = Path(__file__).with_name(name)
-        old = path.read_text(encoding="utf-8")
-        new = page(name, old)
+    made: dict[Path, Callable[[str], str]] = {figure.FIGURE: lambda _: figure.drawn()}
+    made |= {Path(__file__).with_name(name): partial(page, name) for name in PAGES}
+    for path, make in made.items():
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        new = make(old)
         changed = changed or new != old
         if "--check" not in sys.argv[1:]:
             path.write_text(new, encoding="utf-8")

@@ -229,11 +229,11 @@ def test_the_pages_have_the_marks(tmp_path: Path) -> None:
         *(measured("mpicoll", "all_reduce", KIB, 1e-5, section="overlap", part=part)
           for part in ("pure", "compute", "beside", "in turn")),
     )  # fmt: skip
-    for name in ("performance.md", "pytorch.md"):
+    for name in ("aims.md", "performance.md", "pytorch.md"):
         (tmp_path / name).write_text((report.DOCS / name).read_text())
     assert report.publish([one], tmp_path) >= {"all_reduce", "dtypes"}
-    performance, torch = (
-        (tmp_path / name).read_text() for name in ("performance.md", "pytorch.md")
+    aims, performance, torch = (
+        (tmp_path / name).read_text() for name in ("aims.md", "performance.md", "pytorch.md")
     )
     rows = [cells(line) for line in performance.splitlines()]
     assert ["all_reduce", "1 MiB", "-", "6 ms", "2 ms", "3.00 ±0.00"] in rows
@@ -250,6 +250,7 @@ def test_the_pages_have_the_marks(tmp_path: Path) -> None:
         assert report.publish([again], tmp_path) == moved
         text = (tmp_path / "performance.md").read_text()
         assert "tomorrow" in text and text != performance
+        (tmp_path / "aims.md").write_text(aims)
         (tmp_path / "performance.md").write_text(performance)
         (tmp_path / "pytorch.md").write_text(torch)
     few = results(measured("mpicoll", "all_reduce", MIB, 2e-3))

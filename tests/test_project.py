@@ -92,7 +92,10 @@ class Links(html.parser.HTMLParser):
                 self.anchors.add(value)
 
 
-@pytest.mark.skipif(not util.find_spec("mkdocs"), reason="needs mkdocs")
+@pytest.mark.skipif(
+    not all(map(util.find_spec, ("material", "mkdocstrings_handlers"))),
+    reason="needs what `make docs` installs",
+)
 def test_the_site(tmp_path: Path) -> None:
     """As `make docs` builds it."""
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)]
@@ -100,6 +103,8 @@ def test_the_site(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = {page.resolve(): Links(page) for page in tmp_path.glob("*.html")}
     assert {page.stem for page in PAGES} <= {page.stem for page in pages}
+    navigation = {Path(link).stem for link in pages[(tmp_path / "faq.html").resolve()].links}
+    assert {page.stem for page in PAGES} <= navigation, "mkdocs.yml: nav"
     for page, found in pages.items():
         if page.name == "404.html":
             continue

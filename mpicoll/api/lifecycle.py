@@ -182,9 +182,9 @@ def init_process_group(
     init_method: how the ranks find each other.
         "mpi://": rank and size are MPI's own, for jobs that mpirun or srun starts.
         "env://", "tcp://HOST:PORT", "file:///PATH": each process is given its rank and the world
-        size, by
+        size, by RANK and WORLD_SIZE or by the arguments below.
         None: "mpi://" under a launcher of MPI, else "env://" where RANK and WORLD_SIZE are set
-        (torchrun
+        (torchrun sets them), else this process is a job of its own.
     timeout: seconds or a timedelta after which an operation has failed, this one included; half an
         hour where None.
     world_size: number of ranks, -1 if not given; with "mpi://" compared with MPI's own.

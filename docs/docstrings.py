@@ -1,0 +1,50 @@
+"""Writes mpicoll's docstrings as Markdown for the reference: its parameters become a list."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+_PARAMETER = re.compile(r"(\*{0,2}\w+(?:, \w+)*):\s+(\S.*)")
+
+#: What one value of a parameter means, in the lines behind the parameter.
+_VALUE = re.compile(r"^( +)((?:\"[^\"]*\"(?:, )?)+: |None: )")
+
+
+def markdown(text: str) -> str:
+    """The docstring with its entries as list items, and its blocks of code fenced."""
+    lines: list[str] = []
+    is_entry = is_code = False
+    for line in text.splitlines():
+        if is_code and (not line or line.startswith("    ")):
+            lines.append(line[4:])
+            continue
+        if is_code:
+            is_code = False
+            lines += ["```", ""]
+        found = _PARAMETER.fullmatch(line)
+        if line.endswith("::"):
+            lines += [line[:-2].rstrip() + ":" * (line != "::"), "", "```python"]
+            is_code, is_entry = True, False
+        elif found:
+            lines += [] if is_entry else [""]
+            lines.append(f"- **{found[1]}**: {found[2]}")
+            is_entry = True
+        elif is_entry and line.startswith("    "):
+            lines.append(_VALUE.sub(r"\1- \2", line))
+        else:
+            lines += [""] if is_entry and line else []
+            is_entry = False
+            lines.append(line)
+    return "\n".join([*lines, "```"] if is_code else lines)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites the docstring of every object that is read."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Called by griffe for each object."""
+        if obj.docstring:
+            obj.docstring.value = markdown(obj.docstring.value)

@@ -1,0 +1,91 @@
+"""Draws the figure of performance.md from the tables of the pages: docs/figures/summary.svg.
+
+Time of an all_reduce on two ranks of one node, by three libraries and four sizes, as bars on a
+logarithmic scale; large enough to be read on a telephone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FIGURE = HERE / "figures/summary.svg"
+
+#: What is drawn: sizes, and the libraries with their colours.
+SIZES = ("64 KiB", "1 MiB", "16 MiB", "64 MiB")
+COLOURS = {"Gloo": "#e07b39", "MPICH's own": "#7a7f87", "mpicoll": "#3f51b5"}
+
+#: The shortest and the longest bar's time in seconds, and lengths in the figure's units.
+LEAST, MOST = 1e-6, 0.1
+WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 480, 70, 60, 18, 14, 36
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def rows(page: str) -> Iterator[list[str]]:
+    """The rows of a page's tables, as cells."""
+    for line in (HERE / page).read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def seconds(cell: str) -> float:
+    """A time such as "1.67 ms"."""
+    found = re.match(r"([\d.]+) (us|ms|s)\b", cell)
+    if found is None:
+        raise ValueError(f"{cell!r} is no time")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def times() -> dict[str, dict[str, float]]:
+    """Seconds by size and library, with MPICH, near ranks."""
+    found: dict[str, dict[str, float]] = {size: {} for size in SIZES}
+    for cells in rows("performance.md"):
+        if cells[0] == "all_reduce" and cells[1] in found and cells[2] == "near":
+            found[cells[1]] |= {
+                "MPICH's own": seconds(cells[3]), "mpicoll": seconds(cells[4])
+            }  # fmt: skip
+    for cells in rows("pytorch.md"):
+        size = cells[0].removeprefix("all_reduce ")
+        if cells[0] != size and size in found and cells[1] == "near":
+            found[size]["Gloo"] = seconds(cells[2])
+    return found
+
+
+def label(time: float) -> str:
+    """A time in words."""
+    unit, factor = ("ms", 1e3) if time >= 1e-3 else ("µs", 1e6)
+    return f"{time * factor:.3g} {unit}"
+
+
+def drawn() -> str:
+    """The figure as SVG."""
+    parts, y = [], TOP
+    x = LEFT
+    for name, colour in COLOURS.items():
+        parts.append(f'<rect x="{x}" y="8" width="14" height="14" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 20}" y="20">{name}</text>')
+        x += 30 + 9 * len(name)
+    scale = (WIDTH - LEFT - RIGHT) / math.log(MOST / LEAST)
+    for size, found in times().items():
+        middle = y + BAR * len(COLOURS) / 2 + 5
+        parts.append(f'<text x="{LEFT - 8}" y="{middle:g}" text-anchor="end">{size}</text>')
+        for name, colour in COLOURS.items():
+            length = math.log(found[name] / LEAST) * scale
+            parts.append(
+                f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR - 3}" '
+                f'fill="{colour}"/>'
+            )
+            parts.append(
+                f'<text x="{LEFT + length + 5:.1f}" y="{y + 13}">{label(found[name])}</text>'
+            )
+            y += BAR
+        y += GAP
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" '
+        f'height="{y}" font-family="sans-serif" font-size="13">\n'
+        f'<rect width="{WIDTH}" height="{y}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )

@@ -1,0 +1,77 @@
+"""The messages of mpicoll's errors and warnings, read from its sources."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from mpicoll import errors
+
+ROOT = Path(__file__).resolve().parent.parent / "mpicoll"
+
+#: Stands for what a message fills in.
+GAP = "…"
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    """The syntax tree of a source."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def template(node: ast.expr, names: Mapping[str, ast.expr] = MappingProxyType({})) -> str:
+    """The text of an expression, with gaps for what is known when it is raised alone.
+
+    names: what the constants of the module are.
+    """
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(template(value, names) for value in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return template(left, names) + template(right, names)
+        case ast.Name(id=name) if name in names:
+            return template(names[name])
+    return GAP
+
+
+def calls(path: Path) -> Iterator[tuple[str, str]]:
+    """The errors and warnings of a source: the name of the class, or "warning", and the message."""
+    tree = parse(path)
+    names = {
+        target.id: statement.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name in errors.__all__ or name == "warn":
+            yield "warning" if name == "warn" else name, template(node.args[0], names)
+
+
+def messages() -> dict[str, list[str]]:
+    """Each message once, by class, in alphabetical order."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for name, text in calls(path):
+            words = text.replace(GAP, "")
+            if sum(letter.isalpha() for letter in words) > 7:  # else it is made elsewhere
+                found.setdefault(name, set()).add(" ".join(text.split()))
+    return {name: sorted(found[name], key=str.lower) for name in sorted(found)}
+
+
+def listed() -> str:
+    """All messages as Markdown, for the site and its search."""
+    parts = []
+    for name, texts in messages().items():
+        lines = "".join(f"- `` {text} ``\n" for text in texts)
+        parts.append(f"### {'Warnings' if name == 'warning' else name}\n\n{lines}")
+    return "\n".join(parts)

@@ -1,0 +1,312 @@
+"""What the pages show works: their Python runs on two ranks, their commands and options exist, and
+their messages are those of the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from page_blocks import IN_TURN, PROGRAMS, Block, blocks
+
+import mpicoll
+from mpicoll import cli, settings
+
+pytestmark = pytest.mark.any_mpi
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
+#: Whether what needs PyTorch runs, too, which `make test-docs` asks for: it takes seconds to load.
+WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("torch") is not None
+
+
+@dataclass(frozen=True)
+class How:
+    """How the Python blocks of a page are treated.
+
+    prelude: what the page takes as given.
+    skip:    blocks with one of these words are only parsed.
+    """
+
+    way: str
+    prelude: str = ""
+    skip: tuple[str, ...] = ()
+
+
+#: What is given where a page speaks of an array x and of a group.
+GIVEN = """
+import threading
+import numpy as np
+from mpi4py import MPI
+import mpicoll as dist
+color = 0
+x = np.ones(4)
+"""
+
+#: Pages that are not here are only parsed.
+TREATMENT = {
+    "README.md": How(PROGRAMS, GIVEN, skip=("torch",)),
+    "docs/api.md": How(
+        PROGRAMS,
+        GIVEN
+        + """
+class MyConfig: pass
+objects, output, input = [x], np.zeros(4), np.ones(4)
+if MPI.COMM_WORLD.size and not dist.is_initialized(): group = dist.init_process_group()
+""",
+        skip=("init_process_group",),
+    ),
+    "docs/index.md": How(PROGRAMS),
+    "docs/coming_from.md": How(PROGRAMS),
+    "docs/reference.md": How(IN_TURN),
+    "docs/sharp_bits.md": How(PROGRAMS),
+    "docs/tutorial.md": How(PROGRAMS),
+}
+
+
+def found(page: Path) -> list[Block]:
+    return list(blocks(page.read_text(encoding="utf-8")))
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# --- Python -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_can_be_parsed_and_its_names_exist(page: Path) -> None:
+    for block in found(page):
+        if block.language != "python":
+            continue
+        tree = ast.parse(block.text)
+        if "torch" in page.stem + block.text or page.stem == "clients":
+            continue  # there dist is torch.distributed
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dist":
+                assert hasattr(mpicoll, node.attr), f"line {block.line}: dist.{node.attr}"
+
+
+@pytest.mark.waits
+def test_python_runs_on_two_ranks() -> None:
+    """All pages in one job."""
+    if not MPIEXEC:
+        pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
+    chosen = {page: asdict(how) for page, how in TREATMENT.items()}
+    for how in chosen.values():
+        how["skip"] = (*how["skip"], *(() if WITH_TORCH else ("import torch",)))
+    command = [*MPIEXEC, "-n", "2", sys.executable, str(ROOT / "tests/page_blocks.py")]
+    done = subprocess.run(
+        [*command, json.dumps(chosen)], capture_output=True, text=True, check=False, timeout=90
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_table_names_pages_with_python() -> None:
+    for page, how in TREATMENT.items():
+        texts = [block.text for block in found(ROOT / page) if block.language == "python"]
+        assert texts, page
+        for word in how.skip:
+            assert any(word in text for text in texts), f"{page}: nothing to skip has {word}"
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+#: The programs of others, and those of their options that the pages may name.
+PROGRAMS_OF_OTHERS = {
+    "mpirun": "-n --with-ft --mca --host --map-by --oversubscribe",
+    "mpiexec": "-n -disable-auto-cleanup -genv -hosts -ppn",
+    "srun": "-n -N --mpi --ntasks --nodes --ntasks-per-node --overlap --kill-on-bad-exit --pty",
+    "sbatch": "--nodes --ntasks --ntasks-per-node --export --array",
+    "torchrun": "-m --nproc-per-node --nnodes --node-rank --master-addr --master-port "
+    "--rdzv-endpoint --rdzv-backend --max-restarts",
+    "pip": "-e -d --no-deps --only-binary --no-binary --python-version --platform --index-url",
+}
+ALSO = {"python", "make", "git", "cd", "sh", "export", "module", "torchrun", "torchfrtrace", "qsub",
+        "bsub", "flux", "cat", "kill", "ulimit", "df"}  # fmt: skip
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each command of a block: all of a shell's, those after a prompt of another."""
+    text = block.text.replace("\\\n", " ")
+    for line in text.splitlines():
+        if block.language in ("sh", "bash"):
+            yield shlex.split(line, comments=True)
+        elif re.match(r"\$ |(mpirun|mpiexec|srun|python|make) .*-", line):
+            yield shlex.split(line.removeprefix("$ "), comments=True)
+
+
+def split(words: list[str]) -> Iterator[list[str]]:
+    """The programs of a command line that call each other, with their options."""
+    start: list[str] = []
+    for word in words:
+        program = word.rpartition("/")[2]
+        if start and (program in PROGRAMS_OF_OTHERS or program in ("python", "sh", "env")):
+            yield start
+            start = []
+        start.append(word)
+    if start:
+        yield start
+
+
+def wrong(words: list[str]) -> Iterator[str]:
+    """What is wrong with a command line."""
+    while words and re.match(r"[A-Z_0-9]+=", words[0]):
+        variable = words.pop(0).partition("=")[0]
+        if variable.startswith("MPICOLL_") and variable not in {s.name for s in settings.SETTINGS}:
+            yield f"{variable} is no setting"
+    if not words:
+        return
+    for part in split(words):
+        program, *rest = part
+        program = program.rpartition("/")[2]
+        if program in PROGRAMS_OF_OTHERS:
+            known = PROGRAMS_OF_OTHERS[program].split()
+            for word in rest:
+                if word in ("jobs", "-c") or word.endswith(".py"):
+                    break
+                if word.startswith("-") and word.partition("=")[0] not in known:
+                    yield f"{program} {word}"
+        elif program not in ALSO and not (ROOT / part[0]).is_file() and program != "env":
+            yield f"{program}: an unknown program"
+        if program == "python" or program == "torchrun":
+            yield from wrong_python(rest)
+        if program == "pip":
+            for extra in re.findall(r"\[(\w+)\]", " ".join(rest)):
+                if not re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M):
+                    yield f"there is no extra {extra}"
+        if program == "make":
+            for target in (word for word in rest if re.fullmatch(r"[a-z-]+", word)):
+                if not re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE):
+                    yield f"make {target}"
+
+
+def wrong_python(words: list[str]) -> Iterator[str]:
+    """What is wrong with the arguments of python or torchrun: commands and scripts of ours."""
+    for i, word in enumerate(words):
+        if word == "-m" and words[i + 1 : i + 2] == ["mpicoll"]:
+            try:
+                cli._parser().parse_args(words[i + 2 :])
+            except SystemExit as end:
+                if end.code:
+                    yield f"python -m mpicoll {' '.join(words[i + 2 :])}"
+            return
+        if re.match(r"(jobs|tests|benchmarks|docs)/", word):
+            script = ROOT / word
+            if not script.exists():
+                yield f"{word} does not exist"
+            elif script.suffix == ".py" and "/test_" not in word:
+                text = script.read_text(encoding="utf-8")
+                options = [option for option in words[i + 1 :] if option.startswith("--")]
+                yield from (f"{word} {one}" for one in options if f'"{one}"' not in text)
+            return
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_exist(page: Path) -> None:
+    for block in found(page):
+        for words in commands(block):
+            assert list(wrong(list(words))) == [], f"line {block.line}: {shlex.join(words)}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mpirun -n 2 python -m mpicoll bench all_reduce --no-such-option",
+        "python -m mpicoll dotcor",
+        "MPICOLL_DEBUGG=DETAIL mpirun -n 2 python job.py",
+        "make no-such-target",
+        "pip install '.[nothing]'",
+        "srun --mpo=pmix python job.py",
+        "python jobs/train_digits.py --no-such-option",
+        "python jobs/no_such_file.py",
+        "nosuchprogram",
+    ],
+)
+def test_wrong_commands_are_found(line: str) -> None:
+    """Else the test above would pass whatever a page says."""
+    assert list(wrong(shlex.split(line)))
+
+
+# --- the reference ------------------------------------------------------------------------------
+
+
+def test_the_reference_has_every_public_name_with_an_example() -> None:
+    text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    parts = re.split(r"^::: mpicoll\.", text, flags=re.MULTILINE)[1:]
+    shown = {part.split()[0]: "".join(re.findall(r"^```python\n(.*?)^```", part, re.M | re.S))
+             for part in parts}  # fmt: skip
+    expected = set(mpicoll.__all__) - set(mpicoll.errors.__all__)
+    constants = {"SHRINK_ABORT", "SHRINK_DEFAULT"}
+    assert set(shown) == expected - constants | {"errors"}
+    for constant in constants:
+        assert f"dist.{constant}" in text
+    for public, example in shown.items():
+        assert example, f"{public} has no example"
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def messages() -> ModuleType:
+    """The module of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location("messages", ROOT / "docs/messages.py")
+    assert spec and spec.loader
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def texts_of_the_code() -> str:
+    """All texts of mpicoll's sources, one a line, with … for what they fill in."""
+    found = []
+    for path in (ROOT / "mpicoll").rglob("*.py"):
+        for node in ast.walk(messages().parse(path)):
+            if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp):
+                text = messages().template(node)
+                if text.strip("…"):
+                    found.append(" ".join(text.split()))
+    return "\n".join(found)
+
+
+def quoted(text: str, sources: str) -> bool:
+    """Whether one text of the code has the words of a message, in their order."""
+    pattern = ".*".join(re.escape(words.strip()) for words in text.split("…"))
+    return re.search(pattern, sources) is not None
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    sources = texts_of_the_code()
+    heads = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert len(heads) > 30
+    assert [head for head in heads if not quoted(head, sources)] == []
+    assert not quoted("there is no default process groop", sources)
+
+
+def test_the_list_of_messages_has_those_of_every_error() -> None:
+    """That the site's page shows."""
+    found = messages().messages()
+    assert set(found) >= {"ArgumentError", "LaunchError", "MismatchError", "warning"}
+    assert sum(map(len, found.values())) > 250
+    assert "there is no default process group; call init_process_group() first" in found[
+        "NotInitializedError"
+    ]  # fmt: skip
+    assert any(text.startswith("this process was forked") for text in found["ForkedError"])
+    assert messages().listed().count("\n- ``") == sum(map(len, found.values()))
+    assert "<!-- all messages -->" in (ROOT / "docs/troubleshooting.md").read_text()

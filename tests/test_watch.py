@@ -17,8 +17,8 @@ from rank_scripts import Ended, compiled, job, needs_mpiexec, run
 
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DTYPES
-from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.launch import find_survival
+from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.watch import guard, guarding, report, watchdog
 from mpicoll.watch.board import DONE, ENDING, Board

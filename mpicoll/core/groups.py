@@ -216,8 +216,9 @@ class ProcessGroup(Calls):
             raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
     def check_outside(self, name: str) -> None:
-        """Raise ArgumentError where this thread is in the middle of a call of the group, as in a
-        signal's handler: another one would wait for that for ever.
+        """Raise ArgumentError where this thread is in the middle of a call of the group.
+
+        That is so in a signal's handler: another call would wait for that one for ever.
 
         name: of what the thread wants to do.
         """

@@ -131,7 +131,9 @@ REPRODUCIBLE = _one_of(
     "reductions that give the same bits again, on all ranks alike; see Reproducible reductions",
 )  # fmt: skip
 DEVICE_ROUTE = _one_of(
-    "MPICOLL_DEVICE_ROUTE", ("shared_gpu", "peer", "ipc", "direct", "mpi", "staged", "nccl"),
+    "MPICOLL_DEVICE_ROUTE", (
+        "shared_gpu", "peer", "hierarchical", "ipc", "direct", "mpi", "staged", "nccl",
+    ),
     "the route of device memory, the same on all ranks; see gpu.md",
 )  # fmt: skip
 CUDA_AWARE = _one_of(

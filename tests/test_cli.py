@@ -245,7 +245,7 @@ def test_hello_on_ranks_with_gpus(ended: Ended) -> None:
     for rank, line in enumerate(lines):
         gpu = rank % 2
         assert line.startswith(f"rank {rank} of 3 on {socket.gethostname()}, local rank {rank} of")
-        assert line.endswith(f"GPU {gpu} (0000:{gpu:02x}:00.0), device route ipc"), ended
+        assert line.endswith(f"GPU {gpu} (0000:{gpu:02x}:00.0), device route hierarchical"), ended
 
 
 #: What srun sets, on the first and on another rank, where MPI sees nobody else.

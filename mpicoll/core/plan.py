@@ -123,20 +123,22 @@ def find_fused(route: Implementation, count: int) -> Implementation | None:
     return None if find is None else find(count)
 
 
-def add_leave(route: Implementation, leave: Callable[[Exception, Any], None]) -> Implementation:
+def add_leave(
+    route: Implementation, leave: Callable[[Exception, Any, Extent], None]
+) -> Implementation:
     """Return an implementation whose other ranks learn of one that fails on its way to it.
 
-    leave: tells them, unless they know; gets the error, and the device context.
+    leave: tells them, unless they know; gets the error, the device context and the extent.
     """
     route.leave = leave  # type: ignore[attr-defined]
     return route
 
 
-def take_leave(route: Implementation, error: Exception, context: Any) -> None:
+def take_leave(route: Implementation, error: Exception, context: Any, extent: Extent) -> None:
     """Let the other ranks, who may wait for this one in an implementation, leave the call, too."""
-    leave: Callable[[Exception, Any], None] | None = getattr(route, "leave", None)
+    leave: Callable[[Exception, Any, Extent], None] | None = getattr(route, "leave", None)
     if leave is not None:
-        leave(error, context)
+        leave(error, context, extent)
 
 
 def add_enqueuing(route: Implementation, find: Callable[[], bool]) -> Implementation:

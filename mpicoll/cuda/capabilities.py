@@ -17,7 +17,7 @@ from mpicoll.launch.host_identity import node
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Capabilities", "CudaSupport", "discover", "exchange", "judge"]
+__all__ = ["Capabilities", "CudaSupport", "discover", "exchange", "find_clusters", "judge"]
 
 #: What MPI does with device memory, for sites that know: none, transfer or full.
 OVERRIDE = settings.CUDA_AWARE.name
@@ -192,6 +192,17 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
     if claims and cuda is not CudaSupport.FULL:
         problem = f"MPI says that it takes device memory ({says}), but {tried}: {details}"
     return replace(found, cuda=cuda, why=f"{says}; {tried}: {details}", problem=problem)
+
+
+def find_clusters(all_ranks: Sequence[Capabilities]) -> list[list[int]]:
+    """Return the ranks of each node, or, if all are on one, of each GPU that their arrays are on;
+    in order, the clusters in the order of their first ranks.
+    """
+    apart = any(own.node != all_ranks[0].node for own in all_ranks)
+    found: dict[str, list[int]] = {}
+    for rank, own in enumerate(all_ranks):
+        found.setdefault(own.node if apart else own.used, []).append(rank)
+    return list(found.values())
 
 
 def exchange(

@@ -103,6 +103,14 @@ class DeviceContext:
         self._taken += 1
         return self._blocks[place]
 
+    def mark(self) -> int:
+        """Return a mark for ``release``."""
+        return self._taken
+
+    def release(self, mark: int) -> None:
+        """Let scratch that was taken since then be taken again, in the order of the work stream."""
+        self._taken = mark
+
     def pinned(self, nbytes: int) -> Memory:
         """Return pinned memory for the rest of the call; there is one such piece.
 

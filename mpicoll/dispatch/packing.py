@@ -136,7 +136,7 @@ def in_stream_order(
                 context.begin()
                 plan.run(send, recv, extent, root)
             except Exception as error:
-                take_leave(plan.route, error, context)
+                take_leave(plan.route, error, context, extent)
                 raise
         except (ArgumentError, UnsupportedError):
             raise  # refused: the context's memory is used by its streams alone, in their order

@@ -6,6 +6,7 @@ Those of host memory in the order of tables and messages, those of device memory
 from __future__ import annotations
 
 from mpicoll.routes.device import direct, ipc, nccl, peer, shared_gpu, staged
+from mpicoll.routes.device import hierarchical as device_hierarchical
 from mpicoll.routes.device import mpi as device_mpi
 from mpicoll.routes.host import exchange, hierarchical, mpi, shared, single_copy, widened
 from mpicoll.routes.route import MemoryKind, Route
@@ -22,6 +23,7 @@ ROUTES: tuple[Route, ...] = (
     hierarchical.ROUTE,
     shared_gpu.ROUTE,
     peer.ROUTE,
+    device_hierarchical.ROUTE,
     ipc.ROUTE,
     direct.ROUTE,
     device_mpi.ROUTE,

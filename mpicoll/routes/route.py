@@ -43,7 +43,8 @@ class Route:
     reproducible: the levels of reproducibility (core/reproducible.py) that its reductions keep.
     scales:     it applies the factor of PREMUL_SUM itself.
     uneven:     the names of the primitives of which it serves blocks of different sizes.
-    place:      where the ranks have to be, see routes/tuning.py; "" anywhere.
+    place:      where the ranks have to be, see routes/tuning.py and, of device routes,
+                routes/device/eligibility.py; "" anywhere.
     needs:      what it requires, in words.
     lacks:      of a device route, what a rank lacks for it, in words; "" for nothing.
     on_demand:  it is taken only on request.
@@ -54,6 +55,8 @@ class Route:
                 caller's thread, and compared with the other ranks' only now and then.
     captures:   of a device route: its calls may be captured into a CUDA graph, once the group has
                 made one of the kind.
+    least:      of a device route: the bytes of a call, of the larger array of a rank, from which on
+                it is taken. Smaller calls go by the next one that serves them, if there is one.
     instead:    the name of the route that serves in its place where a group cannot have it, "" for
                 what the tables say of smaller messages.
     """
@@ -75,6 +78,7 @@ class Route:
     lists: bool = False
     blocks: str | None = None
     captures: bool = False
+    least: int = 0
     instead: str = ""
 
     def serves(

@@ -298,7 +298,7 @@ def test_one_rank_that_cannot_share_is_enough(patch, world, mpi):
 @needs
 def test_what_groups_leave_behind(patch, world, monkeypatch):
     """Nothing: neither communicators nor memory, group after group."""
-    made, part = [], hierarchy._part
+    made, part = [], hierarchy.make_part
 
     def noted(*arguments):
         made.append(part(*arguments))
@@ -307,7 +307,7 @@ def test_what_groups_leave_behind(patch, world, monkeypatch):
     def mapped():
         return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
 
-    monkeypatch.setattr(hierarchy, "_part", noted)
+    monkeypatch.setattr(hierarchy, "make_part", noted)
     gc.collect()  # what errors in other tests hold
     before, array = mapped(), np.ones(500, np.float32)
     put(patch, "one after another")

@@ -165,7 +165,7 @@ def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
 
 
 @by_level
-@pytest.mark.parametrize("name", [name for name in registry.DEVICE if name != "nccl"])
+@pytest.mark.parametrize("name", [n for n in registry.DEVICE if n not in ("nccl", "hierarchical")])
 def test_routes_of_device_memory(world, monkeypatch, name, level):
     arrays = simulated.Arrays.of_route(name, world.size)
     monkeypatch.setattr(runtime, "_runtime", arrays.cuda)

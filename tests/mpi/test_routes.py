@@ -86,7 +86,9 @@ def test_a_declaration_is_whole(route):
     """It names primitives that there are, and serves each of them for some dtype."""
     assert set(route.primitives) <= {row.name for row in PRIMITIVES}
     assert set(route.uneven) <= set(route.primitives)
-    assert route.name and route.words and route.place in ("", "gpu", "gpus", *tuning.PLACES)
+    assert (
+        route.name and route.words and route.place in ("", "gpu", "gpus", "levels", *tuning.PLACES)
+    )
     for row in PRIMITIVES:
         served = [
             (op, dtype)
@@ -100,7 +102,7 @@ def test_a_declaration_is_whole(route):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=repr)
-@pytest.mark.parametrize("name", [name for name in registry.DEVICE if name != "nccl"])
+@pytest.mark.parametrize("name", [n for n in registry.DEVICE if n not in ("nccl", "hierarchical")])
 def test_device_memory(world, monkeypatch, name, row):
     """A route that is forced carries what it declares, and refuses the rest by its name."""
     arrays = simulated.Arrays.of_route(name, world.size)

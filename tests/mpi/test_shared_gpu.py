@@ -71,7 +71,7 @@ def test_who_takes_it(on, apart):
     agreed = dist.group.WORLD.resources.find("devices")
     if n == 1:
         return
-    own = ("peer",) if n == 2 else ()  # a GPU each
+    own = ("peer",) if n == 2 else ("hierarchical",)  # a GPU each, or levels
     assert agreed.names == ((*own, "ipc", "staged") if apart else ("shared_gpu", "staged"))
     why = agreed.describe()["shared_gpu"]
     assert why == (f"rank {n - 1} has its arrays on another GPU than rank 0" if apart else "")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mpicoll import settings
-from mpicoll.cuda.capabilities import Capabilities
+from mpicoll.cuda.capabilities import Capabilities, find_clusters
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 
@@ -67,12 +67,27 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
         if lack:
             lacking.setdefault(lack, []).append(rank)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
+    if route.place == "levels":
+        return "; ".join(missing + ([] if lacking else _describe_levels(all_ranks)))
     away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
     if route.place in ("node", "gpu", "gpus") and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
     elif route.place in ("gpu", "gpus") and not lacking:
         missing += _describe_gpus(route.place, all_ranks)
     return "; ".join(missing)
+
+
+def _describe_levels(all_ranks: Sequence[Capabilities]) -> list[str]:
+    """Describe how the ranks are not in several clusters, of which one has several."""
+    clusters = find_clusters(all_ranks)
+    one_node = all(own.node == all_ranks[0].node for own in all_ranks)
+    if one_node and any(not own.used for own in all_ranks):
+        return ["the ranks have no arrays on GPUs yet"]
+    if len(clusters) == 1:
+        return ["all ranks share a GPU" if len(all_ranks) > 1 else "there is one rank"]
+    if len(clusters) == len(all_ranks):
+        return [f"each rank has a {'GPU' if one_node else 'node'} to itself"]
+    return []
 
 
 def _describe_gpus(place: str, all_ranks: Sequence[Capabilities]) -> list[str]:

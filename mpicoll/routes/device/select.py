@@ -5,7 +5,9 @@ its ranks exchange what they can do.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import (
@@ -15,12 +17,14 @@ from mpicoll.core.plan import (
     add_capturable,
     add_enqueuing,
     add_leave,
+    agreed_sizes,
 )
 from mpicoll.cuda import between_nodes, binding, capabilities
+from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import direct, eligibility, ipc, nccl, peer, shared_gpu
+from mpicoll.routes.device import direct, eligibility, hierarchical, ipc, nccl, peer, shared_gpu
 from mpicoll.routes.device.space import Alone, DeviceSpace
 from mpicoll.routes.host import select
 from mpicoll.routes.route import Route
@@ -40,15 +44,35 @@ class Agreed:
     lost:  the routes that should have been among them, and why they are not.
     shared_gpu: what ranks that share a GPU have of each other.
     peer:  what ranks with a GPU each have of each other, if they are all on one node.
+    hierarchical: the ranks that are near each other, and what joins these clusters.
     ipc:   the workspaces of all ranks, if they are mapped.
     nccl:  NCCL's communicator, if it was requested and is available.
     space: this rank's device memory.
     """
 
-    def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        context: DeviceContext,
+        known: Sequence[Capabilities] | None = None,
+    ) -> None:
+        """All ranks call. known: of a part of another group, what its ranks can do, as tried."""
         self.space = DeviceSpace(context)
         self.lost: dict[str, str] = {}
         self.names: tuple[str, ...]
+        self.nccl: nccl.Nccl | None = None
+        self.shared_gpu: shared_gpu.Sharers | None = None
+        self.peer: peer.Peers | None = None
+        self.hierarchical: hierarchical.Levels | None = None
+        self.ipc: ipc.Peers | None = None
+        self._group, self._me = group, group.rank()
+        self._forced: str | None = None
+        self._used: list[int] = []
+        if known is not None:
+            self._found = tuple(known)
+            self._meet(group, context, eligibility.eligible_routes(self._found), part=True)
+            self._take(group, context, self._found)
+            return
         self._found = capabilities.exchange(group.inner)
         self._forced = forced = eligibility.forced_route(self._found)
         mine = (context.index, nccl.asked_for(group.backend))
@@ -58,12 +82,8 @@ class Agreed:
                 f"group {group.group_name}: backend 'nccl' has to be asked for by all ranks, or by "
                 f"none; this rank's is {group.backend!r}"
             )
-        self._me, self._used = group.rank(), [index for index, _ in said]
+        self._used = [index for index, _ in said]
         self._found = eligibility.with_used(self._found, self._used)
-        self.nccl: nccl.Nccl | None = None
-        self.shared_gpu: shared_gpu.Sharers | None = None
-        self.peer: peer.Peers | None = None
-        self.ipc: ipc.Peers | None = None
         if forced == "nccl" or mine[1]:
             self.nccl = self._had("nccl", nccl.meet(group, context))
         if group.size() == 1 and forced is None and self.nccl is None:
@@ -71,17 +91,13 @@ class Agreed:
             self.space, self.names = Alone(context), ("direct", "staged")
             return
         wanted = (forced,) if forced else eligibility.eligible_routes(self._found)
-        if "shared_gpu" in wanted:
-            eligibility.eligible_routes(self._found, forced)  # raises
-            self.shared_gpu = self._had("shared_gpu", shared_gpu.meet(group, context))
-        if "peer" in wanted:
-            eligibility.eligible_routes(self._found, forced)  # raises
-            self.peer = self._had("peer", peer.meet(group, context))
-        if "ipc" in wanted and self.shared_gpu is None:  # for what "peer" does not serve, too
-            eligibility.eligible_routes(self._found, forced)  # raises
-            self.ipc = self._had("ipc", ipc.meet(group, context))
+        self._meet(group, context, wanted)
+        apart = len({own.node for own in self._found}) > 1
         mapped = self.shared_gpu or self.ipc
-        if mapped is None and forced in (None, "direct", "mpi"):
+        known = [replace(own, cuda=CudaSupport.NONE, why="not tried") for own in self._found]
+        if mapped is None and (
+            forced in (None, "direct", "mpi") or (forced == "hierarchical" and apart)
+        ):
             # What MPI claims counts now, and has to be tried.
             found = capabilities.exchange(group.inner, probes=True)
             self._found = eligibility.with_used(found, self._used)
@@ -90,16 +106,53 @@ class Agreed:
             )
             if tried != self._found:
                 self.lost["direct"] = tried[0].problem
-            self._found = tried
+            self._found, known = tried, list(tried)
+        self._take(group, context, known)
+
+    def _meet(
+        self, group: ProcessGroup, context: DeviceContext, wanted: Sequence[str], part: bool = False
+    ) -> None:
+        """Map what routes among those wanted need of other ranks' memory. All ranks call.
+
+        part: of another group, which asks for what "peer" serves alone.
+        """
+        for name in ("shared_gpu", "peer", "ipc"):
+            if name in wanted:
+                eligibility.eligible_routes(self._found, self._forced)  # raises
+        if "shared_gpu" in wanted:
+            self.shared_gpu = self._had("shared_gpu", shared_gpu.meet(group, context))
+        if "peer" in wanted:
+            self.peer = self._had("peer", peer.meet(group, context))
+        if "ipc" in wanted and not (self.shared_gpu or (part and self.peer)):
+            self.ipc = self._had("ipc", ipc.meet(group, context))
+
+    def _take(
+        self, group: ProcessGroup, context: DeviceContext, known: Sequence[Capabilities]
+    ) -> None:
+        """Settle which routes the group takes. All ranks call.
+
+        known: what each rank can do, as tried: its parts try nothing anew.
+        """
+        forced = self._forced
         eligible = eligibility.eligible_routes(self._found, forced)
+        if "hierarchical" in eligible:
+            made = hierarchical.meet(group, context, known, agree)
+            self.hierarchical = self._had("hierarchical", made)
         if forced in self.lost:
             raise UnsupportedError(f"{eligibility.FORCED}={forced}: {self.lost[forced]}; unset it")
+        mapped = self.shared_gpu or self.ipc
         without = {*self.lost, *(("direct", "mpi") if mapped else ())}  # which nobody has tried
         if self.ipc is None:
             without.add("ipc")
         self.names = tuple(name for name in eligible if name not in without)
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
+
+    @property
+    def maps(self) -> bool:
+        """Return whether the ranks map memory of each other."""
+        parts = (self.shared_gpu, self.peer, self.hierarchical, self.ipc)
+        return any(part is not None for part in parts)
 
     def _had(self, name: str, made: T | str) -> T | None:
         """Return what the ranks have made for a route; if it is why they could not, note that."""
@@ -130,41 +183,62 @@ class Agreed:
         """Return the implementation of such calls on host memory."""
         return select.choose(kind)
 
+    def on_device(self, kind: CallKind) -> Implementation:
+        """Return the implementation of such calls of this group on device memory."""
+        return choose(kind)
+
     def leave(self, name: str, kind: CallKind, error: Exception) -> None:
         """Tell the ranks that wait for this one in a call by a route that it has failed."""
-        for route, part in ((shared_gpu.ROUTE, self.shared_gpu), (ipc.ROUTE, self.ipc)):
-            if route.name == name and part is not None:
-                part.take_leave(kind, error)
+        parts = {
+            shared_gpu.ROUTE.name: self.shared_gpu,
+            hierarchical.ROUTE.name: self.hierarchical,
+            ipc.ROUTE.name: self.ipc,
+        }
+        part = parts.get(name)
+        if part is not None:
+            part.take_leave(kind, error)
+
+    def break_parts(self) -> None:
+        """Make calls in parts of the group end: it is broken."""
+        if self.hierarchical is not None and self._group.broken is not None:
+            self.hierarchical.break_with(self._group.broken)
 
     def close(self, limit: float) -> None:
         """Free what the routes have; all ranks call. limit: seconds to wait for them."""
-        for route in (self.nccl, self.shared_gpu, self.peer, self.ipc):
+        for route in (self.nccl, self.hierarchical, self.shared_gpu, self.peer, self.ipc):
             if route is not None:
                 route.close(limit)
 
 
-def agree(group: ProcessGroup, context: DeviceContext) -> Agreed:
-    """Return the agreement of a group's ranks, made when all call for the first time."""
+def agree(
+    group: ProcessGroup, context: DeviceContext, known: Sequence[Capabilities] | None = None
+) -> Agreed:
+    """Return the agreement of a group's ranks, made when all call for the first time.
+
+    known: see Agreed.
+    """
     return group.resources.get_or_create(
-        "devices", lambda: Agreed(group, context), close=Agreed.close
+        "devices",
+        lambda: Agreed(group, context, known),
+        close=Agreed.close,
+        leave=Agreed.break_parts,
     )
 
 
 def choose(kind: CallKind) -> Implementation:
     """Return the implementation for calls of this kind on device memory in this group."""
     group = kind.group
-    chosen: Implementation | None = None
-    route: Route | None = None
+    ways: list[Way] = []  # the best first
     begun = -1  # the number of the latest call that has come here
 
-    def prepare(context: DeviceContext) -> tuple[Agreed, Implementation]:
-        nonlocal chosen, route, begun
+    def prepare(context: DeviceContext, extent: Extent) -> tuple[Agreed, Way]:
+        nonlocal begun
         begun = group.sequence
         agreed = agree(group, context)
         agreed.space.context = context
-        if chosen is None:
-            chosen, route = _build(agreed, kind)
-        return agreed, chosen
+        if not ways:
+            ways.extend(_build(agreed, kind))
+        return agreed, ways[0] if len(ways) == 1 else _way_for(ways, kind, extent)
 
     def carry_out(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
@@ -172,39 +246,70 @@ def choose(kind: CallKind) -> Implementation:
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
         is_first = group.resources.find("devices") is None  # on every rank
-        agreed, run = prepare(first.context)
-        run(send, recv, extent, root)
+        agreed, way = prepare(first.context, extent)
+        way.run(send, recv, extent, root)
         if is_first:
             agreed.warn()  # when no rank waits for this one: a program may make warnings errors
 
-    def leave(error: Exception, context: DeviceContext) -> None:
+    def leave(error: Exception, context: DeviceContext, extent: Extent) -> None:
         if begun != group.sequence:  # the others agree on routes if this is the first call
-            prepare(context)
+            prepare(context, extent)
         found = group.resources.find("devices")
-        if found is not None and route is not None:
-            found.leave(route.name, kind, error)
+        if found is not None and ways:
+            found.leave(_way_for(ways, kind, extent).route.name, kind, error)
 
     def only_enqueues() -> bool:
-        if route is None:
-            return False
         found = group.resources.find("devices")
-        return route.blocks == "" or (found.space.alone and route is direct.ROUTE)
+        return bool(ways) and all(
+            way.route.blocks == "" or (found.space.alone and way.route is direct.ROUTE)
+            for way in ways
+        )
 
-    add_capturable(carry_out, lambda: route is not None and route.captures)
+    add_capturable(carry_out, lambda: bool(ways) and all(way.route.captures for way in ways))
     return add_enqueuing(add_leave(carry_out, leave), only_enqueues)
 
 
-def _build(agreed: Agreed, kind: CallKind) -> tuple[Implementation, Route]:
-    """Return the implementation by the best route that serves it, and that route."""
+class Way(NamedTuple):
+    """An implementation, and the route that it goes by."""
+
+    run: Implementation
+    route: Route
+
+
+def _build(agreed: Agreed, kind: CallKind) -> list[Way]:
+    """Return the ways of such calls: by the routes that serve them, the best first, up to the first
+    that takes calls of any size.
+    """
     primitive, group, op, dtype = kind
+    ways: list[Way] = []
     for name in agreed.names:
         route = registry.DEVICE[name]
         found = route.build(kind, agreed) if route.serves_kind(kind) else None
         if found is not None:
-            return found, route
+            ways.append(Way(found, route))
+            if not route.least:
+                break
+    if ways:
+        return ways
     raise UnsupportedError(
         f"{primitive.name}: MPICOLL_DEVICE_ROUTE={agreed.names[0]} does not serve "
         f"{'' if op is None else f'{op.name} of '}{dtype}"
         f"{'' if group.reproducible is None else f' with reproducible={group.reproducible!r}'}"
         "; unset it"
     )
+
+
+def _way_for(ways: Sequence[Way], kind: CallKind, extent: Extent) -> Way:
+    """Return the way of a call: the first that takes as many bytes as all ranks know of, else the
+    last.
+    """
+    primitive, _, _, dtype = kind
+    assert dtype is not None
+    sizes, n = agreed_sizes(primitive, extent), kind.group.size()
+    blocks = n if primitive.many_in or primitive.many_out else 1
+    nbytes = (sizes * blocks if isinstance(sizes, int) else sum(sizes)) * dtype.itemsize
+    for way in ways:
+        even = isinstance(extent, int) or primitive.name in way.route.uneven
+        if even and nbytes >= way.route.least:
+            return way
+    return ways[-1]

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.device.select import Agreed
 
-__all__ = ["ROUTE", "Sharers", "meet"]
+__all__ = ["ROUTE", "Sharers", "meet", "signature_of"]
 
 #: Bytes of the largest array of a call up to which it goes through the host's memory.
 SMALL = 64 * 1024
@@ -195,7 +195,7 @@ class Sharers:
         """Tell the others, unless they know, that this rank has failed on its way to a call."""
         if self._met != self.group.sequence:
             with suppress(type(error)):
-                self._compare(_signature(kind, 0, 0)[0], 0, error)
+                self._compare(signature_of(kind, 0, 0)[0], 0, error)
 
     def _failed(self, kind: int) -> DistBackendError:
         return DistBackendError(
@@ -218,7 +218,7 @@ class Sharers:
         there: it raises its error, the others DistBackendError, and all leave the call together.
         After the second meeting no rank depends on another.
         """
-        signature, number = _signature(kind, extent, root)
+        signature, number = signature_of(kind, extent, root)
         context, runtime = self.context, self.context.runtime
         views: list[DeviceView | None] = [send, recv]
         for attempt in range(2 * self.n + 1):  # each array may have to be copied
@@ -411,7 +411,7 @@ class Sharers:
                 context.synchronize(context.work)
 
         failure = _failure_of(fetch)
-        self._compare(*_signature(kind, extent, root), failure)
+        self._compare(*signature_of(kind, extent, root), failure)
         if recv is not None and _on_host(kind, half[:, 0], result, extent, root, self.me):
             self._copy(recv.address, result.ctypes.data, recv.nbytes)
 
@@ -456,7 +456,7 @@ def _keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> list[tuple[A
     return [(each, kept.pop(each)) for each in over]
 
 
-def _signature(kind: CallKind, extent: Extent, root: int) -> tuple[int, int]:
+def signature_of(kind: CallKind, extent: Extent, root: int) -> tuple[int, int]:
     """Return what all ranks must have alike of a call."""
     primitive, _, op, dtype = kind
     number = encode_sizes(agreed_sizes(primitive, extent))

@@ -27,7 +27,7 @@ from mpicoll.watch.consistency import describe_by_rank
 if TYPE_CHECKING:
     from mpicoll.routes.host.shared import Shared
 
-__all__ = ["Hierarchy", "HierarchyCall", "get_or_create", "node_of"]
+__all__ = ["Hierarchy", "HierarchyCall", "get_or_create", "make_part", "node_of"]
 
 #: The fewest bytes of a share of a message: a short one may not be worth all rails.
 SHARE = 4 * 1024
@@ -68,7 +68,7 @@ class Hierarchy:
         self.even = self.rails == max(map(len, nodes))
         self.rail: ProcessGroup | None = None
         if self.me.place < self.rails:
-            self.rail = _part(group, [ranks[self.me.place] for ranks in nodes])
+            self.rail = make_part(group, [ranks[self.me.place] for ranks in nodes])
             group.inner.Set_attr(_freed_with(), self.rail.inner)
         self._node = node
         self._memory: Shared | None = memory
@@ -144,7 +144,7 @@ def _create(group: ProcessGroup) -> Hierarchy | None:
     if len(nodes) == 1 or not 1 < largest <= shared.MOST:
         return None
     ranks = nodes[_places(nodes)[group.rank()].node]
-    node = _part(group, ranks)
+    node = make_part(group, ranks)
     memory = shared.create(node) if len(ranks) > 1 else None
     node.inner.Free()  # ranks that share memory need no messages
     able = np.array([memory is not None or len(ranks) == 1], np.uint8)
@@ -186,7 +186,7 @@ def _places(nodes: Sequence[Sequence[int]]) -> list[Place]:
     return found
 
 
-def _part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
+def make_part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
     """Return a group of some ranks for routes alone: on no register, with no messages of users.
 
     Only they call (MPI_Comm_create_group, MPI-4.1 section 7.4.2).

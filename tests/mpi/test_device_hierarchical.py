@@ -1,0 +1,421 @@
+"""Groups on several simulated nodes, or several ranks on each of several simulated GPUs."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import simulated
+from conftest import TIMEOUT
+from conftest import team as group_of
+from device_arrays import forced
+from driver import NAMES, Exact, check_same_bits, legal_operations
+from mpi4py import MPI
+from test_devices import SOME, DeviceCall, UnevenDeviceCall, got, uploaded
+
+import mpicoll as dist
+from mpicoll.cuda import capabilities, runtime
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
+from mpicoll.launch.serialized_mpi import plain
+from mpicoll.routes import registry
+from mpicoll.routes.device import hierarchical, ipc, peer, shared_gpu
+
+pytestmark = pytest.mark.any_mpi
+
+#: Two clusters, one of two ranks, have three.
+LEAST = 3
+ROUTE = registry.DEVICE["hierarchical"]
+
+#: Where ranks are: node and GPU of each of n.
+PLACES = {
+    "two GPUs": lambda n: [(0, 2 * rank // n) for rank in range(n)],
+    "two nodes": lambda n: [(2 * rank // n, rank % 2) for rank in range(n)],
+    "two nodes across": lambda n: [(int(0 < rank < n - 1), rank // 2) for rank in range(n)],
+    "two nodes, a GPU each": lambda n: [(rank % 2, 0) for rank in range(n)],
+    "a rank alone": lambda n: [(int(rank == n - 1), rank % 2) for rank in range(n)],
+}
+#: Those of which all ranks are on rails, if there are as many on each node.
+EVEN = ("two nodes", "two nodes across")
+
+
+class ExactOnDevice(DeviceCall, Exact):
+    """A call whose result depends on no order."""
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    if MPI.COMM_WORLD.Get_size() < LEAST:
+        pytest.skip(f"takes {LEAST} ranks")
+    with pytest.MonkeyPatch.context() as patch, forced("auto"):
+        made = simulated.Arrays()
+        patch.setattr(runtime, "_runtime", made.cuda)
+        # Seams everywhere: several chunks and stripes of few elements, but no small calls.
+        patch.setattr(hierarchical, "CHUNK", 4096)
+        patch.setattr(hierarchical, "LINE", 64)
+        patch.setattr(shared_gpu, "SMALL", 64)
+        patch.setattr(peer, "WORKSPACE", 64 * 1024)
+        patch.setattr(ipc, "SLOT", 4096)
+        least(patch, 1)
+        yield made
+    gc.collect()
+
+
+def least(patch, nbytes):
+    """Calls of so many bytes go by the route from now on."""
+    patch.setitem(registry.DEVICE, "hierarchical", replace(ROUTE, least=nbytes))
+
+
+class Where:
+    """A group of ranks that are where PLACES says.
+
+    cuda: what MPI does with device memory.
+    """
+
+    def __init__(self, arrays, patch, name, cuda="full"):
+        self.arrays, self.me, self.n = arrays, dist.get_rank(), dist.get_world_size()
+        self.name, self.places = name, PLACES[name](self.n)
+        node, self.index = self.places[self.me]
+        patch.setattr(capabilities, "node", lambda: f"node {node}")
+        patch.setattr(capabilities, "_known", None)
+        patch.setenv("MPICOLL_CUDA_AWARE", cuda)
+        self.even = name in EVEN and self.n % 2 == 0
+        self.team = group_of(name, range(self.n))
+        self.group = self.team.group
+
+    @property
+    def agreed(self):
+        return self.group.resources.find("devices")
+
+    def array(self, count=1000, dtype=np.float32):
+        return uploaded(self.arrays, np.full(count, self.me, dtype), self.index)
+
+    def total(self, count=1000):
+        """An all_reduce gives the right sum."""
+        array = self.array(count)
+        dist.all_reduce(array, group=self.group)
+        assert (got(array) == sum(range(self.n))).all()
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """The calls whose ranks have met to go by the route."""
+    calls, works = [], hierarchical.Levels.compare
+
+    def compare(levels, signature, number, failure):
+        calls.append(signature)
+        return works(levels, signature, number, failure)
+
+    monkeypatch.setattr(hierarchical.Levels, "compare", compare)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def patch():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def world(arrays):
+    dist.init_process_group(timeout=TIMEOUT)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=list(PLACES))
+def kept(request, arrays, world, patch):
+    """A group for many tests."""
+    where = Where(arrays, patch, request.param)
+    yield where
+    dist.destroy_process_group(where.group)
+
+
+@pytest.fixture(params=["two GPUs", "two nodes", "a rank alone"])
+def placed(request, arrays, world, monkeypatch):
+    """A group that has called."""
+    where = Where(arrays, monkeypatch, request.param)
+    where.total()
+    yield where
+    dist.destroy_process_group(where.group)
+
+
+# ---- Calls ---------------------------------------------------------------------------------------
+
+#: Dtypes and operations in turn, so that the places have different ones.
+KINDS = {
+    True: itertools.cycle([(dtype, op) for dtype in SOME for op in legal_operations(dtype)]),
+    False: itertools.cycle([(dtype, None) for dtype in SOME]),
+}
+LAYOUTS = itertools.cycle([("C", False), ("third", True), ("1", False), ("C", True)])
+
+
+@pytest.mark.parametrize("name", ROUTE.primitives)
+def test_calls(kept, mpi, met, name):
+    """All that it serves, around the borders of stripes and chunks; any layout."""
+    row, done = NAMES[name], []
+    for count in (0, 17, 1024, 3001):
+        dtype, op = next(KINDS[row.reduces])
+        layout, async_op = next(LAYOUTS)
+        exact = op is not ReduceOp.PREMUL_SUM
+        made = (ExactOnDevice if exact else DeviceCall)(
+            kept.arrays, name, kept.team, dtype, count, op, count % kept.n if row.root else 0,
+            index=kept.index, layout=layout if count else "C",
+        )  # fmt: skip
+        made.complete(async_op)
+        done += [made] if name == "all_reduce" else []
+    check_same_bits(mpi, done)
+    takes = kept.even or name in ("all_reduce", "reduce", "broadcast")
+    assert bool(met) == takes, kept.name
+
+
+@pytest.mark.parametrize("name", ["two nodes", "two nodes, a GPU each"])
+def test_an_mpi_that_takes_no_device_memory(arrays, world, monkeypatch, met, name):
+    """Then the rails are staged."""
+    where = Where(arrays, monkeypatch, name, cuda="none")
+    for count in (1000, 3001):
+        where.total(count)
+    levels = where.agreed.hierarchical
+    assert met and where.agreed.names == ("hierarchical", "staged")
+    assert levels.along is None or levels.along.agreed.names == ("staged",)
+    dist.destroy_process_group(where.group)
+
+
+def test_blocks_of_different_sizes(kept, met):
+    """Go by the next route, on all ranks."""
+    for sizes in ([500, 0, 3, 17], [0, 700, 0, 1]):
+        UnevenDeviceCall(
+            kept.arrays, kept.team, by_name["float32"], sizes, ReduceOp.SUM, index=kept.index
+        ).complete(False)
+    assert not met
+
+
+# ---- Which groups take it ------------------------------------------------------------------------
+
+#: Which routes the group takes, its clusters, and its rails, of four ranks.
+TAKEN = {
+    "two GPUs": (("hierarchical", "ipc", "staged"), "shared_gpu", "peer"),
+    "two nodes": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
+    "two nodes across": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
+    "two nodes, a GPU each": (("hierarchical", "direct", "mpi", "staged"), "shared_gpu", "direct"),
+    "a rank alone": (("hierarchical", "direct", "mpi", "staged"), "hierarchical", "direct"),
+}
+
+
+def test_who_takes_it(kept, monkeypatch, met):
+    """Small calls go by the next route."""
+    names, inside, along = TAKEN[kept.name]
+    kept.total()
+    agreed = kept.agreed
+    assert agreed.names == names and not agreed.lost and agreed.describe()["hierarchical"] == ""
+    levels, one_gpu = agreed.hierarchical, len(set(kept.places)) == 1
+    assert levels.rails == (2 if kept.even else 1) and not one_gpu
+    if kept.n == 4:
+        assert levels.inside is None or levels.inside.agreed.names[0] == inside
+        assert levels.along is None or levels.along.agreed.names[0] == along
+    least(monkeypatch, 4000)
+    group = dist.new_group()
+    for count, takes in ((999, 0), (1000, 1)):
+        array = kept.array(count)
+        met.clear()
+        dist.all_reduce(array, group=group)
+        assert (got(array) == sum(range(kept.n))).all() and bool(met) == takes
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("how", ["on one GPU", "with a GPU each", "on a node each"])
+def test_who_does_not(arrays, world, monkeypatch, how):
+    """And why; without levels it is refused where it is forced."""
+    places = {
+        "on one GPU": ("all ranks share a GPU", lambda rank: (0, 0)),
+        "with a GPU each": ("each rank has a GPU to itself", lambda rank: (0, rank)),
+        "on a node each": ("each rank has a node to itself", lambda rank: (rank, 0)),
+    }
+    words, place = places[how]
+    monkeypatch.setitem(PLACES, how, lambda n: list(map(place, range(n))))
+    many = simulated.Arrays(4)
+    monkeypatch.setattr(runtime, "_runtime", many.cuda)
+    where = Where(many, monkeypatch, how)
+    where.total()
+    assert "hierarchical" not in where.agreed.names
+    assert where.agreed.describe()["hierarchical"] == words
+    dist.destroy_process_group(where.group)
+    with forced("hierarchical"):
+        where = Where(many, monkeypatch, how)
+        with pytest.raises(UnsupportedError, match=f"hierarchical: {words}; unset it"):
+            where.total()
+        dist.destroy_process_group(where.group)
+
+
+@pytest.mark.parametrize("name", ["two GPUs", "two nodes"])
+def test_forced(arrays, world, monkeypatch, name):
+    """Then it takes small calls, too, and refuses by name what it does not serve."""
+    with forced("hierarchical"):
+        where = Where(arrays, monkeypatch, name)
+        least(monkeypatch, 4000)
+        for count in (0, 10, 3000):
+            where.total(count)
+        assert where.agreed.names == ("hierarchical",)
+        array = where.array(where.n)
+        with pytest.raises(UnsupportedError, match="hierarchical does not serve"):
+            dist.scatter(array, [array] * where.n if where.me == 0 else None, group=where.group)
+        counts = [500, *[1] * (where.n - 1)]
+        outputs = [where.array(count) for count in counts]
+        with pytest.raises(UnsupportedError, match="hierarchical"):
+            dist.all_gather(outputs, where.array(counts[where.me]), group=where.group)
+        where.total()
+        dist.destroy_process_group(where.group)
+
+
+@pytest.mark.parametrize("name", ["two GPUs", "two nodes"])
+def test_where_ranks_cannot_map_memory(arrays, world, monkeypatch, name):
+    """Of one cluster: all take another route, and the first rank says why."""
+
+    def refuse(*what):
+        raise RuntimeError("no such thing here")
+
+    where = Where(arrays, monkeypatch, name)
+    if where.places[where.me] == where.places[0]:
+        for what in ("open", "open_event"):
+            monkeypatch.setattr(arrays.cuda, what, refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        where.total()
+    told = [str(one.message) for one in caught if "hierarchical is off" in str(one.message)]
+    if where.n == 4 or name == "two GPUs":
+        assert len(told) == (where.me == 0)
+        assert "hierarchical" not in where.agreed.names
+        assert "no such thing here" in where.agreed.describe()["hierarchical"]
+    dist.destroy_process_group(where.group)
+
+
+# ---- Order ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eager", [0, 1])
+def test_devices_that_are_ahead(placed, eager):
+    """Whatever a rank's device has done: nothing is read early, or written late."""
+    placed.arrays.cuda.eager = placed.me == eager
+    array = placed.array(3000)
+    array.host[...] = 1
+    array.upload()
+    works = []
+    for turn in range(4):
+        works.append(dist.all_reduce(array, group=placed.group, async_op=turn % 2 == 1))
+        if works[-1] is not None:
+            works[-1].wait()
+        array.double()
+    assert (got(array) == (2.0 * placed.n) ** 4).all()
+    placed.arrays.cuda.eager = False
+
+
+def test_groups_leave_nothing_open(placed, monkeypatch):
+    """In a loop of groups."""
+    cuda, array = placed.arrays.cuda, placed.array(3000)
+    gc.collect()
+    opened, streams = len(cuda.opened), len(cuda.streams)
+    for _ in range(2):
+        group = dist.new_group()
+        array.host[...] = placed.me
+        array.upload()
+        dist.all_reduce(array, group=group)
+        assert (got(array) == sum(range(placed.n))).all()
+        levels = group.resources.find("devices").hierarchical
+        parts = [part.group for part in (levels.inside, levels.along) if part is not None]
+        dist.destroy_process_group(group)
+        assert all(plain(part.inner) == MPI.COMM_NULL for part in parts)
+        del levels, parts
+        gc.collect()
+        assert len(cuda.opened) == opened and len(cuda.streams) == streams
+
+
+# ---- Trouble -------------------------------------------------------------------------------------
+
+
+def test_calls_that_differ(placed):
+    """All learn it, whatever cluster they are in, and go on."""
+    for _ in range(2):
+        with pytest.raises(MismatchError):
+            dist.broadcast(placed.array(), 0 if placed.me else 1, group=placed.group)
+        with pytest.raises(MismatchError, match=r"(2000|1000) elements"):
+            dist.all_reduce(placed.array(2000 if placed.me else 1000), group=placed.group)
+    placed.total(3000)
+
+
+@pytest.mark.parametrize(
+    ("what", "who"), [("allocate", 0), ("scale", -1), ("find_allocation", -1), ("pack", 0)]
+)
+def test_a_rank_that_fails(placed, mpi, monkeypatch, what, who):
+    """Before its first step, or in it: all leave the call, whatever cluster they are in, and the
+    group goes on.
+    """
+    cuda, who = placed.arrays.cuda, who % placed.n
+    levels, state = placed.agreed.hierarchical, []
+    narrow = placed.arrays.make(
+        np.full(3000, placed.me, by_name["bfloat16"].numpy), placed.index,
+        "third" if what == "pack" else "C",
+    )  # fmt: skip
+    narrow.upload()
+    name = "allocate" if what == "pack" else what
+    works = getattr(cuda, name)
+
+    def fails(*how):
+        if placed.me == who and not state:
+            state.append(how)
+            raise RuntimeError("it cannot be done")
+        return works(*how)
+
+    if what in ("allocate", "pack"):  # a group keeps its scratch
+        levels.context._blocks, levels.context._since = [], []
+    monkeypatch.setattr(cuda, name, fails)
+    error = None
+    try:
+        dist.all_reduce(narrow, group=placed.group)
+    except RuntimeError as caught:
+        error = caught
+    monkeypatch.setattr(cuda, name, works)
+    said = mpi.allgather((bool(state), str(error)))
+    if any(failed for failed, _ in said):
+        for rank, (_, words) in enumerate(said):
+            assert ("it cannot be done" if rank == who else "another rank failed") in words
+        assert isinstance(error, DistBackendError) or placed.me == who
+    else:
+        assert what == "find_allocation" and error is None
+    for count in (10, 3000):
+        placed.total(count)
+
+
+def test_a_rank_that_fails_along_the_rails(placed, monkeypatch):
+    """Those of its cluster leave the call with it, where its route can tell them."""
+    if placed.name != "two GPUs":
+        pytest.skip("MPI waits for the rank")
+    levels = placed.agreed.hierarchical
+    fails = levels.lane is not None
+
+    def collective(*how):
+        raise RuntimeError("it cannot be done")
+
+    array = placed.array(3000)
+    if fails:
+        monkeypatch.setattr(placed.arrays.cuda, "collective", collective)
+    if len(levels.here) > 1 or fails:
+        with pytest.raises(RuntimeError, match="cannot be done" if fails else "another rank fail"):
+            dist.all_reduce(array, group=placed.group)
+    monkeypatch.undo()
+
+
+def test_a_group_that_is_broken(placed):
+    """Its parts are, too: calls that wait there end."""
+    levels, error = placed.agreed.hierarchical, DistBackendError("a call has timed out")
+    parts = [part for part in (levels.inside, levels.along) if part is not None]
+    for part in (None, *parts):
+        assert (part or placed).group.broken is None
+    placed.group.broken = error
+    placed.group.resources.leave()
+    for part in parts:
+        assert part.group.broken is error
+    placed.group.broken = None

@@ -261,7 +261,7 @@ class Watchdog:
             # Not here: it waits for seconds for the others' flight records.
             if wait.closing is None or not wait.closing.is_alive():
                 wait.closing = threading.Thread(
-                    target=timeouts.expire, args=(group,), name="mpicoll-closing", daemon=True
+                    target=_close, args=(group,), name="mpicoll-closing", daemon=True
                 )
                 self._closing = [one for one in self._closing if one.is_alive()]
                 self._closing.append(wait.closing)
@@ -278,6 +278,12 @@ class Watchdog:
                 1,
                 group.thread,
             )
+
+
+def _close(group: ProcessGroup) -> None:
+    """Close a group whose collective is late, on a thread of its own."""
+    attend()
+    timeouts.expire(group)
 
 
 def _is_news_of_loss() -> bool:

@@ -317,20 +317,18 @@ def test_torch(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_training_goes_on(tmp_path: Path) -> None:
-    """With two ranks lost on the way, replaced or not, the losses are those of one rank."""
+    """With two ranks lost on the way and replaced, the losses are those of one rank to rounding."""
     pytest.importorskip("sklearn")
     curves = []
-    kills = ["--kill-at", "100", "250"]
-    ways: list[tuple[int, list[str], int]] = [(3, kills, 1), (3, ["--grow", *kills], 3), (1, [], 1)]
-    for ranks, given, left in ways:
-        curve = tmp_path / f"{ranks} of {left}.npy"
+    for ranks, given in (3, ["--grow", "--kill-at", "100", "250"]), (1, []):
+        curve = tmp_path / f"{ranks}.npy"
         done = _launch(ranks, ELASTIC, "--curve", curve, *given)
         assert curve.exists(), done.stdout + done.stderr
-        assert f"on {left} ranks: the target" in done.stdout and "is reached" in done.stdout
+        assert f"on {ranks} ranks: the target" in done.stdout and "is reached" in done.stdout
         assert done.stdout.count("lost 1 of") == ranks - 1
         curves.append(np.load(curve))
     assert curves[0].shape == (20, 2)
-    np.testing.assert_allclose(curves[:2], [curves[2]] * 2, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(curves[0], curves[1], rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow

@@ -94,11 +94,12 @@ def namespaces() -> Iterator[list[str]]:
         holder.communicate(b"\n", timeout=LIMIT)
 
 
-def run(job: str, namespaces: list[str], folder: Path) -> Any:
-    """Run a script on four ranks in two namespaces; it gets the folder."""
+def run(job: str, namespaces: list[str], folder: Path, *options: str) -> Any:
+    """Run a script on four ranks in two namespaces; it gets the folder. options: of mpiexec."""
     (folder / "job.py").write_text(job)
+    program = [sys.executable, "-c", ENTER, *namespaces, str(folder / "job.py"), str(folder)]
     return subprocess.run(
-        [*MPIEXEC, "-n", "4", sys.executable, "-c", ENTER, *namespaces, folder / "job.py", folder],
+        [*MPIEXEC, *options, "-n", "4", *program],
         env=os.environ | APART, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=LIMIT, check=False,
     )  # fmt: skip
@@ -131,3 +132,39 @@ def test_a_hang_on_another_node_is_reported(namespaces: list[str], tmp_path: Pat
     assert "mpicoll: ranks 0-2 of group 0 (4 ranks) wait for 3 s in call 1" in done.stderr
     assert "  rank 3: in Python, after no call of group 0" in done.stderr
     assert "job.py:8 in far_away" in done.stderr
+
+
+LOSS = """
+import os, signal, sys, time
+import numpy as np
+import mpicoll as dist
+
+dist.init_process_group(timeout=30)
+me, many = dist.get_rank(), np.ones(300_000)
+dist.all_reduce(many)
+if me == 3:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(many)
+except dist.LostRankError as error:
+    assert error.ranks == (3,), error
+else:
+    raise AssertionError("a call of a lost rank ended well")
+dist.shrink_group([3])
+many = np.full(300_000, 2.0**me)
+dist.all_reduce(many)
+assert set(many) == {7.0}
+open(f"{sys.argv[1]}/{me}", "w").close()
+dist.destroy_process_group()
+"""
+
+
+def test_a_lost_rank_of_another_node_is_survived(namespaces: list[str], tmp_path: Path) -> None:
+    said = subprocess.run([*MPIEXEC, "--version"], capture_output=True, text=True, check=False)
+    if "Open MPI" not in said.stdout:
+        pytest.skip("Open MPI alone survives it")
+    done = run(LOSS, namespaces, tmp_path, "--with-ft", "ulfm")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all((tmp_path / str(rank)).exists() for rank in range(3)), done.stdout + done.stderr
+    assert done.stderr.count("mpicoll: lost: rank 3 of 4") == 1

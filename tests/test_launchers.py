@@ -13,7 +13,7 @@ from mpicoll import cli, launch
 from mpicoll.cli.doctor_facts import name_launcher
 from mpicoll.cuda import probe
 from mpicoll.cuda.binding import device_for
-from mpicoll.errors import LaunchError
+from mpicoll.errors import ArgumentError, LaunchError
 from mpicoll.launch import launchers
 from mpicoll.launch.environment import (
     Bootstrap,
@@ -171,3 +171,21 @@ def test_there_is_one_table() -> None:
     for path in home.rglob("*.py"):
         found = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", path.read_text("utf-8"))) & names
         assert found <= known.get(path.relative_to(home).as_posix(), set()), path
+
+
+def test_the_program_that_a_new_process_runs_is_that_of_the_command_line() -> None:
+    from mpicoll.launch.newcomers import _MAIN, find_program
+
+    for words, expected in (
+        (["job.py", "-x", "1"], ([], ["job.py", "-x", "1"])),
+        (["-u", "-X", "dev", "-Werror", "job.py"], (["-u", "-X", "dev", "-Werror"], ["job.py"])),
+        (["-um", "package.job", "-c"], (["-u"], ["-m", "package.job", "-c"])),
+        (["-W", "-c", "-c", "pass", "a"], (["-W", "-c"], ["-c", "pass", "a"])),
+        (["--check-hash-based-pycs", "always", "-cpass"],
+         (["--check-hash-based-pycs", "always"], ["-c", "pass"])),
+        (["-u", *_MAIN, "-m", "job", "1"], (["-u"], ["-m", "job", "1"])),
+    ):  # fmt: skip
+        assert find_program(["python", *words]) == expected, words
+    for words in [], ["-u"], ["-"], ["-i", "-"]:
+        with pytest.raises(ArgumentError, match="no file, module or code"):
+            find_program(["python", *words])

@@ -219,7 +219,8 @@ for turn in range(int(turn[0]), 2):
         raise AssertionError("a call of a lost rank ended well")
     dist.shrink_group([dies])
     if turn == 0:
-        refused(dist.DistBackendError, "ended before it", 1, ["-c", "import os; os._exit(3)"])
+        late = "import os, time; time.sleep(0.3); os._exit(3)"  # MPI has connected it by then
+        refused(dist.DistBackendError, "ended before it", 1, ["-c", late])
         refused(dist.MismatchError, "count", 1 + dist.get_rank())
         refused(ValueError, "at least 1", 0)
         refused(TypeError, "['job.py', '--option']", 1, "job.py")

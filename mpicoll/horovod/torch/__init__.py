@@ -1,0 +1,62 @@
+"""Horovod's functions for PyTorch; see docs/horovod.md for what is not there."""
+
+from __future__ import annotations
+
+from mpicoll.horovod.common.exceptions import HorovodInternalError
+from mpicoll.horovod.torch.compression import Compression
+from mpicoll.horovod.torch.functions import *  # noqa: F403
+from mpicoll.horovod.torch.functions import __all__ as _functions
+from mpicoll.horovod.torch.kinds import Adasum, Average, Max, Min, Product, Sum
+from mpicoll.horovod.torch.operations import *  # noqa: F403
+from mpicoll.horovod.torch.operations import __all__ as _operations
+from mpicoll.horovod.torch.optimizer import DistributedOptimizer
+from mpicoll.horovod.torch.process_sets import (
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+)
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "shutdown",
+    "size",
+]
+__all__ += _functions
+__all__ += _operations
+
+
+def nccl_built() -> int:
+    """Return 0: operations go over MPI. Scripts ask to choose a learning rate for Adasum."""
+    return 0

@@ -1,0 +1,91 @@
+"""Parameters, the state of optimizers, and objects, from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpicoll.core import pickles
+from mpicoll.errors import ArgumentError, ArgumentTypeError
+from mpicoll.horovod.torch.operations import allgather_async, broadcast_async_
+from mpicoll.horovod.torch.process_sets import ProcessSet, global_process_set, rank
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Broadcast tensors in place.
+
+    params: such as ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors; what
+        is no tensor in it is left alone.
+
+    Raises ArgumentTypeError (a TypeError) for what is none of these.
+    """
+    if isinstance(params, Mapping):
+        named: list[tuple[Any, Any]] = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, Tensor):
+        named = [each if isinstance(each, tuple) else (None, each) for each in params]
+    else:
+        raise ArgumentTypeError(
+            f"broadcast_parameters: params: expected a dict or a list, got {type(params).__name__}"
+        )
+    pending = [
+        broadcast_async_(tensor, root_rank, None if name is None else f"parameter.{name}")
+        for name, tensor in named
+        if isinstance(tensor, Tensor)
+    ]
+    for request in pending:
+        request.wait()
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the root's object, pickled, on all ranks; the root gets its own."""
+    prefix = None if name is None else f"{name}."
+    is_root = rank() == root_rank
+    data = torch.from_numpy(pickles.encode(obj)) if is_root else torch.empty(0, dtype=torch.uint8)
+    count = torch.tensor([len(data)])
+    broadcast_async_(count, root_rank, prefix and prefix + "size", process_set).wait()
+    if not is_root:
+        data = torch.empty(int(count), dtype=torch.uint8)
+    broadcast_async_(data, root_rank, prefix and prefix + "data", process_set).wait()
+    return obj if is_root else pickles.decode(data.numpy())
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return the objects of all ranks, pickled, in rank order."""
+    prefix = None if name is None else f"{name}."
+    data = torch.from_numpy(pickles.encode(obj))
+    sizes = allgather_async(
+        torch.tensor([len(data)]), prefix and prefix + "size", process_set
+    ).wait()
+    everything = allgather_async(data, prefix and prefix + "data", process_set).wait()
+    return [pickles.decode(part.numpy().copy()) for part in everything.split(sizes.tolist())]
+
+
+def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    """Give all ranks the state and the options of one rank's optimizer.
+
+    model: ignored; state is taken as it is, and no step is made to create it.
+
+    Raises ArgumentError (a ValueError) for torch.optim.LBFGS.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentError("broadcast_optimizer_state: the state of LBFGS cannot be broadcast")
+    state = broadcast_object(optimizer.state_dict() if rank() == root_rank else None, root_rank)
+    if rank() != root_rank:
+        optimizer.load_state_dict(state)

@@ -1,0 +1,625 @@
+"""The operations. Each has a form that returns a Request (``_async``), for poll and synchronize.
+
+Arguments that all have:
+
+name:        what the other ranks call the same operation; None: the number of such calls so far.
+process_set: the ranks that take part.
+
+Forms with an underscore at the end work in place. Those without ``_async`` and the underscore pass
+gradients on, as Horovod's do: what allreduce does to the inputs it does to gradients, with the same
+operation; allgather and broadcast average the ranks' gradients.
+
+A Request that fails raises HorovodInternalError on all ranks when it is waited for, such as for
+tensors whose dtypes or shapes differ between the ranks. What one rank sees by itself it raises at
+once: ArgumentError (a ValueError), NotInitializedError (a ValueError).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpicoll.errors import ArgumentError
+from mpicoll.horovod.torch.compression import Compression
+from mpicoll.horovod.torch.engine import Request
+from mpicoll.horovod.torch.kinds import OPERATIONS, Adasum, Average, Call, Sum
+from mpicoll.horovod.torch.process_sets import (
+    ProcessSet,
+    engine_of,
+    global_process_set,
+    rank,
+)
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+#: What a Request's place can have: the sum of sparse tensors is made when it is waited for.
+Handle = Request | Callable[[], Tensor]
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+
+def poll(handle: Request) -> bool:
+    """Check whether an operation is done, so that synchronize returns at once."""
+    return handle.done.is_set()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for an operation.
+
+    Returns its tensor, of a grouped one a tuple of them, of alltoall the tensor and the numbers of
+    rows that each rank sent.
+
+    Raises HorovodInternalError if it failed.
+    """
+    return handle.wait() if isinstance(handle, Request) else handle()
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until all ranks have.
+
+    Until then it takes part in sums and averages of the others, with zeros. Averages are of all
+    ranks. Other operations fail while a rank has joined.
+
+    device: ignored.
+
+    Returns the rank that joined last.
+    """
+    return engine_of(global_process_set, "join").join()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the set have called."""
+    _submit("barrier", [], process_set, None).wait()
+
+
+# --- asynchronous ---------------------------------------------------------------------------------
+
+
+def _submit(
+    kind: str,
+    tensors: Sequence[Tensor],
+    process_set: ProcessSet,
+    name: str | None,
+    *,
+    in_place: bool = False,
+    single: bool = True,
+    **facts: Any,
+) -> Request:
+    """Begin an operation."""
+    engine = engine_of(process_set, kind)
+    inputs = []
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{kind}: tensor: expected a tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ArgumentError(
+                f"{kind}: tensor: expected a dense one, got {tensor.layout}; "
+                "sparse_allreduce_async takes sparse ones"
+            )
+        inputs.append(tensor.detach())
+    if not single and not inputs:
+        raise ArgumentError(f"grouped_{kind}: tensors: expected at least one, got none")
+    call = Call(kind, inputs, tensors if in_place else None, single)
+    return engine.submit(call, name, **facts)
+
+
+def _resolve(op: str | None, average: bool | None, where: str) -> str:
+    """Return the operation; ``average`` is its older form."""
+    if average is not None:
+        if op is not None:
+            raise ArgumentError(f"{where}: op and average: expected one of them, got both")
+        warnings.warn(f"{where}: average is deprecated; use op", DeprecationWarning, stacklevel=3)
+        op = Average if average else Sum
+    op = Average if op is None else op
+    if op not in OPERATIONS:
+        raise ArgumentError(
+            f"{where}: op: expected hvd.Average, Sum, Adasum, Min, Max or Product, got {op!r}"
+        )
+    return op
+
+
+def _reduction(
+    op: str | None, average: bool | None, prescale: float, postscale: float, ps: ProcessSet
+) -> dict[str, Any]:
+    """Return what ranks have to know of an allreduce."""
+    op = _resolve(op, average, "allreduce")
+    if op == Adasum and ps is not global_process_set:
+        raise NotImplementedError("allreduce: Adasum: only among all ranks")
+    return {"op": op, "prescale": float(prescale), "postscale": float(postscale)}
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Request:
+    """Begin to reduce a tensor; see allreduce."""
+    facts = _reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _submit("allreduce", [tensor], process_set, name, **facts)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Request:
+    """Begin to reduce a tensor in place; see allreduce."""
+    facts = _reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _submit("allreduce", [tensor], process_set, name, in_place=True, **facts)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Request:
+    """Begin to reduce tensors, all when all ranks have all of them; see allreduce."""
+    facts = _reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _submit("allreduce", tensors, process_set, name, single=False, **facts)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Request:
+    """Begin to reduce tensors in place; see allreduce."""
+    facts = _reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _submit("allreduce", tensors, process_set, name, in_place=True, single=False, **facts)
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Request:
+    """Begin to gather tensors; see allgather."""
+    return _submit("allgather", [tensor], process_set, name)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Request:
+    """Begin to gather each of several tensors; see allgather."""
+    return _submit("allgather", tensors, process_set, name, single=False)
+
+
+def _root(root_rank: int, process_set: ProcessSet) -> int:
+    root = int(root_rank)
+    if root not in process_set.ranks:
+        engine_of(process_set, "broadcast")
+        raise ArgumentError(
+            f"broadcast: root_rank: expected a rank of {process_set.ranks}, got {root_rank}"
+        )
+    return root
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Request:
+    """Begin to broadcast a tensor; see broadcast."""
+    root = _root(root_rank, process_set)
+    return _submit("broadcast", [tensor], process_set, name, root=root)
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Request:
+    """Begin to broadcast a tensor in place; see broadcast."""
+    root = _root(root_rank, process_set)
+    return _submit("broadcast", [tensor], process_set, name, in_place=True, root=root)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Request:
+    """Begin to send rows to each rank; see alltoall."""
+    numbers = splits
+    if isinstance(splits, Tensor):
+        if splits.is_floating_point() or splits.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(f"alltoall: splits: expected int32 or int64, got {splits.dtype}")
+        numbers = splits.tolist()
+    numbers = [int(number) for number in numbers] if numbers is not None else None
+    return _submit("alltoall", [tensor], process_set, name, single=False, splits=numbers)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: str = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Request:
+    """Begin to reduce a tensor and to share out its rows; see reducescatter."""
+    facts = _scattered(op, prescale_factor, postscale_factor)
+    return _submit("reducescatter", [tensor], process_set, name, **facts)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: str = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Request:
+    """Begin to reduce each of several tensors and to share out its rows; see reducescatter."""
+    facts = _scattered(op, prescale_factor, postscale_factor)
+    return _submit("reducescatter", tensors, process_set, name, single=False, **facts)
+
+
+def _scattered(op: str, prescale: float, postscale: float) -> dict[str, Any]:
+    """Return what ranks have to know of a reducescatter."""
+    op = _resolve(op, None, "reducescatter")
+    if op == Adasum:
+        raise ArgumentError("reducescatter: op: Adasum is for allreduce alone")
+    return {"op": op, "prescale": float(prescale), "postscale": float(postscale)}
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str,
+    op: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], Tensor]:
+    """Begin to add or average sparse COO tensors, whose entries are gathered.
+
+    op: Average or Sum.
+
+    Returns what synchronize takes: called, it waits, and returns the sparse tensor, not coalesced.
+
+    Raises ArgumentError (a ValueError) for another op or layout.
+    """
+    op = _resolve(op, None, "sparse_allreduce")
+    if op not in (Average, Sum) or tensor.layout is not torch.sparse_coo:
+        raise ArgumentError(
+            f"sparse_allreduce: expected a sparse COO tensor and hvd.Average or Sum, got "
+            f"{tensor.layout} and {op}"
+        )
+    entries, size = tensor.detach().coalesce(), engine_of(process_set, "sparse_allreduce").size
+    indices = allgather_async(entries.indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(entries.values(), f"{name}.values", process_set)
+
+    def finish() -> Tensor:
+        all_values, all_indices = values.wait(), indices.wait()
+        if op == Average:
+            all_values = all_values / size
+        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape)
+
+    return finish
+
+
+# --- in place -------------------------------------------------------------------------------------
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce a tensor in place, and return it; see allreduce."""
+    return allreduce_async_(
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    ).wait()
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Reduce tensors in place, and return them; see allreduce."""
+    return list(
+        grouped_allreduce_async_(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        ).wait()
+    )
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Broadcast a tensor in place, and return it; see broadcast."""
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+
+
+# --- with gradients -------------------------------------------------------------------------------
+
+
+class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, name: str | None, options: dict[str, Any], *tensors: Tensor) -> Any:
+        ctx.options = options
+        return grouped_allreduce_async(list(tensors), name=name, **options).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *grouped_allreduce_async(list(gradients), **ctx.options).wait()
+
+
+class _AllGather(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
+        ctx.rows, ctx.process_set = [len(tensor) for tensor in tensors], process_set
+        return grouped_allgather_async(list(tensors), name, process_set).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        averaged = grouped_allreduce_async(list(gradients), process_set=ctx.process_set)
+        rows = allgather_async(torch.tensor([ctx.rows]), process_set=ctx.process_set).wait()
+        before = rows[: ctx.process_set.rank()].sum(0).tolist()
+        own = [
+            gradient.narrow(0, start, count)
+            for gradient, start, count in zip(averaged.wait(), before, ctx.rows, strict=True)
+        ]
+        return None, None, *own
+
+
+class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
+        ctx.root, ctx.process_set = root_rank, process_set
+        return broadcast_async(tensor, root_rank, name, process_set).wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        averaged = allreduce_async(gradient, process_set=ctx.process_set).wait()
+        return averaged if rank() == ctx.root else torch.zeros_like(averaged), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
+    ) -> Any:
+        output, received = alltoall_async(tensor, splits, name, process_set).wait()
+        ctx.rows, ctx.received, ctx.process_set = len(tensor), received, process_set
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+        own, _ = alltoall_async(gradient, ctx.received, process_set=ctx.process_set).wait()
+        # Rows that went to nobody have no gradient.
+        rest = own.new_zeros((ctx.rows - len(own), *own.shape[1:]))
+        return torch.cat([own, rest]) if len(rest) else own, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, name: str | None, options: dict[str, Any], *tensors: Tensor) -> Any:
+        ctx.options = options
+        return grouped_reducescatter_async(list(tensors), name, **options).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        options, process_set = ctx.options, ctx.options["process_set"]
+        factor = options["prescale_factor"] * options["postscale_factor"]
+        if options["op"] == Sum:
+            factor *= process_set.size()
+        scaled = [gradient * factor for gradient in gradients]
+        return None, None, *grouped_allgather_async(scaled, process_set=process_set).wait()
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Reduce each of several tensors over the ranks; see allreduce. Returns a list."""
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    options = {
+        "op": _resolve(op, average, "allreduce"),
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "process_set": process_set,
+    }
+    outputs = _AllReduce.apply(name, options, *(tensor for tensor, _ in compressed))
+    return [
+        compression.decompress(output, context)
+        for output, (_, context) in zip(outputs, compressed, strict=True)
+    ]
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce a tensor over the ranks, element by element.
+
+    tensor: of the same dtype and shape on all ranks; it stays as it is.
+    average: deprecated; True is Average, False Sum.
+    compression: Compression.none, or fp16: floats are sent as float16.
+    op: Average (where None), Sum, Min, Max, Product, or Adasum, for floats on a power of 2 ranks.
+        Averages of integers are rounded towards zero.
+    prescale_factor, postscale_factor: what inputs and results are multiplied by.
+
+    Returns a new tensor.
+    """
+    return grouped_allreduce(
+        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
+    )[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Gather each of several tensors; see allgather. Returns a list."""
+    return list(_AllGather.apply(name, process_set, *tensors))
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Concatenate the ranks' tensors along the first dimension.
+
+    tensor: of the same dtype and shape on all ranks, but for the first dimension.
+
+    Returns a new tensor.
+    """
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return one rank's tensor, on all ranks.
+
+    tensor: of the same dtype and shape on all ranks; it stays as it is.
+    root_rank: whose; a global rank in the set.
+
+    Returns a new tensor. Raises ArgumentError (a ValueError) for a root outside the set.
+    """
+    return _Broadcast.apply(tensor, root_rank, name, process_set)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send some rows to each rank, and get some of each.
+
+    tensor: of the same dtype and shape on all ranks, but for the first dimension.
+    splits: how many rows each rank is sent, in rank order, int32 or int64; None: as many.
+
+    Returns the rows received, in rank order, and with splits how many came from each rank (an int32
+    tensor) beside them.
+    """
+    output, received = _AllToAll.apply(tensor, splits, name, process_set)
+    return output if splits is None else (output, received)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: str = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reduce each of several tensors and share out its rows; see reducescatter. Returns a list."""
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    options = {
+        "op": op,
+        "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+        "process_set": process_set,
+    }
+    outputs = _ReduceScatter.apply(name, options, *(tensor for tensor, _ in compressed))
+    return [
+        compression.decompress(output, context)
+        for output, (_, context) in zip(outputs, compressed, strict=True)
+    ]
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: str = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduce a tensor over the ranks, and give each rank some of its rows.
+
+    tensor: of the same dtype and shape on all ranks.
+    op: Average, Sum, Min, Max or Product.
+    compression, prescale_factor, postscale_factor: as in allreduce.
+
+    Returns this rank's rows: the first ranks have one more if they do not come out even.
+    """
+    return grouped_reducescatter(
+        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
+    )[0]

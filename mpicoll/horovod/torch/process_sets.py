@@ -1,0 +1,307 @@
+"""The beginning and the end, who is who, and sets of ranks that do operations among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import mpicoll as dist
+from mpicoll import communicators
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    NotInitializedError,
+    UnsupportedError,
+)
+from mpicoll.horovod.common.exceptions import HorovodInternalError
+from mpicoll.horovod.torch.engine import Engine
+from mpicoll.launch import host_identity
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "cross_rank",
+    "cross_size",
+    "engine_of",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "remove_process_set",
+    "shutdown",
+    "size",
+]
+
+
+class ProcessSet:
+    """Some of the ranks. Give it to init or add_process_set, then to operations.
+
+    ranks: their global ranks.
+
+    Raises UnsupportedError (a ValueError) for a communicator, ArgumentTypeError (a TypeError) for
+    anything but ints.
+    """
+
+    #: A number once operations can use the set, None before and after.
+    process_set_id: int | None = None
+    mpi_comm: MPI.Intracomm | None = None
+
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        if communicators.is_communicator(ranks_or_comm):
+            raise UnsupportedError(
+                "ProcessSet: sets of a communicator's ranks are not built; give their ranks"
+            )
+        ranks = list(ranks_or_comm)
+        if not all(isinstance(rank, int) for rank in ranks):
+            raise ArgumentTypeError(f"ProcessSet: expected ranks, which are ints, got {ranks}")
+        self.ranks: list[int] = sorted(ranks)
+        self._engine: Engine | None = None
+
+    def size(self) -> int | None:
+        """Count the ranks; None before the set can be used."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Return this rank's place in the set; None before the set can be used, and outside.
+
+        Roots of operations are global ranks, in any set.
+        """
+        if self.process_set_id is None or not self.included():
+            return None
+        return self.ranks.index(rank())
+
+    def included(self) -> bool:
+        """Check whether this rank is in the set."""
+        return rank() in self.ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+#: All ranks.
+global_process_set = ProcessSet([])
+
+
+@dataclass
+class _Job:
+    """What is known between init and shutdown.
+
+    owns: whether init has made mpicoll's default group.
+    nodes: the name of each rank's node.
+    """
+
+    owns: bool
+    nodes: list[str] = field(default_factory=list)
+    sets: dict[int, ProcessSet] = field(default_factory=dict)
+    made: int = 0
+
+
+_job: _Job | None = None
+
+
+def _current(where: str) -> _Job:
+    if _job is None:
+        raise NotInitializedError(
+            f"{where}: Horovod has not been initialized; call hvd.init() first"
+        )
+    return _job
+
+
+def init(
+    comm: MPI.Intracomm | Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+) -> None:
+    """Start MPI and the operations. Every rank calls; another call changes nothing.
+
+    comm: a communicator of mpi4py, whose ranks are then all ranks; None or [] for all that MPI has
+        started. The default group of mpicoll, if there is one already, is used.
+    process_sets: sets to begin with; "dynamic" and None: none. Sets can be added in any case.
+
+    Raises UnsupportedError (a ValueError) for a list of some ranks, ArgumentError (a ValueError)
+    for a set that is there already and for ranks that do not exist, and what
+    mpicoll.init_process_group raises.
+    """
+    global _job
+    if _job is not None:
+        return
+    given: Any = comm if communicators.is_communicator(comm) else None
+    owns = not dist.is_initialized()
+    if owns:
+        dist.init_process_group(comm=given)
+    listed: Any = comm or []
+    ranks = [] if given is not None else list(listed)
+    if ranks and ranks != list(range(dist.get_world_size())):
+        raise UnsupportedError(
+            f"init: comm: a list of some ranks is not built; give their communicator, such as "
+            f"MPI.COMM_WORLD.Split(...), got {ranks}"
+        )
+    _begin(owns, [] if process_sets in (None, "dynamic") else list(process_sets or []))
+
+
+def _begin(owns: bool, process_sets: Sequence[Any]) -> None:
+    """Make the global set, and others, over mpicoll's default group."""
+    global _job
+    _job = _Job(owns)
+    global_process_set.ranks = list(range(dist.get_world_size()))
+    _add(_job, global_process_set)
+    _job.nodes = [""] * dist.get_world_size()
+    assert global_process_set._engine is not None
+    dist.all_gather_object(_job.nodes, host_identity.node(), global_process_set._engine.group)
+    for process_set in process_sets:
+        add_process_set(process_set)
+
+
+def _add(job: _Job, process_set: ProcessSet) -> None:
+    group: Any = dist.new_group(process_set.ranks)
+    process_set.process_set_id = job.made
+    job.sets[job.made] = process_set
+    job.made += 1
+    if dist.get_rank() in process_set.ranks:
+        process_set._engine = Engine(group, process_set.ranks)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a set usable. Every rank calls, in the same order, those outside as well.
+
+    Returns the set. Raises ArgumentError (a ValueError) for ranks that do not exist, and if there
+    is a set of these ranks.
+    """
+    job = _current("add_process_set")
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    ranks = process_set.ranks
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size())):
+        raise ArgumentError(
+            f"add_process_set: ranks: expected some of 0 to {size() - 1}, each once, got {ranks}"
+        )
+    if any(each.ranks == ranks for each in job.sets.values()):
+        raise ArgumentError(f"add_process_set: there is a set of the ranks {ranks} already")
+    _add(job, process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """End a set. Every rank calls, those outside as well.
+
+    Returns whether it was one that can be used, and not that of all ranks.
+    """
+    job = _current("remove_process_set")
+    if not process_set.process_set_id:
+        return False
+    del job.sets[process_set.process_set_id]
+    process_set.process_set_id = None
+    engine, process_set._engine = process_set._engine, None
+    if engine is not None:
+        engine.close()
+        dist.destroy_process_group(engine.group)
+    return True
+
+
+def shutdown() -> None:
+    """End the operations, when all that this rank has begun is done. Every rank calls.
+
+    What other ranks have begun and this one has not fails there. Ends mpicoll's default group if
+    init has made it.
+    """
+    global _job
+    if _job is None:
+        return
+    job = _job
+    for process_set in reversed(list(job.sets.values())):
+        if process_set is global_process_set and process_set._engine is not None:
+            process_set._engine.close()
+            if not job.owns:
+                dist.destroy_process_group(process_set._engine.group)
+        else:
+            remove_process_set(process_set)
+    _forget()
+    if job.owns:
+        dist.destroy_process_group()
+
+
+def _forget() -> None:
+    """Leave no set usable."""
+    global _job
+    if _job is not None:
+        for process_set in _job.sets.values():
+            process_set.process_set_id = process_set._engine = None
+    _job = None
+
+
+def engine_of(process_set: ProcessSet, where: str) -> Engine:
+    """Return what carries out a set's operations.
+
+    Raises NotInitializedError (a ValueError) before init, ArgumentError (a ValueError) for a set
+    that was not added, and HorovodInternalError on a rank outside the set.
+    """
+    _current(where)
+    if process_set.process_set_id is None:
+        raise ArgumentError(f"{where}: process_set: {process_set} was not added, or was removed")
+    if process_set._engine is None:
+        raise HorovodInternalError(f"{where}: process_set: rank {rank()} is not in {process_set}")
+    return process_set._engine
+
+
+# --- who is who ----------------------------------------------------------------------------------
+
+
+def is_initialized() -> bool:
+    """Check whether init was called, and shutdown was not."""
+    return _job is not None
+
+
+def rank() -> int:
+    """Return this rank. Raises NotInitializedError (a ValueError) before init, as all of these."""
+    _current("rank")
+    return dist.get_rank()
+
+
+def size() -> int:
+    """Count the ranks."""
+    _current("size")
+    return dist.get_world_size()
+
+
+def _on_node(where: str) -> list[int]:
+    """Return the ranks of this rank's node."""
+    nodes = _current(where).nodes
+    return [each for each, node in enumerate(nodes) if node == nodes[rank()]]
+
+
+def local_rank() -> int:
+    """Return this rank's place on its node."""
+    return _on_node("local_rank").index(rank())
+
+
+def local_size() -> int:
+    """Count the ranks on this rank's node."""
+    return len(_on_node("local_size"))
+
+
+def _across(where: str) -> list[str]:
+    """Return the nodes, in the order of their first ranks, that have a rank of this local rank."""
+    nodes, place = _current(where).nodes, local_rank()
+    return [node for node in dict.fromkeys(nodes) if nodes.count(node) > place]
+
+
+def cross_rank() -> int:
+    """Return the place of this rank's node among those that have a rank of this local rank."""
+    return _across("cross_rank").index(_current("cross_rank").nodes[rank()])
+
+
+def cross_size() -> int:
+    """Count the nodes that have a rank of this rank's local rank."""
+    return len(_across("cross_size"))
+
+
+def is_homogeneous() -> bool:
+    """Check whether all nodes have as many ranks."""
+    nodes = _current("is_homogeneous").nodes
+    return len({nodes.count(node) for node in nodes}) == 1

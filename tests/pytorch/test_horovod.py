@@ -1,0 +1,150 @@
+"""Horovod's functions: matched by name, whatever the order of the ranks' calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpicoll.horovod.torch as hvd
+
+pytestmark = pytest.mark.up_to_3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def horovod():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def of(rank, *shape):
+    """The tensor that a rank brings."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
+
+
+def everybody(*shape):
+    return torch.stack([of(rank, *shape) for rank in range(hvd.size())])
+
+
+@pytest.mark.parametrize(
+    "op, combine",
+    [
+        (hvd.Sum, lambda x: x.sum(0)),
+        (hvd.Average, lambda x: x.mean(0)),
+        (hvd.Min, lambda x: x.amin(0)),
+        (hvd.Max, lambda x: x.amax(0)),
+        (hvd.Product, lambda x: x.prod(0)),
+    ],
+)
+def test_allreduce(op, combine):
+    own = of(hvd.rank(), 3, 5)
+    got = hvd.allreduce(own, op=op, prescale_factor=0.5, postscale_factor=3.0)
+    torch.testing.assert_close(got, combine(everybody(3, 5) * 0.5) * 3.0)
+    assert torch.equal(own, of(hvd.rank(), 3, 5))
+    assert hvd.allreduce_(own, op=op) is own
+    torch.testing.assert_close(own, combine(everybody(3, 5)))
+
+
+def test_integers_are_averaged_towards_zero():
+    got = hvd.allreduce(torch.tensor([hvd.rank(), -hvd.rank(), 4]))
+    half = (hvd.size() - 1) // 2
+    assert got.tolist() == [half, -half, 4] and got.dtype == torch.int64
+
+
+def test_names_match_in_any_order():
+    names = [f"t{i}" for i in range(6)]
+    order = names if hvd.rank() % 2 == 0 else names[::-1]
+    begun = {n: hvd.allreduce_async(torch.full((2,), int(n[1])), name=n, op=hvd.Sum) for n in order}
+    for name in order:
+        assert hvd.synchronize(begun[name]).tolist() == [int(name[1]) * hvd.size()] * 2
+        assert hvd.poll(begun[name])
+
+
+def test_a_waiting_rank_is_served_while_others_wait_for_it():
+    first, second = ("a", "b") if hvd.rank() == 0 else ("b", "a")
+    one = hvd.allreduce_async(torch.ones(1), name=first, op=hvd.Sum)
+    if hvd.rank() == 0:
+        hvd.synchronize(one)
+    two = hvd.allreduce_async(torch.ones(1), name=second, op=hvd.Sum)
+    assert hvd.synchronize(one).item() == hvd.synchronize(two).item() == hvd.size()
+
+
+def test_disagreement_fails_everywhere_and_the_next_call_works():
+    if hvd.size() == 1:
+        pytest.skip("one rank agrees")
+    for tensor in (
+        torch.ones(3 + hvd.rank()),
+        torch.ones(3, dtype=[torch.int32, torch.float32][hvd.rank() % 2]),
+    ):
+        with pytest.raises(hvd.HorovodInternalError, match="differ"):
+            hvd.allreduce(tensor)
+    with pytest.raises(hvd.HorovodInternalError, match="root"):
+        hvd.broadcast(torch.ones(1), root_rank=hvd.rank())
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+def test_grouped_and_gathered():
+    n, me = hvd.size(), hvd.rank()
+    sums = hvd.grouped_allreduce([torch.ones(2), torch.full((3,), me)], op=hvd.Sum)
+    assert [x.tolist() for x in sums] == [[n] * 2, [sum(range(n))] * 3]
+    rows = hvd.allgather(torch.full((me, 2), me))
+    assert rows[:, 0].tolist() == [r for r in range(n) for _ in range(r)]
+    assert torch.equal(hvd.broadcast(of(me, 4), n - 1), of(n - 1, 4))
+    out, received = hvd.alltoall(torch.arange(n * (me + 1)), splits=[me + 1] * n)
+    assert received.tolist() == [r + 1 for r in range(n)]
+    assert out.tolist() == [me * (r + 1) + i for r in range(n) for i in range(r + 1)]
+    mine = hvd.reducescatter(torch.arange(n + 1), op=hvd.Sum)
+    assert mine.tolist() == [x * n for x in ([0, 1] if me == 0 else [me + 1])]
+
+
+def test_gradients():
+    x = of(hvd.rank(), 3).requires_grad_()
+    hvd.allreduce(x, op=hvd.Sum).backward(torch.ones(3))
+    assert x.grad.tolist() == [hvd.size()] * 3
+
+
+def test_joined_ranks_count_as_zeros():
+    for _ in range(hvd.rank()):
+        hvd.allreduce(torch.ones(2), name="uneven", op=hvd.Sum)
+    assert hvd.join() == hvd.size() - 1
+
+
+def test_objects():
+    assert hvd.broadcast_object({"rank": hvd.rank()}, 0) == {"rank": 0}
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+
+
+def test_process_sets():
+    last = hvd.add_process_set([hvd.size() - 1])
+    if last.included():
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=last).item() == 1
+    assert hvd.remove_process_set(last)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
+def test_training_is_that_of_one_rank(compression):
+    def model():
+        torch.manual_seed(7)
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    own, alone = model(), model()
+    if hvd.rank():
+        torch.nn.init.zeros_(own[0].weight)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+    hvd.broadcast_parameters(own.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=own.named_parameters(), compression=compression
+    )
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        own(of(10 * step + hvd.rank(), 6, 4)).square().mean().backward()
+        optimizer.step()
+        reference.zero_grad()
+        batch = torch.cat([of(10 * step + rank, 6, 4) for rank in range(hvd.size())])
+        alone(batch).square().mean().backward()
+        reference.step()
+    tolerance = 1e-6 if compression is hvd.Compression.none else 2e-3
+    for got, expected in zip(own.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)

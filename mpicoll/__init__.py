@@ -94,6 +94,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from mpicoll.api.collectives import *  # noqa: F403
+    from mpicoll.api.growing import *  # noqa: F403
     from mpicoll.api.lifecycle import *  # noqa: F403
     from mpicoll.api.objects import *  # noqa: F403
     from mpicoll.api.point_to_point import *  # noqa: F403

@@ -121,6 +121,9 @@ def test_every_public_module_lists_what_mpicoll_exports() -> None:
     for home, names in dist._HOMES.items():
         module = importlib.import_module(f"mpicoll.{home}")
         assert set(names) <= set(module.__all__), home
+    # What type checkers, editors and the reference read.
+    for home in dist._HOMES:
+        assert f"    from mpicoll.{home} import " in inspect.getsource(dist), home
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

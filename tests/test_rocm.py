@@ -309,7 +309,7 @@ def test_mpi_is_asked_for_the_right_kind(monkeypatch, kind):
             into._obj.value = 1
             return 0
 
-    monkeypatch.setattr(mpi_support, "_function", Function)
+    monkeypatch.setattr(mpi_support, "find_function", Function)
     queries = mpi_support.find_queries(kind)
     for name in list(queries)[:2]:
         assert queries[name]() == 1

@@ -178,9 +178,11 @@ class ProcessGroup(Calls):
         """Free the group's communicators, but none that the program has handed in."""
         from mpi4py import MPI
 
-        for one in (self._lent, self.messages, self.inner):
-            # The program may have freed the communicator that it lent.
-            if one is not None and plain(one) != MPI.COMM_NULL:
+        # The program may have freed the communicator that it lent.
+        if self._lent is not None and plain(self._lent) != MPI.COMM_NULL:
+            self._lent.Free()
+        for one in (self.messages, self.inner):
+            if plain(one) != MPI.COMM_NULL and _drain(one):
                 one.Free()
 
     @property
@@ -328,6 +330,32 @@ _TESTS, _SOON, _PAUSE = 200, 0.01, 100e-6
 #: Requests that a rank has stopped waiting for, and what was raised: the frames of its traceback
 #: have the buffers and arrays that MPI may yet read or write.
 _left_behind: list[tuple[MPI.Request, BaseException]] = []
+
+
+#: Seconds to wait for a message that nobody has received, and those that did not come, for which
+#: MPI keeps the memory.
+_DRAIN = 0.2
+_never_came: list[tuple[MPI.Request, bytearray]] = []
+
+
+def _drain(comm: MPI.Intracomm) -> bool:
+    """Receive what nobody has received, such as the words of a barrier that rank 0 never made.
+
+    Of a freed communicator it would come to a later one that MPI gives the same context. Returns
+    whether all of it came; if not, the communicator has to stay.
+    """
+    from mpi4py import MPI
+
+    status, moment = MPI.Status(), time.monotonic() + _DRAIN
+    while comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+        box = bytearray(status.Get_count(MPI.BYTE))
+        request = comm.Irecv([box, MPI.BYTE], status.Get_source(), status.Get_tag())
+        while not request.Test():
+            if time.monotonic() > moment:
+                _never_came.append((request, box))
+                return False
+            time.sleep(_PAUSE)
+    return True
 
 
 def return_errors(comm: MPI.Intracomm) -> None:

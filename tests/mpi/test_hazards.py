@@ -330,3 +330,21 @@ def test_a_barrier_and_a_work_that_others_join_late(pair, world, mpi):
         mpi.Barrier()
         dist.barrier(pair)
         dist.all_reduce(np.ones(2), group=pair)
+
+
+def test_what_nobody_has_received_is_gone_with_its_group(world, mpi):
+    """MPI gives the next group the context of a freed communicator: the message would be its own."""
+    if world.size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group()
+    for comm, nbytes in ((group.inner, 16), (group.messages, 8)):
+        if world.me == 1:
+            comm.Isend(np.ones(nbytes, np.uint8), 0, 1).Free()
+    mpi.Barrier()
+    dist.destroy_process_group(group)
+    later = [dist.new_group() for _ in range(3)]
+    for one in later:
+        for comm in (one.inner, one.messages):
+            assert not comm.Iprobe(0 if world.me else 1, 1)
+    for one in later:
+        dist.destroy_process_group(one)

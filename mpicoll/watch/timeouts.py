@@ -126,10 +126,8 @@ def _close(group: ProcessGroup, why: str, patience: float) -> None:
             return
         group.break_with(CollectiveTimeoutError(text))
     group.resources.leave()
-    if lost_ranks.is_ulfm():  # then MPI takes calls back, on all ranks
-        for comm in (group.inner, group.messages):
-            comm.Revoke()
-    else:
+    lost_ranks.revoke(group)
+    if not lost_ranks.is_ulfm():
         rank_status.send(group, rank_status.CLOSED)
 
 

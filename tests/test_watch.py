@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from mpicoll.launch import find_survival
 from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.watch import guard, guarding, report, watchdog
-from mpicoll.watch.board import DONE, ENDING, Board
+from mpicoll.watch.board import DONE, ENDING, LEFT, Board
 
 pytest_plugins = ["whole_jobs"]
 
@@ -237,6 +238,35 @@ def test_ranks_end_with_what_has_started_them(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert guarding._find_starter([7, 8]) == os.getppid()
+
+
+@pytest.mark.any_mpi
+def test_what_a_rank_starts_does_not_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the rank's variables, but its parent is no torchrun."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert other.stdout is not None and other.stdout.readline()  # it is what it is to be
+    monkeypatch.setattr(os, "getppid", lambda: other.pid)
+    try:
+        assert guarding._find_starter([]) == 0
+    finally:
+        other.communicate(b"\n")
+
+
+@pytest.mark.any_mpi
+def test_a_rank_with_another_guard_is_asked_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = guarding._own
+    monkeypatch.setattr(guarding, "_own", old := guarding._Own())
+    guarding.renew()
+    own = guarding._own
+    assert own is not None and own is not old and old.board.header().state == LEFT
+    assert faulthandler.unregister(own.signal)
+    monkeypatch.setattr(guarding, "_find_signal", lambda: 0)  # fails
+    guarding.renew()
+    assert guarding._own is None
+    monkeypatch.setattr(guarding, "_own", kept)
 
 
 @pytest.mark.any_mpi

@@ -71,6 +71,9 @@ CHUNK = 64 * 1024 * 1024
 #: Bytes at multiples of which stripes begin.
 LINE = 256
 
+#: Seconds to wait for others that give back what they have: all have just met.
+_TOGETHER = 5.0
+
 _FLOAT32 = dtypes["float32"]
 _T = TypeVar("_T")
 
@@ -275,7 +278,7 @@ def meet(
             problem = f"ranks {', '.join(map(str, made.here))} map no memory of each other ({said})"
     why = next(filter(None, group.inner.allgather(problem)), "")
     if why:
-        made.close(0)
+        made.close(_TOGETHER)
         return why
     if made.lane is not None:
         rail = made.lane

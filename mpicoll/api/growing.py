@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from mpicoll.api import lifecycle
 from mpicoll.core.groups import ProcessGroup, default_group, state
+from mpicoll.core.work import A_MOMENT, deadline
 from mpicoll.dispatch import execute
 from mpicoll.errors import (
     ArgumentError,
@@ -94,6 +97,13 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
     return lifecycle.begin_again(execute.run_in_order(old, _WHERE, grow, keeps_time=True))
 
 
+def _left(end: float) -> float | None:
+    """Return the seconds until a moment (monotonic), and some for a thread without work; None for a
+    moment that never comes.
+    """
+    return None if end == math.inf else max(A_MOMENT, end - time.monotonic())
+
+
 def _meet(
     group: ProcessGroup, count: int, command: Sequence[str] | None, outlives: bool
 ) -> tuple[list[str], str]:
@@ -102,8 +112,9 @@ def _meet(
 
     command, outlives: as there.
     """
-    what, words, folder = _FINE, list[str](), ""
-    if not all(one.finish(group.timeout) for one in state.groups if one is not group):
+    what, words, folder, end = _FINE, list[str](), "", deadline(group.timeout)
+    others = [one for one in state.groups if one is not group]
+    if not all(one.finish(A_MOMENT if one.broken else _left(end)) for one in others):
         what = _PENDING
     elif group.rank() == 0:
         try:

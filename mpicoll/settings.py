@@ -156,8 +156,8 @@ TESTED_CALLS = _one_of(
 )  # fmt: skip
 TIMEOUT_GRACE = Setting(
     "MPICOLL_TIMEOUT_GRACE", (), "seconds, 10 where it is not set",
-    "how long a call inside MPI, which cannot take it back, may outlast its group's timeout before "
-    "the job ends; see Timeouts", form=r"\d+(\.\d*)?",
+    "how long a call inside MPI, which cannot take it back, may go on after its timeout has closed "
+    "the group, before the job ends; see Timeouts", form=r"\d+(\.\d*)?",
 )  # fmt: skip
 ALLOW_SINGLETON = _one_of(
     "MPICOLL_ALLOW_SINGLETON", ("0", "1"),

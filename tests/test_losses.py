@@ -189,6 +189,7 @@ import os, signal, sys, time
 import numpy as np
 import mpicoll as dist
 from mpicoll.api.reconfigure import Reconfigurable
+from mpicoll.launch import newcomers
 
 dist.init_process_group(timeout=60)
 
@@ -221,6 +222,16 @@ for turn in range(int(turn[0]), 2):
     if turn == 0:
         late = "import os, time; time.sleep(0.3); os._exit(3)"  # MPI has connected it by then
         refused(dist.DistBackendError, "ended before it", 1, ["-c", late])
+        find_node, newcomers.node = newcomers.node, lambda: 1 // 0
+        failed = ZeroDivisionError if me == 0 else dist.DistBackendError
+        refused(failed, "division" if me == 0 else "rank 0: ZeroDivisionError", 1, ["-c", late])
+        newcomers.node, here = find_node, os.getcwd()
+        os.mkdir(gone := f"{sys.argv[1]}.{me}")
+        os.chdir(gone)
+        os.rmdir(gone)
+        refused(ValueError, "os.chdir", 1, ["-c", late])
+        if me == 0:
+            os.chdir(here)  # where the others are does not matter
         refused(dist.MismatchError, "count", 1 + dist.get_rank())
         refused(ValueError, "at least 1", 0)
         refused(TypeError, "['job.py', '--option']", 1, "job.py")

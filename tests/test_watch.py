@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from mpicoll.launch import find_survival
 from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.watch import guard, guarding, report, watchdog
-from mpicoll.watch.board import DONE, ENDING, Board
+from mpicoll.watch.board import DONE, ENDING, LEFT, Board
 
 pytest_plugins = ["whole_jobs"]
 
@@ -240,11 +241,40 @@ def test_ranks_end_with_what_has_started_them(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.any_mpi
+def test_what_a_rank_starts_does_not_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the rank's variables, but its parent is no torchrun."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert other.stdout is not None and other.stdout.readline()  # it is what it is to be
+    monkeypatch.setattr(os, "getppid", lambda: other.pid)
+    try:
+        assert guarding._find_starter([]) == 0
+    finally:
+        other.communicate(b"\n")
+
+
+@pytest.mark.any_mpi
+def test_a_rank_with_another_guard_is_asked_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = guarding._own
+    monkeypatch.setattr(guarding, "_own", old := guarding._Own())
+    guarding.renew()
+    own = guarding._own
+    assert own is not None and own is not old and old.board.header().state == LEFT
+    assert faulthandler.unregister(own.signal)
+    monkeypatch.setattr(guarding, "_find_signal", lambda: 0)  # fails
+    guarding.renew()
+    assert guarding._own is None
+    monkeypatch.setattr(guarding, "_own", kept)
+
+
+@pytest.mark.any_mpi
 def test_the_watchdog_goes_on_while_a_group_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on = [], threading.Event()
 
-    def expire(group: Any) -> None:
-        begun.append(group)
+    def expire(group: Any, number: int) -> None:
+        begun.append((group, number))
         goes_on.wait(30)
 
     monkeypatch.setattr(watchdog.timeouts, "expire", expire)
@@ -256,7 +286,40 @@ def test_the_watchdog_goes_on_while_a_group_is_closed(monkeypatch: pytest.Monkey
     assert wait.closing is not None and wait.closing.is_alive()
     goes_on.set()
     wait.closing.join()
-    assert begun == [group]
+    assert begun == [(group, 1)]
+
+
+@pytest.mark.any_mpi
+def test_a_call_has_its_grace_from_the_closing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+    monkeypatch.setattr(watchdog.timeouts, "grace", lambda: 2 * watchdog._TICK)
+    monkeypatch.setattr(watchdog, "end_stuck_job", lambda *_: ended.append(_))
+    dog: Any = object.__new__(watchdog.Watchdog)
+    group = SimpleNamespace(broken=Exception(), busy=lambda: False, thread=0)
+    wait, first = watchdog._Wait(1, 0.0), 5 * watchdog._TICK  # closing took its time
+    for over in (first, first + 1.9 * watchdog._TICK):
+        dog._check_time(group, wait, over)
+    assert not ended
+    monkeypatch.setattr(watchdog.timeouts, "grace", lambda: 0.0)
+    dog._check_time(group, watchdog._Wait(1, 0.0), first)
+    assert not ended, "the call had no time to leave"
+    dog._check_time(group, wait, first + 2.1 * watchdog._TICK)
+    assert ended
+
+
+@pytest.mark.any_mpi
+def test_a_call_that_has_ended_closes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it where the next one begins meanwhile."""
+    closed = []
+    monkeypatch.setattr(watchdog.timeouts.rank_status, "receive", lambda group: None)
+    monkeypatch.setattr(watchdog.timeouts, "_close", lambda *given: closed.append(given))
+    group: Any = SimpleNamespace(begun=2, timeout=1.0, group_name="0", lock=threading.Lock())
+    watchdog.timeouts.expire(group, 2)
+    with group.lock:
+        watchdog.timeouts.expire(group, 1)
+        assert not closed
+        watchdog.timeouts.expire(group, 2)
+    assert len(closed) == 1
 
 
 # --- jobs ---------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from mpicoll.api import lifecycle
 from mpicoll.core.groups import ProcessGroup, default_group, state
+from mpicoll.core.work import A_MOMENT, deadline
 from mpicoll.dispatch import execute
 from mpicoll.errors import (
     ArgumentError,
@@ -27,7 +30,7 @@ __all__ = ["grow_group"]
 
 _WHERE = "grow_group"
 #: What a rank says before anything is started.
-_FINE, _PENDING, _NO_PROGRAM = range(3)
+_FINE, _PENDING, _NO_PROGRAM, _NO_FOLDER = range(4)
 
 
 def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessGroup:
@@ -65,17 +68,23 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             f"{_WHERE}: no process can be started that joins this job: {problem}; start the job by "
             "mpirun, or with as many ranks as it may need"
         )
-    _meet(old, count, command is None)
+    outlives = lost_ranks.is_watching()
+    words, folder = _meet(old, count, command, outlives)
 
     def grow() -> MPI.Intracomm:
-        inter, wrong = newcomers.start(
-            old.messages, count, command, lost_ranks.is_watching(), old.timeout, old.check_whole
-        )
+        inter = newcomers.start(old.messages, count, words, folder, old.timeout)
+        wrong, raised = "", None
+        if old.rank() == 0:
+            try:
+                wrong = newcomers.wait(inter, count, outlives, old.timeout, old.check_whole)
+            except BaseException as error:  # the others wait for what this rank says
+                wrong, raised = f"rank 0: {type(error).__name__}: {error}", error
         told = np.zeros(newcomers.WORDS, np.uint8)
         mine = np.frombuffer(wrong.encode()[: told.size], np.uint8)
         told[: mine.size] = mine
         try:
             old.tested.Bcast(told, 0)
+            old.tested.Barrier()  # MPI would wait for a rank that is lost by now
         except BaseException:
             wrong = "a rank is lost"
             raise
@@ -83,24 +92,37 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             if old.rank() == 0:
                 newcomers.answer(inter, wrong)
         wrong = told.tobytes().rstrip(b"\0").decode("utf-8", "replace")
-        return newcomers.merge(inter, wrong)
+        return newcomers.merge(inter, wrong, raised)
 
     return lifecycle.begin_again(execute.run_in_order(old, _WHERE, grow, keeps_time=True))
 
 
-def _meet(group: ProcessGroup, count: int, same: bool) -> None:
-    """Return when all ranks are here and can go on; raise on all of them where one cannot.
-
-    same: the new processes run this program.
+def _left(end: float) -> float | None:
+    """Return the seconds until a moment (monotonic), and some for a thread without work; None for a
+    moment that never comes.
     """
-    what = _FINE
-    if not all(one.finish(group.timeout) for one in state.groups if one is not group):
+    return None if end == math.inf else max(A_MOMENT, end - time.monotonic())
+
+
+def _meet(
+    group: ProcessGroup, count: int, command: Sequence[str] | None, outlives: bool
+) -> tuple[list[str], str]:
+    """Return, when all ranks are here and can go on, what ``newcomers.find_command`` does on rank
+    0, and nothing on others; raise on all of them where one cannot.
+
+    command, outlives: as there.
+    """
+    what, words, folder, end = _FINE, list[str](), "", deadline(group.timeout)
+    others = [one for one in state.groups if one is not group]
+    if not all(one.finish(A_MOMENT if one.broken else _left(end)) for one in others):
         what = _PENDING
-    elif same and group.rank() == 0:
+    elif group.rank() == 0:
         try:
-            newcomers.find_program()
+            words, folder = newcomers.find_command(command, outlives)
         except ArgumentError:
             what = _NO_PROGRAM
+        except OSError:
+            what = _NO_FOLDER
     own, everybody = np.array([count, what]), np.empty((group.size(), 2), np.int64)
     execute.run_in_order(group, _WHERE, lambda: group.tested.Allgather(own, everybody))
     counts, said = everybody.T.tolist()
@@ -111,9 +133,15 @@ def _meet(group: ProcessGroup, count: int, same: bool) -> None:
             f"{_WHERE}: command: rank 0 runs no script, module or code that can be run again, got "
             "None; give a list of what follows `python`: ['job.py', '--option']"
         )
+    if _NO_FOLDER in said:
+        raise ArgumentError(
+            f"{_WHERE}: rank 0's working directory, in which the new processes would begin, is "
+            "gone; call os.chdir with one that exists"
+        )
     if _PENDING in said:
         late = [rank for rank, one in enumerate(said) if one == _PENDING]
         raise DistBackendError(
             f"{_WHERE}: asynchronous work of ranks {late} is still pending in other groups, which "
             "end here; wait for every Work before"
         )
+    return words, folder

@@ -14,7 +14,7 @@ class _Kept(NamedTuple):
     value: Any
     close: Callable[[Any, float], object] | None
     abandon: Callable[[Any], object] | None
-    leave: Callable[[Any], object] | None
+    leave: Callable[[Any, bool], object] | None
 
 
 class Resources:
@@ -37,13 +37,14 @@ class Resources:
         create: Callable[[], T],
         close: Callable[[T, float], object] | None = None,
         abandon: Callable[[T], object] | None = None,
-        leave: Callable[[Any], object] | None = None,
+        leave: Callable[[Any, bool], object] | None = None,
     ) -> T:
         """Return what is kept under a key, and create it if there is nothing, once.
 
         close:   ends it with the group, on all ranks; takes the seconds to wait for them.
         abandon: leaves it behind, where calls may be stuck in it. Without one it stays as it is.
-        leave:   lets the calls that wait in it end, once the group is broken.
+        leave:   lets the calls that wait in it end, once the group is broken; takes whether
+                 those of this rank alone are meant.
         """
         kept = self._kept.get(key)
         if kept is None:
@@ -63,11 +64,14 @@ class Resources:
             if kept.close is not None:
                 kept.close(kept.value, limit)
 
-    def leave(self) -> None:
-        """Let all calls that wait for other ranks, where they can be reached, end."""
+    def leave(self, alone: bool = False) -> None:
+        """Let all calls that wait for other ranks, where they can be reached, end.
+
+        alone: this rank's calls; those of the others hear by themselves why the group is broken.
+        """
         for kept in list(self._kept.values()):
             if kept.leave is not None and kept.value is not None:
-                kept.leave(kept.value)
+                kept.leave(kept.value, alone)
 
     def abandon(self) -> None:
         """Leave behind what can be left, without waiting for other ranks or for what is stuck."""

@@ -546,7 +546,7 @@ def _perform_unrecorded(
     group.check_outside(name)
     try:
         with group.lock:
-            group.doing, group.doing_on = name, get_ident()
+            group.doing_on, group.doing = get_ident(), name  # others look whether something is done
             try:
                 if logged is not None:
                     group.begin_uncompared(*logged)

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 __all__ = [
     "WORDS",
     "answer",
-    "find_program",
+    "find_command",
     "has_grown",
     "join",
     "main",
     "merge",
     "start",
+    "wait",
     "why_not",
 ]
 
@@ -49,7 +50,8 @@ _MAIN = ("-c", "from mpicoll.launch.newcomers import main; main()")
 _SHELL = ("sh", "-c", 'trap "" USR1; "$@"; true', "sh")
 #: Tags of what new processes and the first of the others tell each other.
 _HELLO, _READY, _GO = range(1, 4)
-#: Seconds that a new process has to start and to call MPI_Init, before the program begins.
+#: Seconds that a new process has to start and to call MPI_Init, before the program begins; and that
+#: all have to be joined, once all are there.
 _START = 60.0
 _PAUSE = 2e-3
 #: Bytes of what is wrong, at most.
@@ -110,37 +112,45 @@ def find_program(words: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     return words[1:place], words[place:]
 
 
-def start(
-    comm: MPI.Intracomm,
-    count: int,
-    command: Sequence[str] | None,
-    outlives: bool,
-    limit: float | None,
-    check: Callable[[], None],
-) -> tuple[MPI.Intercomm, str]:
-    """Start new processes, and wait until they are in init_process_group. All ranks call.
+def find_command(command: Sequence[str] | None, outlives: bool) -> tuple[list[str], str]:
+    """Return the words of a new process's command line, and the folder that it begins in.
 
-    comm: of all ranks. What follows counts on its first one.
-    count: how many processes. command: the program and its arguments; None for this one's.
+    command: the program and its arguments; None for this one's.
     outlives: a lost rank must not end the others.
-    limit: seconds to wait.
-    check: called while the first rank waits; may raise what ends that.
 
-    Returns what connects them, and on the first rank what is wrong: for ``answer`` and ``merge``.
-    Raises MPIError on all ranks where the launcher refuses.
+    Raises ArgumentError where this program cannot be run again, OSError where the folder is gone.
     """
-    from mpi4py import MPI
-
-    flags, program = find_program() if comm.Get_rank() == 0 else ([], [])
+    try:
+        flags, program = find_program()
+    except ArgumentError:
+        if command is None:
+            raise
+        flags, program = [], []
     words = [sys.executable, *flags, *_MAIN, *(program if command is None else command)]
     kept = [
         f"{name}={os.environ[name]}"
         for name in ("PYTHONPATH", *(each.name for each in settings.SETTINGS))
         if name in os.environ and name != settings.SECRET.name
     ]
-    words = [*(_SHELL if outlives else ()), "env", *kept, *words]
+    return [*(_SHELL if outlives else ()), "env", *kept, *words], str(Path.cwd())
+
+
+def start(
+    comm: MPI.Intracomm, count: int, words: Sequence[str], folder: str, limit: float | None
+) -> MPI.Intercomm:
+    """Start new processes; return what connects them: for ``wait``, ``answer`` and ``merge``.
+
+    All ranks call. comm: of all ranks. What follows counts on its first one.
+    count: how many processes. words, folder: as ``find_command`` returns them.
+    limit: seconds, if fewer than they have anyway.
+
+    Raises MPIError on all ranks where the launcher refuses.
+    """
+    from mpi4py import MPI
+
     info = MPI.Info.Create()
-    info.Set("wdir", str(Path.cwd()))
+    if folder:
+        info.Set("wdir", folder)
     late = min(_START, _START if limit is None else limit)
     message = (
         f"mpicoll: {_WHERE}: the launcher has not started the new processes within {late:g} s, and "
@@ -148,7 +158,8 @@ def start(
     )
     try:
         with end_after(late, message, 1):
-            inter = comm.Spawn(words[0], words[1:], count, info, 0)
+            name, *arguments = words or [""]
+            inter = comm.Spawn(name, arguments, count, info, 0)
     except MPI.Exception as error:
         raise MPIError(
             f"{_WHERE} of {count} processes: MPI_Comm_spawn: {error.Get_error_string()}; see what "
@@ -158,13 +169,20 @@ def start(
     finally:
         info.Free()
     inter.Set_errhandler(MPI.ERRORS_RETURN)
-    return inter, _wait(inter, count, outlives, limit, check) if comm.Get_rank() == 0 else ""
+    return inter
 
 
-def _wait(
+def wait(
     inter: MPI.Intercomm, count: int, outlives: bool, limit: float | None, check: Callable[[], None]
 ) -> str:
-    """Wait until all new processes can join; return "", or what has become of them."""
+    """Wait until all new processes are in init_process_group. The first rank calls.
+
+    outlives: a lost rank must not end the others.
+    limit: seconds to wait.
+    check: called meanwhile; may raise what ends that.
+
+    Returns "", or what has become of them.
+    """
     from mpi4py import MPI
 
     end = time.monotonic() + (float("inf") if limit is None else limit)
@@ -199,7 +217,8 @@ def _wait(
             if time.monotonic() > end:
                 for rank, descriptor in ends.items():
                     if outlives and rank not in ready:  # the launcher would wait for it
-                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                        with suppress(OSError):  # it has just ended
+                            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 missing = sorted(set(range(count)) - ready)
                 return f"new processes {missing} did not call init_process_group in {limit:g} s"
             time.sleep(_PAUSE)
@@ -217,16 +236,17 @@ def answer(inter: MPI.Intercomm, wrong: str) -> None:
             inter.Isend([box, MPI.BYTE], newcomer, _GO).Test()
 
 
-def merge(inter: MPI.Intercomm, wrong: str) -> MPI.Intracomm:
+def merge(inter: MPI.Intercomm, wrong: str, raised: BaseException | None) -> MPI.Intracomm:
     """Make one communicator of all ranks and the new processes, which come last. All ranks call.
 
-    inter, wrong: what ``start`` has returned, ``wrong`` of the first rank.
+    inter: what ``start`` has returned. wrong: what the first rank has told the others.
+    raised: what ended the first rank's ``wait``, on that rank, if anything did.
 
-    Raises DistBackendError on all of them if something is wrong.
+    If something is wrong, raises that there, and DistBackendError on all others.
     """
     if wrong:
         world.skip_finalize()  # MPI_Finalize may wait for the new processes, too
-        raise DistBackendError(f"{_WHERE}: {wrong}; the group is as it was")
+        raise raised or DistBackendError(f"{_WHERE}: {wrong}; the group is as it was")
     return _merge(inter, False)
 
 
@@ -234,11 +254,17 @@ def _merge(inter: MPI.Intercomm, is_new: bool) -> MPI.Intracomm:
     global _everybody
     from mpi4py import MPI
 
-    made = inter.Merge(is_new)
-    made.Set_errhandler(MPI.ERRORS_RETURN)
-    inter.Free()
-    # MPI_Finalize waits for all processes that are connected.
-    if made.allreduce(world.skips_finalize(), MPI.LOR):
+    message = (
+        f"mpicoll: {_WHERE}: not all ranks and new processes were joined within {_START:g} s, as "
+        "where one is lost meanwhile, and MPI_Intercomm_merge does not return; ending the job\n"
+    )
+    with end_after(_START, message, 1):
+        made = inter.Merge(is_new)
+        made.Set_errhandler(MPI.ERRORS_RETURN)
+        inter.Free()
+        # MPI_Finalize waits for all processes that are connected.
+        skips = made.allreduce(world.skips_finalize(), MPI.LOR)
+    if skips:
         world.skip_finalize()
     _everybody = made
     return made
@@ -305,7 +331,7 @@ def join(rendezvous: Rendezvous | None, limit: float | None) -> MPI.Intracomm | 
     inter.Recv([wrong, MPI.BYTE], 0, _GO)
     if wrong:
         raise DistBackendError(
-            f"init_process_group: this new process was given up: {wrong.decode()}"
+            f"init_process_group: this new process was given up: {wrong.decode(errors='replace')}"
         )
     world.skip_finalize(False)
     return _merge(inter, True)

@@ -187,9 +187,10 @@ def dump(why: str, patience: float = PATIENCE, among: ProcessGroup | None = None
 
     patience: seconds to wait for them; among: for those of this group alone.
     """
-    if write(why) and state.default is not None and state.default.size() > 1:
+    written, default = write(why), state.default  # another thread may end it meanwhile
+    if written and default is not None and default.size() > 1:
         _ask()
-        _wait_for_others(state.default, patience, among or state.default)
+        _wait_for_others(default, patience, among or default)
         rank_status.dumping.clear()
 
 

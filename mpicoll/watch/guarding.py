@@ -173,8 +173,18 @@ def _find_starter(launchers: list[int]) -> int:
     if launched is None:
         return 0
     if launched.is_parent:
-        return os.getppid()
+        # What a rank starts has the rank's variables, too, and may outlive it.
+        return 0 if launched.is_present(_read_environment(os.getppid())) else os.getppid()
     return launchers[0] if launchers and launched.dialect else 0
+
+
+def _read_environment(process: int) -> dict[str, str]:
+    """Return the variables that a process was started with, none where they cannot be read."""
+    try:
+        text = os.fsdecode(Path(f"/proc/{process}/environ").read_bytes())
+    except OSError:
+        return {}
+    return {name: value for name, _, value in (each.partition("=") for each in text.split("\0"))}
 
 
 def _find_launchers() -> list[int]:
@@ -260,12 +270,15 @@ def renew() -> None:
     old = _own
     if old is None or not _is_own():
         return
+    _own = None
+    old.board.say(LEFT)
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         _own = _Own()
-        old.board.say(LEFT)
+    # It takes the place of the old handler of the same signal, which may come at any time.
+    if _own is None or _own.signal != old.signal:
         faulthandler.unregister(old.signal)
-        for descriptor in (old.board.descriptor, old.stacks, old.bell, old.rings):
-            os.close(descriptor)
+    for descriptor in (old.board.descriptor, old.stacks, old.bell, old.rings):
+        os.close(descriptor)
 
 
 def find_order() -> str:

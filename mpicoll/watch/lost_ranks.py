@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["check", "is_fault_tolerant", "is_watching", "shrink", "start", "stop"]
+__all__ = ["check", "is_fault_tolerant", "is_watching", "revoke", "shrink", "start", "stop"]
 
 _FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 #: Seconds in which MPI learns which rank is lost, once another rank has said that one is.
@@ -152,16 +152,20 @@ def check(group: ProcessGroup) -> bool:
         if not lost and not revoked:
             return False
         group.break_with(LostRankError(_describe(group, lost), lost))
-        if is_ulfm():
-            for comm in (group.inner, group.messages):
-                comm.Revoke()
-        if shared := group.resources.find("shared"):
-            shared.leave()  # this rank alone: the others have to hear why, too
+        revoke(group)
+        group.resources.leave(alone=True)  # the others have to hear why, too
         launch.skip_finalize()  # MPI_Finalize may wait for the one that is lost
     if _processes is not None:  # MPI would never end them
         for work in [*group.in_flight, *group.pending]:
             work.abandon(group.failure())
     return True
+
+
+def revoke(group: ProcessGroup) -> None:
+    """Have MPI take back the calls of a broken group on all its ranks, where MPI can."""
+    if is_ulfm():
+        for comm in (group.inner, group.messages):
+            comm.Revoke()
 
 
 def _find(group: ProcessGroup, seconds: float = 0.0, expected: Collection[int] = ()) -> list[int]:

@@ -125,7 +125,8 @@ def end_stuck_job(why: str, code: int, thread: int = 0) -> None:
         flight_record.dump(why)
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     stack = "" if frame is None else "".join(traceback.format_stack(frame))
-    rank = "?" if state.default is None else state.default.rank()
+    default = state.default  # another thread may end it meanwhile
+    rank = "?" if default is None else default.rank()
     told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
     write_lines(
         "\n".join(

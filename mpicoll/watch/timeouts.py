@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "expire", "grace", "hear", "receive"]
 
-#: Seconds that a call of MPI has beyond its group's timeout, unless MPICOLL_TIMEOUT_GRACE says.
+#: Seconds that a call of MPI has after its group is closed, unless MPICOLL_TIMEOUT_GRACE says.
 _GRACE = 10.0
 
 #: How often a rank asks MPI for messages that have come before it: one look does not find all.
@@ -36,7 +36,7 @@ _CLOSED = "The group takes no more calls; other groups do"
 
 
 def grace() -> float:
-    """Return the seconds that a call of MPI has beyond its group's timeout."""
+    """Return the seconds that a call of MPI has after its group is closed."""
     return float(settings.TIMEOUT_GRACE.value() or _GRACE)
 
 
@@ -60,16 +60,25 @@ def _look(group: ProcessGroup) -> None:
             raise group.failure()
 
 
-def expire(group: ProcessGroup) -> None:
-    """Close a group, of which a call outlasts the timeout; its calls raise why from now on."""
+def expire(group: ProcessGroup, number: int | None = None) -> None:
+    """Close a group, of which a call outlasts the timeout; its calls raise why from now on.
+
+    number: of that call, as ``begun`` counts: nothing is done if it has ended meanwhile; None for
+        the latest.
+    """
     if group.timeout is None:
         return
     rank_status.receive(group)
+    if number is None:
+        number = group.begun
+    elif group.begun != number or not group.lock.locked():
+        return
     _close(
         group,
         f"the other ranks of group {group.group_name} did not all come within its timeout of "
         f"{group.timeout:g} s",
         flight_record.PATIENCE,
+        number,
     )
 
 
@@ -88,7 +97,6 @@ def hear(group: ProcessGroup, rank: int) -> None:
         group,
         f"rank {group.ranks[rank]} has closed group {group.group_name}: others did not come within "
         f"its timeout{limit}",
-        0,
     )
 
 
@@ -99,11 +107,15 @@ def receive(group: ProcessGroup) -> None:
             hear(group, rank)
 
 
-def _close(group: ProcessGroup, why: str, patience: float) -> None:
-    """Close a group: patience: seconds to wait for the other ranks' flight records."""
+def _close(group: ProcessGroup, why: str, patience: float = 0.0, number: int | None = None) -> None:
+    """Close a group.
+
+    patience: seconds to wait for the other ranks' flight records.
+    number: of the call that the group is closed for, if only while that lasts.
+    """
     call = f"call {group.sequence}, {describe_call(group.recent[-1])}"
-    number, kind, *_ = group.recent[-1]
-    known = number and kind >= 0
+    recorded, kind, *_ = group.recent[-1]
+    known = recorded and kind >= 0
     name = group.doing or (call.split()[2] if known else "a call")
     where = f"after {call}" if group.doing else f"in {call}"
     text = (
@@ -113,9 +125,8 @@ def _close(group: ProcessGroup, why: str, patience: float) -> None:
     if group.broken is not None or group.closed is not None:
         return
     # Before calls raise: what raises may end the job, and ranks that could still write theirs.
-    begun = group.begun
     flight_record.dump_for(group, "closed", text, patience)
-    if patience and (group.begun != begun or not group.lock.locked()):
+    if number is not None and (group.begun != number or not group.lock.locked()):
         return  # the others have come meanwhile
     # The one who is missing may never end, and MPI_Finalize waits for all. (Said first: what raises
     # in another thread as soon as the group is broken may end the program.)
@@ -126,10 +137,8 @@ def _close(group: ProcessGroup, why: str, patience: float) -> None:
             return
         group.break_with(CollectiveTimeoutError(text))
     group.resources.leave()
-    if lost_ranks.is_ulfm():  # then MPI takes calls back, on all ranks
-        for comm in (group.inner, group.messages):
-            comm.Revoke()
-    else:
+    lost_ranks.revoke(group)
+    if not lost_ranks.is_ulfm():
         rank_status.send(group, rank_status.CLOSED)
 
 

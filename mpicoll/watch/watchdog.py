@@ -49,13 +49,15 @@ class _Wait:
     """A group that is inside a collective.
 
     number: of the collective. since: when it was first seen there. has_sent: the rank has sent its
-    status. closing: the thread that closes the group.
+    status. closing: the thread that closes the group. closed: the seconds beyond the timeout when
+    the group was first seen closed.
     """
 
     number: int
     since: float
     has_sent: bool = False
     closing: threading.Thread | None = None
+    closed: float | None = None
 
 
 class Watchdog:
@@ -257,20 +259,26 @@ class Watchdog:
 
         over: seconds beyond the group's timeout.
         """
-        if over > 0 and group.broken is None:
+        if over <= 0:
+            return
+        if group.broken is None:
             # Not here: it waits for seconds for the others' flight records.
             if wait.closing is None or not wait.closing.is_alive():
                 wait.closing = threading.Thread(
-                    target=_close, args=(group,), name="mpicoll-closing", daemon=True
+                    target=_close, args=(group, wait.number), name="mpicoll-closing", daemon=True
                 )
                 self._closing = [one for one in self._closing if one.is_alive()]
                 self._closing.append(wait.closing)
                 wait.closing.start()
-        elif over > _TICK and group.busy():  # the thread stays in there, the callers go on
+            return
+        if wait.closed is None:
+            wait.closed = over
+        since = over - wait.closed  # what can leave has had a moment for it
+        if since > _TICK and group.busy():  # the thread stays in there, the callers go on
             for work in list(group.pending):
                 work.has_timed_out = True
                 work.abandon(group.failure())
-        elif over > timeouts.grace():
+        elif since > max(timeouts.grace(), _TICK):
             end_stuck_job(
                 f"{group.broken}. This call is inside MPI, which cannot take it back: it was given "
                 f"{timeouts.grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
@@ -280,10 +288,10 @@ class Watchdog:
             )
 
 
-def _close(group: ProcessGroup) -> None:
-    """Close a group whose collective is late, on a thread of its own."""
+def _close(group: ProcessGroup, number: int) -> None:
+    """Close a group whose collective of a number is late, on a thread of its own."""
     attend()
-    timeouts.expire(group)
+    timeouts.expire(group, number)
 
 
 def _is_news_of_loss() -> bool:

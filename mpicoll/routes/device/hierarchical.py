@@ -54,6 +54,7 @@ from mpicoll.routes.device.shared_gpu import signature_of
 from mpicoll.routes.device.space import DeviceSpace, at_home
 from mpicoll.routes.host.hierarchy import make_part
 from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.watch import lost_ranks
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ LEAST = 256 * 1024
 CHUNK = 64 * 1024 * 1024
 #: Bytes at multiples of which stripes begin.
 LINE = 256
+
+#: Seconds to wait for others that give back what they have: all have just met.
+_TOGETHER = 5.0
 
 _FLOAT32 = dtypes["float32"]
 _T = TypeVar("_T")
@@ -94,10 +98,11 @@ class Part:
         kind = CallKind(primitives[name], self.group, op, dtype)
         return Step(self.group, self.agreed.on_device(kind), self._context)
 
-    def break_with(self, error: DistBackendError) -> None:
-        """Make calls that wait end: the whole group is broken."""
+    def break_with(self, error: DistBackendError, alone: bool) -> None:
+        """Make calls that wait end, this rank's alone or all: the whole group is broken."""
         self.group.break_with(error)
-        self.group.resources.leave()
+        self.group.resources.leave(alone)
+        lost_ranks.revoke(self.group)
 
     def close(self, limit: float) -> None:
         """Give back all that the part has. All its ranks call."""
@@ -229,11 +234,11 @@ class Levels:
             except type(error):
                 return
 
-    def break_with(self, error: DistBackendError) -> None:
-        """Make calls that wait end: the group is broken."""
+    def break_with(self, error: DistBackendError, alone: bool) -> None:
+        """Make calls that wait end, this rank's alone or all: the group is broken."""
         for part in (self.inside, self.along):
             if part is not None:
-                part.break_with(error)
+                part.break_with(error, alone)
 
     def close(self, limit: float) -> None:
         """Give back all that the parts have. All ranks call."""
@@ -273,7 +278,7 @@ def meet(
             problem = f"ranks {', '.join(map(str, made.here))} map no memory of each other ({said})"
     why = next(filter(None, group.inner.allgather(problem)), "")
     if why:
-        made.close(0)
+        made.close(_TOGETHER)
         return why
     if made.lane is not None:
         rail = made.lane

@@ -198,10 +198,10 @@ class Agreed:
         if part is not None:
             part.take_leave(kind, error)
 
-    def break_parts(self) -> None:
-        """Make calls in parts of the group end: it is broken."""
+    def break_parts(self, alone: bool) -> None:
+        """Make calls in parts of the group end, this rank's alone or all: it is broken."""
         if self.hierarchical is not None and self._group.broken is not None:
-            self.hierarchical.break_with(self._group.broken)
+            self.hierarchical.break_with(self._group.broken, alone)
 
     def close(self, limit: float) -> None:
         """Free what the routes have; all ranks call. limit: seconds to wait for them."""

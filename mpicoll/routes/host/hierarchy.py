@@ -23,6 +23,7 @@ from mpicoll.routes.host import shared
 from mpicoll.routes.host.shared_segment import exchange_words
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
+from mpicoll.watch import lost_ranks
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -84,9 +85,11 @@ class Hierarchy:
         self._node.sequence, self._node.worker = self.group.sequence, self.group.worker
         return self._memory
 
-    def close(self) -> None:
+    def leave(self, alone: bool) -> None:
         """Let all calls that wait for other ranks, where they can be reached, end: the group is
         broken.
+
+        alone: this rank's calls, where the others' need not end with them.
         """
         error = self.group.broken
         assert error is not None
@@ -94,7 +97,9 @@ class Hierarchy:
             if part is not None:
                 part.break_with(error)
         if self._memory is not None:
-            self._memory.close()
+            self._memory.leave_or_close(alone)
+        if self.rail is not None:
+            lost_ranks.revoke(self.rail)
 
     def last_calls(self) -> dict[int, tuple[int, str]]:
         """Return what ``Shared.last_calls`` does, of the ranks of this node, without words."""
@@ -136,7 +141,7 @@ def get_or_create(group: ProcessGroup) -> Hierarchy | None:
         "hierarchical",
         lambda: _create(group),
         abandon=lambda _: None,
-        leave=Hierarchy.close,
+        leave=Hierarchy.leave,
     )
 
 

@@ -399,6 +399,10 @@ class Shared:
         """Leave, and have all other ranks leave, too."""
         self.kernels.shared_close(self.pointer)
 
+    def leave_or_close(self, alone: bool) -> None:
+        """Leave; if not alone, have all other ranks leave, too."""
+        self.leave() if alone else self.close()
+
     def last_calls(self) -> dict[int, tuple[int, str]]:
         """Return the number of the last call that each rank has come to, 0 for none, and that call
         in words.
@@ -528,7 +532,7 @@ def get_or_create(group: ProcessGroup) -> Shared | None:
         "shared",
         lambda: create(group) if 1 < group.size() <= MOST else None,
         abandon=lambda _: None,
-        leave=Shared.close,
+        leave=Shared.leave_or_close,
     )
 
 

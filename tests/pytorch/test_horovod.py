@@ -60,6 +60,27 @@ def test_names_match_in_any_order():
         assert hvd.poll(begun[name])
 
 
+def test_kinds_share_names():
+    total = hvd.allreduce_async(torch.ones(2), name="weight", op=hvd.Sum)
+    first = hvd.broadcast_async(torch.full((1,), hvd.rank()), 0, name="weight")
+    assert hvd.synchronize(first).item() == 0
+    assert hvd.synchronize(total).tolist() == [hvd.size()] * 2
+
+
+def test_a_name_that_is_in_use():
+    if hvd.size() == 1:
+        pytest.skip("nobody is waited for")
+    if hvd.rank() == 0:
+        begun = hvd.allreduce_async(torch.ones(1), name="twice")
+        with pytest.raises(hvd.HorovodInternalError, match=r"name: allreduce\.twice is that"):
+            hvd.allreduce_async(torch.ones(1), name="twice")
+        hvd.barrier()
+        hvd.synchronize(begun)
+    else:
+        hvd.barrier()
+        hvd.allreduce(torch.ones(1), name="twice")
+
+
 def test_a_waiting_rank_is_served_while_others_wait_for_it():
     first, second = ("a", "b") if hvd.rank() == 0 else ("b", "a")
     one = hvd.allreduce_async(torch.ones(1), name=first, op=hvd.Sum)

@@ -1,7 +1,8 @@
 """Operations matched by name: a thread of each process set has the ranks agree what is ready.
 
 Horovod lets every rank begin operations in an order of its own, as backward passes do. A collective
-needs one order. So a request waits until every rank of the set has made one of its name. The thread
+needs one order. So a request waits until every rank of the set has made one of its kind and name:
+kinds may share names, as in Horovod, which puts the kind before each. The thread
 meets those of the other ranks in rounds: each says what it has, all know what all have, and all
 carry out what all have, in the same order. Requests that disagree fail on every rank, and the next
 ones go on.
@@ -103,21 +104,23 @@ class Engine:
     def submit(self, call: Call, name: str | None, **facts: Any) -> Request:
         """Begin an operation.
 
-        name: what the other ranks call it; None: the kind and the number of such calls so far.
+        name: what the other ranks call it; None: the number of such calls so far.
         facts: see ``Call.facts``.
 
-        Raises HorovodInternalError if an operation of this name is on its way, and after the end.
+        Raises HorovodInternalError if an operation of this kind and name is on its way, and after
+        the end.
         """
         synchronize_devices([call])
         with self._changed:
             if name is None:
-                name = f"{call.kind}.noname.{self._counts[call.kind]}"
+                name = f"noname.{self._counts[call.kind]}"
                 self._counts[call.kind] += 1
+            name = f"{call.kind}.{name}"
             request = Request(call, call.facts(name, **facts))
             self._check_alive(name)
             if name in self._pending:
                 raise HorovodInternalError(
-                    f"{call.kind}: name: {name!r} is that of an operation that is not done; "
+                    f"{call.kind}: name: {name} is that of an operation that is not done; "
                     "expected another name, or synchronize() first"
                 )
             self._pending[name] = request
@@ -308,18 +311,13 @@ class Engine:
 def _disagreement(known: list[Facts | None], ranks: list[int]) -> str | None:
     """Return what is wrong with an operation, the same on all ranks; None if nothing is."""
     present = {ranks[i]: facts for i, facts in enumerate(known) if facts is not None}
-    kinds = {facts["kind"] for facts in present.values()}
-    kind = KINDS[next(iter(kinds))] if len(kinds) == 1 else None
-    words: dict[int, dict[str, Any]] = {
-        rank: {"kind": facts["kind"]} if kind is None else kind.common(facts)
-        for rank, facts in present.items()
-    }
+    kind = KINDS[next(iter(present.values()))["kind"]]
+    words = {rank: kind.common(facts) for rank, facts in present.items()}
     first = next(iter(words.values()))
     for word, value in first.items():
         if any(each[word] != value for each in words.values()):
             each = ", ".join(f"rank {rank}: {said[word]}" for rank, said in words.items())
             return f"the ranks' arguments differ in {word}: {each}; expected the same on all"
-    assert kind is not None
     if len(present) < len(known) and not kind.with_joined(next(iter(present.values()))):
         return "not possible while ranks have joined, with join()"
     return kind.check(list(present.values()), len(known))

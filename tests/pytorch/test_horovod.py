@@ -130,6 +130,13 @@ def test_joined_ranks_count_as_zeros():
     assert hvd.join() == hvd.size() - 1
 
 
+def test_calls_without_a_name_match_after_an_uneven_join():
+    for _ in range(hvd.rank()):
+        hvd.allreduce(torch.ones(2), op=hvd.Sum)
+    hvd.join()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
 def test_objects():
     assert hvd.broadcast_object({"rank": hvd.rank()}, 0) == {"rank": 0}
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))

@@ -278,7 +278,10 @@ class Engine:
         self._were_joined = joined
         if len(joined) == self.size:
             self._were_joined = set()
-            request, self._join = self._join, None
+            with self._changed:
+                request, self._join = self._join, None
+                # Ranks that joined early have begun fewer calls without a name: they begin anew.
+                self._counts.clear()
             assert request is not None
             request.done.set()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import mpicoll as dist
 import mpicoll.horovod.torch as hvd
+from mpicoll.horovod.torch import engine
 
 pytestmark = pytest.mark.up_to_3
 
@@ -88,6 +90,26 @@ def test_a_waiting_rank_is_served_while_others_wait_for_it():
         hvd.synchronize(one)
     two = hvd.allreduce_async(torch.ones(1), name=second, op=hvd.Sum)
     assert hvd.synchronize(one).item() == hvd.synchronize(two).item() == hvd.size()
+
+
+def test_a_rank_that_begins_nothing_is_warned_of(monkeypatch):
+    """The warning is what has the last rank begin."""
+    if hvd.size() == 1:
+        pytest.skip("nobody is waited for")
+    last, said = hvd.size() - 1, []
+
+    def warn(text, **options):
+        said.append(text)
+        if hvd.rank() == 0:
+            dist.send(torch.ones(1), last)
+
+    monkeypatch.setattr(engine, "_STALLED", 0.05)
+    monkeypatch.setattr(engine.warnings, "warn", warn)
+    if hvd.rank() == last:
+        dist.recv(torch.empty(1), 0)
+    assert hvd.allreduce(torch.ones(1), name="late", op=hvd.Sum).item() == hvd.size()
+    if hvd.rank() == 0:
+        assert len(said) == 1 and "horovod: allreduce.late has not ended" in said[0]
 
 
 def test_disagreement_fails_everywhere_and_the_next_call_works():

@@ -56,6 +56,7 @@ class Request:
     done: threading.Event = field(default_factory=threading.Event)
     error: HorovodInternalError | None = None
     began: float = field(default_factory=time.monotonic)
+    _has_warned: bool = False
 
     def fail(self, error: HorovodInternalError) -> None:
         """End it with an error."""
@@ -63,11 +64,24 @@ class Request:
         self.done.set()
 
     def wait(self) -> Any:
-        """Wait for it; return its result. Raises HorovodInternalError if it failed."""
-        self.done.wait()
+        """Wait for it; return its result. Raises HorovodInternalError if it failed.
+
+        Warns after a minute.
+        """
+        if not self.done.wait(_STALLED):
+            # The thread cannot say who is missing while a rank that has begun nothing keeps it.
+            self.warn(f"has not ended within {_STALLED:.0f} s; some rank may not have begun it")
+            self.done.wait()
         if self.error is not None:
             raise HorovodInternalError(str(self.error)) from self.error.__cause__
         return self.call.result()
+
+    def warn(self, text: str) -> None:
+        """Say what keeps it, once. text: goes on after its name."""
+        if not self._has_warned:
+            self._has_warned = True
+            name = self.facts.get("name", self.call.kind)
+            warnings.warn(f"horovod: {name} {text}", stacklevel=3)
 
 
 class Said(NamedTuple):
@@ -96,7 +110,6 @@ class Engine:
         self._join: Request | None = None
         self._were_joined: set[int] = set()
         self._last_joined = -1
-        self._warned: set[str] = set()
         self._thread: threading.Thread | None = None
 
     # --- on the program's threads ----------------------------------------------------------------
@@ -288,15 +301,11 @@ class Engine:
     def _warn(self, request: Request | None, missing: list[int]) -> None:
         if request is None or time.monotonic() - request.began < _STALLED:
             return
-        name = request.facts["name"]
-        if name not in self._warned:
-            self._warned.add(name)
-            who = ", ".join(str(self.ranks[rank]) for rank in missing)
-            warnings.warn(
-                f"horovod: {name} waits for rank{'s' * (len(missing) > 1)} {who}, which "
-                f"{'have' if len(missing) > 1 else 'has'} not begun it for {_STALLED:.0f} s",
-                stacklevel=2,
-            )
+        who = ", ".join(str(self.ranks[rank]) for rank in missing)
+        request.warn(
+            f"waits for rank{'s' * (len(missing) > 1)} {who}, which "
+            f"{'have' if len(missing) > 1 else 'has'} not begun it for {_STALLED:.0f} s"
+        )
 
     def _end(self, error: BaseException | None) -> None:
         """Fail what is pending, and all that comes."""

@@ -168,6 +168,7 @@ def test_process_sets():
     last = hvd.add_process_set([hvd.size() - 1])
     if last.included():
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=last).item() == 1
+        assert last._engine.group.timeout > dist.group.WORLD.timeout
     assert hvd.remove_process_set(last)
 
 

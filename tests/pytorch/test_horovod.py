@@ -164,6 +164,20 @@ def test_objects():
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
 
+def test_the_state_of_an_optimizer():
+    root = hvd.size() - 1
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.5 + hvd.rank()))
+    if hvd.rank() == root:
+        weight.sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root)
+    state, (group,) = optimizer.state[weight], optimizer.param_groups
+    assert group["lr"].item() == 0.5 + root and group["betas"] == (0.9, 0.999)
+    torch.testing.assert_close(state["exp_avg"], torch.full((2,), 0.1))  # (1 - 0.9) * gradient
+    assert state["step"].item() == 1
+
+
 def test_process_sets():
     last = hvd.add_process_set([hvd.size() - 1])
     if last.included():

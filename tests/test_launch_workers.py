@@ -98,6 +98,9 @@ def test_the_launcher_of_the_engine_means_nothing(monkeypatch: pytest.MonkeyPatc
     """A cluster that mpirun or srun has started."""
     for name, value in {"PMI_RANK": "3", "PMI_SIZE": "8", "SLURM_PROCID": "3"}.items():
         monkeypatch.setenv(name, value)
-    script = "'PMI_SIZE' in __import__('os').environ"
-    assert run(eval, 1, script) == [False]
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "PBS_JOBID": "7.host"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    script = "sorted(n for n in __import__('os').environ if n[:3] in ('PMI', 'SLU', 'PBS'))"
+    assert run(eval, 1, script) == [["PBS_JOBID", "SLURM_JOB_ID"]]
     assert os.environ["PMI_SIZE"] == "8"

@@ -94,11 +94,11 @@ class Worker:
         self._rank = rank
         reader, answers = os.pipe()
         self._answers = os.fdopen(reader, "rb")
-        # The launcher of the engine's workers has told this process nothing of this job.
+        # The launcher of the engine's workers has told this process nothing of these ranks.
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not launchers.is_launcher_variable(name)
+            if (launchers.is_job_variable(name) or not launchers.is_launcher_variable(name))
             and not launchers.is_bootstrap_variable(name)
         }
         own = str(Path(__file__).parents[2])

@@ -112,7 +112,7 @@ test-clients:  ## scripts of libraries that people run, such as Lightning, and R
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
 	    -e '.[test]' mpich '$(or $(TORCH),torch)' $(CLIENTS)
-	TEST_MPICOLL_CLIENTS=1 .venv-clients/bin/python -m pytest -q tests/clients $(ARGS)
+	TEST_MPICOLL_CLIENTS=1 .venv-clients/bin/python -m pytest -q -rs tests/clients $(ARGS)
 
 # Two nodes, which are namespaces; installs Debian's packages of Slurm where it can.
 SLURM_TESTED := $(or $(MPI),mpich openmpi)

@@ -27,7 +27,8 @@ goes on from it:
 
 With ``--state``, SIGTERM and SIGUSR2 end the job well, in the middle of an epoch: a cluster sends
 one when the time is nearly over, or when it takes the nodes back. It may reach a single rank, or
-all in different steps: after each step they agree whether to stop, and rank 0 writes the state.
+all in different steps: after each step they agree whether to stop, and rank 0 writes the state, and
+beside it an empty FILE.stopped, by which a script knows that there is more to do.
 ``jobs/digits_requeue.sbatch`` puts such a job back into Slurm's queue.
 
 All options: ``python jobs/train_digits_elastic.py --help``. Exit code: 0 if the accuracy on
@@ -218,6 +219,7 @@ def main() -> int:
         if stop[0]:
             if dist.get_rank() == 0:
                 write(arguments.state, state)
+                arguments.state.with_suffix(".stopped").touch()
                 print(f"stops after step {state.step}", flush=True)
             dist.barrier()  # the state is written before any rank ends
             dist.destroy_process_group()

@@ -207,7 +207,9 @@ def run(script: str, folder: Path, *words: str, **variables: str) -> list[Start]
     log = folder / "log"
     answers = {
         "flux": "[ $1 != getattr ] || { echo f7; exit; }",
-        "scontrol": "[ $1 != show ] || { echo node1; echo node2; exit; }",
+        "srun": "${STOPS:+touch $STOPS}",
+        "scontrol": "[ \"$1 $2\" != 'show job' ] || { echo JobState=$STATE; exit; }\n"
+        "[ $1 != show ] || { echo node1; echo node2; exit; }",
     }
     for name in ("srun", "mpirun", "mpiexec", "flux", "scontrol"):
         says = answers.get(name, "")
@@ -266,6 +268,24 @@ def test_one_torchrun_on_each_node(tmp_path: Path) -> None:
     assert start.option("--ntasks") == "2" and start.option("--ntasks-per-node") == "1"
     assert start.option("--nnodes") == "2" and start.option("--nproc-per-node") == "4"
     assert start.option("--rdzv-endpoint") == "node1:20007"
+
+
+@pytest.mark.parametrize(
+    ("stops", "state", "requeues"),
+    [
+        ("digits-7.stopped", "RUNNING", True),
+        ("digits-7.stopped", "COMPLETING", False),  # Slurm does it, or nobody wants it
+        ("", "RUNNING", False),  # it has done all of its work
+    ],
+)
+def test_a_job_that_stops_early_is_requeued(
+    stops: str, state: str, requeues: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "digits-7.stopped").touch()  # of the run before
+    own = {"SLURM_SUBMIT_DIR": str(tmp_path), "STOPS": stops, "STATE": state}
+    step, *more = run("digits_requeue.sbatch", tmp_path, **own)
+    assert step.launcher == "srun"
+    assert more == ([Start("scontrol", ["requeue", "7"], [])] if requeues else [])
 
 
 def test_pals_is_told_the_ranks_of_a_node(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mpicoll.launch.launchers import Dialect, is_bootstrap_variable, is_launcher_variable
+from mpicoll.launch.launchers import LAUNCHERS, Dialect, is_bootstrap_variable, is_launcher_variable
 from mpicoll.launch.mismatch import LIBRARIES, find_foreign, find_mpi
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
@@ -34,10 +34,11 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
         (OPENMPI, HYDRA, "MPICH's mpirun"),
         (OPENMPI, INTEL_MPIRUN, "Intel MPI's mpirun"),
         (MPICH, PMIX, "srun --mpi=pmix"),
-        (INTEL, PMIX, "srun --mpi=pmix"),
+        (INTEL, PRTERUN, "a PMIx process manager"),
         (OPENMPI, PMI2, "srun --mpi=pmi2"),
         (MPICH, PRTERUN, "a PMIx process manager"),
         (MPICH, OMPI_MPIRUN | SRUN, "Open MPI's mpirun"),
+        (INTEL, OMPI_MPIRUN | SRUN, "Open MPI's mpirun"),  # its daemons are started by srun
         # What works.
         (MPICH, HYDRA, None),
         (MPICH, INTEL_MPIRUN, None),
@@ -77,6 +78,9 @@ def test_what_is_refused(version: str, environment: dict[str, str], launcher: st
         (MPICH, {}, ("PMI2_Init",)),  # Slurm's, or PMIx's own
         (INTEL, {"I_MPI_PMI": "pmix"}, ()),
         (INTEL, {"I_MPI_PMI_LIBRARY": "/usr/lib64/libpmi2.so"}, ()),
+        (INTEL, PMIX, ()),
+        (INTEL, INTEL_MPIRUN | PMIX, ()),
+        (INTEL, PRTERUN | {"PALS_RANKID": "1"}, ()),
         ("MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)", {}, ()),
         ("MVAPICH2 Version      :\t2.3.7", {}, ()),
         ("IBM Spectrum MPI v10.4", {}, ()),
@@ -139,3 +143,5 @@ def test_one_rank_needs_no_launcher(foreign: dict[str, str]) -> None:
 def test_each_family_is_there_once() -> None:
     for version in (MPICH, INTEL, OPENMPI):
         assert find_mpi(version, {}, has=lambda name: False) in LIBRARIES
+    names = {each.name for each in LAUNCHERS}
+    assert all({*each.asks, each.deaf} <= names | {""} for each in LIBRARIES)

@@ -73,16 +73,18 @@ def raised(rank: int, error: Exception) -> Outcome:
 
 def test_which_exception_is_raised() -> None:
     good = Outcome(0, value=pickle.dumps("a"))
-    assert collect([Outcome(1, value=pickle.dumps("b")), good], "w") == ["a", "b"]
+    assert collect([Outcome(1, value=pickle.dumps("b")), good], 2, "w") == ["a", "b"]
     lost = raised(0, LostRankError("rank 2 is lost", ()))
     ended = Outcome(1, trace="rank 1 on h ended with exit code 1", code=1)
     killed = Outcome(2, trace="rank 2 on h ended by signal 9", code=-9)
     with pytest.raises(LaunchError, match=r"rank 2 of 4 did not return: .* by signal 9"):
-        collect([good, lost, ended, killed], "w")
+        collect([good, lost, ended, killed], 4, "w")
     with pytest.raises(KeyError, match="mine"):
-        collect([good, lost, killed, raised(3, KeyError("mine"))], "w")
+        collect([good, lost, killed, raised(3, KeyError("mine"))], 4, "w")
     with pytest.raises(LaunchError, match="w: rank 1 of 2 did not return: ValueError: odd"):
-        collect([good, Outcome(1, trace="Traceback ...\nValueError: odd", code=1)], "w")
+        collect([good, Outcome(1, trace="Traceback ...\nValueError: odd", code=1)], 2, "w")
+    with pytest.raises(LaunchError, match="rank 2 of 4 did not return"):  # the others had begun
+        collect([killed], 4, "w")
 
 
 @pytest.mark.parametrize("ranks", [0, -1, "2"])
@@ -96,6 +98,9 @@ def test_the_launcher_of_the_engine_means_nothing(monkeypatch: pytest.MonkeyPatc
     """A cluster that mpirun or srun has started."""
     for name, value in {"PMI_RANK": "3", "PMI_SIZE": "8", "SLURM_PROCID": "3"}.items():
         monkeypatch.setenv(name, value)
-    script = "'PMI_SIZE' in __import__('os').environ"
-    assert run(eval, 1, script) == [False]
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "PBS_JOBID": "7.host"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    script = "sorted(n for n in __import__('os').environ if n[:3] in ('PMI', 'SLU', 'PBS'))"
+    assert run(eval, 1, script) == [["PBS_JOBID", "SLURM_JOB_ID"]]
     assert os.environ["PMI_SIZE"] == "8"

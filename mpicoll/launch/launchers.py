@@ -21,6 +21,7 @@ __all__ = [
     "find_survival",
     "has_own_gpus",
     "is_bootstrap_variable",
+    "is_job_variable",
     "is_launcher_variable",
 ]
 
@@ -47,6 +48,7 @@ class Launcher:
     bootstrap: a pattern of the names by which an MPI library finds its ranks. They are hidden while
              MPI starts in another way.
     owned:   a pattern of the names that a process must not get if it is no rank of this job.
+    job:     a pattern of those of them that tell of the whole job, to every process in it.
     own_gpus: a variable that is set where each rank has GPUs of its own, "" without one.
     is_parent: the ranks are children of a process of its own on their node, which has no other name
              than the language it is written in, and end with that.
@@ -68,6 +70,7 @@ class Launcher:
     dialect: Dialect | None = None
     bootstrap: str = ""
     owned: str = ""
+    job: str = ""
     own_gpus: str = ""
     is_parent: bool = False
     manager: str = ""
@@ -239,6 +242,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         survival="a checkpoint, as srun starts no rank again; or an mpirun in the allocation, with "
         "which the other ranks can go on",
         owned="SLURM",
+        job=r"SLURM_(JOB|ARRAY|SUBMIT|CLUSTER|CONF|CPUS|MEM|TMPDIR|RESTART)",
         own_gpus="SLURM_GPUS_PER_TASK",
     ),
     Launcher(
@@ -249,8 +253,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank=("SLURM_LOCALID",),
         remedy="the batch script runs once: start the program in it with srun or mpirun",
     ),
-    Launcher("PBS", owned="PBS_"),
-    Launcher("LSF", owned="LSB_"),
+    Launcher("PBS", owned="PBS_", job=r"PBS_(JOB|NODEFILE|O_|QUEUE|ARRAY)"),
+    Launcher("LSF", owned="LSB_", job=r"LSB_(JOB|HOSTS|MCPU_HOSTS|DJOB_HOSTFILE|QUEUE|SUB)"),
 )
 
 
@@ -315,6 +319,11 @@ def is_bootstrap_variable(name: str, dialects: Collection[Dialect] = tuple(Diale
 def is_launcher_variable(name: str) -> bool:
     """Tell whether a launcher sets this variable for the ranks of its own job alone."""
     return any(each.owned and re.match(each.owned, name) for each in LAUNCHERS)
+
+
+def is_job_variable(name: str) -> bool:
+    """Tell whether a batch system sets this variable for all that runs in a job."""
+    return any(each.job and re.match(each.job, name) for each in LAUNCHERS)
 
 
 def find_job(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:

@@ -37,12 +37,16 @@ class Library:
     linked:  functions that it has where it was linked with another's client of process managers,
              and understands whatever that does.
     settings: variables by which users give it one.
+    asks:    names of launchers that it asks which dialect they speak.
+    deaf:    the name of one that it does not understand, even inside those; "" without one.
     """
 
     pattern: str
     dialect: Dialect
     linked: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    asks: tuple[str, ...] = ()
+    deaf: str = ""
 
 
 LIBRARIES: tuple[Library, ...] = (
@@ -51,8 +55,13 @@ LIBRARIES: tuple[Library, ...] = (
     Library(
         r"MPICH Version:", Dialect.PMI, linked=("PMIx_Init", "PMI_Init", "PMI2_Init")
     ),
+    # Under Slurm and PALS it takes PMI-1, PMI-2 or PMIx, as it finds them (2021.18's libmpi.so).
     Library(
-        r"Intel\(R\) MPI Library", Dialect.PMI, settings=("I_MPI_PMI", "I_MPI_PMI_LIBRARY")
+        r"Intel\(R\) MPI Library",
+        Dialect.PMI,
+        settings=("I_MPI_PMI", "I_MPI_PMI_LIBRARY"),
+        asks=("srun", "PALS (HPE Cray's mpiexec)"),
+        deaf="Open MPI's mpirun",
     ),
 )  # fmt: skip
 
@@ -66,9 +75,14 @@ def find_mpi(
 
     version: MPI_Get_library_version's text. has: tells whether the library has a function.
     """
+    present = {each.name for each in launchers.find_launchers(environment)}
     for each in LIBRARIES:
         if re.match(each.pattern, version):
-            has_more = any(map(has, each.linked)) or any(map(environment.get, each.settings))
+            has_more = (
+                any(map(has, each.linked))
+                or any(map(environment.get, each.settings))
+                or (each.deaf not in present and not present.isdisjoint(each.asks))
+            )
             return None if has_more else each
     return None
 

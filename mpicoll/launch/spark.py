@@ -49,7 +49,7 @@ def run(
         yield _run_rank(ranks, timeout, call)
 
     stage = context.parallelize(range(ranks), ranks).barrier()
-    return collect(stage.mapPartitions(task).collect(), _WHERE)
+    return collect(stage.mapPartitions(task).collect(), ranks, _WHERE)
 
 
 def _run_rank(size: int, limit: float, call: bytes) -> Outcome:

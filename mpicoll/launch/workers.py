@@ -94,11 +94,11 @@ class Worker:
         self._rank = rank
         reader, answers = os.pipe()
         self._answers = os.fdopen(reader, "rb")
-        # The launcher of the engine's workers has told this process nothing of this job.
+        # The launcher of the engine's workers has told this process nothing of these ranks.
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not launchers.is_launcher_variable(name)
+            if (launchers.is_job_variable(name) or not launchers.is_launcher_variable(name))
             and not launchers.is_bootstrap_variable(name)
         }
         own = str(Path(__file__).parents[2])
@@ -208,11 +208,13 @@ def assign(
     ]
 
 
-def collect(outcomes: Sequence[Outcome], where: str) -> list[Any]:
+def collect(outcomes: Sequence[Outcome], size: int, where: str) -> list[Any]:
     """Return what the function returned, by rank; raise the exception of a rank instead.
 
-    Of several the one that is no consequence of another, see ``_order``. LaunchError where a rank
-    has ended without an exception.
+    outcomes: of all ``size`` ranks, or of those that have failed.
+
+    Of several exceptions the one that is no consequence of another, see ``_order``. LaunchError
+    where a rank has ended without an exception.
     """
     found = []
     for one in (each for each in outcomes if each.value is None):
@@ -226,7 +228,7 @@ def collect(outcomes: Sequence[Outcome], where: str) -> list[Any]:
         if isinstance(error, Exception):
             raise error from cause
         raise LaunchError(
-            f"{where}: rank {one.rank} of {len(outcomes)} did not return: "
+            f"{where}: rank {one.rank} of {size} did not return: "
             f"{one.trace.strip().splitlines()[-1]}"
         ) from cause
     ordered = sorted(outcomes, key=lambda one: one.rank)
@@ -268,7 +270,7 @@ def run_driven(
         )  # fmt: skip
         failures = [each.failure for each in ready if each.failure is not None]
         if failures:
-            collect(failures, where)
+            collect(failures, size, where)
         pending = {
             pool.submit(_finish, ask, rank, ranked[rank], told)
             for rank, told in enumerate(assign(ready, call))
@@ -281,7 +283,7 @@ def run_driven(
             if not done:
                 for each in ranked:
                     kill(each)
-    return collect(outcomes, where)
+    return collect(outcomes, size, where)
 
 
 @contextlib.contextmanager

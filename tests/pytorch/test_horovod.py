@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import mpicoll as dist
 import mpicoll.horovod.torch as hvd
+from mpicoll.horovod.torch import engine
 
 pytestmark = pytest.mark.up_to_3
 
@@ -60,6 +62,27 @@ def test_names_match_in_any_order():
         assert hvd.poll(begun[name])
 
 
+def test_kinds_share_names():
+    total = hvd.allreduce_async(torch.ones(2), name="weight", op=hvd.Sum)
+    first = hvd.broadcast_async(torch.full((1,), hvd.rank()), 0, name="weight")
+    assert hvd.synchronize(first).item() == 0
+    assert hvd.synchronize(total).tolist() == [hvd.size()] * 2
+
+
+def test_a_name_that_is_in_use():
+    if hvd.size() == 1:
+        pytest.skip("nobody is waited for")
+    if hvd.rank() == 0:
+        begun = hvd.allreduce_async(torch.ones(1), name="twice")
+        with pytest.raises(hvd.HorovodInternalError, match=r"name: allreduce\.twice is that"):
+            hvd.allreduce_async(torch.ones(1), name="twice")
+        hvd.barrier()
+        hvd.synchronize(begun)
+    else:
+        hvd.barrier()
+        hvd.allreduce(torch.ones(1), name="twice")
+
+
 def test_a_waiting_rank_is_served_while_others_wait_for_it():
     first, second = ("a", "b") if hvd.rank() == 0 else ("b", "a")
     one = hvd.allreduce_async(torch.ones(1), name=first, op=hvd.Sum)
@@ -67,6 +90,26 @@ def test_a_waiting_rank_is_served_while_others_wait_for_it():
         hvd.synchronize(one)
     two = hvd.allreduce_async(torch.ones(1), name=second, op=hvd.Sum)
     assert hvd.synchronize(one).item() == hvd.synchronize(two).item() == hvd.size()
+
+
+def test_a_rank_that_begins_nothing_is_warned_of(monkeypatch):
+    """The warning is what has the last rank begin."""
+    if hvd.size() == 1:
+        pytest.skip("nobody is waited for")
+    last, said = hvd.size() - 1, []
+
+    def warn(text, **options):
+        said.append(text)
+        if hvd.rank() == 0:
+            dist.send(torch.ones(1), last)
+
+    monkeypatch.setattr(engine, "_STALLED", 0.05)
+    monkeypatch.setattr(engine.warnings, "warn", warn)
+    if hvd.rank() == last:
+        dist.recv(torch.empty(1), 0)
+    assert hvd.allreduce(torch.ones(1), name="late", op=hvd.Sum).item() == hvd.size()
+    if hvd.rank() == 0:
+        assert len(said) == 1 and "horovod: allreduce.late has not ended" in said[0]
 
 
 def test_disagreement_fails_everywhere_and_the_next_call_works():
@@ -109,15 +152,37 @@ def test_joined_ranks_count_as_zeros():
     assert hvd.join() == hvd.size() - 1
 
 
+def test_calls_without_a_name_match_after_an_uneven_join():
+    for _ in range(hvd.rank()):
+        hvd.allreduce(torch.ones(2), op=hvd.Sum)
+    hvd.join()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
 def test_objects():
     assert hvd.broadcast_object({"rank": hvd.rank()}, 0) == {"rank": 0}
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+
+
+def test_the_state_of_an_optimizer():
+    root = hvd.size() - 1
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.5 + hvd.rank()))
+    if hvd.rank() == root:
+        weight.sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root)
+    state, (group,) = optimizer.state[weight], optimizer.param_groups
+    assert group["lr"].item() == 0.5 + root and group["betas"] == (0.9, 0.999)
+    torch.testing.assert_close(state["exp_avg"], torch.full((2,), 0.1))  # (1 - 0.9) * gradient
+    assert state["step"].item() == 1
 
 
 def test_process_sets():
     last = hvd.add_process_set([hvd.size() - 1])
     if last.included():
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=last).item() == 1
+        assert last._engine.group.timeout > dist.group.WORLD.timeout
     assert hvd.remove_process_set(last)
 
 

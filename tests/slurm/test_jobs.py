@@ -283,11 +283,15 @@ def test_a_signal_before_the_end_of_the_time(folder: Path, undisturbed: dict[int
     assert_went_on(output(job, folder), undisturbed)
 
 
+@pytest.mark.parametrize("partition", ["main", "graced"])
 def test_a_job_of_a_higher_priority_takes_the_nodes(
-    folder: Path, undisturbed: dict[int, str]
+    partition: str, folder: Path, undisturbed: dict[int, str]
 ) -> None:
-    """Slurm sends SIGTERM and requeues the job, which goes on once the other one has ended."""
-    job = submit("digits_requeue.sbatch", folder, "--epochs", "60", options=("--exclusive",))
+    """Slurm sends SIGTERM and requeues the job, which goes on once the other one has ended; in a
+    partition with GraceTime the job requeues itself.
+    """
+    options = ("--exclusive", f"--partition={partition}")
+    job = submit("digits_requeue.sbatch", folder, "--epochs", "60", options=options)
     wait_until(lambda: len(losses(output(job, folder))) > 3)
     urgent = ("--partition=urgent", "--exclusive", f"--nodes={NODES}")
     code, out = srun(*urgent, "--ntasks-per-node=1", "--mpi=none", "true")

@@ -1,7 +1,8 @@
 """Operations matched by name: a thread of each process set has the ranks agree what is ready.
 
 Horovod lets every rank begin operations in an order of its own, as backward passes do. A collective
-needs one order. So a request waits until every rank of the set has made one of its name. The thread
+needs one order. So a request waits until every rank of the set has made one of its kind and name:
+kinds may share names, as in Horovod, which puts the kind before each. The thread
 meets those of the other ranks in rounds: each says what it has, all know what all have, and all
 carry out what all have, in the same order. Requests that disagree fail on every rank, and the next
 ones go on.
@@ -55,6 +56,7 @@ class Request:
     done: threading.Event = field(default_factory=threading.Event)
     error: HorovodInternalError | None = None
     began: float = field(default_factory=time.monotonic)
+    _has_warned: bool = False
 
     def fail(self, error: HorovodInternalError) -> None:
         """End it with an error."""
@@ -62,11 +64,24 @@ class Request:
         self.done.set()
 
     def wait(self) -> Any:
-        """Wait for it; return its result. Raises HorovodInternalError if it failed."""
-        self.done.wait()
+        """Wait for it; return its result. Raises HorovodInternalError if it failed.
+
+        Warns after a minute.
+        """
+        if not self.done.wait(_STALLED):
+            # The thread cannot say who is missing while a rank that has begun nothing keeps it.
+            self.warn(f"has not ended within {_STALLED:.0f} s; some rank may not have begun it")
+            self.done.wait()
         if self.error is not None:
             raise HorovodInternalError(str(self.error)) from self.error.__cause__
         return self.call.result()
+
+    def warn(self, text: str) -> None:
+        """Say what keeps it, once. text: goes on after its name."""
+        if not self._has_warned:
+            self._has_warned = True
+            name = self.facts.get("name", self.call.kind)
+            warnings.warn(f"horovod: {name} {text}", stacklevel=3)
 
 
 class Said(NamedTuple):
@@ -95,7 +110,6 @@ class Engine:
         self._join: Request | None = None
         self._were_joined: set[int] = set()
         self._last_joined = -1
-        self._warned: set[str] = set()
         self._thread: threading.Thread | None = None
 
     # --- on the program's threads ----------------------------------------------------------------
@@ -103,21 +117,23 @@ class Engine:
     def submit(self, call: Call, name: str | None, **facts: Any) -> Request:
         """Begin an operation.
 
-        name: what the other ranks call it; None: the kind and the number of such calls so far.
+        name: what the other ranks call it; None: the number of such calls so far.
         facts: see ``Call.facts``.
 
-        Raises HorovodInternalError if an operation of this name is on its way, and after the end.
+        Raises HorovodInternalError if an operation of this kind and name is on its way, and after
+        the end.
         """
         synchronize_devices([call])
         with self._changed:
             if name is None:
-                name = f"{call.kind}.noname.{self._counts[call.kind]}"
+                name = f"noname.{self._counts[call.kind]}"
                 self._counts[call.kind] += 1
+            name = f"{call.kind}.{name}"
             request = Request(call, call.facts(name, **facts))
             self._check_alive(name)
             if name in self._pending:
                 raise HorovodInternalError(
-                    f"{call.kind}: name: {name!r} is that of an operation that is not done; "
+                    f"{call.kind}: name: {name} is that of an operation that is not done; "
                     "expected another name, or synchronize() first"
                 )
             self._pending[name] = request
@@ -275,22 +291,21 @@ class Engine:
         self._were_joined = joined
         if len(joined) == self.size:
             self._were_joined = set()
-            request, self._join = self._join, None
+            with self._changed:
+                request, self._join = self._join, None
+                # Ranks that joined early have begun fewer calls without a name: they begin anew.
+                self._counts.clear()
             assert request is not None
             request.done.set()
 
     def _warn(self, request: Request | None, missing: list[int]) -> None:
         if request is None or time.monotonic() - request.began < _STALLED:
             return
-        name = request.facts["name"]
-        if name not in self._warned:
-            self._warned.add(name)
-            who = ", ".join(str(self.ranks[rank]) for rank in missing)
-            warnings.warn(
-                f"horovod: {name} waits for rank{'s' * (len(missing) > 1)} {who}, which "
-                f"{'have' if len(missing) > 1 else 'has'} not begun it for {_STALLED:.0f} s",
-                stacklevel=2,
-            )
+        who = ", ".join(str(self.ranks[rank]) for rank in missing)
+        request.warn(
+            f"waits for rank{'s' * (len(missing) > 1)} {who}, which "
+            f"{'have' if len(missing) > 1 else 'has'} not begun it for {_STALLED:.0f} s"
+        )
 
     def _end(self, error: BaseException | None) -> None:
         """Fail what is pending, and all that comes."""
@@ -308,18 +323,13 @@ class Engine:
 def _disagreement(known: list[Facts | None], ranks: list[int]) -> str | None:
     """Return what is wrong with an operation, the same on all ranks; None if nothing is."""
     present = {ranks[i]: facts for i, facts in enumerate(known) if facts is not None}
-    kinds = {facts["kind"] for facts in present.values()}
-    kind = KINDS[next(iter(kinds))] if len(kinds) == 1 else None
-    words: dict[int, dict[str, Any]] = {
-        rank: {"kind": facts["kind"]} if kind is None else kind.common(facts)
-        for rank, facts in present.items()
-    }
+    kind = KINDS[next(iter(present.values()))["kind"]]
+    words = {rank: kind.common(facts) for rank, facts in present.items()}
     first = next(iter(words.values()))
     for word, value in first.items():
         if any(each[word] != value for each in words.values()):
             each = ", ".join(f"rank {rank}: {said[word]}" for rank, said in words.items())
             return f"the ranks' arguments differ in {word}: {each}; expected the same on all"
-    assert kind is not None
     if len(present) < len(known) and not kind.with_joined(next(iter(present.values()))):
         return "not possible while ranks have joined, with join()"
     return kind.check(list(present.values()), len(known))

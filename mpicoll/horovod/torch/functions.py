@@ -86,6 +86,24 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("broadcast_optimizer_state: the state of LBFGS cannot be broadcast")
-    state = broadcast_object(optimizer.state_dict() if rank() == root_rank else None, root_rank)
-    if rank() != root_rank:
-        optimizer.load_state_dict(state)
+    is_root = rank() == root_rank
+    state = broadcast_object(_on_cpu(optimizer.state_dict()) if is_root else None, root_rank)
+    if is_root:
+        return
+    # load_state_dict puts state where the parameters are; options such as a tensor for lr it keeps.
+    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        for option, value in group.items():
+            if isinstance(value, Tensor) and isinstance(own.get(option), Tensor):
+                group[option] = value.to(own[option].device)
+    optimizer.load_state_dict(state)
+
+
+def _on_cpu(state: Any) -> Any:
+    """Return a state with its tensors on the CPU: the root's device need not be there elsewhere."""
+    if isinstance(state, Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_on_cpu, state))
+    return state

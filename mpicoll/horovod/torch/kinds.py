@@ -234,8 +234,8 @@ def _nothing(engine: Engine, calls: Sequence[Call], known: Known) -> None:
 
 
 def _alike(*names: str) -> Callable[[Facts], Facts]:
-    """Return what finds these facts, and the kind."""
-    return lambda facts: {name: facts[name] for name in ("kind", *names)}
+    """Return what finds these facts."""
+    return lambda facts: {name: facts[name] for name in names}
 
 
 def _all_but_rows(facts: Facts) -> Facts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import mpicoll as dist
@@ -38,6 +39,9 @@ __all__ = [
     "shutdown",
     "size",
 ]
+
+#: Horovod's operations wait without limit, as where one rank evaluates while the others go on.
+_NO_LIMIT = timedelta(days=3650)
 
 
 class ProcessSet:
@@ -159,7 +163,7 @@ def _begin(owns: bool, process_sets: Sequence[Any]) -> None:
 
 
 def _add(job: _Job, process_set: ProcessSet) -> None:
-    group: Any = dist.new_group(process_set.ranks)
+    group: Any = dist.new_group(process_set.ranks, timeout=_NO_LIMIT)
     process_set.process_set_id = job.made
     job.sets[job.made] = process_set
     job.made += 1

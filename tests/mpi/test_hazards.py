@@ -333,7 +333,7 @@ def test_a_barrier_and_a_work_that_others_join_late(pair, world, mpi):
 
 
 def test_what_nobody_has_received_is_gone_with_its_group(world, mpi):
-    """MPI gives the next group the context of a freed communicator: the message would be its own."""
+    """MPI gives a later group the context of a freed communicator, and with it the message."""
     if world.size < 2:
         pytest.skip("needs two ranks")
     group = dist.new_group()

@@ -98,7 +98,16 @@ class Ended:
 job = made_by(Job)
 
 
+#: What Open MPI's launcher says, once in thousands of starts, when it has started no rank.
+NOT_STARTED = "The PMIx server's listener thread failed to start"
+
+
 def run(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
+    ended = run_once(task, parameters, folder)
+    return run_once(task, parameters, folder) if NOT_STARTED in ended.err else ended
+
+
+def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
     script = folder / "script.py"
     script.write_text(PREAMBLE + Template(task.script).safe_substitute(parameters))
     command = [*MPIEXEC, "-n", str(task.ranks), sys.executable, *task.options, script, folder]

@@ -251,7 +251,8 @@ def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namesp
     terms += ["not slow"] if arguments.quick else []
     if not arguments.full:
         terms += ["not up_to_3 and not on_3"] if number > 3 else []
-        terms += ["not on_3"] if number == 2 and not (arguments.quick or arguments.ranks) else []
+        default = not (arguments.quick or arguments.ranks)
+        terms += ["not on_3"] if number in (1, 2) and default else []
     return " and ".join(terms)
 
 

@@ -92,6 +92,7 @@ def test_a_rank_in_another_call(culprit: str, ended: Hung) -> None:
     assert f"Culprit rank 1; Error type: {what}" in text and how in text
 
 
+@pytest.mark.any_mpi
 @needs_mpiexec
 @needs_torch
 @pytest.mark.parametrize("culprit", ["dist.barrier()"])

@@ -125,6 +125,7 @@ dist.barrier() if dist.get_rank() < 3 else far_away()
 """
 
 
+@pytest.mark.any_mpi
 def test_a_hang_on_another_node_is_reported(namespaces: list[str], tmp_path: Path) -> None:
     """The guard of rank 0's node asks that of the other."""
     done = run(HANG, namespaces, tmp_path)

@@ -54,6 +54,7 @@ def test_a_rank_that_does_not_come_to_init(end: str, begin: str, ended: Ended) -
     assert "not reached" not in ended.out
 
 
+@pytest.mark.any_mpi
 @compiled
 @LATE_ENDS
 @LATE_BEGINS

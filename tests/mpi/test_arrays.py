@@ -16,7 +16,7 @@ import mpicoll as dist
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
 
-pytestmark = pytest.mark.up_to_3
+pytestmark = pytest.mark.on_3
 
 ROWS = [row for row in PRIMITIVES if row.layout is not Layout.EMPTY]
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)

@@ -33,7 +33,7 @@ from mpicoll.kernels import calls as short
 from mpicoll.primitives import by_name as primitives
 from mpicoll.watch import consistency
 
-pytestmark = pytest.mark.up_to_3
+pytestmark = pytest.mark.on_3
 
 DEADLINE = 60
 #: Shapes of blocks. Elements of 16 bytes make some of them too large to be fused, and more in one

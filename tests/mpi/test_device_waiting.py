@@ -26,7 +26,7 @@ from mpicoll.errors import CollectiveTimeoutError, MismatchError, UnsupportedErr
 from mpicoll.routes import registry
 from mpicoll.watch import consistency
 
-pytestmark = pytest.mark.up_to_3
+pytestmark = pytest.mark.on_3
 
 COUNT = 1000
 

@@ -23,7 +23,7 @@ from mpicoll.kernels import peers
 from mpicoll.routes import registry
 from mpicoll.routes.device import peer
 
-pytestmark = pytest.mark.up_to_3
+pytestmark = pytest.mark.on_3
 
 PRIMITIVES = registry.DEVICE["peer"].primitives
 

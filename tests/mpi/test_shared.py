@@ -99,6 +99,7 @@ def test_seams(cut, mpi, dtype):
     assert cut.size == 1 or shares(cut) or dtype.name == "float8_e8m0fnu"
 
 
+@pytest.mark.any_mpi
 @needs
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)

@@ -18,7 +18,7 @@ from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.routes.device import shared_gpu
 
 on = test_device_trouble.on
-pytestmark = pytest.mark.up_to_3
+pytestmark = pytest.mark.on_3
 
 #: Elements of float32 that are more than a small call.
 LARGE = shared_gpu.SMALL // 4 + 100

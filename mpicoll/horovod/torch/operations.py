@@ -473,6 +473,22 @@ class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
         return None, None, *grouped_allgather_async(scaled, process_set=process_set).wait()
 
 
+def _compressed(
+    function: type[torch.autograd.Function],
+    name: str | None,
+    options: dict[str, Any],
+    tensors: Sequence[Tensor],
+    compression: Any,
+) -> list[Tensor]:
+    """Apply a function with a gradient to compressed tensors; return its decompressed results."""
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    outputs = function.apply(name, options, *(tensor for tensor, _ in compressed))
+    return [
+        compression.decompress(output, context)
+        for output, (_, context) in zip(outputs, compressed, strict=True)
+    ]
+
+
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -484,18 +500,13 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Reduce each of several tensors over the ranks; see allreduce. Returns a list."""
-    compressed = [compression.compress(tensor) for tensor in tensors]
     options = {
         "op": _resolve(op, average, "allreduce"),
         "prescale_factor": prescale_factor,
         "postscale_factor": postscale_factor,
         "process_set": process_set,
     }
-    outputs = _AllReduce.apply(name, options, *(tensor for tensor, _ in compressed))
-    return [
-        compression.decompress(output, context)
-        for output, (_, context) in zip(outputs, compressed, strict=True)
-    ]
+    return _compressed(_AllReduce, name, options, tensors, compression)
 
 
 def allreduce(
@@ -589,18 +600,13 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce each of several tensors and share out its rows; see reducescatter. Returns a list."""
-    compressed = [compression.compress(tensor) for tensor in tensors]
     options = {
         "op": op,
         "prescale_factor": prescale_factor,
         "postscale_factor": postscale_factor,
         "process_set": process_set,
     }
-    outputs = _ReduceScatter.apply(name, options, *(tensor for tensor, _ in compressed))
-    return [
-        compression.decompress(output, context)
-        for output, (_, context) in zip(outputs, compressed, strict=True)
-    ]
+    return _compressed(_ReduceScatter, name, options, tensors, compression)
 
 
 def reducescatter(

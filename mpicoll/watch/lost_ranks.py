@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
-import threading
 import time
 import zlib
 from collections.abc import Collection
@@ -95,10 +93,6 @@ def start(world: MPI.Intracomm) -> None:
         if world.Get_rank() == 0:
             warn(f"{settings.SURVIVE.name} is set, but a lost rank ends the job: {problem}")
         return
-    # Hydra sends it to all ranks when one is lost, and by default it ends them.
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     _processes = _Processes(world, pids)
 
 

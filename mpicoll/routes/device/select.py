@@ -228,17 +228,19 @@ def agree(
 def choose(kind: CallKind) -> Implementation:
     """Return the implementation for calls of this kind on device memory in this group."""
     group = kind.group
-    ways: list[Way] = []  # the best first
+    candidates: list[Candidate] = []  # the best first
     begun = -1  # the number of the latest call that has come here
 
-    def prepare(context: DeviceContext, extent: Extent) -> tuple[Agreed, Way]:
+    def prepare(context: DeviceContext, extent: Extent) -> tuple[Agreed, Candidate]:
         nonlocal begun
         begun = group.sequence
         agreed = agree(group, context)
         agreed.space.context = context
-        if not ways:
-            ways.extend(_build(agreed, kind))
-        return agreed, ways[0] if len(ways) == 1 else _way_for(ways, kind, extent)
+        if not candidates:
+            candidates.extend(_build(agreed, kind))
+        return agreed, candidates[0] if len(candidates) == 1 else _candidate_for(
+            candidates, kind, extent
+        )
 
     def carry_out(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
@@ -246,8 +248,8 @@ def choose(kind: CallKind) -> Implementation:
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
         is_first = group.resources.find("devices") is None  # on every rank
-        agreed, way = prepare(first.context, extent)
-        way.run(send, recv, extent, root)
+        agreed, candidate = prepare(first.context, extent)
+        candidate.run(send, recv, extent, root)
         if is_first:
             agreed.warn()  # when no rank waits for this one: a program may make warnings errors
 
@@ -255,42 +257,46 @@ def choose(kind: CallKind) -> Implementation:
         if begun != group.sequence:  # the others agree on routes if this is the first call
             prepare(context, extent)
         found = group.resources.find("devices")
-        if found is not None and ways:
-            found.leave(_way_for(ways, kind, extent).route.name, kind, error)
+        if found is not None and candidates:
+            found.leave(_candidate_for(candidates, kind, extent).route.name, kind, error)
 
     def only_enqueues() -> bool:
         found = group.resources.find("devices")
-        return bool(ways) and all(
-            way.route.blocks == "" or (found.space.alone and way.route is direct.ROUTE)
-            for way in ways
+        return bool(candidates) and all(
+            candidate.route.blocks == "" or (found.space.alone and candidate.route is direct.ROUTE)
+            for candidate in candidates
         )
 
-    add_capturable(carry_out, lambda: bool(ways) and all(way.route.captures for way in ways))
+    add_capturable(
+        carry_out,
+        lambda: bool(candidates) and all(candidate.route.captures for candidate in candidates),
+    )
     return add_enqueuing(add_leave(carry_out, leave), only_enqueues)
 
 
-class Way(NamedTuple):
+class Candidate(NamedTuple):
     """An implementation, and the route that it goes by."""
 
     run: Implementation
     route: Route
 
 
-def _build(agreed: Agreed, kind: CallKind) -> list[Way]:
-    """Return the ways of such calls: by the routes that serve them, the best first, up to the first
-    that takes calls of any size.
+def _build(agreed: Agreed, kind: CallKind) -> list[Candidate]:
+    """Return the candidates for such calls, the best first.
+
+    They are the routes that serve them, up to the first that takes calls of any size.
     """
     primitive, group, op, dtype = kind
-    ways: list[Way] = []
+    candidates: list[Candidate] = []
     for name in agreed.names:
         route = registry.DEVICE[name]
         found = route.build(kind, agreed) if route.serves_kind(kind) else None
         if found is not None:
-            ways.append(Way(found, route))
+            candidates.append(Candidate(found, route))
             if not route.least:
                 break
-    if ways:
-        return ways
+    if candidates:
+        return candidates
     raise UnsupportedError(
         f"{primitive.name}: MPICOLL_DEVICE_ROUTE={agreed.names[0]} does not serve "
         f"{'' if op is None else f'{op.name} of '}{dtype}"
@@ -299,17 +305,18 @@ def _build(agreed: Agreed, kind: CallKind) -> list[Way]:
     )
 
 
-def _way_for(ways: Sequence[Way], kind: CallKind, extent: Extent) -> Way:
-    """Return the way of a call: the first that takes as many bytes as all ranks know of, else the
-    last.
+def _candidate_for(candidates: Sequence[Candidate], kind: CallKind, extent: Extent) -> Candidate:
+    """Return the candidate for a call: the first that takes its bytes, else the last.
+
+    Bytes are those that all ranks know of.
     """
     primitive, _, _, dtype = kind
     assert dtype is not None
     sizes, n = agreed_sizes(primitive, extent), kind.group.size()
     blocks = n if primitive.many_in or primitive.many_out else 1
     nbytes = (sizes * blocks if isinstance(sizes, int) else sum(sizes)) * dtype.itemsize
-    for way in ways:
-        even = isinstance(extent, int) or primitive.name in way.route.uneven
-        if even and nbytes >= way.route.least:
-            return way
-    return ways[-1]
+    for candidate in candidates:
+        even = isinstance(extent, int) or primitive.name in candidate.route.uneven
+        if even and nbytes >= candidate.route.least:
+            return candidate
+    return candidates[-1]

@@ -92,6 +92,7 @@ SUITES = (
         "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
         ["auto", "staged", "nccl"], alone=True,
     ),
+    Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"], alone=True),
     Suite("peer", ["tests/gpu/test_peer.py"], ["cupy"], ranks=(2, 4), alone=True),
     Suite("shared", ["tests/gpu/test_shared_gpu.py"], ["cupy"], ranks=(2, 4), alone=True),
     Suite(

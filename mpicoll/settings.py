@@ -132,7 +132,8 @@ REPRODUCIBLE = _one_of(
 )  # fmt: skip
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
-        "shared_gpu", "peer", "hierarchical", "ipc", "direct", "mpi", "staged", "nccl",
+        "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "direct", "mpi", "staged",
+        "nccl",
     ),
     "the route of device memory, the same on all ranks; see gpu.md",
 )  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 import simulated
 
 from mpicoll.cuda import capabilities, runtime, streams
-from mpicoll.routes.device import shared_gpu
+from mpicoll.routes.device import user_buffers
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
 #: There is no GPU.
@@ -43,7 +43,7 @@ def devices(library: str) -> Iterator[Any]:
         yield made
     # Where no device can write late any more, what was kept for that can go: gigabytes.
     streams._left_behind.clear()
-    shared_gpu._left_behind.clear()
+    user_buffers._left_behind.clear()
 
 
 @contextlib.contextmanager

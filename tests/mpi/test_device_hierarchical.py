@@ -67,7 +67,11 @@ def arrays():
 
 def least(patch, nbytes):
     """Calls of so many bytes go by the route from now on."""
-    patch.setitem(registry.DEVICE, "hierarchical", replace(ROUTE, least=nbytes))
+    patch.setitem(
+        registry.DEVICE,
+        "hierarchical",
+        replace(ROUTE, least=dict.fromkeys(ROUTE.primitives, nbytes)),
+    )
 
 
 class Where:

@@ -50,8 +50,8 @@ from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.device.shared_gpu import signature_of
 from mpicoll.routes.device.space import DeviceSpace, at_home
+from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.host.hierarchy import make_part
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.watch import lost_ranks
@@ -679,5 +679,5 @@ ROUTE = Route(
         "wait: `shared_gpu` or `peer` in each node or GPU, and `direct` or `staged` between nodes, "
         "`peer` between GPUs"
     ),
-    least=LEAST,
+    least=dict.fromkeys(_BUILDERS, LEAST),
 )

@@ -177,8 +177,8 @@ bench:  ## mpicoll beside MPI alone and Gloo, with MPICH and Open MPI, or MPI=..
 	$(PYTHON) benchmarks/compare.py $(foreach mpi,$(BENCHED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
 
-GPU_BENCH := all_reduce broadcast all_gather_single reduce_scatter_single -b 4 -e 1G -f 4 \
-    --device cuda --routes all --compare copy
+GPU_BENCH := all_reduce broadcast all_gather_single reduce_scatter_single all_to_all_single \
+    -b 4 -e 1G -f 4 --device cuda --routes all --compare copy
 bench-gpu:  ## what collectives on device memory cost by each route, on two ranks; ARGS='--help'
 	@! $(PYTHON) tests/gpu/run.py --look || { \
 	    $(MAKE) --no-print-directory gpu-environment && set -x && \

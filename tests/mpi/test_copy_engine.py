@@ -179,8 +179,8 @@ _WORK = ("copy", "copy_strided", "combine", "combine_for_all", "collective")
 def test_copies_and_no_wait(copying, monkeypatch):
     """What a rank receives is copied once, from the others' arrays; no host waits for a device."""
     me, n = copying.me, copying.n
-    array = copying.array(np.full(n * 100, me, np.float32))
-    output = copying.array(np.zeros((n, n * 100), np.float32))
+    array = copying.array(np.full(n * 300, me, np.float32))
+    output = copying.array(np.zeros((n, n * 300), np.float32))
     seen = watched(monkeypatch, copying.cuda, *_WORK, "synchronize", "is_done")
     dist.all_gather_single(output, array)
     dist.broadcast(array, n - 1)
@@ -188,7 +188,7 @@ def test_copies_and_no_wait(copying, monkeypatch):
     assert {name for name, *_ in seen} <= {"copy"}
     moved = [(into, nbytes) for _, _, into, _, nbytes, _ in seen]
     gathered, rest = moved[:n], moved[n:]
-    first, block = output.memory.address, n * 400
+    first, block = output.memory.address, n * 1200
     places = [first + (me + k + 1) % n * block for k in range(n)]  # the next rank's first
     assert gathered == [(place, block) for place in places]
     assert sum(nbytes for _, nbytes in rest) == (0 if me == n - 1 else block)
@@ -393,7 +393,8 @@ def test_memory_that_cannot_be_opened(copying, mpi, monkeypatch, name):
         given = copying.array(numbers(count, me))
         output = copying.array(np.zeros((n, count), np.float32))
         if "all" not in bad:
-            bad.update(mpi.allgather(copying.cuda.export(0, given.memory)))
+            found = copying.cuda.find_allocation(given.memory.address)
+            bad.update(mpi.allgather(copying.cuda.export_allocation(0, found)))
         if name == "broadcast":
             dist.broadcast(given, 1)
             assert (got(given) == numbers(count, 1)).all()

@@ -23,7 +23,7 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.routes import registry
-from mpicoll.routes.device import hierarchical, ipc, peer, shared_gpu
+from mpicoll.routes.device import copy_engine, hierarchical, ipc, peer, shared_gpu
 
 pytestmark = pytest.mark.any_mpi
 
@@ -202,7 +202,7 @@ def test_blocks_of_different_sizes(kept, met):
 
 #: Which routes the group takes, its clusters, and its rails, of four ranks.
 TAKEN = {
-    "two GPUs": (("hierarchical", "ipc", "staged"), "shared_gpu", "peer"),
+    "two GPUs": (("hierarchical", "copy_engine", "ipc", "staged"), "shared_gpu", "peer"),
     "two nodes": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
     "two nodes across": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
     "two nodes, a GPU each": (("hierarchical", "direct", "mpi", "staged"), "shared_gpu", "direct"),
@@ -228,6 +228,30 @@ def test_who_takes_it(kept, monkeypatch, met):
         met.clear()
         dist.all_reduce(array, group=group)
         assert (got(array) == sum(range(kept.n))).all() and bool(met) == takes
+    dist.destroy_process_group(group)
+
+
+def test_copies_inside_a_node(kept, monkeypatch):
+    """Where nothing is combined, the ranks of a node copy from each other's arrays."""
+    route = registry.DEVICE["copy_engine"]
+    every = replace(route, least=dict.fromkeys(route.least, 1))
+    monkeypatch.setitem(registry.DEVICE, "copy_engine", every)
+    group, calls = dist.new_group(), []
+    works = copy_engine.Copiers.work_together
+
+    def noted(part, kind, *how):
+        calls.append((part, kind.primitive.name))
+        return works(part, kind, *how)
+
+    monkeypatch.setattr(copy_engine.Copiers, "work_together", noted)
+    total, spread = kept.array(3000), kept.array(3000)
+    dist.all_reduce(total, group=group)
+    dist.broadcast(spread, 0, group=group)
+    assert (got(total) == sum(range(kept.n))).all() and (got(spread) == 0).all()
+    levels = group.resources.find("devices").hierarchical
+    inside = None if levels.inside is None else levels.inside.agreed.copy_engine
+    if inside is not None:
+        assert (inside, "broadcast" if levels.rails == 1 else "all_gather") in calls
     dist.destroy_process_group(group)
 
 

@@ -6,8 +6,9 @@ read once by each rank that gets it. (NCCL 2.28 calls such collectives CE collec
 symmetric memory likewise.) Ranks may share GPUs: a copy within one is a copy.
 
 A broadcast to several ranks has two steps, as one GPU sends no faster to many than to one: of n
-shares each rank copies one from the root, and then the others from the ranks that have them (van de
-Geijn, On global combine operations, J. Parallel and Distributed Computing 22(2), 1994).
+shares each rank copies one from the root, and then the others from the ranks that have them (a
+scatter and an all-gather: Barnett, Gupta, Payne, Shuler, van de Geijn, Watts, Interprocessor
+collective communication library (InterCom), Scalable High Performance Computing Conference, 1994).
 
 The ranks begin with different sources, each with the next rank, so that no GPU has all readers at a
 time. The copies of a rank are one after the other, in its stream.

@@ -177,16 +177,12 @@ def test_a_rank_that_reads_late(shared, monkeypatch, slow):
         assert (got(given) == turn % n + turn).all()
 
 
-def test_a_rank_that_only_receives(shared, monkeypatch):
-    """Its device may be late by several calls: what it has not fetched is not written over; and the
-    host waits for that alone.
-    """
+def test_a_rank_that_only_receives(shared):
+    """Its device may be late by several calls: what it has not fetched is not written over."""
     arrays, me, *_ = shared
     made = [uploaded(arrays, np.full(100, me + turn, np.float32)) for turn in range(6)]
-    seen = watched(monkeypatch, arrays.cuda, "synchronize")
-    for turn, array in enumerate(made):
+    for array in made:
         dist.broadcast(array, 0)
-        assert len(seen) == (turn + 1 if me == 0 else max(0, turn - 1))
     for turn, array in enumerate(made):
         assert (got(array) == turn).all()
 

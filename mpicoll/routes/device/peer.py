@@ -227,24 +227,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
     return build(kind)
 
 
-class _Loader:
-    """Compiles the kernels of calls, and carries out none, in the place of Peers."""
-
-    def __init__(self, found: Peers) -> None:
-        self.n, self._context = found.n, found.context
-
-    def carry_out(self, call: Collective) -> None:
-        """Compile what the call needs."""
-        self._context.runtime.load_collective(self._context.index, call)
-
-
-def _build_loader(kind: CallKind, agreed: Agreed) -> Implementation | None:
-    """Return what compiles the kernels of such calls."""
-    found = agreed.peer
-    return None if found is None else _FUNCTIONS[kind.primitive.name](_Loader(found), kind)
-
-
-def _reduction(found: Peers | _Loader, kind: CallKind) -> Callable[[Collective, int], None]:
+def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, int], None]:
     """Return what carries out a reduction of some elements, given its name, addresses and blocks:
     of elements.
     """
@@ -268,7 +251,7 @@ def _reduction(found: Peers | _Loader, kind: CallKind) -> Callable[[Collective, 
     return carry_out
 
 
-def _reduce(found: Peers | _Loader, kind: CallKind) -> Implementation:
+def _reduce(found: Peers, kind: CallKind) -> Implementation:
     """Build reduce, and all_reduce, which has no root."""
     carry_out, rooted = _reduction(found, kind), kind.primitive.name == "reduce"
 
@@ -279,7 +262,7 @@ def _reduce(found: Peers | _Loader, kind: CallKind) -> Implementation:
     return reduce
 
 
-def _reduce_scatter(found: Peers | _Loader, kind: CallKind) -> Implementation:
+def _reduce_scatter(found: Peers, kind: CallKind) -> Implementation:
     carry_out = _reduction(found, kind)
 
     def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
@@ -292,7 +275,7 @@ def _reduce_scatter(found: Peers | _Loader, kind: CallKind) -> Implementation:
     return reduce_scatter
 
 
-def _all_gather(found: Peers | _Loader, kind: CallKind) -> Implementation:
+def _all_gather(found: Peers, kind: CallKind) -> Implementation:
     signature = encode_kind(kind.primitive, kind.dtype, None, 0)
 
     def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
@@ -310,7 +293,7 @@ def _all_gather(found: Peers | _Loader, kind: CallKind) -> Implementation:
     return all_gather
 
 
-def _broadcast(found: Peers | _Loader, kind: CallKind) -> Implementation:
+def _broadcast(found: Peers, kind: CallKind) -> Implementation:
     signature = encode_kind(kind.primitive, kind.dtype, None, 0)
 
     def broadcast(send: None, view: DeviceView, count: int, root: int) -> None:
@@ -331,7 +314,7 @@ def _digest(signature: int, root: int, count: int, starts: Sequence[int]) -> int
 
 
 #: By the name of the primitive.
-_FUNCTIONS: dict[str, Callable[[Peers | _Loader, CallKind], Implementation]] = {
+_FUNCTIONS: dict[str, Callable[[Peers, CallKind], Implementation]] = {
     "all_reduce": _reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
@@ -340,6 +323,24 @@ _FUNCTIONS: dict[str, Callable[[Peers | _Loader, CallKind], Implementation]] = {
     "all_gather_single": _all_gather,
     "broadcast": _broadcast,
 }
+
+
+class _Loader(Peers):
+    """Compiles the kernels of calls, and carries out none."""
+
+    def __init__(self, found: Peers) -> None:
+        vars(self).update(vars(found))
+
+    def carry_out(self, call: Collective) -> None:
+        """Compile what the call needs."""
+        self.context.runtime.load_collective(self.context.index, call)
+
+
+def _build_loader(kind: CallKind, agreed: Agreed) -> Implementation | None:
+    """Return what compiles the kernels of such calls."""
+    found = agreed.peer
+    return None if found is None else _FUNCTIONS[kind.primitive.name](_Loader(found), kind)
+
 
 ROUTE = Route(
     "peer",

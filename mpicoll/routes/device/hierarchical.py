@@ -676,8 +676,8 @@ ROUTE = Route(
     lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
     blocks=(
         "for the other ranks' hosts, twice for each 64 MiB of the message, and for what its parts "
-        "wait: `shared_gpu` or `peer` in each node or GPU, and `direct` or `staged` between nodes, "
-        "`peer` between GPUs"
+        "wait: `shared_gpu`, `peer` or `copy_engine` in each node or GPU, and `direct` or `staged` "
+        "between nodes, `peer` between GPUs"
     ),
     least=dict.fromkeys(_BUILDERS, LEAST),
 )

@@ -182,7 +182,8 @@ class Agreed:
         for name, why in self.lost.items():
             if self._me == 0 and not registry.DEVICE[name].on_demand:
                 warnings.warn(
-                    f"mpicoll: arrays on GPUs go by {self.names[0]}, because {name} is off: {why}",
+                    f"mpicoll: arrays on GPUs go by {', '.join(self.names)}, because {name} is "
+                    f"off: {why}",
                     RuntimeWarning,
                     stacklevel=3,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from dataclasses import replace
@@ -54,6 +55,7 @@ def copying(request, mpi, monkeypatch):
     made.part = dist.group.WORLD.resources.find("devices").copy_engine
     yield made
     dist.destroy_process_group()
+    gc.collect()  # frames that errors hold
     assert not arrays.cuda.opened
 
 

@@ -34,6 +34,7 @@ class DeviceContext:
         announce(runtime, index)
         self._streams = [runtime.create_stream(index)]
         self.work = self._streams[0]
+        self._lanes: list[int] = []
         self._blocks: list[Memory] = []
         self._since: list[int] = []  # for how many calls each has not been used
         self._taken = 0
@@ -54,6 +55,12 @@ class DeviceContext:
     def callbacks(self) -> int:
         """A stream in which users' callbacks work."""
         return self._create_stream()
+
+    def lanes(self, count: int) -> list[int]:
+        """Return streams for what is done beside the work stream, and side by side."""
+        while len(self._lanes) < count:
+            self._lanes.append(self._create_stream())
+        return self._lanes[:count]
 
     def _create_stream(self) -> int:
         self._streams.append(self.runtime.create_stream(self.index))

@@ -44,6 +44,8 @@ def copying(request, mpi, monkeypatch):
     monkeypatch.setenv("MPICOLL_CUDA_AWARE", "none")
     monkeypatch.setattr(capabilities, "_known", None)
     monkeypatch.setattr(copy_engine, "LINE", 64)
+    monkeypatch.setattr(copy_engine, "LEAST", LEAST)
+    monkeypatch.setattr(copy_engine, "LANES", 3)
     monkeypatch.setattr(peer, "WORKSPACE", 64 * 1024)
     monkeypatch.setattr(ipc, "SLOT", 4096)
     least = dict.fromkeys(ROUTE.least, LEAST)
@@ -196,6 +198,20 @@ def test_copies_and_no_wait(copying, monkeypatch):
     assert sum(nbytes for _, nbytes in rest) == (0 if me == n - 1 else block)
     assert len(rest) == (0 if me == n - 1 else 1 if n == 2 else n)
     assert (got(output) == np.arange(n)[:, None]).all() and (got(array) == n - 1).all()
+
+
+def test_streams(copying, monkeypatch):
+    """Large copies go side by side, as many as there are streams for; small ones do not."""
+    n = copying.n
+    seen = watched(monkeypatch, copying.cuda, "copy")
+    for count in (10, LARGE):
+        given = copying.array(np.full((n, count), copying.me, np.float32))
+        output = copying.array(np.zeros((n, count), np.float32))
+        seen.clear()
+        dist.all_to_all_single(output, given)
+        streams = [stream for *_, stream in seen]
+        assert len(streams) == n and len({*streams}) == (1 if count == 10 else min(n, 3))
+        assert (got(output) == np.arange(n)[:, None]).all()
 
 
 def test_meetings(copying, monkeypatch):

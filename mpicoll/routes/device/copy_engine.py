@@ -11,7 +11,8 @@ scatter and an all-gather: Barnett, Gupta, Payne, Shuler, van de Geijn, Watts, I
 collective communication library (InterCom), Scalable High Performance Computing Conference, 1994).
 
 The ranks begin with different sources, each with the next rank, so that no GPU has all readers at a
-time. The copies of a rank are one after the other, in its stream.
+time. The copies of a large call are in several streams: where each pair of GPUs has links of its
+own, all of them work.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, jobs_of
+from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, Placed, jobs_of
 from mpicoll.routes.device.space import at_home
 from mpicoll.routes.device.user_buffers import UserBuffers
 from mpicoll.routes.route import EXCHANGES, MemoryKind, Route
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["ROUTE", "Copiers", "meet"]
 
 #: Bytes of the larger array from which on it is taken where a kernel of `peer` serves smaller calls
-#: without a meeting of the hosts. Not measured.
+#: without a meeting of the hosts; and those that a rank gets from which on it takes several
+#: streams. Not measured.
 LEAST = 1024 * 1024
+#: The most streams of a rank's copies: as many as GPUs of most nodes.
+LANES = 8
 #: Bytes at multiples of which the shares of a broadcast begin.
 LINE = 256
 
@@ -88,10 +92,21 @@ class Copiers(UserBuffers):
         others = sorted(set(self.readers) - {self.me}, key=self._distance)
         return [share(self.me, root)], [share(rank, rank) for rank in others]
 
-    def enqueue(self, kind: CallKind, job: Job, sources: list[int], outs: list[int]) -> None:
-        """Enqueue a copy."""
+    def enqueue(self, kind: CallKind, jobs: Sequence[Placed]) -> None:
+        """Enqueue copies; large ones side by side."""
         assert kind.dtype is not None
-        self.copy(outs[0], sources[0], job.elements * kind.dtype.itemsize)
+        context, size = self.context, kind.dtype.itemsize
+        large = sum(job.elements for job, _, _ in jobs) * size >= LEAST
+        lanes = context.lanes(min(len(jobs), LANES) - 1) if large else []
+        streams = [context.work, *lanes]
+        for lane in lanes:
+            context.after(lane, context.work)
+        try:
+            for place, (job, (source,), (out,)) in enumerate(jobs):
+                self.copy(out, source, job.elements * size, streams[place % len(streams)])
+        finally:
+            for lane in lanes:
+                context.after(context.work, lane)
 
 
 def meet(group: ProcessGroup, context: DeviceContext) -> Copiers | str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicoll.core.plan import CallKind, Extent
 
-__all__ = ["RECV", "SEND", "Job", "Part", "jobs_of"]
+__all__ = ["RECV", "SEND", "Job", "Part", "Placed", "jobs_of"]
 
 #: The arrays of a rank: what it sends, and what it receives; in place it has the latter alone.
 SEND, RECV = 0, 1
@@ -30,6 +30,14 @@ class Job(NamedTuple):
     sources: Sequence[Part]
     outs: Sequence[Part]
     elements: int
+
+
+class Placed(NamedTuple):
+    """A job, with the addresses of its sources and outputs in this process."""
+
+    job: Job
+    sources: Sequence[int]
+    outs: Sequence[int]
 
 
 def jobs_of(

@@ -31,7 +31,7 @@ from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels import reduction
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.device.jobs import Job, jobs_of
+from mpicoll.routes.device.jobs import Job, Placed, jobs_of
 from mpicoll.routes.device.space import at_home
 from mpicoll.routes.device.user_buffers import (
     UserBuffers,
@@ -89,19 +89,20 @@ class Sharers(UserBuffers):
             assert by is not None
             self.context.runtime.load_for_all(self.context.index, by, 2 * self.n)
 
-    def enqueue(self, kind: CallKind, job: Job, sources: list[int], outs: list[int]) -> None:
-        """Enqueue a kernel, or copies."""
+    def enqueue(self, kind: CallKind, jobs: Sequence[Placed]) -> None:
+        """Enqueue kernels, or copies."""
         context, op, dtype = self.context, kind.op, kind.dtype
         assert dtype is not None
-        if op is None:
-            for out in outs:
-                self.copy(out, sources[0], job.elements * dtype.itemsize)
-            return
-        by, divisor = find_loop(op, dtype), len(sources) if op is ReduceOp.AVG else 1
-        assert by is not None
-        context.runtime.combine_for_all(
-            context.index, by, sources, outs, job.elements, divisor, context.work
-        )
+        by = None if op is None else find_loop(op, dtype)
+        for job, sources, outs in jobs:
+            if by is None:
+                for out in outs:
+                    self.copy(out, sources[0], job.elements * dtype.itemsize)
+                continue
+            divisor = len(sources) if op is ReduceOp.AVG else 1
+            context.runtime.combine_for_all(
+                context.index, by, sources, outs, job.elements, divisor, context.work
+            )
 
     # ---- Small calls -----------------------------------------------------------------------------
 

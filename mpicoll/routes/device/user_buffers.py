@@ -57,7 +57,7 @@ from mpicoll.cuda.runtime import HANDLE, Allocation, Event, Memory
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.device_kernels import PIECE
-from mpicoll.routes.device.jobs import RECV, SEND, Job
+from mpicoll.routes.device.jobs import RECV, SEND, Job, Placed
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.transfers import misfit
 from mpicoll.watch.consistency import describe_by_rank
@@ -152,8 +152,10 @@ class UserBuffers:
     def prepare(self, kind: CallKind) -> None:
         """Compile and allocate what this rank's work needs."""
 
-    def enqueue(self, kind: CallKind, job: Job, sources: list[int], outs: list[int]) -> None:
-        """Enqueue the work on arrays of this rank and others, given their addresses here."""
+    def enqueue(self, kind: CallKind, jobs: Sequence[Placed]) -> None:
+        """Enqueue the work of a step on arrays of this rank and others, in the work stream or
+        between what that holds now and what it gets later.
+        """
         raise NotImplementedError
 
     # ---- Meetings --------------------------------------------------------------------------------
@@ -323,11 +325,10 @@ class UserBuffers:
                     if (rank, side) not in starts:
                         starts[rank, side] = self._start(views, rank, side)
                     addresses.append(starts[rank, side] + start * kind.dtype.itemsize)
-                placed.append((job, addresses))
-            self._wait_for({rank for rank, _ in starts if rank != self.me}, step)
-            for job, addresses in placed:
                 split = len(job.sources)
-                self.enqueue(kind, job, addresses[:split], addresses[split:])
+                placed.append(Placed(job, addresses[:split], addresses[split:]))
+            self._wait_for({rank for rank, _ in starts if rank != self.me}, step)
+            self.enqueue(kind, placed)
         finally:
             self._record(step + 1)
 
@@ -339,10 +340,11 @@ class UserBuffers:
         assert view is not None
         return view.address
 
-    def copy(self, into: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy."""
+    def copy(self, into: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        """Enqueue a copy, in the work stream or another."""
+        context = self.context
         if into != source:
-            self.context.runtime.copy(self.context.index, into, source, nbytes, self.context.work)
+            context.runtime.copy(context.index, into, source, nbytes, stream or context.work)
 
     def _record(self, place: int) -> None:
         """Let this rank's event at a place of the call be that of all that its stream holds."""

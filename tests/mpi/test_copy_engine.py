@@ -201,16 +201,30 @@ def test_copies_and_no_wait(copying, monkeypatch):
 
 
 def test_streams(copying, monkeypatch):
-    """Large copies go side by side, as many as there are streams for; small ones do not."""
-    n = copying.n
-    seen = watched(monkeypatch, copying.cuda, "copy")
+    """Large copies go side by side, as many as there are streams for, each after the waits for the
+    arrays; small ones do not.
+    """
+    n, work = copying.n, copying.part.context.work
+    seen = watched(monkeypatch, copying.cuda, "copy", "wait")
     for count in (10, LARGE):
         given = copying.array(np.full((n, count), copying.me, np.float32))
         output = copying.array(np.zeros((n, count), np.float32))
         seen.clear()
         dist.all_to_all_single(output, given)
-        streams = [stream for *_, stream in seen]
-        assert len(streams) == n and len({*streams}) == (1 if count == 10 else min(n, 3))
+        made = [*seen]
+        copies = [(place, one[-1]) for place, one in enumerate(made) if one[0] == "copy"]
+        lanes = {stream for _, stream in copies} - {work}
+        assert len(copies) == n and len(lanes) == (0 if count == 10 else min(n, 3) - 1)
+        first, _ = copies[0]
+        ready = [k for k, one in enumerate(made[:first]) if type(one[-1]) is simulated.SharedEvent]
+        assert len(ready) == n - 1
+        for lane in lanes:
+            (begun,) = (
+                place for place, one in enumerate(made[:first])
+                if one[0] == "wait" and one[2] == lane
+                and one[-1].stream is copying.cuda.streams[one[1], work]
+            )  # fmt: skip
+            assert begun > max(ready)
         assert (got(output) == np.arange(n)[:, None]).all()
 
 

@@ -98,7 +98,7 @@ class Copiers(UserBuffers):
         context, size = self.context, kind.dtype.itemsize
         large = sum(job.elements for job, _, _ in jobs) * size >= LEAST
         lanes = context.lanes(min(len(jobs), LANES) - 1) if large else []
-        streams = [context.work, *lanes]
+        streams = [*lanes, context.work]
         for lane in lanes:
             context.after(lane, context.work)
         try:

@@ -1,9 +1,9 @@
 """What is only moved between the GPUs of a node: copies from array to array, by the copy engines.
 
-Every rank copies from the other ranks' arrays (``user_buffers.py``) into its own output. No
-multiprocessor works on that, as one does in a kernel, and no data goes through slots: each byte is
-read once by each rank that gets it. (NCCL 2.28 calls such collectives CE collectives, PyTorch's
-symmetric memory likewise.) Ranks may share GPUs: a copy within one is a copy.
+Every rank copies from the other ranks' arrays (``user_buffers.py``) into its own output. Between
+GPUs no multiprocessor works on that, as one does in a kernel, and no data goes through slots: each
+byte is read once by each rank that gets it. (NCCL 2.28 calls such collectives CE collectives,
+PyTorch's symmetric memory likewise.) Ranks may share GPUs: a copy within one is a copy.
 
 A broadcast to several ranks has two steps, as one GPU sends no faster to many than to one: of n
 shares each rank copies one from the root, and then the others from the ranks that have them (a

@@ -158,7 +158,8 @@ TESTED_CALLS = _one_of(
 TIMEOUT_GRACE = Setting(
     "MPICOLL_TIMEOUT_GRACE", (), "seconds, 10 where it is not set",
     "how long a call inside MPI, which cannot take it back, may go on after its timeout has closed "
-    "the group, before the job ends; see Timeouts", form=r"\d+(\.\d*)?",
+    "the group, before the job ends; and a program that has not looked at a call of devices that "
+    "ended without its result; see Timeouts", form=r"\d+(\.\d*)?",
 )  # fmt: skip
 ALLOW_SINGLETON = _one_of(
     "MPICOLL_ALLOW_SINGLETON", ("0", "1"),

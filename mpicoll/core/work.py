@@ -90,6 +90,9 @@ class Future:
     def _join(self) -> None:
         for point in self.points:
             point.join("Future.wait")
+            error = point.find_failure()
+            if error is not None:
+                raise error
 
     def value(self) -> Any:
         """Return the value of a Future that is done.
@@ -310,7 +313,7 @@ class Work:
         self._end_wait()
         if given and not look_until(self.is_completed, moment):
             raise self._late(limit)
-        return True
+        return self._check_error()
 
     def _end_wait(self) -> bool:
         """Let the current streams go on after what is in streams, and raise the error."""
@@ -320,7 +323,14 @@ class Work:
         except Exception:
             if self._error is None:
                 raise
+        self._ask_devices()
         return self._check_error()
+
+    def _ask_devices(self) -> None:
+        """Note why a device has ended the operation without its result, if that is known."""
+        if self._error is None and self._finished:
+            errors = (order.find_failure() for order in self.orders)
+            self._error = next((error for error in errors if error is not None), None)
 
     def _late(self, limit: float | None) -> CollectiveTimeoutError:
         """Note that a wait has ended without the Work; return the error."""
@@ -365,13 +375,18 @@ class Work:
 
     def is_success(self) -> bool:
         """Return whether the operation has ended with success."""
-        return self.is_completed() and self._error is None
+        if not self.is_completed():
+            return False
+        self._ask_devices()
+        return self._error is None
 
     def exception(self) -> BaseException | None:
         """Return the operation's error, None if there is none (yet).
 
-        What a device finds wrong later is raised by the next call of CUDA, as ever.
+        What a device finds wrong later is raised by the next call of CUDA, as ever. That kernels
+        have ended without a result, as another rank did not come, is known once they have.
         """
+        self._ask_devices()
         self._error_seen = self._error_seen or self._finished
         return self._error
 

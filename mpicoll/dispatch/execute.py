@@ -371,6 +371,8 @@ def perform(
         group.check_outside(call.name)
         group.lock.acquire()
     try:
+        if group.ask_devices is not None:
+            group.look()
         if group.begin(call.kind, sizes, root, scheduled):
             _check(group)
         elif group.agree is not None and (root == LIST or not call.compares):

@@ -22,7 +22,7 @@ from mpicoll.core.plan import (
 from mpicoll.cuda import between_nodes, binding, capabilities
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.cuda.streams import DeviceContext
-from mpicoll.errors import MismatchError, UnsupportedError
+from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import (
     copy_engine,
@@ -159,6 +159,23 @@ class Agreed:
         self.names = tuple(name for name in eligible if name not in without)
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
+        if self._only_enqueuing:
+            group.ask_devices = self.find_failure
+
+    @property
+    def _only_enqueuing(self) -> list[peer.Peers | nccl.Nccl | hierarchical.Levels]:
+        """Return what it has for calls whose hosts do not meet, so that devices may end them."""
+        parts = (self.nccl, self.hierarchical, self.peer)
+        return [part for part in parts if part is not None]
+
+    def find_failure(self, wait: bool = False) -> DistBackendError | None:
+        """Return why devices have ended calls of the group without their results; None if they have
+        not, as far as is known.
+
+        wait: until they are done.
+        """
+        failures = (part.find_failure(wait) for part in self._only_enqueuing)
+        return next((failure for failure in failures if failure is not None), None)
 
     @property
     def maps(self) -> bool:
@@ -187,10 +204,21 @@ class Agreed:
                     RuntimeWarning,
                     stacklevel=3,
                 )
+        for _, words in self._lost_in_parts if self._me == 0 else ():
+            warnings.warn(f"mpicoll: arrays on GPUs: {words}", RuntimeWarning, stacklevel=3)
+
+    @property
+    def _lost_in_parts(self) -> Sequence[tuple[str, str]]:
+        return () if self.hierarchical is None else self.hierarchical.lost
 
     def describe(self) -> dict[str, str]:
-        """Return of each route why the group does not take it, "" for those it takes."""
-        return eligibility.describe_routes(self.names, self._found, self._forced, self.lost)
+        """Return of each route why the group does not take it, "" for those it takes; and why a
+        part of the group, for `hierarchical`, does not.
+        """
+        found = eligibility.describe_routes(self.names, self._found, self._forced, self.lost)
+        for name, words in self._lost_in_parts:
+            found[name] = "; ".join(filter(None, (found[name], f"in hierarchical {words}")))
+        return found
 
     def on_host(self, kind: CallKind) -> Implementation:
         """Return the implementation of such calls on host memory."""
@@ -207,15 +235,33 @@ class Agreed:
             copy_engine.ROUTE.name: self.copy_engine,
             hierarchical.ROUTE.name: self.hierarchical,
             ipc.ROUTE.name: self.ipc,
+            peer.ROUTE.name: self.peer,
+            nccl.ROUTE.name: self.nccl,
         }
         part = parts.get(name)
         if part is not None:
             part.take_leave(kind, error)
 
     def break_parts(self, alone: bool) -> None:
-        """Make calls in parts of the group end, this rank's alone or all: it is broken."""
-        if self.hierarchical is not None and self._group.broken is not None:
-            self.hierarchical.break_with(self._group.broken, alone)
+        """Make calls in parts of the group and on devices end, this rank's alone or all: the group
+        is broken.
+        """
+        error = self._group.broken
+        if error is None:
+            return
+        if self.hierarchical is not None:
+            self.hierarchical.break_with(error, alone)
+        for part in (self.peer, self.nccl):
+            if part is not None:
+                part.break_with(error)
+
+    def abandon(self) -> None:
+        """Leave the group, without waiting for other ranks: calls on devices end."""
+        _abandoned.append(self)  # other ranks may map what this one has
+        self._group.broken = self._group.broken or DistBackendError(
+            f"process group {self._group.group_name!r} was aborted"
+        )
+        self.break_parts(alone=True)
 
     def close(self, limit: float) -> None:
         """Free what the routes have; all ranks call. limit: seconds to wait for them."""
@@ -236,8 +282,13 @@ def agree(
         "devices",
         lambda: Agreed(group, context, known),
         close=Agreed.close,
+        abandon=Agreed.abandon,
         leave=Agreed.break_parts,
     )
+
+
+#: Of groups that were left, and whose memory others may use.
+_abandoned: list[Agreed] = []
 
 
 def choose(kind: CallKind) -> Implementation:

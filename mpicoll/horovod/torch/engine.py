@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpicoll as dist
-from mpicoll.errors import UsageError
+from mpicoll.errors import ArgumentError, UsageError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.kinds import KINDS, Call, Facts, synchronize_devices
 
@@ -120,8 +120,8 @@ class Engine:
         name: what the other ranks call it; None: the number of such calls so far.
         facts: see ``Call.facts``.
 
-        Raises HorovodInternalError if an operation of this kind and name is on its way, and after
-        the end.
+        Raises ArgumentError (a ValueError) for what is wrong with this rank's part alone, and if an
+        operation of this kind and name is on its way, HorovodInternalError after the end.
         """
         synchronize_devices([call])
         with self._changed:
@@ -131,8 +131,10 @@ class Engine:
             name = f"{call.kind}.{name}"
             request = Request(call, call.facts(name, **facts))
             self._check_alive(name)
+            if wrong := KINDS[call.kind].check(request.facts, self.size):
+                raise ArgumentError(f"{call.kind}: {wrong}")
             if name in self._pending:
-                raise HorovodInternalError(
+                raise ArgumentError(
                     f"{call.kind}: name: {name} is that of an operation that is not done; "
                     "expected another name, or synchronize() first"
                 )
@@ -332,4 +334,4 @@ def _disagreement(known: list[Facts | None], ranks: list[int]) -> str | None:
             return f"the ranks' arguments differ in {word}: {each}; expected the same on all"
     if len(present) < len(known) and not kind.with_joined(next(iter(present.values()))):
         return "not possible while ranks have joined, with join()"
-    return kind.check(list(present.values()), len(known))
+    return None

@@ -12,6 +12,7 @@ from mpicoll import communicators
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
+    LostRankError,
     NotInitializedError,
     UnsupportedError,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "add_process_set",
     "cross_rank",
     "cross_size",
+    "current",
     "engine_of",
     "global_process_set",
     "init",
@@ -36,6 +38,7 @@ __all__ = [
     "local_size",
     "rank",
     "remove_process_set",
+    "restart",
     "shutdown",
     "size",
 ]
@@ -110,7 +113,8 @@ class _Job:
 _job: _Job | None = None
 
 
-def _current(where: str) -> _Job:
+def current(where: str) -> _Job:
+    """Return the job. Raises NotInitializedError (a ValueError) before init."""
     if _job is None:
         raise NotInitializedError(
             f"{where}: Horovod has not been initialized; call hvd.init() first"
@@ -177,7 +181,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Returns the set. Raises ArgumentError (a ValueError) for ranks that do not exist, and if there
     is a set of these ranks.
     """
-    job = _current("add_process_set")
+    job = current("add_process_set")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     ranks = process_set.ranks
@@ -196,7 +200,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Returns whether it was one that can be used, and not that of all ranks.
     """
-    job = _current("remove_process_set")
+    job = current("remove_process_set")
     if not process_set.process_set_id:
         return False
     del job.sets[process_set.process_set_id]
@@ -230,6 +234,37 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def restart() -> bool:
+    """Begin anew among the ranks that live; all of them call. Sets that were added are gone.
+
+    Returns whether ranks were lost.
+    """
+    job = current("restart")
+    engines = [each._engine for each in job.sets.values() if each._engine is not None]
+    for engine in engines:
+        engine.close()
+    # A rank that has not heard of a loss yet hears of it here, or in what comes.
+    lost = {
+        rank
+        for engine in engines
+        if isinstance(engine.failure, LostRankError)
+        for rank in engine.failure.ranks
+    }
+    if not lost:
+        for engine in engines:
+            dist.destroy_process_group(engine.group)
+    size = dist.get_world_size()
+    while True:
+        _forget()
+        try:
+            if lost:
+                dist.shrink_group(sorted(lost))
+            _begin(job.owns, [])
+            return dist.get_world_size() < size
+        except LostRankError as error:
+            lost = set(error.ranks)
+
+
 def _forget() -> None:
     """Leave no set usable."""
     global _job
@@ -245,7 +280,7 @@ def engine_of(process_set: ProcessSet, where: str) -> Engine:
     Raises NotInitializedError (a ValueError) before init, ArgumentError (a ValueError) for a set
     that was not added, and HorovodInternalError on a rank outside the set.
     """
-    _current(where)
+    current(where)
     if process_set.process_set_id is None:
         raise ArgumentError(f"{where}: process_set: {process_set} was not added, or was removed")
     if process_set._engine is None:
@@ -263,19 +298,19 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Return this rank. Raises NotInitializedError (a ValueError) before init, as all of these."""
-    _current("rank")
+    current("rank")
     return dist.get_rank()
 
 
 def size() -> int:
     """Count the ranks."""
-    _current("size")
+    current("size")
     return dist.get_world_size()
 
 
 def _on_node(where: str) -> list[int]:
     """Return the ranks of this rank's node."""
-    nodes = _current(where).nodes
+    nodes = current(where).nodes
     return [each for each, node in enumerate(nodes) if node == nodes[rank()]]
 
 
@@ -291,13 +326,13 @@ def local_size() -> int:
 
 def _across(where: str) -> list[str]:
     """Return the nodes, in the order of their first ranks, that have a rank of this local rank."""
-    nodes, place = _current(where).nodes, local_rank()
+    nodes, place = current(where).nodes, local_rank()
     return [node for node in dict.fromkeys(nodes) if nodes.count(node) > place]
 
 
 def cross_rank() -> int:
     """Return the place of this rank's node among those that have a rank of this local rank."""
-    return _across("cross_rank").index(_current("cross_rank").nodes[rank()])
+    return _across("cross_rank").index(current("cross_rank").nodes[rank()])
 
 
 def cross_size() -> int:
@@ -307,5 +342,5 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Check whether all nodes have as many ranks."""
-    nodes = _current("is_homogeneous").nodes
+    nodes = current("is_homogeneous").nodes
     return len({nodes.count(node) for node in nodes}) == 1

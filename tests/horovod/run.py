@@ -35,6 +35,7 @@ LEFT_OUT = HERE / "left_out.txt"
 FILES = [
     "test/parallel/test_torch.py",
     "test/parallel/test_adasum_pytorch.py",
+    "test/parallel/test_timeline.py",
     "test/single/test_torch_elastic.py",
 ]
 #: By test: passed, failed or skipped on any rank, and why.
@@ -119,13 +120,15 @@ def main() -> int:
     for ranks in arguments.ranks:
         left_out, seen = read_left_out(ranks), set()
         for name in FILES:
-            outcomes, wrong = run(arguments.folder / name, ranks, arguments)
+            few = 1 if "/single/" in name else ranks
+            outcomes, wrong = run(arguments.folder / name, few, arguments)
             seen |= outcomes.keys()
             counts = Counter(outcome for outcome, _ in outcomes.values())
             chosen = len(left_out.keys() & outcomes.keys())
             counts["skipped"] -= chosen
             cells = "".join(f"{counts[each]:5} {each}" for each in ("passed", "failed", "skipped"))
-            print(f"{ranks} ranks {Path(name).name:<26}{cells}{chosen:5} left out {wrong}".rstrip())
+            line = f"{few} ranks {Path(name).name:<26}{cells}{chosen:5} left out {wrong}"
+            print(line.rstrip(), flush=True)
             for test, (outcome, reason) in sorted(outcomes.items()):
                 if outcome == "failed":
                     print(f"FAILED {test}\n{reason}")

@@ -28,6 +28,8 @@ from mpicoll.horovod.torch.process_sets import (
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from mpicoll.horovod.torch.sync_batch_norm import SyncBatchNorm
 
@@ -57,6 +59,8 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 __all__ += _built
 __all__ += _functions

@@ -28,6 +28,7 @@ import mpicoll as dist
 from mpicoll.errors import ArgumentError, UsageError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.kinds import KINDS, Call, Facts, synchronize_devices
+from mpicoll.horovod.torch.timeline import TIMELINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,11 +200,14 @@ class Engine:
     def _round(self, requests: dict[str, Request], joined: bool, closing: bool) -> bool:
         """Meet the other ranks. Return whether they wait for some that this rank has not made."""
         own = Said(joined, closing, [request.facts for request in requests.values()])
+        TIMELINE.cycle()
         everybody = self._exchange(own)
         if any(said.closing for said in everybody):
             self._end(None)
             return False
         facts = [{each["name"]: each for each in said.requests} for said in everybody]
+        for rank, each in zip(self.ranks, facts, strict=True):
+            TIMELINE.told(each, rank)
         names = dict.fromkeys(name for each in facts for name in each)
         ready: list[tuple[Request, list[Facts | None]]] = []
         waited_for = False
@@ -217,6 +221,7 @@ class Engine:
             if not missing:
                 request = requests.get(name)
                 ready.append((request or self._stand_in(known), known))
+                TIMELINE.runs(name)
             else:
                 waited_for |= self.rank in missing
                 self._warn(requests.get(name), missing)
@@ -225,6 +230,7 @@ class Engine:
             for request, _ in ready:
                 self._pending.pop(request.facts["name"], None)
         for request, _ in ready:
+            TIMELINE.done(request.facts["name"])
             request.done.set()
         self._note_joined({rank for rank, said in enumerate(everybody) if said.joined})
         return waited_for

@@ -18,6 +18,7 @@ from mpicoll.errors import (
 )
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.engine import Engine
+from mpicoll.horovod.torch.timeline import TIMELINE, start_as_told
 from mpicoll.launch import host_identity
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ __all__ = [
     "restart",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 #: Horovod's operations wait without limit, as where one rank evaluates while the others go on.
@@ -151,6 +154,8 @@ def init(
             f"MPI.COMM_WORLD.Split(...), got {ranks}"
         )
     _begin(owns, [] if process_sets in (None, "dynamic") else list(process_sets or []))
+    if rank() == 0:
+        start_as_told()
 
 
 def _begin(owns: bool, process_sets: Sequence[Any]) -> None:
@@ -216,7 +221,7 @@ def shutdown() -> None:
     """End the operations, when all that this rank has begun is done. Every rank calls.
 
     What other ranks have begun and this one has not fails there. Ends mpicoll's default group if
-    init has made it.
+    init has made it, and the timeline.
     """
     global _job
     if _job is None:
@@ -229,6 +234,7 @@ def shutdown() -> None:
                 dist.destroy_process_group(process_set._engine.group)
         else:
             remove_process_set(process_set)
+    TIMELINE.stop()
     _forget()
     if job.owns:
         dist.destroy_process_group()
@@ -250,9 +256,8 @@ def restart() -> bool:
         if isinstance(engine.failure, LostRankError)
         for rank in engine.failure.ranks
     }
-    if not lost:
-        for engine in engines:
-            dist.destroy_process_group(engine.group)
+    for engine in engines:
+        dist.destroy_process_group(engine.group)
     size = dist.get_world_size()
     while True:
         _forget()
@@ -286,6 +291,26 @@ def engine_of(process_set: ProcessSet, where: str) -> Engine:
     if process_set._engine is None:
         raise HorovodInternalError(f"{where}: process_set: rank {rank()} is not in {process_set}")
     return process_set._engine
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to write what becomes of operations to a file, on rank 0; a file before that ends.
+
+    file_path: in Chrome's trace format, as chrome://tracing and ui.perfetto.dev read it. The
+        environment variable HOROVOD_TIMELINE names one to begin with, in init.
+    mark_cycles: also when the ranks have told each other what they have begun.
+
+    Raises NotInitializedError (a ValueError) before init.
+    """
+    current("start_timeline")
+    if rank() == 0:
+        TIMELINE.start(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the file of start_timeline. Raises NotInitializedError (a ValueError) before init."""
+    current("stop_timeline")
+    TIMELINE.stop()
 
 
 # --- who is who ----------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
     python tests/horovod/run.py FOLDER --mpiexec MPIEXEC [options]
 
+by a Python that has torch, pytest, cloudpickle, packaging and the MPI of MPIEXEC.
+
 FOLDER is a checkout of Horovod, whose tests no package has:
 
     git clone --branch master https://github.com/horovod/horovod
 
 Run are the files of FILES, on a CPU, in one launch each, in which ``import horovod`` gives
-``mpicoll.horovod`` (worker.py). left_out.txt names the tests that are left out, and why. Others may
+``mpicoll.horovod`` (worker.py). Those in test/single are run on one rank. left_out.txt names the tests that are left out, and why. Others may
 skip themselves, as those that need a GPU. With ``--again`` each test is run between hvd.init and
 hvd.shutdown of its own, as Horovod runs them with Gloo; else all are run after one hvd.init, as it
 runs them with MPI.
@@ -104,18 +106,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="hvd.init and shutdown in each test")
     parser.add_argument("--timeout", type=int, default=600, help="seconds a file (%(default)s)")
     parser.add_argument("-k", metavar="EXPRESSION", help="which tests, as for pytest")
+    parser.add_argument("--look", action="store_true", help="only look whether FOLDER is there")
     parser.add_argument("-v", "--verbose", action="store_true", help="why tests were skipped")
     arguments = parser.parse_args()
     if not arguments.folder:
-        parser.error(f"give the folder of Horovod's sources; there is none yet? {CLONE}")
+        parser.error(f"give a folder (make: HOROVOD=FOLDER) with what this makes: {CLONE}")
     arguments.folder = Path(arguments.folder).resolve()
     if missing := [each for each in FILES if not (arguments.folder / each).exists()]:
-        parser.error(f"{arguments.folder}: no {missing[0]}; expected what this makes: {CLONE}")
+        parser.error(
+            f"{arguments.folder}: no {missing[0]}; expected a folder that this makes: {CLONE}"
+        )
     return arguments
 
 
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.look:
+        return 0
     failed = False
     for ranks in arguments.ranks:
         left_out, seen = read_left_out(ranks), set()

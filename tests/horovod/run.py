@@ -9,10 +9,10 @@ FOLDER is a checkout of Horovod, whose tests no package has:
     git clone --branch master https://github.com/horovod/horovod
 
 Run are the files of FILES, on a CPU, in one launch each, in which ``import horovod`` gives
-``mpicoll.horovod`` (worker.py). Those in test/single are run on one rank. left_out.txt names the tests that are left out, and why. Others may
-skip themselves, as those that need a GPU. With ``--again`` each test is run between hvd.init and
-hvd.shutdown of its own, as Horovod runs them with Gloo; else all are run after one hvd.init, as it
-runs them with MPI.
+``mpicoll.horovod`` (worker.py); those of test/single on one rank. left_out.txt names the tests that
+are left out, and why. Others may skip themselves, as those that need a GPU. With ``--again`` each
+test is run between hvd.init and hvd.shutdown of its own, as Horovod runs them with Gloo; else all
+are run after one hvd.init, as it runs them with MPI.
 
 The exit code is 1 if a test fails on any rank. What the ranks printed is in
 .cache/horovod.

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import types
 import unittest.mock
 from collections.abc import Iterator
@@ -46,6 +47,9 @@ def install() -> None:
     sys.modules["horovod.common.util"] = types.ModuleType("horovod.common.util")
     sys.modules["horovod.common.util"].env = environment  # type: ignore[attr-defined]
     sys.modules["mock"] = unittest.mock
+    # A barrier is to last the 5 s that one rank sleeps, by clocks that ranks start one by one.
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(1.2 * seconds)
     # The tests take every optimizer of torch.optim, which has got one for matrices alone since.
     if hasattr(torch.optim, "Muon"):
         torch.optim.Muon.__module__ = "later"

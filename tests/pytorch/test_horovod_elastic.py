@@ -116,6 +116,44 @@ def test_an_error_of_one_rank_has_all_begin_anew():
     assert train(state) == hvd.size() and calls == [4, 4]
 
 
+def test_ranks_that_are_done_are_there_for_one_that_is_not():
+    calls = []
+
+    @hvd.elastic.run
+    def train(state):
+        calls.append(1)
+        if len(calls) == 1 and hvd.rank() == hvd.size() - 1:
+            raise hvd.HorovodInternalError("on one rank, as the others return")
+
+    train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank))
+    assert len(calls) == 2
+
+
+def test_gradients_on_their_way_are_given_up():
+    """Each rank has begun to reduce other gradients than its neighbours; nobody waits for them."""
+    model, _ = trained(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    failed = []
+
+    @hvd.elastic.run
+    def train(state):
+        for p in model.parameters():
+            p.requires_grad_(True)
+        optimizer.zero_grad()
+        if not failed:
+            failed.append(1)
+            [model.weight, model.bias][hvd.rank() % 2].requires_grad_(False)
+            model(torch.ones(1, 2)).sum().backward()
+            raise hvd.HorovodInternalError("as of a lost rank")
+        step(model, optimizer)
+
+    train(hvd.elastic.TorchState(model, optimizer))
+    expected, _ = trained(0)
+    step(expected, torch.optim.SGD(expected.parameters(), lr=0.1))
+    torch.testing.assert_close(model.weight, expected.weight)
+
+
 def test_an_error_of_the_program_is_raised():
     if hvd.size() == 1:
         pytest.skip("one rank agrees")
@@ -129,6 +167,20 @@ def test_an_error_of_the_program_is_raised():
     with pytest.raises(hvd.HorovodInternalError, match="differ"):
         train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank))
     assert len(calls) == 2
+
+
+def test_errors_with_commits_between_them():
+    """Each time there is something new to go on from."""
+
+    @hvd.elastic.run
+    def train(state):
+        state.step += 1
+        state.commit()
+        if state.step < 4:
+            raise hvd.HorovodInternalError("as of a lost rank")
+        return state.step
+
+    assert train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)) == 4
 
 
 @pytest.mark.parametrize("update", hvd.elastic.HostUpdateResult)

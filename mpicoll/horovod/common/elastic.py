@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from enum import IntFlag
 from typing import Any
 
+from mpicoll.errors import LostRankError
 from mpicoll.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = ["HostUpdateResult", "ObjectState", "State", "run_fn"]
@@ -40,6 +41,7 @@ class State:
         self._rank = get_rank
         self._updates: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_update = 0.0
+        self._commits = 0
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
@@ -68,6 +70,7 @@ class State:
     def commit(self) -> None:
         """Save, then check_host_updates. All ranks call."""
         self.save()
+        self._commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -137,28 +140,35 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], bool]) -> Callable[...,
     """Return a function that calls ``func`` until it returns.
 
     func: its first argument is a State, which is synchronized before each call. After a
-        HorovodInternalError that is restored before.
-    reset: makes the operations work again, among the ranks that live; returns whether it has
-        changed who the ranks are.
+        HorovodInternalError, or a LostRankError of mpicoll's own calls, it is restored before that.
+    reset: makes the operations work again, among the ranks that live; returns whether any was lost.
+        It comes before the restoring, for which nothing may be on its way.
 
-    An error that comes again after a reset that found nobody lost is the program's, and is raised.
+    An error that comes again, with no commit in between and nobody lost, is the program's, and is
+    raised.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *arguments: Any, **options: Any) -> Any:
-        begins_anew = skip_sync = in_vain = False
+        skip_sync, begins_anew = False, False
+        failed: Exception | None = None
+        in_vain = None  # the number of commits at the last error without a loss
         while True:
+            if begins_anew and not reset() and failed is not None:
+                if in_vain == state._commits:
+                    raise failed
+                in_vain = state._commits
             try:
+                if failed is not None:
+                    state.restore()
+                    failed = None
                 if begins_anew:
-                    in_vain = not reset()
                     state.on_reset()
                 if not skip_sync:
                     state.sync()
                 return func(state, *arguments, **options)
-            except HorovodInternalError:
-                if in_vain:
-                    raise
-                state.restore()
+            except (HorovodInternalError, LostRankError) as error:
+                failed = error
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync

@@ -107,7 +107,7 @@ class Engine:
         self._pending: dict[str, Request] = {}
         self._counts: Counter[str] = Counter()
         self._changed = threading.Condition()
-        self._news = self._closing = False
+        self._news = self._closing = self._abandons = False
         self._join: Request | None = None
         self._were_joined: set[int] = set()
         self._last_joined = -1
@@ -157,10 +157,13 @@ class Engine:
         request.wait()
         return self._last_joined
 
-    def close(self) -> None:
-        """End the thread when all that is pending is done; all ranks of the set call."""
+    def close(self, abandon: bool = False) -> None:
+        """End the thread when all that is pending is done; all ranks of the set call.
+
+        abandon: what is pending on this rank fails, and what other ranks begin.
+        """
         with self._changed:
-            self._closing = True
+            self._closing, self._abandons = True, abandon
             if self.failure is None:
                 self._tell()
         if self._thread is not None:
@@ -192,7 +195,7 @@ class Engine:
                     self._news = False
                     requests = dict(self._pending)
                     joined = self._join is not None
-                    closing = self._closing and not requests and not joined
+                    closing = self._closing and (self._abandons or not (requests or joined))
                 waited_for = self._round(requests, joined, closing)
         except BaseException as error:
             self._end(error)

@@ -241,14 +241,16 @@ def shutdown() -> None:
 
 
 def restart() -> bool:
-    """Begin anew among the ranks that live; all of them call. Sets that were added are gone.
+    """Begin anew among the ranks that live; all of them call.
+
+    What is on its way fails. Sets that were added are gone.
 
     Returns whether ranks were lost.
     """
     job = current("restart")
     engines = [each._engine for each in job.sets.values() if each._engine is not None]
     for engine in engines:
-        engine.close()
+        engine.close(abandon=True)
     # A rank that has not heard of a loss yet hears of it here, or in what comes.
     lost = {
         rank

@@ -14,7 +14,7 @@ from mpicoll.horovod.common.elastic import HostUpdateResult, ObjectState, State,
 from mpicoll.horovod.torch.elastic.sampler import ElasticSampler
 from mpicoll.horovod.torch.elastic.state import TorchState
 from mpicoll.horovod.torch.operations import barrier
-from mpicoll.horovod.torch.process_sets import restart
+from mpicoll.horovod.torch.process_sets import is_initialized, restart
 
 __all__ = ["ElasticSampler", "HostUpdateResult", "ObjectState", "State", "TorchState", "run"]
 
@@ -34,7 +34,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def with_all(*arguments: Any, **options: Any) -> Any:
         result = func(*arguments, **options)
-        barrier()
+        if is_initialized():
+            barrier()
         return result
 
     return run_fn(with_all, restart)

@@ -71,7 +71,7 @@ for got, expected in zip(model.parameters(), alone.parameters(), strict=True):
 hvd.shutdown()
 open(sys.argv[1], "w").write("went on")
 """
-LIMIT = 120
+LIMIT = 240
 
 
 def launch(tmp_path: Path, survives: bool) -> tuple[subprocess.CompletedProcess[str], Path]:

@@ -25,6 +25,9 @@ import pytest
 import torch
 from mpi4py import MPI
 
+import mpicoll.horovod.torch as hvd
+from mpicoll.horovod.torch.process_sets import current
+
 #: Horovod's modules, and what has their names here.
 MODULES = {
     "horovod": "mpicoll.horovod",
@@ -34,6 +37,8 @@ MODULES = {
     "horovod.torch": "mpicoll.horovod.torch",
     "horovod.torch.elastic": "mpicoll.horovod.torch.elastic",
     "horovod.torch.mpi_ops": "mpicoll.horovod.torch",
+    # For tests of process sets, which use nothing of TensorFlow's.
+    "horovod.tensorflow": "mpicoll.horovod.torch",
 }
 
 
@@ -41,6 +46,9 @@ def install() -> None:
     """Make the modules known by Horovod's names, and what its tests import and do not use."""
     for name, ours in MODULES.items():
         sys.modules[name] = importlib.import_module(ours)
+    hvd.mpi_ops = types.SimpleNamespace(  # type: ignore[attr-defined]
+        _basics=types.SimpleNamespace(_get_process_set_ids_and_ranks=process_sets)
+    )
     for name in "horovod.runner", "horovod.runner.util", "horovod.runner.util.threads":
         sys.modules[name] = types.ModuleType(name)
     sys.modules["horovod.runner.util.threads"].in_thread = None  # type: ignore[attr-defined]
@@ -53,6 +61,11 @@ def install() -> None:
     # The tests take every optimizer of torch.optim, which has got one for matrices alone since.
     if hasattr(torch.optim, "Muon"):
         torch.optim.Muon.__module__ = "later"
+
+
+def process_sets() -> dict[int, list[int]]:
+    """Return the ranks of all sets, by their numbers."""
+    return {number: each.ranks for number, each in current("").sets.items()}
 
 
 @contextlib.contextmanager

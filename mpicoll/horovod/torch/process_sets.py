@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mpicoll as dist
 from mpicoll import communicators
@@ -53,26 +53,27 @@ _NO_LIMIT = timedelta(days=3650)
 class ProcessSet:
     """Some of the ranks. Give it to init or add_process_set, then to operations.
 
-    ranks: their global ranks.
+    ranks_or_comm: their global ranks, or a communicator of mpi4py, for init alone. Each rank gives
+        one that it is in; what Split has made comes to as many sets.
 
-    Raises UnsupportedError (a ValueError) for a communicator, ArgumentTypeError (a TypeError) for
-    anything but ints.
+    Raises ArgumentTypeError (a TypeError) for anything but ints.
     """
 
     #: A number once operations can use the set, None before and after.
     process_set_id: int | None = None
     mpi_comm: MPI.Intracomm | None = None
 
-    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        if communicators.is_communicator(ranks_or_comm):
-            raise UnsupportedError(
-                "ProcessSet: sets of a communicator's ranks are not built; give their ranks"
-            )
-        ranks = list(ranks_or_comm)
+    def __init__(self, ranks_or_comm: Iterable[int] | MPI.Intracomm) -> None:
+        self._engine: Engine | None = None
+        self.ranks: list[int] = []
+        given: Any = ranks_or_comm
+        if communicators.is_communicator(given):
+            self.mpi_comm = cast("MPI.Intracomm", given)
+            return
+        ranks = list(given)
         if not all(isinstance(rank, int) for rank in ranks):
             raise ArgumentTypeError(f"ProcessSet: expected ranks, which are ints, got {ranks}")
-        self.ranks: list[int] = sorted(ranks)
-        self._engine: Engine | None = None
+        self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
         """Count the ranks; None before the set can be used."""
@@ -136,8 +137,8 @@ def init(
     process_sets: sets to begin with; "dynamic" and None: none. Sets can be added in any case.
 
     Raises UnsupportedError (a ValueError) for a list of some ranks, ArgumentError (a ValueError)
-    for a set that is there already and for ranks that do not exist, and what
-    mpicoll.init_process_group raises.
+    for a set that is there already and for ranks that do not exist, after which init may be called
+    again, and what mpicoll.init_process_group raises.
     """
     global _job
     if _job is not None:
@@ -153,7 +154,12 @@ def init(
             f"init: comm: a list of some ranks is not built; give their communicator, such as "
             f"MPI.COMM_WORLD.Split(...), got {ranks}"
         )
-    _begin(owns, [] if process_sets in (None, "dynamic") else list(process_sets or []))
+    try:
+        _begin(owns, [] if process_sets in (None, "dynamic") else list(process_sets or []))
+    except ArgumentError:
+        shutdown()
+        raise
+    global_process_set.mpi_comm = given
     if rank() == 0:
         start_as_told()
 
@@ -168,7 +174,25 @@ def _begin(owns: bool, process_sets: Sequence[Any]) -> None:
     assert global_process_set._engine is not None
     dist.all_gather_object(_job.nodes, host_identity.node(), global_process_set._engine.group)
     for process_set in process_sets:
-        add_process_set(process_set)
+        if process_set.mpi_comm is None:
+            add_process_set(process_set)
+        else:
+            _add_of_communicator(process_set, global_process_set._engine.group)
+
+
+def _add_of_communicator(process_set: ProcessSet, group: Any) -> None:
+    """Make usable the sets of the communicators that the ranks have given, by their first ranks."""
+    world: Any = dist.group.WORLD
+    assert process_set.mpi_comm is not None
+    process_set.ranks = sorted(
+        rank
+        for rank in communicators.translate_ranks(process_set.mpi_comm, world.comm)
+        if rank is not None
+    )
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, process_set.ranks, group)
+    for ranks in [each for at, each in enumerate(everybody) if each not in everybody[:at]]:
+        add_process_set(process_set if ranks == process_set.ranks else ProcessSet(ranks))
 
 
 def _add(job: _Job, process_set: ProcessSet) -> None:
@@ -189,6 +213,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     job = current("add_process_set")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
+    if process_set.mpi_comm is not None and not process_set.ranks:
+        raise NotImplementedError(
+            "add_process_set: sets of communicators are given to init; give the ranks here"
+        )
     ranks = process_set.ranks
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size())):
         raise ArgumentError(

@@ -46,6 +46,7 @@ def install() -> None:
     """Make the modules known by Horovod's names, and what its tests import and do not use."""
     for name, ours in MODULES.items():
         sys.modules[name] = importlib.import_module(ours)
+    sys.modules["horovod"].tensorflow = hvd  # type: ignore[attr-defined]
     hvd.mpi_ops = types.SimpleNamespace(  # type: ignore[attr-defined]
         _basics=types.SimpleNamespace(_get_process_set_ids_and_ranks=process_sets)
     )

@@ -130,42 +130,55 @@ def init(
     comm: MPI.Intracomm | Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
 ) -> None:
-    """Start MPI and the operations. Every rank calls; another call changes nothing.
+    """Start MPI and the operations. Every rank calls; another call can only add sets.
 
     comm: a communicator of mpi4py, whose ranks are then all ranks; None or [] for all that MPI has
         started. The default group of mpicoll, if there is one already, is used.
     process_sets: sets to begin with; "dynamic" and None: none. Sets can be added in any case.
 
     Raises UnsupportedError (a ValueError) for a list of some ranks, ArgumentError (a ValueError)
-    for a set that is there already and for ranks that do not exist, after which init may be called
-    again, and what mpicoll.init_process_group raises.
+    for a set that is there already and for ranks that do not exist, after which none of these sets
+    is there, and what mpicoll.init_process_group raises.
     """
-    global _job
-    if _job is not None:
-        return
-    given: Any = comm if communicators.is_communicator(comm) else None
-    owns = not dist.is_initialized()
-    if owns:
-        dist.init_process_group(comm=given)
-    listed: Any = comm or []
-    ranks = [] if given is not None else list(listed)
-    if ranks and ranks != list(range(dist.get_world_size())):
-        raise UnsupportedError(
-            f"init: comm: a list of some ranks is not built; give their communicator, such as "
-            f"MPI.COMM_WORLD.Split(...), got {ranks}"
-        )
+    if _job is None:
+        given: Any = comm if communicators.is_communicator(comm) else None
+        owns = not dist.is_initialized()
+        if owns:
+            dist.init_process_group(comm=given)
+        listed: Any = comm or []
+        ranks = [] if given is not None else list(listed)
+        if ranks and ranks != list(range(dist.get_world_size())):
+            raise UnsupportedError(
+                f"init: comm: a list of some ranks is not built; give their communicator, such as "
+                f"MPI.COMM_WORLD.Split(...), got {ranks}"
+            )
+        _begin(owns)
+        global_process_set.mpi_comm = given
+        if rank() == 0:
+            start_as_told()
+    if process_sets is not None and not isinstance(process_sets, str):
+        _add_all([each for each in process_sets if each.process_set_id is None])
+
+
+def _add_all(process_sets: Sequence[ProcessSet]) -> None:
+    """Make sets usable, or none of them."""
+    job = current("init")
+    before, made = set(job.sets), job.made
     try:
-        _begin(owns, [] if process_sets in (None, "dynamic") else list(process_sets or []))
+        for process_set in process_sets:
+            if process_set.mpi_comm is None:
+                add_process_set(process_set)
+            else:
+                _add_of_communicator(process_set)
     except ArgumentError:
-        shutdown()
+        for number in sorted(job.sets.keys() - before):
+            remove_process_set(job.sets[number])
+        job.made = made
         raise
-    global_process_set.mpi_comm = given
-    if rank() == 0:
-        start_as_told()
 
 
-def _begin(owns: bool, process_sets: Sequence[Any]) -> None:
-    """Make the global set, and others, over mpicoll's default group."""
+def _begin(owns: bool) -> None:
+    """Make the global set over mpicoll's default group."""
     global _job
     _job = _Job(owns)
     global_process_set.ranks = list(range(dist.get_world_size()))
@@ -173,16 +186,12 @@ def _begin(owns: bool, process_sets: Sequence[Any]) -> None:
     _job.nodes = [""] * dist.get_world_size()
     assert global_process_set._engine is not None
     dist.all_gather_object(_job.nodes, host_identity.node(), global_process_set._engine.group)
-    for process_set in process_sets:
-        if process_set.mpi_comm is None:
-            add_process_set(process_set)
-        else:
-            _add_of_communicator(process_set, global_process_set._engine.group)
 
 
-def _add_of_communicator(process_set: ProcessSet, group: Any) -> None:
+def _add_of_communicator(process_set: ProcessSet) -> None:
     """Make usable the sets of the communicators that the ranks have given, by their first ranks."""
     world: Any = dist.group.WORLD
+    group = engine_of(global_process_set, "init").group
     assert process_set.mpi_comm is not None
     process_set.ranks = sorted(
         rank
@@ -294,7 +303,7 @@ def restart() -> bool:
         try:
             if lost:
                 dist.shrink_group(sorted(lost))
-            _begin(job.owns, [])
+            _begin(job.owns)
             return dist.get_world_size() < size
         except LostRankError as error:
             lost = set(error.ranks)

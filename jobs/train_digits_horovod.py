@@ -4,9 +4,9 @@
     srun --mpi=pmi2 -n 4 python jobs/train_digits_horovod.py
     torchrun --nproc-per-node 4 jobs/train_digits_horovod.py
 
-A script for Horovod but for its import: ``import horovod.torch as hvd`` would do, too. The network
-and the digits are those of ``train_digits_ddp.py``. The batch is that of the whole job, so training
-goes the same way, to rounding, on any number of ranks.
+A script for Horovod but for its import. The network and the digits are those of
+``train_digits_ddp.py``. The batch is that of the whole job, so training goes the same way, to
+rounding, on any number of ranks.
 
 ``hvd.elastic.run`` has it go on when ranks are lost, where MPI survives that (docs/reliability.md):
 

@@ -5,6 +5,7 @@ where MPI outlives that; elsewhere the job ends.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,15 +73,15 @@ hvd.shutdown()
 open(sys.argv[1], "w").write("went on")
 """
 LIMIT = 240
+JOB = Path(__file__).resolve().parent.parent / "jobs" / "train_digits_horovod.py"
 
 
-def launch(tmp_path: Path, survives: bool) -> tuple[subprocess.CompletedProcess[str], Path]:
-    job, told = tmp_path / "job.py", tmp_path / "told"
-    job.write_text(TRAINING)
+def launch(
+    ranks: int, *program: str | Path, survives: bool = True
+) -> subprocess.CompletedProcess[str]:
     options, before, settings = WAYS[WAY] if survives else ([], [], {})
-    command = [*MPIEXEC, *options, "-n", "3", *before, sys.executable, job, told]
-    done = subprocess.run(
-        command,
+    return subprocess.run(
+        [*MPIEXEC, *options, "-n", str(ranks), *before, sys.executable, *program],
         env=os.environ | settings,
         capture_output=True,
         text=True,
@@ -88,18 +89,37 @@ def launch(tmp_path: Path, survives: bool) -> tuple[subprocess.CompletedProcess[
         timeout=LIMIT,
         check=False,
     )
-    return done, told
+
+
+def train(tmp_path: Path, survives: bool) -> tuple[subprocess.CompletedProcess[str], Path]:
+    job, told = tmp_path / "job.py", tmp_path / "told"
+    job.write_text(TRAINING)
+    return launch(3, job, told, survives=survives), told
 
 
 def test_training_goes_on_from_the_last_commit(tmp_path: Path) -> None:
-    done, told = launch(tmp_path, survives=True)
+    done, told = train(tmp_path, survives=True)
     assert told.exists(), done.stdout + done.stderr
     assert told.read_text() == "went on"
     assert done.stderr.count("mpicoll: lost: ") == 2
 
 
 def test_elsewhere_the_job_ends(tmp_path: Path) -> None:
-    done, told = launch(tmp_path, survives=False)
+    done, told = train(tmp_path, survives=False)
     assert done.returncode != 0 and not told.exists()
     assert "mpicoll: lost: rank 0 of 3" in done.stderr, done.stderr
     assert "what would have saved this job" in done.stderr
+
+
+def test_the_job_goes_on(tmp_path: Path) -> None:
+    """Its losses are those of one rank, to the four digits that are printed."""
+    pytest.importorskip("sklearn")
+    losses = []
+    for ranks, options in (3, ["--kill-at", "35"]), (1, []):
+        done = launch(ranks, JOB, "--epochs", "3", "--target", "0", *options)
+        left = min(ranks, 2)
+        assert f" on {left} ranks: the target" in done.stdout, done.stdout + done.stderr
+        assert done.stderr.count("mpicoll: lost: rank 2 of 3") == ranks // 3
+        losses.append([float(x) for x in re.findall(r"^epoch .* loss ([\d.]+)", done.stdout, re.M)])
+    assert len(losses[0]) >= len(losses[1]) == 3
+    assert losses[0][-3:] == pytest.approx(losses[1], abs=1.01e-4)

@@ -190,12 +190,11 @@ def _begin(owns: bool) -> None:
 
 def _add_of_communicator(process_set: ProcessSet) -> None:
     """Make usable the sets of the communicators that the ranks have given, by their first ranks."""
-    world: Any = dist.group.WORLD
     group = engine_of(global_process_set, "init").group
     assert process_set.mpi_comm is not None
     process_set.ranks = sorted(
         rank
-        for rank in communicators.translate_ranks(process_set.mpi_comm, world.comm)
+        for rank in communicators.translate_ranks(process_set.mpi_comm, group.messages)
         if rank is not None
     )
     everybody: list[Any] = [None] * dist.get_world_size()

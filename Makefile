@@ -28,6 +28,9 @@ ARGS =
 CUDA = 13
 CUDA_MPI =
 
+# For `make test-horovod`: a checkout of https://github.com/horovod/horovod, whose tests it runs.
+HOROVOD =
+
 
 KNOWN := mpich openmpi impi site
 $(if $(filter-out $(KNOWN),$(MPI)),$(error MPI=$(MPI): expected one of $(KNOWN)))
@@ -59,13 +62,13 @@ export OMP_NUM_THREADS := 1
 # Thousands of processes import mpicoll: where this is set, as in many containers, each compiles it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo torch test test-clients test-docs test-slurm test-gpu test-torch-latest test-torch-suite lint bench
-.PHONY: bench-gpu docs wheel test-wheel test-packages sanitize random chaos soak coverage environment bench-environment
+.PHONY: help demo torch test test-clients test-docs test-slurm test-gpu test-horovod test-torch-latest test-torch-suite lint
+.PHONY: bench bench-gpu docs wheel test-wheel test-packages sanitize random chaos soak coverage environment bench-environment
 .PHONY: gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
-	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS= CUDA= CUDA_MPI='
+	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS= CUDA= CUDA_MPI= HOROVOD='
 
 demo: $(VENV)/.demo  ## train a small network on four ranks, then compare all_reduce with MPI alone
 	$(START) -n 4 $(VENV)/bin/python jobs/train_digits.py
@@ -100,6 +103,12 @@ test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDE
 # The ranks start without mpiexec, which wants a library of the MPICH family.
 test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo; ARGS='--help'
 	$(VENV)/bin/python tests/torch_suite/run.py $(ARGS)
+
+test-horovod:  ## Horovod's own tests of its functions for PyTorch; HOROVOD=FOLDER: its sources
+	@$(PYTHON) tests/horovod/run.py --look $(HOROVOD)
+	@$(MAKE) --no-print-directory environment
+	$(PIP) cloudpickle packaging
+	$(VENV)/bin/python tests/horovod/run.py $(HOROVOD) --mpiexec '$(START)' $(ARGS)
 
 # With the blocks that need PyTorch, and the site, which `make test` leaves out.
 test-docs: environment $(VENV)/.docs  ## the pages: their code on two ranks, their commands, links and the site

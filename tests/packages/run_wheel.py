@@ -33,6 +33,8 @@ COMPILER = re.compile(r"(.+-)?(cc|gcc|g\+\+|c\+\+|clang|clang\+\+|c89|c99|tcc|cl
 
 #: Seconds until a command counts as hanging.
 LIMIT = 300
+#: The same of an installation: torch is large.
+INSTALL_LIMIT = 1800
 
 _MINOR = "import sys; print(*sys.version_info[:2], sep='.')"
 
@@ -71,10 +73,10 @@ def try_wheel(wheel: Path, mpi: str, python: str, torch: str, folder: Path, prog
     }  # fmt: skip
     environment["PATH"] = f"{bin}:{programs}"
 
-    def run(*command: str | Path) -> str:
+    def run(*command: str | Path, limit: int = LIMIT) -> str:
         done = subprocess.run(
             list(map(str, command)), cwd=folder, env=environment, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=LIMIT, check=False,
+            stderr=subprocess.STDOUT, text=True, timeout=limit, check=False,
         )  # fmt: skip
         if done.returncode:
             raise OSError(f"{' '.join(map(str, command))}: {done.returncode}\n{done.stdout}")
@@ -90,7 +92,7 @@ def try_wheel(wheel: Path, mpi: str, python: str, torch: str, folder: Path, prog
         "--quiet",
         "--disable-pip-version-check",
     ]
-    run(*pip, "--only-binary", ":all:", wheel, mpi, *filter(None, [torch]))
+    run(*pip, "--only-binary", ":all:", wheel, mpi, *filter(None, [torch]), limit=INSTALL_LIMIT)
     ranks: list[str | Path] = [bin / "mpiexec", "-n", "2", bin / "python"]
     said = run(*ranks, "-m", "mpicoll", "doctor")
     if "Nothing is wrong" not in said:

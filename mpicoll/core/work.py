@@ -55,10 +55,9 @@ class Future:
 
     Where arrays of the value are on a device, it is there once all that makes them is in streams.
     The current streams of who waits go on after that, and so do those in which callbacks run.
-
-    points: what makes the value on devices.
     """
 
+    # What makes the value on devices.
     points: Sequence[Point] = ()
 
     def __init__(self) -> None:
@@ -196,15 +195,15 @@ class Work:
     raises the operation's error; one that no caller waited for is printed when the Work is deleted.
 
     Of an operation on devices the host's part ends when all is in streams; the devices go on.
-
-    description:   the operation, for messages.
-    outputs:       the arrays that the operation fills, as the caller passed them.
-    limit:         seconds that ``wait()`` waits by default.
-    has_timed_out: a ``wait()`` has ended with CollectiveTimeoutError.
-    expire:        called when a ``wait()`` without a timeout of its own has lasted ``limit``.
-    worker:        the group's thread that runs the operation; None for any other.
-    orders:        the places of an operation on a device among the caller's streams.
     """
+
+    # description:   the operation, for messages.
+    # outputs:       the arrays that the operation fills, as the caller passed them.
+    # limit:         seconds that ``wait()`` waits by default.
+    # has_timed_out: a ``wait()`` has ended with CollectiveTimeoutError.
+    # expire:        called when a ``wait()`` without a timeout of its own has lasted ``limit``.
+    # worker:        the group's thread that runs the operation; None for any other.
+    # orders:        the places of an operation on a device among the caller's streams.
 
     __slots__ = (
         "__weakref__", "_error", "_error_seen", "_finished", "_future", "_gate", "description",

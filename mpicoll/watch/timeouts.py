@@ -113,9 +113,10 @@ def hear(group: ProcessGroup, rank: int) -> None:
         number = theirs.begun - theirs.formed
         error = DistBackendError(
             f"rank {group.ranks[group.rank()]} of group {group.group_name}: rank "
-            f"{group.ranks[rank]} failed in call {number}, {describe_call(theirs.last_call)}, or "
-            "knows that another has, and says why. What that and later calls gave may be "
-            f"incomplete on any rank. {_CLOSED}"
+            f"{group.ranks[rank]} has closed the group, in or after call {number}, "
+            f"{describe_call(theirs.last_call)}: a call has failed on it, or on a rank that it has "
+            "heard of, which says why. What that and later calls gave may be incomplete on any "
+            f"rank. {_CLOSED}"
         )
         _shut(group, error, rank_status.FAILED, group.ask_devices is not None)
         return

@@ -462,7 +462,9 @@ def test_a_rank_that_fails_along_the_rails(arrays, world, monkeypatch, mpi, plac
             call()
     assert time.monotonic() < begun + TIMEOUT / 2
     mpi.Barrier()
-    with pytest.raises(DistBackendError, match=rf"rank {who}\b.* failed in call 2"):
+    # Who has heard of it from a rank that knows names that one.
+    meant = rf"rank {who}\b.* failed in call 2|rank \d has closed the group, .* has failed"
+    with pytest.raises(DistBackendError, match=meant):
         dist.barrier(group=where.group)
     monkeypatch.undo()
     dist.destroy_process_group(where.group)

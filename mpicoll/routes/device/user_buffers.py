@@ -32,7 +32,6 @@ memory of the group's that can, and back if it is an output; that is its own ran
 from __future__ import annotations
 
 import mmap
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -52,12 +51,12 @@ from mpicoll.core.signature import (
     encode_task,
     with_root,
 )
-from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import HANDLE, Allocation, Event, Memory
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Placed
+from mpicoll.routes.device.workspaces import all_come
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.transfers import misfit
 from mpicoll.watch.consistency import describe_by_rank
@@ -448,12 +447,9 @@ class UserBuffers:
         self.context.synchronize(self.context.work)
         self._opened.clear()
         self._retired.clear()
-        request, moment = self.group.inner.Ibarrier(), deadline(limit)
-        while not request.Test():
-            if time.monotonic() > moment:
-                _left_behind.append(self)
-                return
-            time.sleep(1e-4)
+        if not all_come(self.group, limit):
+            _left_behind.append(self)
+            return
         self._events, self._words = [], None
 
 

@@ -13,7 +13,7 @@ from mpicoll.cuda.streams import DeviceContext
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["BLOCK", "Workspaces", "first_problem", "map_each_other", "mapped"]
+__all__ = ["BLOCK", "Workspaces", "all_come", "first_problem", "map_each_other", "mapped"]
 
 T = TypeVar("T")
 
@@ -23,6 +23,8 @@ BLOCK = 2 * 1024 * 1024
 mapped: list[Memory] = []
 #: Seconds to wait for the others to let go of what was mapped in vain: all have just met.
 _TOGETHER = 60.0
+#: The tag of the messages by which ranks meet: above those of routes, below those of new groups.
+_TAG = (1 << 14) - 1
 
 
 class Workspaces(Generic[T]):
@@ -83,7 +85,7 @@ def map_each_other(
             return Workspaces(group, own, everybody, [words for _, words, _ in said])
     everybody.clear()
     if own is None:
-        group.inner.Ibarrier().Wait()  # the others wait, too, until nothing is mapped any more
+        all_come(group, _TOGETHER)  # the others wait until nothing is mapped any more
     else:
         _free_when_unmapped(group, own, _TOGETHER)
     return why
@@ -98,9 +100,27 @@ def _free_when_unmapped(group: ProcessGroup, own: Memory, limit: float) -> None:
     """Free this rank's workspace once no other rank maps it any more, or never, if that takes
     longer than ``limit`` seconds. All ranks call, when they have let go of the others'.
     """
-    request, moment = group.inner.Ibarrier(), deadline(limit)
-    while not request.Test():
-        if time.monotonic() > moment:
-            return
-        time.sleep(1e-4)
-    mapped.remove(own)
+    if all_come(group, limit):
+        mapped.remove(own)
+
+
+def all_come(group: ProcessGroup, limit: float) -> bool:
+    """Return whether all ranks call within so many seconds.
+
+    By messages, a dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel
+    Programming 17(1), 1988): in a group that is broken, ranks have left collectives of MPI, which
+    another one would meet.
+    """
+    inner, n, me, moment = group.inner, group.size(), group.rank(), deadline(limit)
+    distance = 1
+    while distance < n:
+        waiting = [
+            inner.Irecv(bytearray(0), (me - distance) % n, _TAG),
+            inner.Isend(bytearray(0), (me + distance) % n, _TAG),
+        ]
+        while waiting := [one for one in waiting if not one.Test()]:
+            if time.monotonic() > moment:
+                return False
+            time.sleep(1e-4)
+        distance *= 2
+    return True

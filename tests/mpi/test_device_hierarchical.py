@@ -489,7 +489,7 @@ def test_routes_that_parts_lose(arrays, world, monkeypatch):
     words = (
         f"ranks {', '.join(map(str, ranks))} go by ipc, because shared_gpu is off: rank 0: cannot"
     )
-    told = [str(one.message) for one in caught if "is off" in str(one.message)]
+    told = [str(one.message) for one in caught if "shared_gpu is off" in str(one.message)]
     assert len(told) == (where.me == 0) and all(words in each for each in told)
     assert where.agreed.names[0] == "hierarchical"
     assert f"in hierarchical {words}" in where.agreed.describe()["shared_gpu"]

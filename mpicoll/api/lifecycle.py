@@ -418,9 +418,9 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 def _raise_unheard(groups: Sequence[ProcessGroup]) -> None:
     """Raise the error of calls that devices have ended without results, if none has raised it."""
-    for group in groups:
-        if group.unheard is not None:
-            raise group.failure()
+    found = [_found_at_end.pop(group) for group in groups if group in _found_at_end]
+    if found:
+        raise found[0]
 
 
 @contextmanager
@@ -497,6 +497,10 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
         )
     group.look(wait=True)
+    if group.unheard is not None:  # destroy_process_group raises it, and the watchdog need not wait
+        _found_at_end[group], group.unheard = group.unheard, None
+    if group.broken:
+        limit = _A_MOMENT
     if not group.broken and sys.exc_info()[1] is None:
         windows.free_all(group)
     if group.broken:
@@ -523,6 +527,8 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
     return wrong
 
 
+#: Of groups that end now, why devices have ended calls without results, if no call has raised it.
+_found_at_end: dict[ProcessGroup, DistBackendError] = {}
 #: Groups whose communicators messages may still come to.
 _not_freed: list[ProcessGroup] = []
 

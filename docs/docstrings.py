@@ -9,6 +9,9 @@ import griffe
 
 _PARAMETER = re.compile(r"(\*{0,2}\w+(?:, \w+)*):\s+(\S.*)")
 
+#: A bracket outside of inline code, where Markdown would look for a link.
+_BRACKET = re.compile(r"(`[^`]*`)|\[")
+
 #: What one value of a parameter means, in the lines behind the parameter.
 _VALUE = re.compile(r"^( +)((?:\"[^\"]*\"(?:, )?)+: |None: )")
 
@@ -24,9 +27,10 @@ def markdown(text: str) -> str:
         if is_code:
             is_code = False
             lines += ["```", ""]
+        line = _BRACKET.sub(lambda found: found[1] or r"\[", line)
         found = _PARAMETER.fullmatch(line)
         if line.endswith("::"):
-            lines += [line[:-2].rstrip() + ":" * (line != "::"), "", "```python"]
+            lines += [line[:-2].rstrip() + ":" * (line != "::"), "", "```"]
             is_code, is_entry = True, False
         elif found:
             lines += [] if is_entry else [""]

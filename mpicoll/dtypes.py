@@ -131,17 +131,17 @@ class SupportsItem(Protocol):
 class ReduceOp:
     """A reduce operation: ``ReduceOp.SUM``, ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``,
     ``BOR``, ``BXOR``, and ``ReduceOp.PREMUL_SUM(factor)``, which scales each rank's input first.
-
-    name:    torch's name.
-    kinds:   the kinds of dtype for which it has a meaning.
-    ufunc:   the NumPy function that combines two elements.
-    logical: the NumPy function that takes its place for bool (True + True is True).
-    mpi:     the MPI operation that combines two elements (an attribute of mpi4py.MPI).
-    mpi_logical: the MPI operation for bool, on bytes that are 0 or 1.
-    code:    the position in the table, the same on every rank and torch's own number.
-    op:      the row of the table (of PREMUL_SUM(factor): PREMUL_SUM).
-    factor:  what PREMUL_SUM multiplies by, a plain number; None elsewhere.
     """
+
+    # name:    torch's name.
+    # kinds:   the kinds of dtype for which it has a meaning.
+    # ufunc:   the NumPy function that combines two elements.
+    # logical: the NumPy function that takes its place for bool (True + True is True).
+    # mpi:     the MPI operation that combines two elements (an attribute of mpi4py.MPI).
+    # mpi_logical: the MPI operation for bool, on bytes that are 0 or 1.
+    # code:    the position in the table, the same on every rank and torch's own number.
+    # op:      the row of the table (of PREMUL_SUM(factor): PREMUL_SUM).
+    # factor:  what PREMUL_SUM multiplies by, a plain number; None elsewhere.
 
     __slots__ = ("code", "factor", "kinds", "logical", "mpi", "mpi_logical", "name", "op", "ufunc")
 

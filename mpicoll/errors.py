@@ -2,7 +2,7 @@
 
 ::
 
-    MpicollError (RuntimeError)          everything below; also called ``DistError``
+    MpicollError (RuntimeError)          everything below; also called DistError
     ├── UsageError                       found on this rank, before anything was sent
     │   ├── ArgumentError (ValueError)       an impossible value: size, rank, root, state
     │   │   └── EmptyListError (IndexError)      a list that must not be empty

@@ -132,7 +132,8 @@ REPRODUCIBLE = _one_of(
 )  # fmt: skip
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
-        "shared_gpu", "peer", "hierarchical", "ipc", "direct", "mpi", "staged", "nccl",
+        "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "direct", "mpi", "staged",
+        "nccl",
     ),
     "the route of device memory, the same on all ranks; see gpu.md",
 )  # fmt: skip
@@ -157,7 +158,8 @@ TESTED_CALLS = _one_of(
 TIMEOUT_GRACE = Setting(
     "MPICOLL_TIMEOUT_GRACE", (), "seconds, 10 where it is not set",
     "how long a call inside MPI, which cannot take it back, may go on after its timeout has closed "
-    "the group, before the job ends; see Timeouts", form=r"\d+(\.\d*)?",
+    "the group, before the job ends; and a program that has not looked at a call of devices that "
+    "ended without its result; see Timeouts", form=r"\d+(\.\d*)?",
 )  # fmt: skip
 ALLOW_SINGLETON = _one_of(
     "MPICOLL_ALLOW_SINGLETON", ("0", "1"),

@@ -2,7 +2,8 @@
 
 mpiexec -n 2 python tests/page_blocks.py CHOICE
 
-CHOICE is JSON: {page: {"way": IN_TURN or PROGRAMS, "prelude": source, "skip": words}}.
+CHOICE is JSON: {page: {"way": IN_TURN or PROGRAMS, "prelude": source, "skip": words, "grouped":
+whether blocks that make no process group find one}}.
 """
 
 from __future__ import annotations
@@ -66,10 +67,11 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def _end() -> None:
-    import mpicoll as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """End the groups that a block has left."""
+    for name in ("torch.distributed", "mpicoll"):
+        module = sys.modules.get(name)
+        if module and module.is_initialized():
+            module.destroy_process_group()
 
 
 def _run(page: Path, how: dict[str, Any]) -> None:
@@ -83,6 +85,8 @@ def _run(page: Path, how: dict[str, Any]) -> None:
         if how["way"] == PROGRAMS or not names:
             names = {"__name__": "__main__"}
             exec(how["prelude"], names)
+            if how["grouped"] and "init_process_group" not in block.text:
+                exec("group = dist.init_process_group()", names)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(block.lined, str(page), "exec"), names)

@@ -615,10 +615,16 @@ def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
 def test_routes_of_devices(ended: Ended) -> None:
     """Each in a group that takes it; what a rank lacks for the others is said."""
     found = routes_of(ended)
-    routes = ["shared_gpu", "ipc", "direct", "mpi", "staged"]
+    routes = ["shared_gpu", "copy_engine", "ipc", "direct", "mpi", "staged"]
     assert all(list(compared) == ["copy", *routes] for compared in found.values())
-    assert all(found["all_reduce"].values()) and all(found["gather"].values())
-    assert found["all_to_all"]["ipc"] and not found["all_to_all"]["mpi"]
+    combining = found["all_reduce"]
+    assert not combining.pop("copy_engine")
+    assert all(combining.values()) and all(found["gather"].values())
+    assert (
+        found["all_to_all"]["ipc"]
+        and found["all_to_all"]["copy_engine"]
+        and not found["all_to_all"]["mpi"]
+    )
     assert not any(found["barrier"].values())
     assert "# not measured: nccl: MPICOLL_DEVICE_ROUTE=nccl: each of ranks 0, 1 lacks" in ended.out
 

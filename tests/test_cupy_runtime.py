@@ -85,6 +85,11 @@ class World:
         into._obj.value = {9: 1, 10: 1, 8: 0}[which]
         return 0 if address.value else 1
 
+    def cuMemHostGetDevicePointer_v2(self, into, address, flags):
+        assert self.stack and flags == 0
+        into._obj.value = (address.value or 0) + (1 << 40)
+        return 0 if address.value else 1
+
     def cuDeviceGetUuid_v2(self, into, device):
         into._obj[:] = [device.value] * 16
         return 0
@@ -391,3 +396,11 @@ def test_memory_that_nobody_knows(cuda):
     with pytest.raises(UnsupportedError, match="does not know the memory"):
         cuda.device_of(0)
     assert not cuda.is_plain(0)
+
+
+def test_where_a_device_reaches_memory_of_the_host(world, cuda):
+    """On the device that is asked for, and on none afterwards."""
+    assert cuda.reach(1, 4096) == 4096 + (1 << 40)
+    assert not world.stack and world.created == {1}
+    with pytest.raises(MpicollError, match=r"cuMemHostGetDevicePointer_v2: .* error 1"):
+        cuda.reach(1, 0)

@@ -31,7 +31,7 @@ from test_device_kernels import (
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.kernels import device_kernels, peers, reduction
 from mpicoll.kernels.device_kernels import DeviceKernels
-from mpicoll.kernels.peers import ALL, HEADER, LATE, Collective, Peers
+from mpicoll.kernels.peers import ALL, FAILED, HEADER, LATE, Collective, Failure, Peers
 
 #: A compiler runs for each kernel.
 pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
@@ -452,11 +452,11 @@ def test_a_rank_that_is_missing(cupy):
     late = cupy.streams.pop(102)
     cupy.run()
     assert ranks.reports[2] == 0
-    for report in ranks.reports[:2].tolist():
-        assert report >> 32 == LATE and report >> 16 & 0xFFFF in (0, 1) and report & 0xFFFF == 2
+    for report in map(Failure.unpack, ranks.reports[:2].tolist()):
+        assert report.why == LATE and report.rank in (0, 1) and report.other == 2
     cupy.streams[102] = late
     cupy.run()
-    assert ranks.reports[2] >> 32 == LATE
+    assert Failure.unpack(int(ranks.reports[2])).why == LATE
     reduce_in_place(ranks, dtype, ReduceOp.SUM, 300, ALL, 0)
     cupy.run()  # at once
 
@@ -471,8 +471,37 @@ def test_calls_that_differ(cupy):
             "all_reduce", by, width, 0, placed.address(r), count=200 if r else 20, call=5 + (r > 0)
         ))  # fmt: skip
     cupy.run()
-    for report in ranks.reports.tolist():
-        assert report >> 32 == peers.DIFFERS and 0 in (report >> 16 & 0xFFFF, report & 0xFFFF)
+    for report in map(Failure.unpack, ranks.reports.tolist()):
+        assert report.why == peers.DIFFERS and 0 in (report.rank, report.other)
+        assert report.call == 5 + (report.rank > 0), "the call of whom has found it"
+
+
+def test_a_host_that_ends_kernels(cupy):
+    """Those that wait, those that come later, and those that a graph replays, whatever the limit;
+    what the host has said is left as it is.
+    """
+    ranks, dtype = Ranks(cupy, 3, limit=1000), by_name["float32"]
+    said = Failure(0, FAILED, 2, 0).pack()
+    ending = threading.Timer(0.3, lambda: ranks.reports.fill(said))
+    reduce_in_place(ranks, dtype, ReduceOp.SUM, 300, ALL, 0)
+    cupy.streams.pop(102)  # it has failed
+    waiting = {stream: list(launches) for stream, launches in cupy.streams.items()}
+    ending.start()
+    cupy.run()
+    assert not ending.is_alive(), "nothing else has ended them"
+    cupy.streams = waiting
+    cupy.run()
+    reduce_in_place(ranks, dtype, ReduceOp.SUM, 300, ALL, 1)
+    cupy.run()
+    assert (ranks.reports == said).all()
+
+
+def test_reasons_are_packed():
+    """In 64 bits, each as large as can be."""
+    for reason in (Failure(0xFFFF, 1, 15, 0), Failure(0, 4, 0, 15), Failure(0x8000, 3, 1, 2)):
+        word = np.zeros(1, np.uint64)
+        word[0] = reason.pack()
+        assert Failure.unpack(int(word[0])) == reason
 
 
 # ---- ThreadSanitizer -----------------------------------------------------------------------------

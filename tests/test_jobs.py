@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "jobs" / "train_digits.py"
 TRAIN_DDP = ROOT / "jobs" / "train_digits_ddp.py"
+TRAIN_HOROVOD = ROOT / "jobs" / "train_digits_horovod.py"
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 
 pytestmark = [
@@ -83,12 +84,16 @@ def test_ranks_without_a_share_of_the_batch(tmp_path: Path) -> None:
     assert_same(one, four)
 
 
-JOBS = [pytest.param(TRAIN, id="mpicoll"), pytest.param(TRAIN_DDP, id="ddp")]
+JOBS = [
+    pytest.param(TRAIN, id="mpicoll"),
+    pytest.param(TRAIN_DDP, id="ddp"),
+    pytest.param(TRAIN_HOROVOD, id="horovod"),
+]
 
 
 def needs_what(job: Path) -> None:
     pytest.importorskip("sklearn")
-    if job == TRAIN_DDP:
+    if job != TRAIN:
         pytest.importorskip("torch")
 
 
@@ -109,13 +114,15 @@ def test_a_wrong_option_ends_every_rank(job: Path) -> None:
 
 
 class Training:
-    """What a run of train_digits_ddp.py printed and saved."""
+    """What a run of train_digits_ddp.py, or a job like it, printed and saved."""
 
-    def __init__(self, file: Path, start: Sequence[str | Path], *options: str) -> None:
-        needs_what(TRAIN_DDP)
+    def __init__(
+        self, file: Path, start: Sequence[str | Path], *options: str, job: Path = TRAIN_DDP
+    ) -> None:
+        needs_what(job)
         import torch
 
-        done = run(*start, TRAIN_DDP, "--save", file, *options)
+        done = run(*start, job, "--save", file, *options)
         self.output = done.stdout
         assert done.returncode == 0, done.stdout + done.stderr
         self.parameters = torch.load(file, weights_only=True)
@@ -164,6 +171,20 @@ def test_fsdp_is_the_same_as_ddp(short: Training, tmp_path: Path) -> None:
     training = Training(tmp_path / "fsdp.pt", ranks(2), "--fsdp", *SHORT)
     assert "on 2 ranks, FSDP2 over mpicoll\n" in training.output
     training.assert_same(short)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_horovod_is_the_same_as_ddp(number: int, short: Training, tmp_path: Path) -> None:
+    training = Training(tmp_path / "horovod.pt", ranks(number), *SHORT, job=TRAIN_HOROVOD)
+    assert f"on {number} ranks, Horovod's API\n" in training.output
+    training.assert_same(short)
+
+
+def test_horovod_with_compressed_gradients_reaches_the_target(tmp_path: Path) -> None:
+    training = Training(tmp_path / "half.pt", ranks(2), "--fp16", job=TRAIN_HOROVOD)
+    assert len(training.losses) == 10
+    accuracy = re.search(r"^held-out accuracy (.*)% on 2 ranks:", training.output, re.MULTILINE)
+    assert accuracy and float(accuracy[1]) > 95.0
 
 
 def test_gloo_gives_the_same_losses(short: Training, tmp_path: Path) -> None:

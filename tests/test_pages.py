@@ -13,8 +13,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +31,8 @@ PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTIN
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 #: Whether what needs PyTorch runs, too, which `make test-docs` asks for: it takes seconds to load.
 WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("torch") is not None
+#: What blocks that need PyTorch have.
+NEEDS_TORCH = ("import torch", "horovod.torch")
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,14 @@ class How:
     """How the Python blocks of a page are treated.
 
     prelude: what the page takes as given.
-    skip:    blocks with one of these words are only parsed.
+    skip:    blocks with one of these words are only parsed, {words: why}.
+    grouped: blocks that make no process group find one, as dist and group.
     """
 
     way: str
     prelude: str = ""
-    skip: tuple[str, ...] = ()
+    skip: Mapping[str, str] = field(default_factory=dict)
+    grouped: bool = False
 
 
 #: What is given where a page speaks of an array x and of a group.
@@ -56,24 +60,56 @@ color = 0
 x = np.ones(4)
 """
 
-#: Pages that are not here are only parsed.
+#: A simulated GPU for each rank, and what the page has of CuPy.
+GPU = f"""
+import os, sys, types
+sys.path.insert(0, {str(ROOT / "tests/mpi")!r})
+import numpy as np
+import simulated
+from mpicoll.cuda import runtime
+gpus = simulated.Arrays()
+os.environ["MPICOLL_CUDA_AWARE"], runtime._runtime = "full", gpus.cuda
+cupy = types.ModuleType("cupy")
+cupy.full, cupy.float32 = lambda *how: gpus.make(np.full(*how)), np.float32
+sys.modules["cupy"] = cupy
+"""
+
+#: What a page of lost ranks takes as given. tests/test_losses.py runs it with losses.
+STATE = """
+import numpy as np
+import mpicoll as dist
+state = np.ones(3)
+def step(state):
+    dist.all_reduce(state)
+    return state
+"""
+
+#: Every page with Python, in the order in which they run.
 TREATMENT = {
-    "README.md": How(PROGRAMS, GIVEN, skip=("torch",)),
+    "README.md": How(PROGRAMS, GIVEN),
     "docs/api.md": How(
         PROGRAMS,
-        GIVEN
-        + """
-class MyConfig: pass
-objects, output, input = [x], np.zeros(4), np.ones(4)
-if MPI.COMM_WORLD.size and not dist.is_initialized(): group = dist.init_process_group()
-""",
-        skip=("init_process_group",),
+        GIVEN + "class MyConfig: pass\nobjects, output, input = [x], np.zeros(4), np.ones(4)",
+        grouped=True,
     ),
-    "docs/index.md": How(PROGRAMS),
     "docs/coming_from.md": How(PROGRAMS),
+    "docs/horovod.md": How(PROGRAMS),
+    "docs/index.md": How(PROGRAMS),
+    "docs/launching.md": How(PROGRAMS, skip={"import ray": "Ray starts the ranks itself"}),
+    "docs/pytorch.md": How(
+        PROGRAMS,
+        skip={
+            "_reconfigure": "torch 2.15, and a lost rank",
+            "file://": "test_processes_that_meet_in_a_file runs it",
+        },
+    ),
     "docs/reference.md": How(IN_TURN),
+    "docs/reliability.md": How(
+        PROGRAMS, STATE, {"grow_group": "tests/test_losses.py loses a rank before"}, grouped=True
+    ),
     "docs/sharp_bits.md": How(PROGRAMS),
     "docs/tutorial.md": How(PROGRAMS),
+    "docs/gpu.md": How(PROGRAMS, GPU),  # last: the process keeps its GPU
 }
 
 
@@ -108,7 +144,7 @@ def test_python_runs_on_two_ranks() -> None:
         pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
     chosen = {page: asdict(how) for page, how in TREATMENT.items()}
     for how in chosen.values():
-        how["skip"] = (*how["skip"], *(() if WITH_TORCH else ("import torch",)))
+        how["skip"] = (*how["skip"], *(() if WITH_TORCH else NEEDS_TORCH))
     command = [*MPIEXEC, "-n", "2", sys.executable, str(ROOT / "tests/page_blocks.py")]
     done = subprocess.run(
         [*command, json.dumps(chosen)], capture_output=True, text=True, check=False, timeout=90
@@ -116,11 +152,31 @@ def test_python_runs_on_two_ranks() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_table_names_pages_with_python() -> None:
-    for page, how in TREATMENT.items():
-        texts = [block.text for block in found(ROOT / page) if block.language == "python"]
-        assert texts, page
-        for word in how.skip:
+@pytest.mark.slow
+@pytest.mark.waits
+@pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs what needs PyTorch")
+def test_processes_that_meet_in_a_file(tmp_path: Path) -> None:
+    """Of no launcher. All MPIs are not the same here, but the first one can."""
+    (block,) = (block for block in found(ROOT / "docs/pytorch.md") if "file://" in block.text)
+    assert "/tmp/meet" in block.text
+    text = block.text.replace("/tmp/meet", str(tmp_path / "meet"))
+    text += "print(dist.get_rank(), dist.get_world_size())\ndist.destroy_process_group()\n"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": path, "RANK": str(rank), "WORLD_SIZE": "2"}, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["0 2\n", "1 2\n"]
+
+
+def test_the_table_names_the_pages_with_python() -> None:
+    for page in PAGES:
+        texts = [block.text for block in found(page) if block.language == "python"]
+        assert bool(texts) == (name(page) in TREATMENT), name(page)
+        for word in TREATMENT[name(page)].skip if texts else ():
             assert any(word in text for text in texts), f"{page}: nothing to skip has {word}"
 
 
@@ -221,6 +277,57 @@ def test_commands_exist(page: Path) -> None:
     for block in found(page):
         for words in commands(block):
             assert list(wrong(list(words))) == [], f"line {block.line}: {shlex.join(words)}"
+
+
+#: What runs here within seconds: of the other commands only the options are looked at. They
+#: install, need a batch system, run for minutes, look at a job that is not there, or fail where a
+#: machine is too busy to be measured (tune).
+QUICK = re.compile(
+    r"(mpiexec|torchrun) .*(-m mpicoll (doctor|hello|bench .*|run train\.py)|hello\.py)"
+)
+
+#: A script of the reader's.
+TRAIN = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+assert x.item() == dist.get_world_size() > 1, x
+dist.destroy_process_group()
+"""
+
+
+def quick() -> list[str]:
+    """The commands to run, each once."""
+    lines = (shlex.join(words) for page in PAGES for block in found(page)
+             for words in commands(block))  # fmt: skip
+    lines = (line.replace(".venv/bin/", "").replace("mpirun", "mpiexec") for line in lines)
+    return sorted({line for line in lines if QUICK.fullmatch(line)})
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+@pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs the commands of the pages")
+@pytest.mark.parametrize("line", quick())
+def test_commands_run(line: str, tmp_path: Path) -> None:
+    if not MPIEXEC:
+        pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
+    first = next(block for block in found(ROOT / "README.md") if block.language == "python")
+    (tmp_path / "hello.py").write_text(first.text)
+    (tmp_path / "train.py").write_text(TRAIN)
+    programs = {
+        "mpiexec": MPIEXEC,
+        "python": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    }
+    command = [word for each in shlex.split(line) for word in programs.get(each, [each])]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        ["env", *command], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert target.is_relative_to(DOCS), f"{link} leads out of the site"
 
 
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """In the repository, or in mpicoll/, which architecture.md leaves out."""
+    named = re.findall(r"`((?:[a-z_]+/)+[\w.-]+\.(?:py|c|h|cu|sh|md|yaml))`", page.read_text())
+    assert page.name != "architecture.md" or len(named) > 20
+    homes = (ROOT, ROOT / "mpicoll")
+    assert [path for path in named if not any((home / path).is_file() for home in homes)] == []
+
+
 def test_nothing_of_ours_goes_over_a_communicator_of_the_program() -> None:
     """``group.comm`` is the program's; ``inner`` and ``messages`` are the group's own."""
     ours = re.compile(

@@ -435,6 +435,52 @@ def test_a_process_beside_a_rank_keeps_gloo(tmp_path):
     assert done.stdout == "[0, 1] gloo\n" * 2, done.stdout + done.stderr
 
 
+MEETING = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+def rank(index, size, how, path):
+    meet = {"file": lambda: {"init_method": "file://" + path},
+            "store": lambda: {"store": dist.FileStore(path, size)}}[how]
+    dist.init_process_group("mpicoll", rank=index, world_size=size, **meet())
+    x = torch.tensor([index + 1.0])
+    dist.all_reduce(x)
+    os.write(1, f"{index} {dist.get_world_size()} {x.item()}\\n".encode())
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(rank, (3, *sys.argv[1:]), nprocs=3)
+"""
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("how", ["file", "store"])
+def test_processes_of_no_launcher_meet_in_a_file(how, tmp_path):
+    if "Open MPI" in family():
+        pytest.skip("Open MPI makes no world of processes that it has not started")
+    (tmp_path / "job.py").write_text(MEETING)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "job.py", how, tmp_path / "meet"],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 3 6.0" for rank in range(3)]
+
+
+def test_a_store_of_one_process():
+    done = python("""
+        dist.init_process_group("mpicoll", store=dist.HashStore(), rank=0, world_size=1)
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        say(dist.get_world_size(), x.item())
+        dist.destroy_process_group()
+    """)
+    assert (done.returncode, done.stdout) == (0, "1 1.0\n"), done.stdout + done.stderr
+
+
 # ---- python -m mpicoll run -----------------------------------------------------------------------
 
 

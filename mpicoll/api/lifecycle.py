@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, SupportsIndex
@@ -391,7 +391,9 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     ValueError) for a group that is not alive, and one of which this thread is in the middle of a
     call, as in a signal's handler, and CollectiveTimeoutError where other ranks have not
     joined pending work within seconds. Once all groups have ended, raises MismatchError where
-    another rank has made different calls after the last that were compared, or more of them.
+    another rank has made different calls after the last that were compared, or more of them, and
+    the error of calls on devices that have ended there without results, such as a
+    CollectiveTimeoutError, if no call has raised it.
     """
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return
@@ -403,13 +405,22 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         one.check_outside("destroy_process_group")
     if chosen is not default:
         end(chosen)
+        _raise_unheard([chosen])
         return
     until = time.monotonic() + rank_status.DESTROY_TIMEOUT
-    others = [one for one in reversed(list(state.groups)) if one is not default]
-    wrong = [end(one, until=until) for one in (*others, default)]
+    living = [*(one for one in reversed(list(state.groups)) if one is not default), default]
+    wrong = [end(one, until=until) for one in living]
     _forget_groups()
     if any(wrong):
         raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
+    _raise_unheard(living)
+
+
+def _raise_unheard(groups: Sequence[ProcessGroup]) -> None:
+    """Raise the error of calls that devices have ended without results, if none has raised it."""
+    for group in groups:
+        if group.unheard is not None:
+            raise group.failure()
 
 
 @contextmanager
@@ -485,6 +496,7 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
             f"destroy_process_group: {group.group_name}: asynchronous work is still pending after "
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
         )
+    group.look(wait=True)
     if not group.broken and sys.exc_info()[1] is None:
         windows.free_all(group)
     if group.broken:
@@ -493,6 +505,8 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
     else:
         point_to_point.drain(group, limit)
     try:
+        if group.broken:
+            group.resources.leave()  # nothing waits for ranks that have left
         group.resources.close(limit)
     finally:
         clean, wrong = (not group.broken, "")
@@ -581,6 +595,7 @@ def _close_quietly() -> None:
         try:
             done = group.finish(_LAST_CHANCE)
             point_to_point.drain(group, _LAST_CHANCE)
+            group.look(wait=True)
         except MpicollError:
             done = False
         if not done:
@@ -589,6 +604,10 @@ def _close_quietly() -> None:
                 "that other ranks have not joined; ending the job"
             )
             end_job(1)
+    unheard = [group.unheard for group in living if group.unheard is not None]
+    if unheard:
+        write_lines(f"mpicoll: {unheard[0]}; ending the job")
+        end_job(1)
     for group in living:
         rank_status.send(group, rank_status.EXITING)
     point_to_point.stop_polling()

@@ -123,10 +123,10 @@ def _device_routes(seen: Findings) -> list[str]:
 
     return [
         textwrap.fill(
-            f"{name:<11}{words(name, why)}",
+            f"{name:<13}{words(name, why)}",
             110,
             initial_indent="  ",
-            subsequent_indent=" " * 13,
+            subsequent_indent=" " * 15,
             break_long_words=False,
             break_on_hyphens=False,
         )

@@ -51,37 +51,44 @@ __all__ = [
 class ProcessGroup(Calls):
     """A group of ranks that call collectives together. Made by init_process_group and new_group.
 
-    Of its calls, see Calls. Beside these:
-
-    inner:    the communicator of the collectives and of the exchanges inside them.
-    tested:   the same, by calls that a rank can leave.
-    messages: the communicator of the user's own messages, so that no tags collide.
-    ranks:    the global ranks, in the order of the ranks in the group.
-    timeout:  seconds after which an operation has failed; None never.
-    reproducible: how far reductions give the same bits again: None, "order" or "exact"; see
-              reproducible.py.
-    message_history: the latest of the user's messages; see watch/flight_record.py.
-    in_flight: the user's messages that are not complete.
-    held_back: those to be sent, in order, of which the first is not ready yet.
-    pending:  the asynchronous collectives that are not done.
-    statuses: where other ranks are among the group's calls; see watch/rank_status.py.
-    object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
-              are below them.
-    plans:    the plan of each (primitive, dtype, operation) met so far.
-    resources: what routes and others keep for the group; see resources.py.
-    windows:  memory that ranks of the group put into; see windows.py.
-    formed:   number of the others: groups made of this one.
-    keeps_time: the collective inside MPI watches its own timeout.
-    unmet:    the calls that only put work into streams, since they were last compared, where each
-              other call is compared by itself.
-    stride:   the number of calls that are compared together.
-    agree:    compares one call, of a kind and sizes, with the other ranks' through the memory that
-              they share; None if they share none, or it is not known yet. See watch/consistency.py.
-    broken:   why the group can no longer be used; None if it can.
-    whole:    the group that this one is a part of, for routes alone; None for none.
-    doing, doing_on: what is under way that is on no record, "" for nothing; and on which thread.
-    monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
+    ranks: the global ranks, in the order of the ranks in the group.
+    timeout: seconds after which an operation has failed; None never.
+    reproducible: how far reductions give the same bits again: None, "order" or "exact".
     """
+
+    # Of its calls, see Calls. Beside these:
+    #
+    # inner:    the communicator of the collectives and of the exchanges inside them.
+    # tested:   the same, by calls that a rank can leave.
+    # messages: the communicator of the user's own messages, so that no tags collide.
+    # reproducible: see reproducible.py.
+    # message_history: the latest of the user's messages; see watch/flight_record.py.
+    # in_flight: the user's messages that are not complete.
+    # held_back: those to be sent, in order, of which the first is not ready yet.
+    # pending:  the asynchronous collectives that are not done.
+    # statuses: where other ranks are among the group's calls; see watch/rank_status.py.
+    # object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
+    #           are below them.
+    # plans:    the plan of each (primitive, dtype, operation) met so far.
+    # resources: what routes and others keep for the group; see resources.py.
+    # windows:  memory that ranks of the group put into; see windows.py.
+    # formed:   number of the others: groups made of this one.
+    # keeps_time: the collective inside MPI watches its own timeout.
+    # unmet:    the calls that only put work into streams, since they were last compared, where
+    #           each other call is compared by itself.
+    # stride:   the number of calls that are compared together.
+    # agree:    compares one call, of a kind and sizes, with the other ranks' through the memory
+    #           that they share; None if they share none, or it is not known yet. See
+    #           watch/consistency.py.
+    # broken:   why the group can no longer be used; None if it can.
+    # ask_devices: returns why calls that were only put into streams have ended there without their
+    #           results, None if none has, as far as is known; takes whether to wait until the
+    #           devices are done. None where no call of the group can end so.
+    # unheard:  the same as ``broken`` from when devices have broken the group until a call raises
+    #           it.
+    # whole:    the group that this one is a part of, for routes alone; None for none.
+    # doing, doing_on: what is under way that is on no record, "" for nothing; and on which thread.
+    # monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
 
     def __init__(
         self,
@@ -121,6 +128,8 @@ class ProcessGroup(Calls):
         self.formed = 0
         self.keeps_time = False
         self.broken: DistBackendError | None = None
+        self.ask_devices: Callable[[bool], DistBackendError | None] | None = None
+        self.unheard: DistBackendError | None = None
         self.whole: ProcessGroup | None = None
         self.doing, self.doing_on = "", 0
         self.monitored = 0
@@ -250,6 +259,24 @@ class ProcessGroup(Calls):
         self.next_check = 0  # where each call looks whether the group is broken
         self.forget()
 
+    def look(self, wait: bool = False) -> None:
+        """Break the group if devices have ended calls of it without their results.
+
+        wait: until the devices are done.
+        """
+        if self.ask_devices is not None and self.broken is None:
+            error = self.ask_devices(wait)
+            if error is not None and self.broken is None:
+                self.unheard = error  # first: as soon as it is broken, calls raise that
+                self.break_with(error)
+
+    def find_failure(self) -> DistBackendError | None:
+        """Return the error to be raised by who looks for the result of a call that was only put
+        into streams; None if there is none, as far as is known.
+        """
+        self.look()
+        return self.failure() if self.broken is not None and self.ask_devices is not None else None
+
     def break_after(self, interruption: BaseException) -> None:
         """Make every later call raise: this rank has left one in which a signal's handler raised.
 
@@ -301,6 +328,7 @@ class ProcessGroup(Calls):
     def failure(self) -> DistBackendError:
         """Return a copy of the error that broke the group, without its traceback, to be raised."""
         assert self.broken is not None
+        self.unheard = None
         return copy(self.broken)
 
     def close(self, error: type[Exception] = ArgumentError) -> None:

@@ -141,18 +141,20 @@ def take_leave(route: Implementation, error: Exception, context: Any, extent: Ex
         leave(error, context, extent)
 
 
-def add_enqueuing(route: Implementation, find: Callable[[], bool]) -> Implementation:
+def add_enqueuing(route: Implementation, find: Callable[[Extent | None], bool]) -> Implementation:
     """Return an implementation of which ``find`` returns whether it only puts work into streams, as
-    all ranks know it.
+    all ranks know it: in a call of an extent, or in all.
     """
     route.only_enqueues = find  # type: ignore[attr-defined]
     return route
 
 
-def only_enqueues(route: Implementation | None) -> bool:
-    """Return whether an implementation, as known so far, waits for no other rank's host."""
-    find: Callable[[], bool] | None = getattr(route, "only_enqueues", None)
-    return find is not None and find()
+def only_enqueues(route: Implementation | None, extent: Extent | None = None) -> bool:
+    """Return whether an implementation, as known so far, waits for no other rank's host: in a call
+    of an extent, or in all.
+    """
+    find: Callable[[Extent | None], bool] | None = getattr(route, "only_enqueues", None)
+    return find is not None and find(extent)
 
 
 def add_capturable(route: Implementation, find: Callable[[], bool]) -> Implementation:

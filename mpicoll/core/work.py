@@ -55,10 +55,9 @@ class Future:
 
     Where arrays of the value are on a device, it is there once all that makes them is in streams.
     The current streams of who waits go on after that, and so do those in which callbacks run.
-
-    points: what makes the value on devices.
     """
 
+    # What makes the value on devices.
     points: Sequence[Point] = ()
 
     def __init__(self) -> None:
@@ -90,6 +89,9 @@ class Future:
     def _join(self) -> None:
         for point in self.points:
             point.join("Future.wait")
+            error = point.find_failure()
+            if error is not None:
+                raise error
 
     def value(self) -> Any:
         """Return the value of a Future that is done.
@@ -193,15 +195,15 @@ class Work:
     raises the operation's error; one that no caller waited for is printed when the Work is deleted.
 
     Of an operation on devices the host's part ends when all is in streams; the devices go on.
-
-    description:   the operation, for messages.
-    outputs:       the arrays that the operation fills, as the caller passed them.
-    limit:         seconds that ``wait()`` waits by default.
-    has_timed_out: a ``wait()`` has ended with CollectiveTimeoutError.
-    expire:        called when a ``wait()`` without a timeout of its own has lasted ``limit``.
-    worker:        the group's thread that runs the operation; None for any other.
-    orders:        the places of an operation on a device among the caller's streams.
     """
+
+    # description:   the operation, for messages.
+    # outputs:       the arrays that the operation fills, as the caller passed them.
+    # limit:         seconds that ``wait()`` waits by default.
+    # has_timed_out: a ``wait()`` has ended with CollectiveTimeoutError.
+    # expire:        called when a ``wait()`` without a timeout of its own has lasted ``limit``.
+    # worker:        the group's thread that runs the operation; None for any other.
+    # orders:        the places of an operation on a device among the caller's streams.
 
     __slots__ = (
         "__weakref__", "_error", "_error_seen", "_finished", "_future", "_gate", "description",
@@ -310,7 +312,7 @@ class Work:
         self._end_wait()
         if given and not look_until(self.is_completed, moment):
             raise self._late(limit)
-        return True
+        return self._check_error()
 
     def _end_wait(self) -> bool:
         """Let the current streams go on after what is in streams, and raise the error."""
@@ -320,7 +322,14 @@ class Work:
         except Exception:
             if self._error is None:
                 raise
+        self._ask_devices()
         return self._check_error()
+
+    def _ask_devices(self) -> None:
+        """Note why a device has ended the operation without its result, if that is known."""
+        if self._error is None and self._finished:
+            errors = (order.find_failure() for order in self.orders)
+            self._error = next((error for error in errors if error is not None), None)
 
     def _late(self, limit: float | None) -> CollectiveTimeoutError:
         """Note that a wait has ended without the Work; return the error."""
@@ -365,13 +374,18 @@ class Work:
 
     def is_success(self) -> bool:
         """Return whether the operation has ended with success."""
-        return self.is_completed() and self._error is None
+        if not self.is_completed():
+            return False
+        self._ask_devices()
+        return self._error is None
 
     def exception(self) -> BaseException | None:
         """Return the operation's error, None if there is none (yet).
 
-        What a device finds wrong later is raised by the next call of CUDA, as ever.
+        What a device finds wrong later is raised by the next call of CUDA, as ever. That kernels
+        have ended without a result, as another rank did not come, is known once they have.
         """
+        self._ask_devices()
         self._error_seen = self._error_seen or self._finished
         return self._error
 

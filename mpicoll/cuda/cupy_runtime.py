@@ -354,6 +354,11 @@ class CupyRuntime:
             self._api.hostRegister(address, nbytes, 1)
         return _Handle(self, index, address, self._api.hostUnregister)
 
+    def reach(self, index: int, address: int) -> int:
+        """Ask the driver: on some machines it is another address than the host's."""
+        with self.on(index):
+            return self._driver.device_pointer(address)
+
     def load_for_all(self, index: int, by: Loop, n: int) -> None:
         """Compile a kernel."""
         with self.on(index):

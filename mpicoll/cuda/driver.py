@@ -100,6 +100,12 @@ class Driver:
         )
         return [0] * n if failed else list(values)
 
+    def device_pointer(self, address: int) -> int:
+        """Return where the current device reaches registered memory of the host."""
+        found = ctypes.c_uint64()
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), 0)
+        return found.value
+
     def uuid(self, index: int) -> str:
         """Return the UUID of a device; of a MIG device, that of the instance."""
         device, found = ctypes.c_int(), (ctypes.c_uint8 * 16)()

@@ -129,8 +129,14 @@ class NcclCommunicator(Protocol):
     ) -> None:
         """Enqueue a reduce-scatter of ``count`` elements to each rank."""
 
+    def check_async_error(self) -> None:
+        """Raise the error of what was enqueued, as far as it is known."""
+
     def destroy(self) -> None:
-        """Destroy the communicator."""
+        """Destroy the communicator, when what was enqueued is done."""
+
+    def abort(self) -> None:
+        """End what is enqueued, and destroy the communicator."""
 
 
 class Runtime(Protocol):
@@ -297,6 +303,9 @@ class Runtime(Protocol):
         """Pin memory of the host that is there already, whole pages, until the last reference to
         what this returns is gone.
         """
+
+    def reach(self, index: int, address: int) -> int:
+        """Return where a device reaches memory of the host that ``register`` has pinned."""
 
     def load_for_all(self, index: int, by: Loop, n: int) -> None:
         """Compile what ``combine_for_all`` needs for n sources and outputs in all."""

@@ -34,10 +34,12 @@ class DeviceContext:
         announce(runtime, index)
         self._streams = [runtime.create_stream(index)]
         self.work = self._streams[0]
+        self._lanes: list[int] = []
         self._blocks: list[Memory] = []
         self._since: list[int] = []  # for how many calls each has not been used
         self._taken = 0
         self._pinned: Memory | None = None
+        self._left: list[tuple[list[Memory], Memory | None]] = []
         self.captured = False
 
     @cached_property
@@ -54,6 +56,12 @@ class DeviceContext:
     def callbacks(self) -> int:
         """A stream in which users' callbacks work."""
         return self._create_stream()
+
+    def lanes(self, count: int) -> list[int]:
+        """Return streams for what is done beside the work stream, and side by side."""
+        while len(self._lanes) < count:
+            self._lanes.append(self._create_stream())
+        return self._lanes[:count]
 
     def _create_stream(self) -> int:
         self._streams.append(self.runtime.create_stream(self.index))
@@ -146,13 +154,24 @@ class DeviceContext:
             self.synchronize(stream)
 
     def leave_behind(self) -> None:
-        """After an error, never use or free again the memory that MPI or copies may still use."""
-        _left_behind.append((self._blocks, self._pinned))
+        """After an error, do not use again the memory that MPI or copies may still use."""
+        self._left.append((self._blocks, self._pinned))
         self._blocks, self._since, self._pinned = [], [], None
 
-    def close(self, limit: float = 0) -> None:
-        """Free everything, once nothing uses it any more."""
+    def abandon(self) -> None:
+        """Never free the memory that MPI or copies may still use."""
+        self.leave_behind()
+        _left_behind.extend(self._left)
+
+    def close(self, limit: float = 0, keep: bool = False) -> None:
+        """Free everything, once nothing uses it any more.
+
+        keep: but what calls with errors have left behind: MPI may still be in one.
+        """
         self._synchronize_all()
+        if keep:
+            _left_behind.extend(self._left)
+        self._left = []
         let_go_of_arrays()
         self._blocks, self._pinned = [], None
         for stream in self._streams:
@@ -171,6 +190,10 @@ def look_until(is_done: Callable[[], bool], moment: float) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     return True
+
+
+def _find_none() -> None:
+    return None
 
 
 #: In the place of a piece of scratch that was given back.
@@ -195,6 +218,8 @@ class Point:
 
     streams:   those that callers of no library work in, which cannot tell their current ones.
     libraries: of the others.
+    find_failure: returns why the results are not there though the events have come, as far as is
+               known; None if they are.
     """
 
     def __init__(
@@ -210,6 +235,7 @@ class Point:
         self._named = frozenset(streams)
         self._libraries = frozenset(libraries)
         self.events = events
+        self.find_failure: Callable[[], Exception | None] = _find_none
 
     def is_done(self) -> bool:
         """Return whether the device has done it."""

@@ -123,7 +123,7 @@ def _dispatch(
         return None
     for order in orders:
         order.asynchronous = True  # the streams that will use the result are not known yet
-    at_once = at_once and async_op and _should_run_inline(plan, root, sizes)
+    at_once = at_once and async_op and _should_run_inline(plan, root, sizes, how)
     scheduled = group.schedule(plan.kind, sizes, root)
     task = partial(perform, plan, sizes, root, carry, send, recv, how, scheduled)
     work = submit(group, task, name or plan.name, _written(output), at_once, orders)
@@ -138,7 +138,7 @@ def _written(output: Any) -> Sequence[Any]:
     return () if output is None else output if isinstance(output, (list, tuple)) else (output,)
 
 
-def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
+def _should_run_inline(plan: Plan, root: int, sizes: int, how: Any) -> bool:
     """Return whether an asynchronous call, or a list of them, is best carried out at once: nothing
     is pending, and either it only puts work into streams, or the ranks are all here, as the memory
     that they share shows.
@@ -148,7 +148,7 @@ def _should_run_inline(plan: Plan, root: int, sizes: int) -> bool:
         return False  # the last is a callback, whose calls are carried out at once anyhow
     if plan.on_device:
         meets = consistency.is_due(group) or (root == LIST and not group.compared)
-        return only_enqueues(plan.route) and not meets
+        return only_enqueues(plan.route, None if root == LIST else how) and not meets
     shared = group.resources.find("shared")
     return bool(shared and shared.should_run_inline(with_root(plan.kind, root), sizes))
 
@@ -207,7 +207,7 @@ def _run_fast(
         perform(plan, sizes, root, route, send, recv, count)
         return None
     if not _should_run_inline(
-        plan, root, sizes
+        plan, root, sizes, count
     ):  # a fast view does not hold the memory of the arrays
         return run(primitive, group, async_op, output, input, op, root, at_once=False)
     task = partial(perform, plan, sizes, root, route, send, recv, count)
@@ -354,7 +354,7 @@ Carry = Callable[[Any, Any, Any, int], None]
 
 
 def perform(
-    call: Plan | Task, sizes: int, root: int, carry: Carry, send: object, recv: object, how: object,
+    call: Plan | Task, sizes: int, root: int, carry: Carry, send: object, recv: object, how: Any,
     scheduled: int = 0,
 ) -> None:  # fmt: skip
     """Carry out a collective, in the one place where that happens: put it on the group's record,
@@ -371,10 +371,12 @@ def perform(
         group.check_outside(call.name)
         group.lock.acquire()
     try:
+        if group.ask_devices is not None:
+            group.look()
         if group.begin(call.kind, sizes, root, scheduled):
             _check(group)
         elif group.agree is not None and (root == LIST or not call.compares):
-            if only_enqueues(call.route):
+            if only_enqueues(call.route, None if root == LIST else how):
                 consistency.agree_later(group, call.kind, sizes, root)
             else:
                 group.agree(with_root(call.kind, root), sizes)

@@ -109,7 +109,7 @@ def stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrde
         (stream,) = streams
         if cuda.is_captured(parts[0].device, stream):
             return CapturedOrder(cuda, parts[0].device, stream, plan.name)
-    return StreamOrder(
+    order = StreamOrder(
         cuda,
         parts[0].device,
         streams,
@@ -118,6 +118,8 @@ def stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrde
         held=(send, recv),
         where=plan.name,
     )
+    order.find_failure = plan.group.find_failure
+    return order
 
 
 def in_stream_order(
@@ -152,6 +154,7 @@ def _context(group: ProcessGroup, index: int) -> DeviceContext:
     return group.resources.get_or_create(
         ("device", index),
         lambda: DeviceContext(runtime.get_runtime(), index),
-        close=lambda context, _: context.close(),
-        abandon=DeviceContext.leave_behind,
+        # Once all ranks have ended a whole group, MPI has nothing of its calls any more.
+        close=lambda context, limit: context.close(limit, keep=group.broken is not None),
+        abandon=DeviceContext.abandon,
     )

@@ -17,7 +17,9 @@ from mpicoll.kernels.reduction import Loop
 __all__ = [
     "ALL",
     "BLOCKS",
+    "CLOSED",
     "DIFFERS",
+    "FAILED",
     "HEADER",
     "LATE",
     "PIECE",
@@ -25,6 +27,7 @@ __all__ = [
     "STEP_BITS",
     "Collective",
     "Cut",
+    "Failure",
     "Peers",
     "room_of",
 ]
@@ -33,10 +36,11 @@ __all__ = [
 #: read so if their addresses are alike modulo this number, else element by element.
 PIECE = 16
 #: As in device_peers.cu: ranks of a group, blocks of a kernel, bits of the number of a step, no
-#: root, and why a rank gives up.
+#: root, and why a rank gives up: it has waited too long, or the calls differ. A host ends kernels
+#: because its rank has failed, or because the group is closed for a timeout.
 RANKS, BLOCKS, STEP_BITS = 16, 32, 48
 ALL = -1
-LATE, DIFFERS = 1, 2
+LATE, DIFFERS, FAILED, CLOSED = 1, 2, 3, 4
 #: The struct Header there, in whole lines of memory.
 _LINE, _HEADER = (
     128,
@@ -56,7 +60,8 @@ class Peers(NamedTuple):
 
     addresses: of each rank's, as this device maps it.
     me:        this rank.
-    report:    address of 8 bytes on the host, of why a rank has given up.
+    failure:   address of 8 bytes on the host that all ranks' hosts and devices see: a Failure once
+               a device has given up, or a host has ended all kernels; zeros before.
     limit:     nanoseconds after which one does.
     room:      bytes of an area for what one rank pushes in a step.
     blocks:    the most of a kernel: what every rank's device holds at once.
@@ -64,7 +69,7 @@ class Peers(NamedTuple):
 
     addresses: tuple[int, ...]
     me: int
-    report: int
+    failure: int
     limit: int
     room: int
     blocks: int
@@ -73,9 +78,33 @@ class Peers(NamedTuple):
         """Return the struct Peers of a call."""
         n = len(self.addresses)
         return struct.pack(
-            f"={RANKS}Q4Q2i", *self.addresses, *[0] * (RANKS - n), self.report, self.limit,
+            f"={RANKS}Q4Q2i", *self.addresses, *[0] * (RANKS - n), self.failure, self.limit,
             self.room, call, n, self.me,
         )  # fmt: skip
+
+
+class Failure(NamedTuple):
+    """Why kernels have ended without a result, as 64 bits say it.
+
+    call:  what all ranks have alike of the call, of which a device has given up; see Collective.
+    why:   LATE or DIFFERS, which a device says; FAILED or CLOSED, which a host does.
+    rank:  whose device or host it is.
+    other: the rank that its device has waited for.
+    """
+
+    call: int
+    why: int
+    rank: int
+    other: int
+
+    @classmethod
+    def unpack(cls, word: int) -> Failure:
+        """Return what 64 bits say."""
+        return cls(word >> 48, word >> 32 & 0xFFFF, word >> 16 & 0xFFFF, word & 0xFFFF)
+
+    def pack(self) -> int:
+        """Return the 64 bits."""
+        return self.call << 48 | self.why << 32 | self.rank << 16 | self.other
 
 
 def room_of(nbytes: int, ranks: int, blocks: int) -> int:

@@ -5,7 +5,7 @@ Those of host memory in the order of tables and messages, those of device memory
 
 from __future__ import annotations
 
-from mpicoll.routes.device import direct, ipc, nccl, peer, shared_gpu, staged
+from mpicoll.routes.device import copy_engine, direct, ipc, nccl, peer, shared_gpu, staged
 from mpicoll.routes.device import hierarchical as device_hierarchical
 from mpicoll.routes.device import mpi as device_mpi
 from mpicoll.routes.host import exchange, hierarchical, mpi, shared, single_copy, widened
@@ -24,6 +24,7 @@ ROUTES: tuple[Route, ...] = (
     shared_gpu.ROUTE,
     peer.ROUTE,
     device_hierarchical.ROUTE,
+    copy_engine.ROUTE,
     ipc.ROUTE,
     direct.ROUTE,
     device_mpi.ROUTE,

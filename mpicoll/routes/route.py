@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from mpicoll.core.plan import CallKind, Implementation
@@ -55,8 +55,11 @@ class Route:
                 caller's thread, and compared with the other ranks' only now and then.
     captures:   of a device route: its calls may be captured into a CUDA graph, once the group has
                 made one of the kind.
-    least:      of a device route: the bytes of a call, of the larger array of a rank, from which on
-                it is taken. Smaller calls go by the next one that serves them, if there is one.
+    load:       builds, as ``build`` does, what only loads what a call needs that is captured later:
+                calls of the kind may go by another route, which captures do not.
+    least:      of a device route, by the name of the primitive: the bytes of a call, of the larger
+                array of a rank, from which on it is taken. Smaller calls go by the next one that
+                serves them, if there is one.
     instead:    the name of the route that serves in its place where a group cannot have it, "" for
                 what the tables say of smaller messages.
     """
@@ -78,7 +81,8 @@ class Route:
     lists: bool = False
     blocks: str | None = None
     captures: bool = False
-    least: int = 0
+    load: Callable[..., Implementation | None] | None = None
+    least: Mapping[str, int] = field(default_factory=dict)
     instead: str = ""
 
     def serves(

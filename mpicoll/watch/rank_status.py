@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "CLOSED", "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "RUNNING", "RankStatus",
-    "compare_at_destroy", "describe_mismatch", "dumping", "find_departed", "find_missing", "lock",
-    "neighbours", "receive", "send",
+    "CLOSED", "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "FAILED", "RUNNING",
+    "RankStatus", "compare_at_destroy", "describe_mismatch", "dumping", "find_departed",
+    "find_missing", "lock", "neighbours", "receive", "send",
 ]  # fmt: skip
 
 
@@ -34,7 +34,7 @@ class RankStatus(NamedTuple):
     """Where a rank is among a group's calls. All fields are sent as numbers of 64 bits.
 
     group:  a hash of the group's name: a message may be left over from a group that has ended.
-    state:  RUNNING, EXITING, DESTROYING, DUMPING or CLOSED.
+    state:  RUNNING, EXITING, DESTROYING, DUMPING, CLOSED or FAILED.
     begun, formed: collectives that the rank has begun, and those of them that are not compared.
     since:  the number of the call before which the ranks' calls were last compared.
     number, kind, sizes, root: of the rank's last call that is compared.
@@ -69,8 +69,8 @@ DESTROY_TIMEOUT = 1.0
 
 #: What a rank does: it makes more calls in a group; it ends without destroying its groups; it
 #: destroys them; it has written its flight record, and the others should; it has closed
-#: this group, of which a call has outlasted the timeout.
-RUNNING, EXITING, DESTROYING, DUMPING, CLOSED = range(5)
+#: this group, of which a call has outlasted the timeout, or one in which it has failed alone.
+RUNNING, EXITING, DESTROYING, DUMPING, CLOSED, FAILED = range(6)
 #: Global ranks that have said the last since this set was cleared; see flight_record.py.
 dumping: set[int] = set()
 
@@ -124,7 +124,7 @@ def receive(group: ProcessGroup) -> None:
                 if status.group == _hash_name(group):
                     if status.state == DUMPING:
                         dumping.add(group.ranks[source])
-                    elif (known := group.statuses.get(source)) is None or known.state != CLOSED:
+                    elif (known := group.statuses.get(source)) is None or known.state < CLOSED:
                         group.statuses[source] = status  # that it is closed stays true
     except MPI.Exception as error:
         if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses

@@ -7,6 +7,9 @@ they share and by messages. Each of them that waits, or will, gets an error of i
 
 A blocking call of MPI cannot be left. It has a grace period, in which late ranks may come after
 all; then the job ends.
+
+A rank that fails alone in a call, where no meeting of the ranks follows in which it could say so,
+closes the group likewise (``give_up``), and so does one that finds results missing on its device.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mpicoll import launch, settings
-from mpicoll.errors import CollectiveTimeoutError
+from mpicoll.errors import CollectiveTimeoutError, DistBackendError
 from mpicoll.watch import consistency, flight_record, lost_ranks, rank_status
 from mpicoll.watch.consistency import describe_call
 from mpicoll.watch.termination import exit_code, keep_exit_code
@@ -23,7 +26,7 @@ from mpicoll.watch.termination import exit_code, keep_exit_code
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["check", "expire", "grace", "hear", "receive"]
+__all__ = ["check", "expire", "give_up", "grace", "hear", "receive"]
 
 #: Seconds that a call of MPI has after its group is closed, unless MPICOLL_TIMEOUT_GRACE says.
 _GRACE = 10.0
@@ -82,6 +85,17 @@ def expire(group: ProcessGroup, number: int | None = None) -> None:
     )
 
 
+def give_up(group: ProcessGroup, error: Exception) -> None:
+    """Close a group on all its ranks because a call has failed on this one, and others may wait for
+    it there. Whoever waits raises a DistBackendError that names this rank, or will.
+
+    error: why, unless the group is broken already, and this rank alone may know it.
+    """
+    name = f"rank {group.ranks[group.rank()]} of group {group.group_name}"
+    words = f"{name} failed in call {group.sequence}, and the group takes no more calls: {error}"
+    _shut(group, group.broken or DistBackendError(words), rank_status.FAILED)
+
+
 def hear(group: ProcessGroup, rank: int) -> None:
     """Close a group that another rank of it has closed: a rank in the group, or in its part."""
     if group.whole is not None:
@@ -91,6 +105,19 @@ def hear(group: ProcessGroup, rank: int) -> None:
             group.break_with(whole.broken)
         return
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
+        return
+    for _ in range(_LOOKS):
+        rank_status.receive(group)
+    theirs = group.statuses.get(rank)
+    if theirs is not None and theirs.state == rank_status.FAILED:
+        number = theirs.begun - theirs.formed
+        error = DistBackendError(
+            f"rank {group.ranks[group.rank()]} of group {group.group_name}: rank "
+            f"{group.ranks[rank]} failed in call {number}, {describe_call(theirs.last_call)}, or "
+            "knows that another has, and says why. What that and later calls gave may be "
+            f"incomplete on any rank. {_CLOSED}"
+        )
+        _shut(group, error, rank_status.FAILED, group.ask_devices is not None)
         return
     limit = "" if group.timeout is None else f" of {group.timeout:g} s"
     _close(
@@ -103,7 +130,7 @@ def hear(group: ProcessGroup, rank: int) -> None:
 def receive(group: ProcessGroup) -> None:
     """Hear of ranks that have closed the group, as far as ``rank_status.receive`` knows."""
     for rank, status in list(group.statuses.items()):
-        if status.state == rank_status.CLOSED:
+        if status.state in (rank_status.CLOSED, rank_status.FAILED):
             hear(group, rank)
 
 
@@ -128,18 +155,30 @@ def _close(group: ProcessGroup, why: str, patience: float = 0.0, number: int | N
     flight_record.dump_for(group, "closed", text, patience)
     if number is not None and (group.begun != number or not group.lock.locked()):
         return  # the others have come meanwhile
+    _shut(group, CollectiveTimeoutError(text), rank_status.CLOSED)
+
+
+def _shut(
+    group: ProcessGroup, error: DistBackendError, state: int, of_devices: bool = False
+) -> None:
+    """Break a group, unless it is broken by another error, and tell its other ranks.
+
+    of_devices: it is not in a call that waits for this; see ProcessGroup.unheard.
+    """
     # The one who is missing may never end, and MPI_Finalize waits for all. (Said first: what raises
     # in another thread as soon as the group is broken may end the program.)
     keep_exit_code()
     launch.finalize_within(grace(), exit_code)
     with rank_status.lock:  # lost_ranks.check may find why it ends, or the group may be destroyed
-        if group.broken is not None or group.closed is not None:
+        if group.broken not in (None, error) or group.closed is not None:
             return
-        group.break_with(CollectiveTimeoutError(text))
+        if of_devices:
+            group.unheard = error  # first: as soon as it is broken, calls raise that
+        group.break_with(error)
+    if not lost_ranks.is_ulfm():
+        rank_status.send(group, state)  # before those that share memory with this rank ask why
     group.resources.leave()
     lost_ranks.revoke(group)
-    if not lost_ranks.is_ulfm():
-        rank_status.send(group, rank_status.CLOSED)
 
 
 # --- in words -----------------------------------------------------------------------------------

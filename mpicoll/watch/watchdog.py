@@ -70,6 +70,8 @@ class Watchdog:
         self._stopping = False
         self._closing: list[threading.Thread] = []
         self._next_receive = time.monotonic() + _RECEIVE_INTERVAL
+        #: Groups with work on devices that are broken, and since when.
+        self._broken: dict[ProcessGroup, float] = {}
         self._previous_fd = -1
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
@@ -223,6 +225,11 @@ class Watchdog:
         if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
             for group in list(state.groups):
                 lost_ranks.check(group)
+        for group in self._broken.keys() - state.groups:
+            del self._broken[group]
+        for group in list(state.groups):
+            if group.ask_devices is not None:
+                self._check_devices(group, now)
         inside = self._find_groups_inside()
         for group in [group for group in waits if group not in inside]:
             del waits[group]
@@ -232,6 +239,36 @@ class Watchdog:
                 waits[group] = _Wait(group.begun, now)
             else:
                 self._check_wait(group, wait, now)
+
+    def _check_devices(self, group: ProcessGroup, now: float) -> None:
+        """Look whether devices have ended calls of a group without their results, or never will
+        end them. A program that goes on with such results without a word is ended.
+        """
+        if not launch.is_serialized():
+            rank_status.receive(group)
+            timeouts.receive(group)
+        if group.broken is None and not group.lock.locked():
+            missing = rank_status.find_missing(group, True)
+            if missing:
+                who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                end_stuck_job(f"{who} ended without making the last calls of this rank", 1)
+        group.look()
+        error = group.broken
+        if error is None or isinstance(error, LostRankError):
+            return
+        if group not in self._broken:
+            self._broken[group] = now
+            if group.unheard is not None:
+                flight_record.dump_for(group, "devices", str(error), 0)
+                write_lines(f"mpicoll: {error}")
+            timeouts.give_up(group, error)  # ranks that devices have not told
+        elif group.unheard is not None and now - self._broken[group] > timeouts.grace():
+            write_lines(
+                f"mpicoll: rank {group.ranks[group.rank()]}: no call of this program has raised "
+                f"the error above within {timeouts.grace():g} s ({settings.TIMEOUT_GRACE.name}), "
+                "and what it works with may be incomplete; ending the job"
+            )
+            end_job(1)
 
     def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
         """Look whether the collective that a group waits in will ever end."""

@@ -45,7 +45,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from run import ENVIRONMENT, MPI, PLAIN, TORCH, Launch, read_report  # noqa: E402
 
-ROUTES = ["auto", "shared_gpu", "peer", "ipc", "staged", "direct", "mpi", "nccl"]
+ROUTES = ["auto", "shared_gpu", "peer", "copy_engine", "ipc", "staged", "direct", "mpi", "nccl"]
 RANKS = [2, 1, 4]
 #: Seconds that the ranks have to say what they can do; trying an MPI takes one minute at most.
 ANSWER = 120
@@ -86,13 +86,15 @@ SUITES = (
     ),
     Suite(
         "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
-        ["torch"], ROUTES, host="torch",
+        ["torch"], [name for name in ROUTES if name != "copy_engine"], host="torch",
     ),
     Suite(
         "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
         ["auto", "staged", "nccl"], alone=True,
     ),
+    Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"], alone=True),
     Suite("peer", ["tests/gpu/test_peer.py"], ["cupy"], ranks=(2, 4), alone=True),
+    Suite("copies", ["tests/gpu/test_copy_engine.py"], ["cupy"], ranks=(2, 4), alone=True),
     Suite("shared", ["tests/gpu/test_shared_gpu.py"], ["cupy"], ranks=(2, 4), alone=True),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
@@ -248,13 +250,13 @@ class Row:
     def __str__(self) -> str:
         ranks = self.ranks or "plain"
         return (
-            f"{self.mpi:<16}{self.suite:<10}{self.library:<10}{self.route:<8}{ranks:>5}"
+            f"{self.mpi:<16}{self.suite:<10}{self.library:<10}{self.route:<12}{ranks:>5}"
             f"{self.passed:>8}{self.failed:>8}{self.skipped:>8}{self.seconds:>8.0f}  {self.problem}"
         ).rstrip()
 
 
 HEAD = (
-    f"{'MPI':<16}{'tests':<10}{'arrays':<10}{'route':<8}{'ranks':>5}{'passed':>8}{'failed':>8}"
+    f"{'MPI':<16}{'tests':<10}{'arrays':<10}{'route':<12}{'ranks':>5}{'passed':>8}{'failed':>8}"
     f"{'skipped':>8}{'s':>8}"
 )
 

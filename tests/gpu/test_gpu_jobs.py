@@ -215,3 +215,66 @@ def test_visible_devices(tmp_path, record_property, query, one):
     said = [line for line in output.splitlines() if line.startswith("route ")]
     assert code == 0 and len(said) == 2 and said[0] == said[1], output
     record_property("route", said[0].removeprefix("route "))
+
+
+MIG = """
+import re, subprocess
+from mpicoll import launch
+listed = subprocess.check_output(["nvidia-smi", "-L"], text=True)
+instances = re.findall(r"UUID: (MIG-[^)]*)", listed)
+local = launch.find_local_rank()
+if len(instances) > local:
+    os.environ["CUDA_VISIBLE_DEVICES"] = instances[local]
+dist.init_process_group(timeout=60)
+me, n = dist.get_rank(), dist.get_world_size()
+if len(instances) < n:
+    say("too few", len(instances))
+else:
+    from mpicoll.cuda import runtime
+    named = [None] * n
+    dist.all_gather_object(named, runtime.get_runtime().identity(0))
+    assert len(set(named)) == n, named
+    with devices("cupy") as arrays:
+        for count in (10, 10_000_000):
+            assert (total(arrays, count, me + 1) == n * (n + 1) / 2).all()
+    say("route", dist.group.WORLD.resources.find("devices").names[0])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.on_a_gpu
+@needs_mpiexec
+def test_instances_of_one_gpu(tmp_path):
+    """MIG instances, one for each rank: two GPUs, though they have one PCI bus id."""
+    code, output = run(tmp_path, MIG)
+    assert code == 0, output
+    if "too few" in output:
+        pytest.skip("needs a GPU with two MIG instances")
+    assert output.count("route ") == 2 and "shared_gpu" not in output, output
+
+
+# ---- Kernels -------------------------------------------------------------------------------------
+
+UNWRITABLE = """
+dist.init_process_group(timeout=40)
+me, n = dist.get_rank(), dist.get_world_size()
+if me == 1:
+    os.environ["CUPY_CACHE_DIR"] = "/proc/no-folder"
+with devices("cupy") as arrays:
+    try:
+        assert (total(arrays, 1_000_000, me + 1) == n * (n + 1) / 2).all()
+        say("right")
+    except (RuntimeError, OSError) as error:
+        say("raised", type(error).__name__)
+"""
+
+
+@pytest.mark.on_a_gpu
+@needs_mpiexec
+def test_a_kernel_that_one_rank_cannot_keep(tmp_path):
+    """Where it cannot write the folder of compiled kernels: both ranks have the result, or both an
+    error, and neither waits for the other.
+    """
+    _, output = run(tmp_path, UNWRITABLE)
+    said = [line.split()[0] for line in output.splitlines() if line.startswith(("right", "raised"))]
+    assert said in (["right"] * 2, ["raised"] * 2), output

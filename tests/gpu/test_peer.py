@@ -16,6 +16,8 @@ from mpi4py import MPI
 import mpicoll as dist
 from mpicoll.cuda import binding
 from mpicoll.errors import DistBackendError
+from mpicoll.kernels.peers import FAILED
+from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_a_gpu
 
@@ -79,10 +81,11 @@ def test_graphs(n, count):
         assert (array.get() == value).all()
 
 
-def test_giving_up(n):
+def test_giving_up(n, monkeypatch):
     """No GPU hangs for a rank that does not come."""
     if n == 1:
         pytest.skip("a rank waits for nobody")
+    monkeypatch.setattr(consistency, "FIRST", 1)  # from then on the hosts do not meet in each call
     group, me = dist.new_group(timeout=3), dist.get_rank()
     array = cupy.ones(1000, cupy.float32)
     for _ in range(2):
@@ -94,6 +97,67 @@ def test_giving_up(n):
     assert time.monotonic() - begun < 30
     MPI.COMM_WORLD.Barrier()
     with pytest.raises(DistBackendError, match="for rank 0"):
+        dist.all_reduce(array, group=group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("look", ["call", "barrier", "wait", "exception", "destroy"])
+def test_a_rank_that_fails_alone(n, monkeypatch, look):
+    """The kernels of the others end at once, and whoever looks learns why."""
+    if n == 1:
+        pytest.skip("a rank waits for nobody")
+    monkeypatch.setattr(consistency, "FIRST", 1)  # from then on the hosts do not meet in each call
+    group, me, begun = dist.new_group(timeout=300), dist.get_rank(), time.monotonic()
+    array, work = cupy.ones(1_000_000, cupy.float32), None
+    dist.all_reduce(array, group=group)
+    if me:
+        work = dist.all_reduce(array, group=group, async_op=True)
+    MPI.COMM_WORLD.Barrier()
+    if me == 0:
+        runtime = group.resources.find("devices").peer.context.runtime
+        monkeypatch.setattr(runtime, "collective", lambda *what: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dist.all_reduce(array, group=group)
+        monkeypatch.undo()
+        dist.destroy_process_group(group)
+        return
+    with pytest.raises(DistBackendError, match="rank 0 failed in call 2, all_reduce: ZeroDivision"):
+        while not work.is_completed():
+            assert time.monotonic() - begun < 60, "the kernels do not end"
+        cupy.cuda.Device().synchronize()
+        if look == "call":
+            dist.all_reduce(array, group=group)
+        elif look == "barrier":
+            dist.barrier(group=group)
+        elif look == "wait":
+            work.wait()
+        elif look == "exception":
+            raise work.exception()
+        else:
+            dist.destroy_process_group(group)
+    if group.closed is None:
+        dist.destroy_process_group(group)
+
+
+def test_kernels_are_ended_while_the_driver_waits(n, monkeypatch):
+    """By a store of the host, though another thread waits inside the driver for the kernel."""
+    if n == 1:
+        pytest.skip("a rank waits for nobody")
+    monkeypatch.setattr(consistency, "FIRST", 1)
+    group, me = dist.new_group(timeout=300), dist.get_rank()
+    array, begun = cupy.ones(1000, cupy.float32), time.monotonic()
+    dist.all_reduce(array, group=group)
+    MPI.COMM_WORLD.Barrier()
+    if me == 0:
+        time.sleep(2)
+        group.resources.find("devices").peer.end_kernels(FAILED, "the test has ended them")
+    else:
+        memory = cupy.cuda.runtime.malloc(1 << 20)
+        dist.all_reduce(array, group=group)
+        cupy.cuda.runtime.free(memory)  # waits for the device
+    assert time.monotonic() - begun < 60
+    MPI.COMM_WORLD.Barrier()
+    with pytest.raises(DistBackendError, match="the test has ended them"):
         dist.all_reduce(array, group=group)
     dist.destroy_process_group(group)
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import simulated
 
-from mpicoll.cuda import capabilities, runtime, streams
-from mpicoll.routes.device import shared_gpu
+from mpicoll.cuda import capabilities, runtime
+from mpicoll.routes.device import user_buffers
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
 #: There is no GPU.
@@ -41,9 +41,8 @@ def devices(library: str) -> Iterator[Any]:
 
             made = real.Arrays(library)
         yield made
-    # Where no device can write late any more, what was kept for that can go: gigabytes.
-    streams._left_behind.clear()
-    shared_gpu._left_behind.clear()
+    # Where no device can write late any more, what was kept for that can go.
+    user_buffers._left_behind.clear()
 
 
 @contextlib.contextmanager

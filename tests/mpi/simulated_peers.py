@@ -11,7 +11,19 @@ import numpy as np
 
 from mpicoll.dtypes import by_name
 from mpicoll.kernels.library import kernels
-from mpicoll.kernels.peers import ALL, DIFFERS, HEADER, LATE, STEP_BITS, Collective, Peers
+from mpicoll.kernels.peers import (
+    ALL,
+    DIFFERS,
+    HEADER,
+    LATE,
+    STEP_BITS,
+    Collective,
+    Failure,
+    Peers,
+)
+
+#: As in device_peers.cu.
+LOOK = 1_000_000
 
 
 class GaveUp(Exception):
@@ -52,26 +64,29 @@ class _Block:
         others = [rank for rank in range(self.n) if rank != self.me]
         for rank in others:
             self.headers[rank]["told"][self.block, parity, self.me] = value
-        begun = time.monotonic_ns()
+        begun = looked = time.monotonic_ns()
+        on_host = ctypes.c_uint64.from_address(self.peers.failure)
         for rank in others:
             while True:
                 seen = int(self.headers[self.me]["told"][self.block, parity, rank])
                 failure = int(self.headers[self.me]["failure"])
                 if failure:
-                    report = ctypes.c_uint64.from_address(self.peers.report)
-                    report.value = failure
+                    on_host.value = on_host.value or failure
                     raise GaveUp
                 if seen == value:
                     break
+                now = time.monotonic_ns()
                 if seen & (1 << STEP_BITS) - 1 == self.step:
                     self.give_up(DIFFERS, rank)
-                elif time.monotonic_ns() - begun > self.peers.limit:
+                elif now - begun > self.peers.limit:
                     self.give_up(LATE, rank)
+                elif now - looked > LOOK:
+                    self.headers[self.me]["failure"], looked = on_host.value, now
                 time.sleep(1e-5)
 
     def give_up(self, why: int, rank: int) -> None:
         for header in self.headers:
-            header["failure"] = why << 32 | self.me << 16 | rank
+            header["failure"] = Failure(self.call.call, why, self.me, rank).pack()
 
     def next(self) -> None:
         self.step += 1

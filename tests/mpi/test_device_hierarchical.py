@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import warnings
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.routes import registry
-from mpicoll.routes.device import hierarchical, ipc, peer, shared_gpu
+from mpicoll.routes.device import copy_engine, hierarchical, ipc, peer, shared_gpu
 
 pytestmark = pytest.mark.any_mpi
 
@@ -67,7 +68,11 @@ def arrays():
 
 def least(patch, nbytes):
     """Calls of so many bytes go by the route from now on."""
-    patch.setitem(registry.DEVICE, "hierarchical", replace(ROUTE, least=nbytes))
+    patch.setitem(
+        registry.DEVICE,
+        "hierarchical",
+        replace(ROUTE, least=dict.fromkeys(ROUTE.primitives, nbytes)),
+    )
 
 
 class Where:
@@ -198,7 +203,7 @@ def test_blocks_of_different_sizes(kept, met):
 
 #: Which routes the group takes, its clusters, and its rails, of four ranks.
 TAKEN = {
-    "two GPUs": (("hierarchical", "ipc", "staged"), "shared_gpu", "peer"),
+    "two GPUs": (("hierarchical", "copy_engine", "ipc", "staged"), "shared_gpu", "peer"),
     "two nodes": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
     "two nodes across": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
     "two nodes, a GPU each": (("hierarchical", "direct", "mpi", "staged"), "shared_gpu", "direct"),
@@ -224,6 +229,31 @@ def test_who_takes_it(kept, monkeypatch, met):
         met.clear()
         dist.all_reduce(array, group=group)
         assert (got(array) == sum(range(kept.n))).all() and bool(met) == takes
+    dist.destroy_process_group(group)
+
+
+def test_copies_inside_a_node(kept, monkeypatch):
+    """Where nothing is combined, the ranks of a node copy from each other's arrays."""
+    route = registry.DEVICE["copy_engine"]
+    every = replace(route, least=dict.fromkeys(route.least, 1))
+    monkeypatch.setitem(registry.DEVICE, "copy_engine", every)
+    group, calls = dist.new_group(), []
+    works = copy_engine.Copiers.work_together
+
+    def noted(part, kind, *how):
+        calls.append((part, kind.primitive.name))
+        return works(part, kind, *how)
+
+    monkeypatch.setattr(copy_engine.Copiers, "work_together", noted)
+    total, spread = kept.array(3000), kept.array(3000)
+    dist.all_reduce(total, group=group)
+    dist.broadcast(spread, 0, group=group)
+    assert (got(total) == sum(range(kept.n))).all() and (got(spread) == 0).all()
+    levels = group.resources.find("devices").hierarchical
+    agreed = None if levels.inside is None else levels.inside.agreed
+    if agreed is not None and agreed.copy_engine is not None and agreed.hierarchical is None:
+        name = "broadcast" if levels.rails == 1 else "all_gather"
+        assert (agreed.copy_engine, name) in calls
     dist.destroy_process_group(group)
 
 
@@ -389,33 +419,91 @@ def test_a_rank_that_fails(placed, mpi, monkeypatch, what, who):
         placed.total(count)
 
 
-def test_a_rank_that_fails_along_the_rails(placed, monkeypatch):
-    """Those of its cluster leave the call with it, where its route can tell them."""
-    if placed.name != "two GPUs":
-        pytest.skip("MPI waits for the rank")
-    levels = placed.agreed.hierarchical
-    fails = levels.lane is not None
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("place", ["two GPUs", "two nodes", "two nodes, staged"])
+def test_a_rank_that_fails_along_the_rails(arrays, world, monkeypatch, mpi, place, name):
+    """Whatever carries the rails: nobody waits for it, and all learn it, on rails or not."""
+    where = Where(
+        arrays, monkeypatch, place.split(", ")[0], "none" if "staged" in place else "full"
+    )
+    if name in ("reduce_scatter", "all_gather") and not where.even:
+        dist.destroy_process_group(where.group)
+        pytest.skip("goes by another route")
+    where.total()
+    levels, step, begun = where.agreed.hierarchical, hierarchical.Step.__call__, time.monotonic()
+    who = [levels.clusters[0][place] for place in levels.lanes[0]][-1]
 
-    def collective(*how):
-        raise RuntimeError("it cannot be done")
+    def fails(self, send, recv, extent, root=0, before=None):
+        if where.me == who and self._part is levels.along.group:
+            before = lambda: 1 / 0  # noqa: E731
+        step(self, send, recv, extent, root, before)
 
-    array = placed.array(3000)
-    if fails:
-        monkeypatch.setattr(placed.arrays.cuda, "collective", collective)
-    if len(levels.here) > 1 or fails:
-        with pytest.raises(RuntimeError, match="cannot be done" if fails else "another rank fail"):
-            dist.all_reduce(array, group=placed.group)
+    def call():
+        array = where.array(3000 * where.n)
+        if name == "all_reduce":
+            dist.all_reduce(array, group=where.group)
+        elif name == "broadcast":
+            dist.broadcast(array, who, group=where.group)
+        elif name == "reduce_scatter":
+            dist.reduce_scatter_single(where.array(3000), array, group=where.group)
+        else:
+            dist.all_gather_single(array, where.array(3000), group=where.group)
+        got(array)
+
+    monkeypatch.setattr(hierarchical.Step, "__call__", fails)
+    if where.me == who:
+        with pytest.raises(ZeroDivisionError):
+            call()
+    else:
+        with pytest.raises(DistBackendError):
+            call()
+            while where.group.broken is None and time.monotonic() < begun + TIMEOUT / 2:
+                time.sleep(0.01)
+            call()
+    assert time.monotonic() < begun + TIMEOUT / 2
+    mpi.Barrier()
+    with pytest.raises(DistBackendError, match=rf"rank {who}\b.* failed in call 2"):
+        dist.barrier(group=where.group)
     monkeypatch.undo()
+    dist.destroy_process_group(where.group)
 
 
-def test_a_group_that_is_broken(placed):
-    """Its parts are, too: calls that wait there end."""
+def test_routes_that_parts_lose(arrays, world, monkeypatch):
+    """Are told by name, on the first rank, and by what ``doctor`` asks."""
+
+    def refuse(*what):
+        raise RuntimeError("no such thing here")
+
+    where = Where(arrays, monkeypatch, "two GPUs")
+    last = where.places[-1]
+    alone = where.places.count(last) == 1  # its cluster has no part
+    meant = where.places[0] if alone else last
+    if where.places[where.me] == meant:
+        monkeypatch.setattr(arrays.cuda, "create_shared_event", refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        where.total()
+    ranks = [rank for rank, place in enumerate(where.places) if place == meant]
+    words = (
+        f"ranks {', '.join(map(str, ranks))} go by ipc, because shared_gpu is off: rank 0: cannot"
+    )
+    told = [str(one.message) for one in caught if "is off" in str(one.message)]
+    assert len(told) == (where.me == 0) and all(words in each for each in told)
+    assert where.agreed.names[0] == "hierarchical"
+    assert f"in hierarchical {words}" in where.agreed.describe()["shared_gpu"]
+    dist.destroy_process_group(where.group)
+
+
+def test_a_group_that_is_broken(placed, mpi):
+    """Its parts are, too: calls that wait there end, and each rank learns it."""
     levels, error = placed.agreed.hierarchical, DistBackendError("a call has timed out")
     parts = [part for part in (levels.inside, levels.along) if part is not None]
     for part in (None, *parts):
         assert (part or placed).group.broken is None
-    placed.group.broken = error
+    mpi.Barrier()
+    placed.group.break_with(error)
     placed.group.resources.leave()
     for part in parts:
         assert part.group.broken is error
-    placed.group.broken = None
+    with pytest.raises(DistBackendError, match="a call has timed out"):
+        dist.barrier(group=placed.group)

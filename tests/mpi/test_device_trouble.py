@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -160,6 +161,32 @@ def test_what_is_refused_leaves_nothing_behind(on):
         with pytest.raises(UnsupportedError, match="mpi does not serve"):
             dist.all_reduce(array)
     assert len(streams._left_behind) == before
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "broken"])
+def test_what_errors_have_left_behind_goes_with_the_group(on, monkeypatch, whole):
+    """But not if MPI may be in a call yet."""
+    arrays, me, n = on("ipc")
+    group = dist.new_group()
+    total(arrays, me, n, group=group)
+    third = arrays.make(np.ones(5000, np.float32), 0, "third")
+    combine = arrays.cuda.combine
+    monkeypatch.setattr(arrays.cuda, "combine", lambda *what: 1 / 0)
+    before = len(streams._left_behind)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            dist.all_reduce(third, group=group)
+    kept = [
+        weakref.ref(one) for some, _ in group.resources.find(("device", 0))._left for one in some
+    ]
+    assert len(kept) >= 3 and len(streams._left_behind) == before
+    monkeypatch.setattr(arrays.cuda, "combine", combine)
+    if not whole:
+        group.break_with(DistBackendError("a call has timed out"))
+    dist.destroy_process_group(group)
+    gc.collect()
+    assert [one() is None for one in kept] == [whole] * len(kept)
+    del streams._left_behind[before:]
 
 
 def test_elements_at_odd_addresses(on):
@@ -432,13 +459,15 @@ def test_a_rank_without_memory(on):
     if me == n - 1:
         arrays.cuda.room = 1 << 20
     first = "peer" if n == 2 else "ipc"  # a GPU each
-    taken = ("staged",) if n == 2 else ("hierarchical", "staged")  # whose last rank needs none
+    taken = ("copy_engine", "staged")  # which need no workspace
+    if n > 2:
+        taken = ("hierarchical", *taken)  # whose last rank needs none
     why = rf"{first} is off: rank {n - 1}: no workspace: \d+ bytes are too many"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "mpicoll: ranks .* share GPU")
         if me == 0 and n > 1:
-            with pytest.raises(RuntimeWarning, match=f"go by {taken[0]}, because {why}"):
+            with pytest.raises(RuntimeWarning, match=f"go by {', '.join(taken)}, because {why}"):
                 dist.all_reduce(array)
         else:
             dist.all_reduce(array)
@@ -561,7 +590,7 @@ def test_workspaces_are_whole_blocks(on, monkeypatch, slot):
     monkeypatch.setattr(peer, "SLOT", slot)
     arrays, me, n = on("ipc")
     total(arrays, me, n)
-    assert agreed().ipc._own.nbytes % (2 << 20) == 0
+    assert agreed().ipc._workspaces.all[me].nbytes % (2 << 20) == 0
 
 
 def test_pieces_that_are_staged(on, monkeypatch):

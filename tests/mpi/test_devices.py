@@ -44,7 +44,8 @@ def by_numpy(*what):
 
 
 @pytest.fixture(
-    scope="module", params=routes("staged", "shared_gpu", "ipc", "direct", "mpi", "auto")
+    scope="module",
+    params=routes("staged", "shared_gpu", "copy_engine", "ipc", "direct", "mpi", "auto"),
 )
 def road(request, arrays):
     """The device route that is forced."""
@@ -72,6 +73,13 @@ def teams(road):
 @pytest.fixture(scope="module")
 def world(teams):
     return teams[0]
+
+
+@pytest.fixture
+def reducing(road, world):
+    """The route has reductions."""
+    if road != "auto" and "all_reduce" not in registry.DEVICE[road].primitives:
+        pytest.skip(f"{road} combines nothing")
 
 
 @pytest.fixture(autouse=True)
@@ -260,6 +268,7 @@ def got(array):
 # ---- Order ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("reducing")
 def test_many_calls_without_a_look(arrays, world):
     """What one call leaves on its way is not disturbed by the next."""
     made = [uploaded(arrays, np.full(1000, world.me + i, np.float32)) for i in range(5)]
@@ -271,6 +280,7 @@ def test_many_calls_without_a_look(arrays, world):
 
 
 @pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.usefixtures("reducing")
 def test_one_stream_for_all(arrays, world, async_op):
     """A chain of calls and kernels in one stream, each of which takes a while."""
     array = arrays.make(np.ones(arrays.large, np.float32))
@@ -294,6 +304,7 @@ def test_two_streams_in_one_call(arrays, world):
     assert (np.arange(world.size) == got(output).reshape(world.size, 10).T).all()
 
 
+@pytest.mark.usefixtures("reducing")
 def test_another_device(arrays, world):
     """A group's ranks may call with one device, and then with another."""
     if arrays.devices < 2:
@@ -341,6 +352,7 @@ def test_messages(arrays, world):
     assert (got(with_rank) == left).all()
 
 
+@pytest.mark.usefixtures("reducing")
 def test_kinds_of_memory(road, arrays, world):
     """Memory that not every MPI takes, in and out, in place and not."""
     for kind in arrays.kinds:
@@ -371,6 +383,7 @@ def test_devices_are_not_mixed(arrays, world):
             dist.all_gather([zero.given, *[piece] * (world.size - 1)], zero.given)
 
 
+@pytest.mark.usefixtures("reducing")
 def test_capture_is_refused(arrays, world):
     """By name, where the group's route cannot be a part of a graph."""
     array = uploaded(arrays, np.ones(4, np.float32))
@@ -385,6 +398,7 @@ def test_capture_is_refused(arrays, world):
     assert (got(array) == world.size).all()
 
 
+@pytest.mark.usefixtures("reducing")
 def test_a_rank_with_host_memory(arrays, world):
     """The ranks find out together, with the first calls of a group."""
     if world.size == 1:
@@ -397,6 +411,7 @@ def test_a_rank_with_host_memory(arrays, world):
 
 
 @pytest.mark.skipif(not SIMULATED, reason="there is a GPU")
+@pytest.mark.usefixtures("reducing")
 def test_without_a_gpu(arrays, monkeypatch, world):
     """The error says what is missing, before anything is sent."""
     array = uploaded(arrays, np.zeros(4, np.float32))

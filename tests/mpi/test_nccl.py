@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -16,9 +18,10 @@ from test_devices import DeviceCall, UnevenDeviceCall, got, uploaded
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import by_name
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import nccl
+from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.any_mpi
 
@@ -47,6 +50,14 @@ class WithNccl(Simulated):
         self.me = me
         self.together = None
         self.asked = 0
+
+    def is_done(self, event):
+        """The device goes on by itself: NCCL may wait there for another rank."""
+        done = event.stream.done >= event.place
+        if not done:
+            run = threading.Thread(target=self._run, args=(event.stream, event.place), daemon=True)
+            run.start()
+        return done
 
     def pci_bus_id(self, index):
         return f"{self.me}-{index}"
@@ -83,12 +94,17 @@ class WithNccl(Simulated):
 class Communicator:
     def __init__(self, cuda, index, comm):
         self.cuda, self.index, self.comm = cuda, index, comm
+        self.aborted = threading.Event()
+        self.async_error = ""
+        self.misses = False  # another rank does not come: NCCL waits for ever
 
     def _given(self, address, count, kind):
         return elements(address, by_name[KINDS[kind]].numpy, count)
 
     def _later(self, stream, task):
         self.cuda.asked += 1
+        if self.misses:
+            task = self.aborted.wait
         self.cuda.enqueue(self.index, stream, task)
 
     def _combined(self, address, count, kind, op):
@@ -148,8 +164,18 @@ class Communicator:
         memory = self._given(address, count, kind).view(np.uint8)
         self.cuda.together.append((self.comm, self.index, stream, sends, memory, rank))
 
+    def check_async_error(self):
+        if self.async_error:
+            raise RuntimeError(self.async_error)
+
     def destroy(self):
+        assert not self.aborted.is_set()
         self.comm.Free()
+
+    def abort(self):
+        """What is not done does nothing any more; as in NCCL, alone."""
+        assert not self.aborted.is_set()
+        self.aborted.set()
 
 
 class Arrays(simulated.Arrays):
@@ -282,3 +308,97 @@ def test_forced(world, monkeypatch):
 def test_names_that_ask_for_it():
     assert nccl.asked_for("nccl") and nccl.asked_for("cpu:gloo,cuda:nccl")
     assert not nccl.asked_for("mpi") and not nccl.asked_for("cpu:nccl")
+
+
+# ---- Trouble -------------------------------------------------------------------------------------
+
+
+def trouble(arrays, world, patch):
+    """A group that has called, its part of NCCL, and an array."""
+    if world.size == 1:
+        pytest.skip("NCCL waits for nobody")
+    patch.setattr(consistency, "FIRST", 1)  # from then on the hosts do not meet in each call
+    group = dist.new_group(timeout=TIMEOUT)
+    array = uploaded(arrays, np.full(9, world.me, np.int32))
+    dist.all_reduce(array, group=group)
+    assert (got(array) == sum(range(world.size))).all()
+    return group, group.resources.find("devices").nccl, array
+
+
+def wait_until_broken(group):
+    """As long as a watchdog takes."""
+    end = time.monotonic() + TIMEOUT / 2
+    while group.broken is None:
+        assert time.monotonic() < end, "nobody has said it"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("look", ["call", "destroy", "wait", "exception"])
+def test_a_call_that_another_rank_misses(arrays, world, monkeypatch, look):
+    """After the group's timeout it is aborted, and whoever looks learns which call it was."""
+    group, part, array = trouble(arrays, world, monkeypatch)
+    group.timeout = 1.0  # from now on
+    if world.me == 0:  # makes no call, and hears of it
+        wait_until_broken(group)
+        with pytest.raises(DistBackendError, match=r"rank [1-9] (failed in|has left)"):
+            dist.all_reduce(array, group=group)
+        dist.destroy_process_group(group)
+        return
+    part.comm.misses = True
+    work = dist.all_reduce(array, group=group, async_op=True)
+    if look != "destroy":
+        wait_until_broken(group)
+    words = (
+        rf"all_reduce of 9 elements of int32, SUM, on a device, on rank {world.me} of .*, call 2: "
+        r"NCCL has not done it within the group's timeout of 1 s|rank [1-9] (failed in|has left)"
+    )
+    with pytest.raises(DistBackendError, match=words) as caught:
+        if look == "call":
+            dist.all_reduce(array, group=group)
+        elif look == "destroy":
+            dist.destroy_process_group(group)
+        elif look == "wait":
+            work.wait(TIMEOUT)
+        else:
+            raise work.exception()
+    first = isinstance(caught.value, CollectiveTimeoutError)
+    assert part.comm.aborted.is_set() and (first or world.size > 2)
+    if group.closed is None:
+        dist.destroy_process_group(group)
+
+
+def test_an_error_that_nccl_finds(arrays, world, monkeypatch):
+    """On one rank: all abort."""
+    group, part, array = trouble(arrays, world, monkeypatch)
+    part.comm.misses = True
+    dist.all_reduce(array, group=group)
+    if world.me == 0:
+        part.comm.async_error = "a remote process has exited"
+    wait_until_broken(group)
+    words = "NCCL has failed: a remote process has exited" if world.me == 0 else "rank 0 .*fail"
+    with pytest.raises(DistBackendError, match=words):
+        dist.all_reduce(array, group=group)
+    got(array)
+    assert part.comm.aborted.is_set()
+    dist.destroy_process_group(group)
+
+
+def test_a_rank_that_fails_before_nccl(arrays, world, monkeypatch):
+    """The others wait on their devices, until they hear of it."""
+    group, part, _ = trouble(arrays, world, monkeypatch)
+    part.comm.misses = True
+    third = arrays.make(np.ones(50, np.float32), 0, "third")
+    third.upload()
+    if world.me == 0:
+        part.context._blocks, part.context._since = [], []  # a group keeps its scratch
+        monkeypatch.setattr(arrays.cuda, "allocate", lambda *what: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dist.all_reduce(third, group=group)
+    else:
+        dist.all_reduce(third, group=group)
+        got(third)
+    with pytest.raises(DistBackendError, match=r"rank 0 .*failed in call 2"):
+        wait_until_broken(group)
+        dist.all_reduce(third, group=group)
+    monkeypatch.undo()
+    dist.destroy_process_group(group)

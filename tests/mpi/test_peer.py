@@ -17,11 +17,19 @@ from driver import DTYPES, NAMES, legal_operations
 from test_devices import SOME, DeviceCall, UnevenDeviceCall, got, uploaded
 
 import mpicoll as dist
+from mpicoll.api import lifecycle
 from mpicoll.cuda import runtime
-from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
+from mpicoll.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    MismatchError,
+    MPIError,
+    UnsupportedError,
+)
 from mpicoll.kernels import peers
 from mpicoll.routes import registry
 from mpicoll.routes.device import peer
+from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_3
 
@@ -196,12 +204,12 @@ def test_what_cannot_be_captured(arrays, world):
 # ---- Trouble -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["wrong", "late", "cannot be mapped"])
+@pytest.mark.parametrize("how", ["wrong", "late", "cannot be mapped", "fails", "no shared memory"])
 def test_a_try_that_fails(arrays, world, monkeypatch, how):
     """All take another route, and the first rank says why."""
     if world.size == 1:
         return
-    monkeypatch.setattr(peer, "TRY_LIMIT", 0.3)
+    monkeypatch.setattr(peer, "TRY_LIMIT", TIMEOUT if how == "fails" else 0.3)
     last = world.size - 1
     works = {name: getattr(arrays.cuda, name) for name in ("collective", "open")}
     if world.me == last:
@@ -212,6 +220,10 @@ def test_a_try_that_fails(arrays, world, monkeypatch, how):
             )  # fmt: skip
         elif how == "late":
             monkeypatch.setattr(arrays.cuda, "collective", lambda *what: None)
+        elif how == "fails":
+            monkeypatch.setattr(arrays.cuda, "collective", lambda *what: 1 / 0)
+        elif how == "no shared memory":
+            monkeypatch.setattr(arrays.cuda, "register", lambda *what: 1 / 0)
         else:
 
             def refuse(*what):
@@ -220,7 +232,12 @@ def test_a_try_that_fails(arrays, world, monkeypatch, how):
             monkeypatch.setattr(arrays.cuda, "open", refuse)
     group = dist.new_group()
     array = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
-    words = {"wrong": "is wrong there", "late": "does not arrive within"}.get(how, "no peer access")
+    words = {
+        "wrong": "is wrong there",
+        "late": "does not arrive within",
+        "fails": f"rank {last}: division by zero|rank 0: another rank has failed",
+        "no shared memory": f"rank {last}: no memory by which kernels can be ended: division",
+    }.get(how, "no peer access")
     if world.me == 0:
         with pytest.warns(RuntimeWarning, match=words):
             dist.all_reduce(array, group=group)
@@ -230,29 +247,165 @@ def test_a_try_that_fails(arrays, world, monkeypatch, how):
     dist.destroy_process_group(group)
 
 
-def test_ranks_that_give_up(arrays, world):
-    """All learn it from their next call, by name; the group is of no use any more."""
+@pytest.fixture
+def broken(arrays, world, monkeypatch):
+    """A group that has called, and is to be broken."""
+    if world.size == 1:
+        pytest.skip("a rank waits for nobody")
+    monkeypatch.setattr(consistency, "FIRST", 1)  # from then on the hosts do not meet in each call
+    group = dist.new_group(timeout=TIMEOUT)
+    mine = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
+    dist.all_reduce(mine, group=group)
+    assert (got(mine) == sum(range(world.size))).all()
+    yield group
+    if group.closed is None:
+        dist.destroy_process_group(group)
+
+
+def finds(look, group, array, work):
+    """Looks for the result of a call, in one of the ways of a program."""
+    if look == "call":
+        dist.all_reduce(array, group=group)
+    elif look == "barrier":
+        dist.barrier(group=group)
+    elif look == "wait":
+        work.wait(timeout=TIMEOUT / 2)
+    elif look == "future":
+        work.get_future().wait()
+    elif look == "destroy":
+        dist.destroy_process_group(group)
+    else:
+        assert work.is_completed() and not work.is_success()
+        if look == "exception":
+            raise work.exception()
+        work.synchronize()
+
+
+@pytest.mark.parametrize(
+    "look", ["call", "barrier", "wait", "future", "destroy", "exception", "synchronize"]
+)
+@pytest.mark.parametrize("how", ["packs", "compiles", "leaves"])
+def test_a_rank_that_fails_alone(arrays, world, broken, monkeypatch, mpi, how, look):
+    """Before its kernel is in a stream, or it leaves the group: kernels of the others that wait for
+    it end at once, and whoever looks for a result, or is late, learns why.
+    """
+    group, last, begun = broken, world.size - 1, time.monotonic()
+    failing = {"packs": "allocate", "compiles": "load_collective"}.get(how)
+    array = arrays.make(np.full(50, 1, np.float32), world.me, "third" if how == "packs" else "C")
+    array.upload()
+    work = None
+    if world.me not in (last, 0) or (world.me == 0 and how == "leaves"):  # else 0 has not begun
+        work = dist.all_reduce(array, group=group, async_op=True)
+    mpi.Barrier()
+    if world.me == last and failing:
+        works = getattr(arrays.cuda, failing)
+
+        def fails(*what):
+            raise RuntimeError("it cannot be done")
+
+        monkeypatch.setattr(arrays.cuda, failing, fails)
+        context = group.resources.find(("device", world.me))
+        context._blocks, context._since = [], []  # a group keeps its scratch
+        with pytest.raises(RuntimeError, match="cannot be done"):
+            dist.all_reduce(array, group=group)
+        monkeypatch.setattr(arrays.cuda, failing, works)
+        with pytest.raises(DistBackendError, match=f"rank {last} failed in call 2"):
+            dist.all_reduce(array, group=group)
+    elif world.me == last:
+        lifecycle.abandon(group)
+    else:
+        while work is not None and not work.orders[0].is_done():
+            assert time.monotonic() - begun < TIMEOUT / 2, "it is not the time that ends this"
+        mpi.Barrier()
+        found = look if work is not None else "call"
+        words = f"rank {last} failed in call 2, all_reduce: RuntimeError: it cannot be done"
+        with pytest.raises(DistBackendError, match="was aborted" if how == "leaves" else words):
+            finds(found, group, array, work)
+        if group.closed is None:
+            dist.destroy_process_group(group)
+    if world.me == last:
+        mpi.Barrier()
+        if group.closed is None:
+            dist.destroy_process_group(group)
+
+
+def test_graphs_end_too(arrays, world, broken, monkeypatch, mpi):
+    """Kernels of a graph wait for a rank that fails instead of launching it."""
+    array = uploaded(arrays, np.full(50, 1, np.float32), world.me)
+    dist.all_reduce(array, group=broken)
+    with arrays.capturing(array) as graph:
+        dist.all_reduce(array, group=broken)
+    begun = time.monotonic()
+    if world.me:
+        graph.launch()
+        got(array)
+    else:
+        monkeypatch.setattr(arrays.cuda, "load_collective", lambda *what: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dist.all_reduce(array, group=broken)
+    assert time.monotonic() - begun < TIMEOUT / 2
+    mpi.Barrier()
+    with pytest.raises(DistBackendError, match="rank 0 failed in call 4"):
+        dist.all_reduce(array, group=broken)
+
+
+def test_what_is_refused_ends_nothing(arrays, world, broken):
+    """On all ranks alike; no kernel waits."""
+    third = arrays.make(np.ones(50, np.float32), world.me, "third")
+    third.upload()
+    with arrays.capturing(third), pytest.raises(UnsupportedError, match="captured"):
+        dist.all_reduce(third, group=broken)
+    dist.all_reduce(third, group=broken)
+    assert (got(third) == world.size).all()
+
+
+@pytest.mark.parametrize("how", ["a timeout", "an error"])
+def test_a_group_that_is_broken(arrays, world, broken, mpi, how):
+    """By whatever, on one rank: kernels that wait for it end, with an error of that kind."""
+    array = uploaded(arrays, np.full(50, 1, np.float32), world.me)
+    begun, kind = time.monotonic(), CollectiveTimeoutError if how == "a timeout" else MPIError
+    if world.me:
+        dist.all_reduce(array, group=broken)
+    mpi.Barrier()
+    if world.me == 0:
+        broken.break_with(kind("something else has gone wrong"))
+        broken.resources.leave()
+    got(array)
+    assert time.monotonic() - begun < TIMEOUT / 2
+    mpi.Barrier()
+    expected = CollectiveTimeoutError if how == "a timeout" else DistBackendError
+    with pytest.raises(expected, match="something else has gone wrong"):
+        dist.all_reduce(array, group=broken)
+
+
+@pytest.mark.parametrize("look", ["call", "barrier", "exception"])
+def test_ranks_that_give_up(arrays, world, monkeypatch, mpi, look):
+    """All learn it, also who has not called, with the name of the call; the group is of no use any
+    more.
+    """
     if world.size == 1:
         return
-    group = dist.new_group(timeout=2)
+    monkeypatch.setattr(consistency, "FIRST", 1)
+    group = dist.new_group(timeout=TIMEOUT)
     mine = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
     dist.all_reduce(mine, group=group)
     assert (got(mine) == sum(range(world.size))).all()
     found = group.resources.find("devices").peer
-    if world.me:  # rank 0 has not called
-        given, output = (
-            uploaded(arrays, np.zeros(peer._TRIED * n, "u1"), world.me) for n in (1, 4)
-        )
-        call = peer._tried(given.memory.address, output.memory.address, world.size)
-        found.carry_out(call)
-        found.context.synchronize(found.context.work)
-    dist.barrier()
-    if world.me == 0:
-        found.carry_out(peer._tried(mine.memory.address, mine.memory.address, world.size))
-        found.context.synchronize(found.context.work)
-    for _ in range(2):
-        with pytest.raises(DistBackendError, match=r"rank \d's GPU has waited 2\S* s for rank 0"):
-            dist.all_reduce(mine, group=group)
+    found.limit, found._peers = 2.0, found._peers._replace(limit=2_000_000_000)
+    work = None
+    if world.me:  # rank 0 does not call
+        work = dist.all_reduce(mine, group=group, async_op=True)
+        while not work.orders[0].is_done():
+            time.sleep(0.01)
+    mpi.Barrier()
+    words = (
+        r"all_reduce of 10 elements of float32, SUM, on a device, .*"
+        r"rank \d's GPU has waited 2\S* s for rank 0"
+    )
+    for turn in range(2):
+        # The rank that has not called knows no such call, but who waits for whom.
+        with pytest.raises(CollectiveTimeoutError, match=words if world.me else words[-30:]):
+            finds(look if world.me and not turn else "call", group, mine, work)
     dist.destroy_process_group(group)
 
 
@@ -269,6 +422,6 @@ def test_calls_that_differ(arrays, world):
     found.carry_out(replace(call, starts=[4 * k for k in range(world.size + 1)], call=world.me + 1))
     found.context.synchronize(found.context.work)
     assert time.monotonic() - begun < 20, "it is not the time that has ended this"
-    with pytest.raises((DistBackendError, MismatchError), match="do not belong together"):
+    with pytest.raises(MismatchError, match="do not belong together"):
         dist.all_reduce(array, group=group)
     dist.destroy_process_group(group)

@@ -15,7 +15,7 @@ from test_devices import got, uploaded
 
 import mpicoll as dist
 from mpicoll.errors import DistBackendError, MismatchError
-from mpicoll.routes.device import shared_gpu
+from mpicoll.routes.device import shared_gpu, user_buffers
 
 on = test_device_trouble.on
 pytestmark = pytest.mark.on_3
@@ -72,7 +72,9 @@ def test_who_takes_it(on, apart):
     if n == 1:
         return
     own = ("peer",) if n == 2 else ("hierarchical",)  # a GPU each, or levels
-    assert agreed.names == ((*own, "ipc", "staged") if apart else ("shared_gpu", "staged"))
+    assert agreed.names == (
+        (*own, "copy_engine", "ipc", "staged") if apart else ("shared_gpu", "staged")
+    )
     why = agreed.describe()["shared_gpu"]
     assert why == (f"rank {n - 1} has its arrays on another GPU than rank 0" if apart else "")
 
@@ -99,7 +101,7 @@ def test_where_ipc_does_not_work(on, monkeypatch, what):
     assert any("shared_gpu is off: " in str(one.message) for one in caught) == (me == 0)
     assert (got(array) == sum(range(n))).all()
     agreed = dist.group.WORLD.resources.find("devices")
-    assert agreed.names == ("ipc", "staged")
+    assert agreed.names == ("copy_engine", "ipc", "staged")
     assert "no such thing here" in agreed.lost["shared_gpu"]
 
 
@@ -142,11 +144,11 @@ def test_two_meetings(shared, monkeypatch, small):
     arrays, me, n, part = shared
     array = uploaded(arrays, np.full(100 if small else LARGE, me, np.float32))
     met = []
-    works = part._compare
-    monkeypatch.setattr(part, "_compare", lambda *how: met.append(how) or works(*how))
+    works = part._meet
+    monkeypatch.setattr(part, "_meet", lambda *how: met.append(how) or works(*how))
     seen = watched(monkeypatch, arrays.cuda, "combine_for_all", "record_again")
     dist.all_reduce(array)
-    assert len(met) == 1 and bool(seen) is not small
+    assert len(met) == (1 if small else 2) and bool(seen) is not small
     assert (got(array) == sum(range(n))).all()
 
 
@@ -173,6 +175,16 @@ def test_a_rank_that_reads_late(shared, monkeypatch, slow):
     for turn, given, output in made:
         assert (got(output) == np.arange(n)[:, None] + turn).all()
         assert (got(given) == turn % n + turn).all()
+
+
+def test_a_rank_that_only_receives(shared):
+    """Its device may be late by several calls: what it has not fetched is not written over."""
+    arrays, me, *_ = shared
+    made = [uploaded(arrays, np.full(100, me + turn, np.float32)) for turn in range(6)]
+    for array in made:
+        dist.broadcast(array, 0)
+    for turn, array in enumerate(made):
+        assert (got(array) == turn).all()
 
 
 # ---- Memory that others have open ----------------------------------------------------------------
@@ -231,7 +243,7 @@ def test_memory_that_is_freed_and_allocated_again(shared):
 def test_what_is_open_has_a_bound(shared, monkeypatch):
     """What is closed is not in use any more: no device has done anything before the end."""
     arrays, me, n, part = shared
-    monkeypatch.setattr(shared_gpu, "OPEN", 4)
+    monkeypatch.setattr(user_buffers, "OPEN", 4)
     kept = [uploaded(arrays, np.full(LARGE + turn, me + turn, np.float32)) for turn in range(16)]
     for _ in range(2):
         for array in kept:
@@ -248,7 +260,7 @@ def test_what_is_open_has_a_bound(shared, monkeypatch):
 def test_what_cannot_be_there_any_more(shared):
     """A new allocation of a rank's takes the place of those that it overlaps."""
     part = shared[-1]
-    part._opened = {(1, 1000): shared_gpu._Opened(100, 5, None)}
+    part._opened = {(1, 1000): user_buffers._Opened(100, 5, None)}
     for rank, base, nbytes, gone in (
         (1, 1050, 10, 1), (1, 900, 101, 1), (1, 0, 5000, 1), (1, 900, 100, 0), (1, 1100, 10, 0),
         (2, 1050, 10, 0),
@@ -268,7 +280,7 @@ def test_groups_leave_nothing_open(shared):
         dist.all_reduce(array, group=group)
         assert (got(array) == sum(range(n))).all()
         dist.destroy_process_group(group)
-        assert not arrays.cuda.opened and not shared_gpu._left_behind
+        assert not arrays.cuda.opened and not user_buffers._left_behind
     assert len(arrays.cuda.streams) == streams
 
 

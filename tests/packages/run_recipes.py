@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import email.parser
 import io
+import platform
 import re
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def wheel() -> tuple[str, Requirements]:
     """Return the version of the wheel, and the oldest versions of what it requires."""
-    (path,) = (ROOT / "dist").glob("*.whl")
+    (path,) = (ROOT / "dist").glob(f"*{platform.machine()}.whl")
     with zipfile.ZipFile(path) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         fields = email.parser.Parser().parsestr(archive.read(name).decode())
@@ -78,14 +79,14 @@ def check_conda(version: str, needs: Requirements) -> str:
     recipe = rattler_build.Stage0Recipe.from_file(folder / "recipe.yaml")
     variants = rattler_build.VariantConfig.from_file(folder / "variants.yaml")
     said = []
-    for platform in ("linux-64", "linux-aarch64"):
-        target = rattler_build.PlatformConfig(target_platform=platform)
+    for system in ("linux-64", "linux-aarch64"):
+        target = rattler_build.PlatformConfig(target_platform=system)
         (rendered,) = recipe.render(variants, rattler_build.RenderConfig(platform=target))
         found = rendered.recipe.to_dict()
         expect("version", found["package"]["version"], version)
         pairs = (each.split(" ", 1) for each in found["requirements"]["run"])
         expect("run", {name: numbers(oldest) for name, oldest in pairs}, needs)
-        said.append(f"{found['package']['name']} {found['build']['string']} for {platform}")
+        said.append(f"{found['package']['name']} {found['build']['string']} for {system}")
     return f"py-rattler-build {metadata.version('py-rattler-build')} renders {', '.join(said)}"
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
+from mpi4py import MPI
 
 import mpicoll as dist
 import mpicoll.horovod.torch as hvd
@@ -74,13 +78,23 @@ def test_a_name_that_is_in_use():
         pytest.skip("nobody is waited for")
     if hvd.rank() == 0:
         begun = hvd.allreduce_async(torch.ones(1), name="twice")
-        with pytest.raises(hvd.HorovodInternalError, match=r"name: allreduce\.twice is that"):
+        with pytest.raises(ValueError, match=r"name: allreduce\.twice is that"):
             hvd.allreduce_async(torch.ones(1), name="twice")
         hvd.barrier()
         hvd.synchronize(begun)
     else:
         hvd.barrier()
         hvd.allreduce(torch.ones(1), name="twice")
+
+
+def test_a_barrier_waits_for_all(tmp_path):
+    file = Path(hvd.broadcast_object(str(tmp_path / "file"), 0))
+    if hvd.rank() == 0:
+        time.sleep(0.3)
+        file.touch()
+    hvd.barrier()
+    assert file.exists()
+    hvd.barrier()  # pytest removes rank 0's folder when it has passed
 
 
 def test_a_waiting_rank_is_served_while_others_wait_for_it():
@@ -184,6 +198,28 @@ def test_process_sets():
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=last).item() == 1
         assert last._engine.group.timeout > dist.group.WORLD.timeout
     assert hvd.remove_process_set(last)
+
+
+def test_sets_of_communicators():
+    n, me = hvd.size(), hvd.rank()
+    hvd.shutdown()
+    split = MPI.COMM_WORLD.Split(me % 2, me)
+    own = hvd.ProcessSet(split)
+    try:
+        with pytest.raises(ValueError, match="there is a set of the ranks"):
+            hvd.init(process_sets=[own, hvd.ProcessSet(range(0, n, 2))])
+        assert hvd.is_initialized() and own.process_set_id is None
+        if n == 1:
+            return
+        hvd.init(process_sets=[own])
+        assert (own.ranks, own.process_set_id) == (list(range(me % 2, n, 2)), 1 + me % 2)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=own).item() == own.size()
+        with pytest.raises(NotImplementedError, match="give the ranks"):
+            hvd.add_process_set(hvd.ProcessSet(split))
+    finally:
+        hvd.shutdown()
+        split.Free()
+        hvd.init()
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from mpicoll.horovod.common.exceptions import HorovodInternalError
+from mpicoll.horovod.torch import elastic
+from mpicoll.horovod.torch.built import *  # noqa: F403
+from mpicoll.horovod.torch.built import __all__ as _built
 from mpicoll.horovod.torch.compression import Compression
 from mpicoll.horovod.torch.functions import *  # noqa: F403
 from mpicoll.horovod.torch.functions import __all__ as _functions
@@ -25,7 +28,10 @@ from mpicoll.horovod.torch.process_sets import (
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
+from mpicoll.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -38,25 +44,24 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "cross_rank",
     "cross_size",
+    "elastic",
     "global_process_set",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
-    "nccl_built",
     "rank",
     "remove_process_set",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
+__all__ += _built
 __all__ += _functions
 __all__ += _operations
-
-
-def nccl_built() -> int:
-    """Return 0: operations go over MPI. Scripts ask to choose a learning rate for Adasum."""
-    return 0

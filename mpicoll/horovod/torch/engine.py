@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpicoll as dist
-from mpicoll.errors import UsageError
+from mpicoll.errors import ArgumentError, UsageError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.kinds import KINDS, Call, Facts, synchronize_devices
+from mpicoll.horovod.torch.timeline import TIMELINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +107,7 @@ class Engine:
         self._pending: dict[str, Request] = {}
         self._counts: Counter[str] = Counter()
         self._changed = threading.Condition()
-        self._news = self._closing = False
+        self._news = self._closing = self._abandons = False
         self._join: Request | None = None
         self._were_joined: set[int] = set()
         self._last_joined = -1
@@ -120,8 +121,8 @@ class Engine:
         name: what the other ranks call it; None: the number of such calls so far.
         facts: see ``Call.facts``.
 
-        Raises HorovodInternalError if an operation of this kind and name is on its way, and after
-        the end.
+        Raises ArgumentError (a ValueError) for what is wrong with this rank's part alone, and if an
+        operation of this kind and name is on its way, HorovodInternalError after the end.
         """
         synchronize_devices([call])
         with self._changed:
@@ -131,8 +132,10 @@ class Engine:
             name = f"{call.kind}.{name}"
             request = Request(call, call.facts(name, **facts))
             self._check_alive(name)
+            if wrong := KINDS[call.kind].check(request.facts, self.size):
+                raise ArgumentError(f"{call.kind}: {wrong}")
             if name in self._pending:
-                raise HorovodInternalError(
+                raise ArgumentError(
                     f"{call.kind}: name: {name} is that of an operation that is not done; "
                     "expected another name, or synchronize() first"
                 )
@@ -154,10 +157,13 @@ class Engine:
         request.wait()
         return self._last_joined
 
-    def close(self) -> None:
-        """End the thread when all that is pending is done; all ranks of the set call."""
+    def close(self, abandon: bool = False) -> None:
+        """End the thread when all that is pending is done; all ranks of the set call.
+
+        abandon: what is pending on this rank fails, and what other ranks begin.
+        """
         with self._changed:
-            self._closing = True
+            self._closing, self._abandons = True, abandon
             if self.failure is None:
                 self._tell()
         if self._thread is not None:
@@ -189,7 +195,7 @@ class Engine:
                     self._news = False
                     requests = dict(self._pending)
                     joined = self._join is not None
-                    closing = self._closing and not requests and not joined
+                    closing = self._closing and (self._abandons or not (requests or joined))
                 waited_for = self._round(requests, joined, closing)
         except BaseException as error:
             self._end(error)
@@ -197,11 +203,14 @@ class Engine:
     def _round(self, requests: dict[str, Request], joined: bool, closing: bool) -> bool:
         """Meet the other ranks. Return whether they wait for some that this rank has not made."""
         own = Said(joined, closing, [request.facts for request in requests.values()])
+        TIMELINE.cycle()
         everybody = self._exchange(own)
         if any(said.closing for said in everybody):
             self._end(None)
             return False
         facts = [{each["name"]: each for each in said.requests} for said in everybody]
+        for rank, each in zip(self.ranks, facts, strict=True):
+            TIMELINE.told(each, rank)
         names = dict.fromkeys(name for each in facts for name in each)
         ready: list[tuple[Request, list[Facts | None]]] = []
         waited_for = False
@@ -215,6 +224,7 @@ class Engine:
             if not missing:
                 request = requests.get(name)
                 ready.append((request or self._stand_in(known), known))
+                TIMELINE.runs(name)
             else:
                 waited_for |= self.rank in missing
                 self._warn(requests.get(name), missing)
@@ -223,6 +233,7 @@ class Engine:
             for request, _ in ready:
                 self._pending.pop(request.facts["name"], None)
         for request, _ in ready:
+            TIMELINE.done(request.facts["name"])
             request.done.set()
         self._note_joined({rank for rank, said in enumerate(everybody) if said.joined})
         return waited_for
@@ -332,4 +343,4 @@ def _disagreement(known: list[Facts | None], ranks: list[int]) -> str | None:
             return f"the ranks' arguments differ in {word}: {each}; expected the same on all"
     if len(present) < len(known) and not kind.with_joined(next(iter(present.values()))):
         return "not possible while ranks have joined, with join()"
-    return kind.check(list(present.values()), len(known))
+    return None

@@ -245,38 +245,38 @@ def _all_but_rows(facts: Facts) -> Facts:
     return _alike("dtypes", "device")(facts) | dimensions | shapes
 
 
-def _right(everybody: Sequence[Facts], size: int) -> str | None:
+# --- what a rank can see by itself ----------------------------------------------------------------
+
+
+def _right(facts: Facts, size: int) -> str | None:
     return None
 
 
-def _has_rows(everybody: Sequence[Facts], size: int) -> str | None:
-    if any(not shape for shape in everybody[0]["shapes"]):
-        return "expected tensors of one dimension or more, got a scalar"
+def _has_rows(facts: Facts, size: int) -> str | None:
+    if not all(facts["shapes"]):
+        return "tensor: expected one dimension or more, got a scalar"
     return None
 
 
-def _can_be_adasum(everybody: Sequence[Facts], size: int) -> str | None:
-    if everybody[0]["op"] != Adasum:
+def _can_be_adasum(facts: Facts, size: int) -> str | None:
+    if facts["op"] != Adasum:
         return None
     if size & (size - 1):
-        return f"Adasum: expected a number of ranks that is a power of 2, got {size}"
-    if any("float" not in dtype for dtype in everybody[0]["dtypes"]):
-        return f"Adasum: expected floats, got {everybody[0]['dtypes']}"
+        return f"op: Adasum: expected a number of ranks that is a power of 2, got {size}"
+    if any("float" not in dtype for dtype in facts["dtypes"]):
+        return f"tensor: Adasum: expected floats, got {', '.join(facts['dtypes'])}"
     return None
 
 
-def _can_be_split(everybody: Sequence[Facts], size: int) -> str | None:
-    for facts in everybody:
-        if not facts["shapes"][0]:
-            return "expected tensors of one dimension or more, got a scalar"
-        rows, splits = _rows(facts, 0), facts["splits"]
-        if splits is None:
-            if rows % size:
-                return (
-                    f"tensor: expected rows that {size} ranks share evenly, or splits; got {rows}"
-                )
-        elif len(splits) != size or min(splits) < 0 or sum(splits) > rows:
-            return f"splits: expected {size} numbers of rows, {rows} in all or fewer, got {splits}"
+def _can_be_split(facts: Facts, size: int) -> str | None:
+    if wrong := _has_rows(facts, size):
+        return wrong
+    rows, splits = _rows(facts, 0), facts["splits"]
+    if splits is None:
+        if rows % size:
+            return f"tensor: expected rows that {size} ranks share evenly, or splits; got {rows}"
+    elif len(splits) != size or min(splits) < 0 or sum(splits) > rows:
+        return f"splits: expected {size} numbers of rows, {rows} in all or fewer, got {splits}"
     return None
 
 
@@ -286,14 +286,14 @@ class Kind:
 
     perform: carries out the calls of this rank, more than one if they go together.
     common: what all ranks must say alike, by name.
-    check: what is wrong with what ranks have said, who are ``size``; None if nothing is.
+    check: what is wrong with one rank's part, by itself, on ``size`` ranks; None if nothing is.
     together: requests with the same such value go together; None: never.
     with_joined: whether it goes on without ranks that have joined.
     """
 
     perform: Callable[[Engine, Sequence[Call], Known], None]
     common: Callable[[Facts], Facts]
-    check: Callable[[Sequence[Facts], int], str | None] = _right
+    check: Callable[[Facts, int], str | None] = _right
     together: Callable[[Facts], Any] = lambda facts: None
     with_joined: Callable[[Facts], bool] = lambda facts: False
 

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpicoll.errors import ArgumentError, UnsupportedError
+from mpicoll.errors import ArgumentError
+from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.compression import Compression
 from mpicoll.horovod.torch.kinds import Adasum, Average
-from mpicoll.horovod.torch.operations import allreduce_async_, sparse_allreduce_async
-from mpicoll.horovod.torch.process_sets import ProcessSet, global_process_set
+from mpicoll.horovod.torch.operations import (
+    Handle,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+    synchronize,
+)
+from mpicoll.horovod.torch.process_sets import ProcessSet, global_process_set, size
 
 __all__ = ["DistributedOptimizer"]
+
+
+class _Begun(NamedTuple):
+    """An operation on gradients. contexts: what decompress needs to know of each."""
+
+    parameters: list[Tensor]
+    contexts: list[Any]
+    handle: Handle
 
 
 class _Distributed:
@@ -29,31 +46,38 @@ class _Distributed:
         passes: int,
         op: str,
         predivide: float,
+        groups: list[list[Tensor]],
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        self._names = {tensor: name for name, tensor in named}
+        self._parameter_names = {tensor: name for name, tensor in named}
         self._compression, self._op, self._predivide = compression, op, predivide
         self._as_dense, self._process_set = sparse_as_dense, process_set
         self.backward_passes_per_step = passes
-        self._left = dict.fromkeys(self._names, passes)
-        self._handles: dict[Tensor, tuple[Any, Any]] = {}
+        self._left = dict.fromkeys(self._parameter_names, passes)
+        self._begun: dict[int, list[_Begun]] = {}
         self._synchronized, self._skip = False, False
-        self._reduced = []
+        self._groups: list[list[Tensor]] = []
+        self._waiting: list[int] = []
         if process_set.included() and (process_set.size() or 1) > 1:
-            self._reduced = [
-                p for group in self.param_groups for p in group["params"] if p.requires_grad
-            ]
-            for p in self._reduced:
-                p.register_post_accumulate_grad_hook(self._count)
+            self._groups = groups
+            self._expect()
+            for index, group in enumerate(groups):
+                for p in group:
+                    p.register_post_accumulate_grad_hook(partial(self._count, index))
+
+    def _expect(self: Any) -> None:
+        """Wait for all gradients of the next step."""
+        self._left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
+        self._waiting = [len(group) for group in self._groups]
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Change how many backward passes a step has."""
         self.backward_passes_per_step = passes
-        self._left = dict.fromkeys(self._names, passes)
+        self._expect()
 
-    def _count(self: Any, p: Tensor) -> None:
-        """Begin to reduce a gradient once all passes have added to it."""
+    def _count(self: Any, index: int, p: Tensor) -> None:
+        """Begin to reduce a group once all passes have added to its gradients."""
         if self._left[p] <= 0:
             raise AssertionError(
                 "DistributedOptimizer: more backward passes than backward_passes_per_step, "
@@ -61,48 +85,58 @@ class _Distributed:
             )
         self._left[p] -= 1
         if self._left[p] == 0:
-            self._begin(p)
+            self._waiting[index] -= 1
+            if self._waiting[index] == 0:
+                self._begin(index)
 
-    def _begin(self: Any, p: Tensor) -> None:
-        if p.grad is None:  # other ranks may have one
-            p.grad = torch.zeros_like(p)
-        gradient, name = p.grad, self._names[p]
-        if gradient.is_sparse:
-            if not self._as_dense:
-                handle = sparse_allreduce_async(gradient, name, self._op, self._process_set)
-                self._handles[p] = handle, None
-                return
-            gradient = gradient.to_dense()
-        compressed, context = self._compression.compress(gradient)
-        self._handles[p] = (
-            allreduce_async_(
-                compressed,
-                name=name,
-                op=self._op,
-                prescale_factor=1 / self._predivide,
-                postscale_factor=self._predivide,
-                process_set=self._process_set,
-            ),
-            context,
+    def _begin(self: Any, index: int) -> None:
+        begun = self._begun[index] = []
+        dense: list[Tensor] = []
+        for p in self._groups[index]:
+            if p.grad is None:  # other ranks may have one
+                p.grad = torch.zeros_like(p)
+            if p.grad.is_sparse and not self._as_dense:
+                name = self._parameter_names[p]
+                finish = sparse_allreduce_async(p.grad, name, self._op, self._process_set)
+                begun.append(_Begun([p], [None], finish))
+            else:
+                dense.append(p)
+        if not dense:
+            return
+        gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in dense]
+        compressed = [self._compression.compress(gradient) for gradient in gradients]
+        handle = grouped_allreduce_async_(
+            [tensor for tensor, _ in compressed],
+            name=",".join(self._parameter_names[p] for p in dense),
+            op=self._op,
+            prescale_factor=1 / self._predivide,
+            postscale_factor=self._predivide,
+            process_set=self._process_set,
         )
+        begun.append(_Begun(dense, [context for _, context in compressed], handle))
 
     def synchronize(self: Any) -> None:
         """Wait until all gradients are reduced; those that no pass has made count as zeros."""
-        for p in self._reduced:
-            if p not in self._handles:
-                self._begin(p)
+        for index in range(len(self._groups)):
+            if index not in self._begun:
+                self._begin(index)
         try:
-            for p, (handle, context) in self._handles.items():
-                output = handle() if callable(handle) else handle.wait()
-                if p.grad.is_sparse:
-                    p.grad = output if output.is_sparse else output.to_sparse()
-                else:
+            for each in itertools.chain(*self._begun.values()):
+                outputs = synchronize(each.handle)
+                if isinstance(outputs, Tensor):
+                    outputs = (outputs,)
+                for p, context, output in zip(each.parameters, each.contexts, outputs, strict=True):
+                    if output.is_sparse:
+                        p.grad = output
+                        continue
                     output = self._compression.decompress(output, context)
-                    if output is not p.grad:
+                    if p.grad.is_sparse:
+                        p.grad = output.to_sparse()
+                    elif output is not p.grad:
                         p.grad.copy_(output)
         finally:
-            self._handles.clear()
-            self._left = dict.fromkeys(self._names, self.backward_passes_per_step)
+            self._begun.clear()
+            self._expect()
         self._synchronized = True
 
     @contextmanager
@@ -119,8 +153,8 @@ class _Distributed:
         if not self._skip:
             if self._synchronized:
                 warnings.warn(
-                    "step() after synchronize() reduces once more; call it within "
-                    "skip_synchronize()",
+                    "optimizer.step() called without optimizer.skip_synchronize() after "
+                    "optimizer.synchronize(): gradients are reduced once more",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -129,7 +163,7 @@ class _Distributed:
 
     def zero_grad(self: Any, *arguments: Any, **options: Any) -> None:
         """Zero the gradients, of which none may be on its way."""
-        if self._handles:
+        if self._begun:
             raise AssertionError(
                 "zero_grad: gradients are being reduced; call it after step() or synchronize()"
             )
@@ -137,11 +171,63 @@ class _Distributed:
 
     def load_state_dict(self: Any, *arguments: Any, **options: Any) -> None:
         """Load a state, and forget gradients that were on their way."""
-        for handle, _ in self._handles.values():
-            handle() if callable(handle) else handle.wait()
-        self._handles.clear()
-        self._left = dict.fromkeys(self._names, self.backward_passes_per_step)
+        for each in itertools.chain(*self._begun.values()):
+            with suppress(HorovodInternalError):  # as after the loss of a rank
+                synchronize(each.handle)
+        self._begun.clear()
+        self._expect()
         super().load_state_dict(*arguments, **options)  # type: ignore[misc]
+
+
+class _Adasum:
+    """What an optimizer's class has in front with Adasum, which combines what ranks would step by.
+
+    S. Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021, section 3:
+    each rank steps by its own gradients, and the differences are combined.
+    """
+
+    def _distribute(
+        self: Any,
+        named: list[tuple[str, Tensor]],
+        compression: Any,
+        passes: int,
+        groups: list[list[Tensor]],
+    ) -> None:
+        self._parameter_names = {tensor: name for name, tensor in named}
+        self._compression, self._groups = compression, groups
+        self.backward_passes_per_step = passes
+
+    def set_backward_passes_per_step(self: Any, passes: int) -> None:
+        """Note how many backward passes a step has: gradients stay here, whatever their number."""
+        self.backward_passes_per_step = passes
+
+    def synchronize(self: Any) -> None:
+        """Do nothing: gradients stay here."""
+
+    def skip_synchronize(self: Any) -> None:
+        """Refuse: a step without the other ranks would not be Adasum.
+
+        Raises AssertionError, always.
+        """
+        raise AssertionError("skip_synchronize: not possible with Adasum, which combines steps")
+
+    def step(self: Any, closure: Any = None) -> Any:
+        """Step by what Adasum makes of the ranks' steps."""
+        parameters = [p for group in self._groups for p in group]
+        before = [p.detach().clone() for p in parameters]
+        for p in parameters:
+            if p.grad is None:  # other ranks may have one
+                p.grad = torch.zeros_like(p)
+        result = super().step(closure)  # type: ignore[misc]
+        begun = []
+        for p, start in zip(parameters, before, strict=True):
+            compressed, context = self._compression.compress(p.detach() - start)
+            name = self._parameter_names[p]
+            begun.append((allreduce_async_(compressed, name=name, op=Adasum), context))
+        with torch.no_grad():
+            for p, start, (handle, context) in zip(parameters, before, begun, strict=True):
+                p.copy_(start + self._compression.decompress(handle.wait(), context))
+        return result
 
 
 def DistributedOptimizer(
@@ -152,7 +238,7 @@ def DistributedOptimizer(
     op: str = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: int | list[list[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
@@ -162,18 +248,21 @@ def DistributedOptimizer(
         match gradients between ranks.
     compression: what gradients are sent as.
     backward_passes_per_step: passes that add to gradients before they are reduced.
-    op: as in allreduce; Adasum is not built here.
+    op: as in allreduce. Adasum combines steps, not gradients, of all ranks.
     gradient_predivide_factor: with Average: gradients are divided by it before they are added.
-    num_groups, groups: ignored: what is ready at the same time is reduced together.
+    groups: lists of parameters whose gradients are reduced in one operation, when all are there, or
+        into how many such lists to split all; None or 0: each goes when it is ready, with what is
+        ready at the same time.
+    num_groups: an older form of that.
     sparse_as_dense: reduce sparse gradients as dense ones.
     process_set: the ranks whose gradients count.
 
-    Raises ArgumentError (a ValueError) for impossible values, UnsupportedError (a ValueError) for
-    Adasum.
+    Raises ArgumentError (a ValueError) for impossible values, NotImplementedError for Adasum in a
+    set.
     """
     where = "DistributedOptimizer"
-    if op == Adasum:
-        raise UnsupportedError(f"{where}: op: Adasum is not built here; allreduce has it")
+    if op == Adasum and process_set is not global_process_set:
+        raise NotImplementedError(f"{where}: op: Adasum: only among all ranks")
     if gradient_predivide_factor != 1 and op != Average:
         raise ArgumentError(f"{where}: gradient_predivide_factor: expected 1 unless op is Average")
     if backward_passes_per_step <= 0:
@@ -192,14 +281,50 @@ def DistributedOptimizer(
         raise ArgumentError(f"{where}: named_parameters: names given twice: {', '.join(again)}")
     if {id(p) for p in parameters} - {id(p) for _, p in named}:
         raise ArgumentError(f"{where}: named_parameters: some of the optimizer's are not named")
-    made: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
+    adasum = op == Adasum and size() > 1
+    way = _Adasum if adasum else _Distributed
+    made: Any = type(type(optimizer).__name__, (way, type(optimizer)), {})
     distributed: Any = made.__new__(made)
     # Its groups and state are the original's; a step that a scheduler has wrapped is not.
     distributed.__dict__.update(
         {name: value for name, value in optimizer.__dict__.items() if name != "step"}
     )
-    distributed._distribute(
-        named, compression, backward_passes_per_step, op, gradient_predivide_factor,
-        sparse_as_dense, process_set,
-    )  # fmt: skip
+    with_gradient = [p for p in parameters if p.requires_grad]
+    if num_groups:
+        warnings.warn(
+            f"{where}: num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2
+        )
+    together = _group(with_gradient, num_groups if groups is None else groups)
+    if adasum:
+        distributed._distribute(named, compression, backward_passes_per_step, together)
+    else:
+        distributed._distribute(
+            named, compression, backward_passes_per_step, op, gradient_predivide_factor,
+            together, sparse_as_dense, process_set,
+        )  # fmt: skip
     return distributed
+
+
+def _group(parameters: list[Tensor], groups: Any) -> list[list[Tensor]]:
+    """Return the parameters in groups; see DistributedOptimizer."""
+    where = "DistributedOptimizer: groups"
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ArgumentError(f"{where}: expected 0 or more, got {groups}")
+        if groups == 0:
+            return [[p] for p in parameters]
+        count = len(parameters)
+        ends = [count * index // groups for index in range(groups + 1)]
+        split = [parameters[a:b] for a, b in itertools.pairwise(ends)]
+        return [group for group in split if group]
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise ArgumentError(f"{where}: expected a number, or a list of lists of tensors")
+    listed = [p for group in groups for p in group]
+    if not all(isinstance(p, Tensor) for p in listed):
+        raise ArgumentError(f"{where}: expected a number, or a list of lists of tensors")
+    if len({id(p) for p in listed}) < len(listed):
+        raise ArgumentError(f"{where}: expected each parameter once")
+    known = {id(p) for p in parameters}
+    chosen = [[p for p in group if id(p) in known] for group in groups]
+    grouped = {id(p) for p in listed}
+    return [group for group in chosen if group] + [[p] for p in parameters if id(p) not in grouped]

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mpicoll as dist
 from mpicoll import communicators
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
+    LostRankError,
     NotInitializedError,
     UnsupportedError,
 )
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.engine import Engine
+from mpicoll.horovod.torch.timeline import TIMELINE, start_as_told
 from mpicoll.launch import host_identity
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ __all__ = [
     "add_process_set",
     "cross_rank",
     "cross_size",
+    "current",
     "engine_of",
     "global_process_set",
     "init",
@@ -36,8 +39,11 @@ __all__ = [
     "local_size",
     "rank",
     "remove_process_set",
+    "restart",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 #: Horovod's operations wait without limit, as where one rank evaluates while the others go on.
@@ -47,26 +53,27 @@ _NO_LIMIT = timedelta(days=3650)
 class ProcessSet:
     """Some of the ranks. Give it to init or add_process_set, then to operations.
 
-    ranks: their global ranks.
+    ranks_or_comm: their global ranks, or a communicator of mpi4py, for init alone. Each rank gives
+        one that it is in; what Split has made comes to as many sets.
 
-    Raises UnsupportedError (a ValueError) for a communicator, ArgumentTypeError (a TypeError) for
-    anything but ints.
+    Raises ArgumentTypeError (a TypeError) for anything but ints.
     """
 
     #: A number once operations can use the set, None before and after.
     process_set_id: int | None = None
     mpi_comm: MPI.Intracomm | None = None
 
-    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        if communicators.is_communicator(ranks_or_comm):
-            raise UnsupportedError(
-                "ProcessSet: sets of a communicator's ranks are not built; give their ranks"
-            )
-        ranks = list(ranks_or_comm)
+    def __init__(self, ranks_or_comm: Iterable[int] | MPI.Intracomm) -> None:
+        self._engine: Engine | None = None
+        self.ranks: list[int] = []
+        given: Any = ranks_or_comm
+        if communicators.is_communicator(given):
+            self.mpi_comm = cast("MPI.Intracomm", given)
+            return
+        ranks = list(given)
         if not all(isinstance(rank, int) for rank in ranks):
             raise ArgumentTypeError(f"ProcessSet: expected ranks, which are ints, got {ranks}")
-        self.ranks: list[int] = sorted(ranks)
-        self._engine: Engine | None = None
+        self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
         """Count the ranks; None before the set can be used."""
@@ -110,7 +117,8 @@ class _Job:
 _job: _Job | None = None
 
 
-def _current(where: str) -> _Job:
+def current(where: str) -> _Job:
+    """Return the job. Raises NotInitializedError (a ValueError) before init."""
     if _job is None:
         raise NotInitializedError(
             f"{where}: Horovod has not been initialized; call hvd.init() first"
@@ -122,35 +130,55 @@ def init(
     comm: MPI.Intracomm | Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
 ) -> None:
-    """Start MPI and the operations. Every rank calls; another call changes nothing.
+    """Start MPI and the operations. Every rank calls; another call can only add sets.
 
     comm: a communicator of mpi4py, whose ranks are then all ranks; None or [] for all that MPI has
         started. The default group of mpicoll, if there is one already, is used.
     process_sets: sets to begin with; "dynamic" and None: none. Sets can be added in any case.
 
     Raises UnsupportedError (a ValueError) for a list of some ranks, ArgumentError (a ValueError)
-    for a set that is there already and for ranks that do not exist, and what
-    mpicoll.init_process_group raises.
+    for a set that is there already and for ranks that do not exist, after which none of these sets
+    is there, and what mpicoll.init_process_group raises.
     """
-    global _job
-    if _job is not None:
-        return
-    given: Any = comm if communicators.is_communicator(comm) else None
-    owns = not dist.is_initialized()
-    if owns:
-        dist.init_process_group(comm=given)
-    listed: Any = comm or []
-    ranks = [] if given is not None else list(listed)
-    if ranks and ranks != list(range(dist.get_world_size())):
-        raise UnsupportedError(
-            f"init: comm: a list of some ranks is not built; give their communicator, such as "
-            f"MPI.COMM_WORLD.Split(...), got {ranks}"
-        )
-    _begin(owns, [] if process_sets in (None, "dynamic") else list(process_sets or []))
+    if _job is None:
+        given: Any = comm if communicators.is_communicator(comm) else None
+        owns = not dist.is_initialized()
+        if owns:
+            dist.init_process_group(comm=given)
+        listed: Any = comm or []
+        ranks = [] if given is not None else list(listed)
+        if ranks and ranks != list(range(dist.get_world_size())):
+            raise UnsupportedError(
+                f"init: comm: a list of some ranks is not built; give their communicator, such as "
+                f"MPI.COMM_WORLD.Split(...), got {ranks}"
+            )
+        _begin(owns)
+        global_process_set.mpi_comm = given
+        if rank() == 0:
+            start_as_told()
+    if process_sets is not None and not isinstance(process_sets, str):
+        _add_all([each for each in process_sets if each.process_set_id is None])
 
 
-def _begin(owns: bool, process_sets: Sequence[Any]) -> None:
-    """Make the global set, and others, over mpicoll's default group."""
+def _add_all(process_sets: Sequence[ProcessSet]) -> None:
+    """Make sets usable, or none of them."""
+    job = current("init")
+    before, made = set(job.sets), job.made
+    try:
+        for process_set in process_sets:
+            if process_set.mpi_comm is None:
+                add_process_set(process_set)
+            else:
+                _add_of_communicator(process_set)
+    except ArgumentError:
+        for number in sorted(job.sets.keys() - before):
+            remove_process_set(job.sets[number])
+        job.made = made
+        raise
+
+
+def _begin(owns: bool) -> None:
+    """Make the global set over mpicoll's default group."""
     global _job
     _job = _Job(owns)
     global_process_set.ranks = list(range(dist.get_world_size()))
@@ -158,8 +186,21 @@ def _begin(owns: bool, process_sets: Sequence[Any]) -> None:
     _job.nodes = [""] * dist.get_world_size()
     assert global_process_set._engine is not None
     dist.all_gather_object(_job.nodes, host_identity.node(), global_process_set._engine.group)
-    for process_set in process_sets:
-        add_process_set(process_set)
+
+
+def _add_of_communicator(process_set: ProcessSet) -> None:
+    """Make usable the sets of the communicators that the ranks have given, by their first ranks."""
+    group = engine_of(global_process_set, "init").group
+    assert process_set.mpi_comm is not None
+    process_set.ranks = sorted(
+        rank
+        for rank in communicators.translate_ranks(process_set.mpi_comm, group.messages)
+        if rank is not None
+    )
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, process_set.ranks, group)
+    for ranks in [each for at, each in enumerate(everybody) if each not in everybody[:at]]:
+        add_process_set(process_set if ranks == process_set.ranks else ProcessSet(ranks))
 
 
 def _add(job: _Job, process_set: ProcessSet) -> None:
@@ -177,9 +218,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Returns the set. Raises ArgumentError (a ValueError) for ranks that do not exist, and if there
     is a set of these ranks.
     """
-    job = _current("add_process_set")
+    job = current("add_process_set")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
+    if process_set.mpi_comm is not None and not process_set.ranks:
+        raise NotImplementedError(
+            "add_process_set: sets of communicators are given to init; give the ranks here"
+        )
     ranks = process_set.ranks
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size())):
         raise ArgumentError(
@@ -196,7 +241,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Returns whether it was one that can be used, and not that of all ranks.
     """
-    job = _current("remove_process_set")
+    job = current("remove_process_set")
     if not process_set.process_set_id:
         return False
     del job.sets[process_set.process_set_id]
@@ -212,7 +257,7 @@ def shutdown() -> None:
     """End the operations, when all that this rank has begun is done. Every rank calls.
 
     What other ranks have begun and this one has not fails there. Ends mpicoll's default group if
-    init has made it.
+    init has made it, and the timeline.
     """
     global _job
     if _job is None:
@@ -225,9 +270,42 @@ def shutdown() -> None:
                 dist.destroy_process_group(process_set._engine.group)
         else:
             remove_process_set(process_set)
+    TIMELINE.stop()
     _forget()
     if job.owns:
         dist.destroy_process_group()
+
+
+def restart() -> bool:
+    """Begin anew among the ranks that live; all of them call.
+
+    What is on its way fails. Sets that were added are gone.
+
+    Returns whether ranks were lost.
+    """
+    job = current("restart")
+    engines = [each._engine for each in job.sets.values() if each._engine is not None]
+    for engine in engines:
+        engine.close(abandon=True)
+    # A rank that has not heard of a loss yet hears of it here, or in what comes.
+    lost = {
+        rank
+        for engine in engines
+        if isinstance(engine.failure, LostRankError)
+        for rank in engine.failure.ranks
+    }
+    for engine in engines:
+        dist.destroy_process_group(engine.group)
+    size = dist.get_world_size()
+    while True:
+        _forget()
+        try:
+            if lost:
+                dist.shrink_group(sorted(lost))
+            _begin(job.owns)
+            return dist.get_world_size() < size
+        except LostRankError as error:
+            lost = set(error.ranks)
 
 
 def _forget() -> None:
@@ -245,12 +323,32 @@ def engine_of(process_set: ProcessSet, where: str) -> Engine:
     Raises NotInitializedError (a ValueError) before init, ArgumentError (a ValueError) for a set
     that was not added, and HorovodInternalError on a rank outside the set.
     """
-    _current(where)
+    current(where)
     if process_set.process_set_id is None:
         raise ArgumentError(f"{where}: process_set: {process_set} was not added, or was removed")
     if process_set._engine is None:
         raise HorovodInternalError(f"{where}: process_set: rank {rank()} is not in {process_set}")
     return process_set._engine
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to write what becomes of operations to a file, on rank 0; a file before that ends.
+
+    file_path: in Chrome's trace format, as chrome://tracing and ui.perfetto.dev read it. The
+        environment variable HOROVOD_TIMELINE names one to begin with, in init.
+    mark_cycles: also when the ranks have told each other what they have begun.
+
+    Raises NotInitializedError (a ValueError) before init.
+    """
+    current("start_timeline")
+    if rank() == 0:
+        TIMELINE.start(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the file of start_timeline. Raises NotInitializedError (a ValueError) before init."""
+    current("stop_timeline")
+    TIMELINE.stop()
 
 
 # --- who is who ----------------------------------------------------------------------------------
@@ -263,19 +361,19 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Return this rank. Raises NotInitializedError (a ValueError) before init, as all of these."""
-    _current("rank")
+    current("rank")
     return dist.get_rank()
 
 
 def size() -> int:
     """Count the ranks."""
-    _current("size")
+    current("size")
     return dist.get_world_size()
 
 
 def _on_node(where: str) -> list[int]:
     """Return the ranks of this rank's node."""
-    nodes = _current(where).nodes
+    nodes = current(where).nodes
     return [each for each, node in enumerate(nodes) if node == nodes[rank()]]
 
 
@@ -291,13 +389,13 @@ def local_size() -> int:
 
 def _across(where: str) -> list[str]:
     """Return the nodes, in the order of their first ranks, that have a rank of this local rank."""
-    nodes, place = _current(where).nodes, local_rank()
+    nodes, place = current(where).nodes, local_rank()
     return [node for node in dict.fromkeys(nodes) if nodes.count(node) > place]
 
 
 def cross_rank() -> int:
     """Return the place of this rank's node among those that have a rank of this local rank."""
-    return _across("cross_rank").index(_current("cross_rank").nodes[rank()])
+    return _across("cross_rank").index(current("cross_rank").nodes[rank()])
 
 
 def cross_size() -> int:
@@ -307,5 +405,5 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Check whether all nodes have as many ranks."""
-    nodes = _current("is_homogeneous").nodes
+    nodes = current("is_homogeneous").nodes
     return len({nodes.count(node) for node in nodes}) == 1

@@ -29,6 +29,12 @@
  *
  * Blocks wait for each other: there are no more of them than a GPU holds at once, whatever else it
  * does, and no two ranks share it. One that waits for too long gives up, and all ranks do.
+ *
+ * So they do when a host says so, by a word in memory of the host that all hosts and GPUs see: a
+ * rank may fail before it has put its kernel into a stream. For the host that is a store, which needs
+ * nothing of the driver: that may wait for a kernel (cudaFree, the loading of a module), and streams
+ * may share a queue of the hardware with one. To read the word takes a GPU as long as a few looks at
+ * its own memory, so a thread reads it once in a millisecond that it waits. (NCCL's abortFlag.)
  */
 
 /* Ranks of a group, and blocks of a kernel; peers.py has them as well. */
@@ -44,11 +50,11 @@ struct alignas(128) Header {
 
 /* What belongs to a group, as one rank's GPU sees it, and to all calls of a kind. */
 struct Peers {
-    char *of[RANKS];  /* the ranks' workspaces */
-    uint64_t *report; /* where the host sees why a rank has given up */
-    uint64_t limit;   /* nanoseconds to wait for a rank */
-    int64_t room;     /* bytes of an area for what one rank pushes; a multiple of 16 */
-    uint64_t call;    /* what all ranks must have alike of the call, above the bits of a step */
+    char *of[RANKS];   /* the ranks' workspaces */
+    uint64_t *failure; /* on the host, for all ranks: why one has given up; a host may write it, too */
+    uint64_t limit;    /* nanoseconds to wait for a rank */
+    int64_t room;      /* bytes of an area for what one rank pushes; a multiple of 16 */
+    uint64_t call;     /* what all ranks must have alike of the call, above the bits of a step */
     int32_t n, me;
 };
 
@@ -66,9 +72,15 @@ struct Starts {
 #define STEP_BITS 48
 #define STEP_MASK (((uint64_t)1 << STEP_BITS) - 1)
 
-/* Why a rank has given up, with itself and the rank that it has waited for. */
+/* Why a rank has given up, in which call, with itself and the rank that it has waited for. Hosts have
+ * reasons of their own, see peers.py.
+ */
 enum { LATE = 1, DIFFERS = 2 };
-#define FAILURE(WHY, ME, RANK) ((uint64_t)(WHY) << 32 | (uint64_t)(ME) << 16 | (uint64_t)(RANK))
+#define FAILURE(CALL, WHY, ME, RANK)                                                               \
+    ((uint64_t)(CALL) << 48 | (uint64_t)(WHY) << 32 | (uint64_t)(ME) << 16 | (uint64_t)(RANK))
+
+/* Nanoseconds of waiting after which a thread reads again what the hosts say. */
+#define LOOK 1000000
 
 #ifdef __CUDA_ARCH__
 METHOD void tell(uint64_t *flag, uint64_t value)
@@ -214,20 +226,28 @@ struct Steps {
     METHOD bool await(int rank, const uint64_t *flag, uint64_t value) const
     {
         const uint64_t begun = nanoseconds();
+        uint64_t looked = begun;
 
         for (;;) {
             const uint64_t seen = ask(flag), other = ask(&header(peers.me)->failure);
             if (other) {
-                tell(peers.report, other);
+                if (!ask(peers.failure))
+                    tell(peers.failure, other);
                 return false;
             }
             if (seen == value)
                 return true;
+            const uint64_t now = nanoseconds();
             if ((seen & STEP_MASK) == step)
-                give_up(FAILURE(DIFFERS, peers.me, rank));
-            else if (nanoseconds() - begun > peers.limit)
-                give_up(FAILURE(LATE, peers.me, rank));
-            else
+                give_up(FAILURE(peers.call, DIFFERS, peers.me, rank));
+            else if (now - begun > peers.limit)
+                give_up(FAILURE(peers.call, LATE, peers.me, rank));
+            else if (now - looked > LOOK) {
+                const uint64_t said = ask(peers.failure);
+                if (said)
+                    tell(&header(peers.me)->failure, said);
+                looked = now;
+            } else
                 rest();
         }
     }

@@ -124,7 +124,7 @@ def describe_routes(
             describe_missing(name, all_ranks),
             "it is taken only on request" if route.on_demand else "",
             f"{FORCED}={forced}" if forced else "",
-            f"not tried, as {taken[0]} serves its calls",
+            f"not tried, as {', '.join(taken)} serve its calls",
         )
         found[name] = "" if name in taken else next(filter(None, reasons))
     return found

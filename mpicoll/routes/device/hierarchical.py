@@ -21,8 +21,9 @@ Singh, Bhatele, The big send-off: high performance collectives on GPU-based supe
 All steps work in one stream, one after the other. On the host a step waits for what its route waits
 for. Before each chunk of a message all ranks meet: their calls are compared, and a rank says if it
 lacks memory; they meet again before the chunk goes along the rails, for a rank that has failed in
-its cluster. (These are reductions of 40 bytes of the host's.) A rank that fails later has those of
-its cluster leave the call, where their route can tell them; its rail waits as in the rail's route.
+its cluster. (These are reductions of 40 bytes of the host's.) A rank that fails along its rail has
+those of its cluster leave the call, and closes the group for all (``timeouts.give_up``): ranks that
+wait for it in MPI test their requests, and leave, those that wait on their GPUs are ended there.
 
 Sums and products of narrow floats are float32 from their elements to the result, which is rounded
 once; they travel as float32. Sums are of each cluster in rank order, then of the clusters: the same
@@ -50,11 +51,11 @@ from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.device.shared_gpu import signature_of
 from mpicoll.routes.device.space import DeviceSpace, at_home
+from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.host.hierarchy import make_part
 from mpicoll.routes.route import MemoryKind, Route
-from mpicoll.watch import lost_ranks
+from mpicoll.watch import lost_ranks, timeouts
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
@@ -92,6 +93,16 @@ class Part:
         self.group = group
         self.agreed = agreed
         self._context = context
+
+    def describe_lost(self) -> list[tuple[str, str]]:
+        """Return the routes that the part should have, and why it has not: names and words."""
+        agreed, inner = self.agreed, self.agreed.hierarchical
+        who = ", ".join(map(str, self.group.ranks))
+        own = [
+            (name, f"ranks {who} go by {agreed.names[0]}, because {name} is off: {why}")
+            for name, why in agreed.lost.items()
+        ]
+        return own + ([] if inner is None else inner.lost)
 
     def build(self, name: str, op: ReduceOp | None, dtype: DType) -> Step:
         """Return what makes calls of a kind. All ranks of the part call."""
@@ -156,6 +167,8 @@ class Levels:
     lane:     the rail that this rank is on, None for none.
     inside:   this rank's cluster, None for a rank alone.
     along:    this rank's rail, in the order of the clusters, None for none.
+    lost:     routes that parts of the group should have, and why they have not: of all parts, the
+              route's name and words.
     """
 
     def __init__(
@@ -175,6 +188,7 @@ class Levels:
         self.lane = here.index(self.me.place) if self.me.place in here else None
         self.inside: Part | None = None
         self.along: Part | None = None
+        self.lost: list[tuple[str, str]] = []
         self._met = -1  # the number of the call that the latest comparison was of
 
     @property
@@ -234,6 +248,40 @@ class Levels:
             except type(error):
                 return
 
+    def go_along(
+        self,
+        step: Step,
+        send: DeviceView | None,
+        recv: DeviceView,
+        root: int = 0,
+        then: tuple[Step, Extent] | None = None,
+    ) -> None:
+        """Make a step along this rank's rail. If it fails, those that wait for this rank leave.
+
+        then: the step that follows in the cluster, and its extent; None for none.
+        """
+        block = recv if send is None or recv.count < send.count else send
+        try:
+            step(send, recv, block.count, root)
+        except Exception as error:
+            if then is not None:
+                then[0].leave(error, then[1])
+            if self.group.broken is None:
+                timeouts.give_up(self.group, error)
+            raise
+
+    def find_failure(self, wait: bool = False) -> DistBackendError | None:
+        """Return why devices have ended calls of the parts without their results; None if they have
+        not, as far as is known.
+
+        wait: until they are done.
+        """
+        for part in (self.inside, self.along):
+            failure = None if part is None else part.agreed.find_failure(wait)
+            if failure is not None:
+                return failure
+        return None
+
     def break_with(self, error: DistBackendError, alone: bool) -> None:
         """Make calls that wait end, this rank's alone or all: the group is broken."""
         for part in (self.inside, self.along):
@@ -269,6 +317,8 @@ def meet(
 
     def part_of(ranks: Sequence[int]) -> Part:
         part = make_part(group, ranks)
+        if ranks != made.here:
+            part.inner = part.tested  # a rank can leave its rail, when another has failed
         return Part(part, agree(part, context, [all_ranks[rank] for rank in ranks]), context)
 
     if len(made.here) > 1:
@@ -285,6 +335,9 @@ def meet(
         made.along = part_of(
             [ranks[places[rail]] for ranks, places in zip(made.clusters, made.lanes, strict=True)]
         )
+    parts = [part for part in (made.inside, made.along) if part is not None]
+    told = group.inner.allgather([lost for part in parts for lost in part.describe_lost()])
+    made.lost = list(dict.fromkeys(lost for some in told for lost in some))
     return made
 
 
@@ -381,9 +434,10 @@ def _carry_out(
         memory[:] = [prepare(start, min(step, count - start))]
 
     def check(task: Callable[[], None]) -> None:
-        failure: Exception | None = None
+        failure: Exception | None = levels.find_failure()
         try:
-            task()
+            if failure is None:
+                task()
         except Exception as error:
             failure = error
         levels.compare(signature, number, failure)
@@ -474,13 +528,9 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
 
             check(first_step)
             gathered: Extent = source.count if one_rail else Blocks([own] * n, counts)
-            try:
-                if along is not None and own:
-                    along(None, stripe, own, home)
-            except Exception as error:
-                if gathers and up is not None:
-                    up.leave(error, gathered)
-                raise
+            if along is not None and own:
+                then = None if up is None or not gathers else (up, gathered)
+                levels.go_along(along, None, stripe, home, then)
             if out is None:
                 return
             if up is None:
@@ -529,13 +579,9 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
             own = stripe.count if levels.lane is not None else 0
             last = spread if one_rail else gather
             gathered: Extent = chunk.count if one_rail else Blocks([own] * n, counts)
-            try:
-                if along is not None and own:
-                    along(None, stripe, own, home)
-            except Exception as error:
-                if last is not None and not at_home:
-                    last.leave(error, gathered)
-                raise
+            if along is not None and own:
+                then = None if last is None or at_home else (last, gathered)
+                levels.go_along(along, None, stripe, home, then)
             if last is None or at_home:
                 return
             if one_rail:
@@ -609,7 +655,7 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Imple
         def carry(memory: tuple[DeviceView, ...], check: _Check) -> None:
             out, source, rows, total = memory
             check(partial(down, source, rows, rows.count))
-            along(rows, total, total.count)
+            levels.go_along(along, rows, total)
             by.finish(total, out)
 
         _carry_out(levels, kind, extent, root, (recv.count, step), prepare, carry)
@@ -633,11 +679,7 @@ def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implement
 
         def carry(memory: tuple[DeviceView, DeviceView, DeviceView], check: _Check) -> None:
             mine, column, packed = memory
-            try:
-                along(mine, column, mine.count)
-            except Exception as error:
-                up.leave(error, column.count)
-                raise
+            levels.go_along(along, mine, column, then=(up, column.count))
             up(column, packed, column.count)
             start = (mine.address - send.address) // dtype.itemsize
             _blocks(levels, recv, send.count, start, packed, True)
@@ -676,8 +718,8 @@ ROUTE = Route(
     lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
     blocks=(
         "for the other ranks' hosts, twice for each 64 MiB of the message, and for what its parts "
-        "wait: `shared_gpu` or `peer` in each node or GPU, and `direct` or `staged` between nodes, "
-        "`peer` between GPUs"
+        "wait: `shared_gpu`, `peer` or `copy_engine` in each node or GPU, and `direct` or `staged` "
+        "between nodes, `peer` between GPUs"
     ),
-    least=LEAST,
+    least=dict.fromkeys(_BUILDERS, LEAST),
 )

@@ -35,7 +35,7 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
-from mpicoll.cuda.runtime import Memory, allocate
+from mpicoll.cuda.runtime import Memory
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError
@@ -43,7 +43,7 @@ from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import at_home
-from mpicoll.routes.device.workspaces import BLOCK, free_when_unmapped, mapped
+from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.transfers import CARRIED, Get, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
@@ -80,27 +80,25 @@ class Peers:
         group: ProcessGroup,
         context: DeviceContext,
         room: int,
-        own: Memory,
-        others: list[Memory],
+        workspaces: Workspaces[None],
     ) -> None:
         self.group = group
         self.n, self.me = group.size(), group.rank()
         self.context = context
         self.room = room
-        self._own = own
-        self._workspaces = others  # by rank; this rank's is its own
+        self._workspaces = workspaces
         self._turn = 0  # the number of the current call's first round
         self._met = -1  # the number of the call that the latest comparison was of
         self._between: Memory | None = None  # where results are made that go elsewhere
 
     def slot(self, rank: int, k: int) -> int:
         """Return the address of a rank's slot in round ``k`` of this call."""
-        return self._workspaces[rank].address + (self._turn + k) % SLOTS * self.room
+        return self._workspaces.all[rank].address + (self._turn + k) % SLOTS * self.room
 
     def second_slot(self, rank: int, k: int) -> int:
         """Return the address of a rank's results of round ``k``: an n-th of a slot and a line."""
         size = _share_slot(self.room, self.n)
-        start = self._workspaces[rank].address + SLOTS * self.room
+        start = self._workspaces.all[rank].address + SLOTS * self.room
         return start + (self._turn + k) % SLOTS * size
 
     def go(
@@ -226,12 +224,9 @@ class Peers:
             self.copy(out, into, nbytes)
 
     def close(self, limit: float) -> None:
-        """Let go of the workspaces; all ranks call. This rank's is freed once no other rank maps it
-        any more, or never, if that takes longer than ``limit`` seconds.
-        """
+        """Let go of the workspaces, waiting for others for so many seconds; all ranks call."""
         self.context.synchronize(self.context.work)
-        self._workspaces = []
-        free_when_unmapped(self.group, self._own, limit)
+        self._workspaces.close(limit)
 
 
 def _failure_of(task: Callable[[], None]) -> Exception | None:
@@ -250,39 +245,9 @@ def _share_slot(room: int, n: int) -> int:
 
 def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
     """Return the workspaces of all ranks, or, on all, why there are none. All ranks call."""
-    runtime, me, room = context.runtime, group.rank(), SLOT
-    own, handle, found, problem = None, b"", [], ""
-    try:
-        nbytes = SLOTS * (room + _share_slot(room, group.size()))
-        nbytes = -(-nbytes // BLOCK) * BLOCK
-        own = allocate(runtime, context.index, nbytes)
-        handle = runtime.export(context.index, own)
-        mapped.append(own)
-    except Exception as error:  # whatever the driver says: all ranks take another route then
-        own, problem = None, f"no workspace: {error}"
-    said: list[tuple[bytes, str]] = group.inner.allgather((handle, problem))
-    why = _first_problem(said)
-    if own is not None and not why:
-        try:
-            found = [
-                own if rank == me else runtime.open(context.index, theirs)
-                for rank, (theirs, _) in enumerate(said)
-            ]
-        except Exception as error:
-            problem = f"cannot map another rank's device memory (CUDA IPC): {error}"
-        why = _first_problem(group.inner.allgather((b"", problem)))
-    if own is None or why:
-        found.clear()
-        group.inner.Barrier()  # no rank maps anything any more
-        if own is not None:
-            mapped.remove(own)
-        return why
-    return Peers(group, context, room, own, found)
-
-
-def _first_problem(said: Sequence[tuple[bytes, str]]) -> str:
-    """Return the first problem of a rank; "" for none."""
-    return next((f"rank {rank}: {words}" for rank, (_, words) in enumerate(said) if words), "")
+    nbytes = SLOTS * (SLOT + _share_slot(SLOT, group.size()))
+    made = map_each_other(group, context, nbytes, lambda own: None)
+    return made if isinstance(made, str) else Peers(group, context, SLOT, made)
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:

@@ -2,24 +2,37 @@
 
 NCCL rounds half types at each addition, in an unspecified order: its sums are not those of the
 other routes to the last bit, and ranks do not compare their calls.
+
+NCCL's kernels wait for other ranks for ever. So the calls that the device has not done are kept,
+with the time when they were put into the stream. The watchdog, and whoever looks for a result, asks
+NCCL for errors, and whether a call has outlasted the group's timeout. Then the communicator is
+aborted (ncclCommAbort), which ends its kernels, and the group is broken, as torch's
+ProcessGroupNCCL does.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
-from mpicoll.cuda.runtime import NcclCommunicator
+from mpicoll.core.signature import describe
+from mpicoll.cuda.runtime import Event, NcclCommunicator
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.launch.host_identity import node
 from mpicoll.routes.device.space import at_home
+from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.wire import all_gather_bytes
+from mpicoll.watch import timeouts
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -41,6 +54,22 @@ def asked_for(backend: str) -> bool:
     return any(part in ("nccl", "cuda:nccl") for part in backend.split(","))
 
 
+#: Seconds after which NCCL and the device are asked again, by who does not wait and by who does;
+#: and in which an abort ends.
+_INTERVAL, _PAUSE, _ABORT = 0.1, 1e-3, 10.0
+#: Calls that the device has not done, from which on a call looks whether it has done some.
+_MANY = 64
+
+
+class _Pending(NamedTuple):
+    """A call that was put into the stream, as number ``number`` of the group, and when."""
+
+    number: int
+    signature: tuple[int, int]
+    since: float
+    done: Event
+
+
 class Nccl:
     """A group's NCCL communicator.
 
@@ -52,11 +81,88 @@ class Nccl:
         self.n, self.me = group.size(), group.rank()
         self.context = context
         self.comm = comm
+        self._pending: deque[_Pending] = deque()
+        self._failure: DistBackendError | None = None
+        self._next_look = time.monotonic() + _INTERVAL
+        self._lock = threading.Lock()  # the watchdog looks, too
+
+    def enter(self, kind: CallKind, extent: Extent, root: int) -> None:
+        """Note a call that was put into the stream."""
+        number, signature = self.group.sequence, signature_of(kind, extent, root)
+        self._pending.append(_Pending(number, signature, time.monotonic(), self.context.record()))
+        if len(self._pending) > _MANY:
+            with self._lock:
+                self._forget_done()
+
+    def _forget_done(self) -> None:
+        """Forget the calls that are done."""
+        while self._pending and self.context.runtime.is_done(self._pending[0].done):
+            self._pending.popleft()
+
+    def find_failure(self, wait: bool = False) -> DistBackendError | None:
+        """Return why NCCL's calls have ended without results; None if none has, as far as is known.
+        Aborts the communicator if NCCL says that something is wrong, or a call lasts too long.
+
+        wait: until the calls are done, or the first has outlasted the group's timeout.
+        """
+        if self._failure is not None or not (wait or time.monotonic() > self._next_look):
+            return self._failure
+        self._look()
+        while wait and self._failure is None and self._pending:
+            time.sleep(_PAUSE)
+            self._look()
+        return self._failure
+
+    def _look(self) -> None:
+        """Ask NCCL and the device, and abort the communicator if something is wrong."""
+        self._next_look = time.monotonic() + _INTERVAL
+        name, limit = f"rank {self.me} of group {self.group.group_name}", self.group.timeout
+        failure: DistBackendError | None = None
+        with self._lock:
+            if self._failure is not None:
+                return
+            try:
+                self.comm.check_async_error()
+                self._forget_done()
+                for number, signature, since, _ in list(self._pending)[:1]:
+                    if limit is not None and time.monotonic() > since + limit:
+                        failure = CollectiveTimeoutError(
+                            f"{describe(*signature)}, on {name}, call {number}: NCCL has not done "
+                            f"it within the group's timeout of {limit:g} s; another rank has not "
+                            "made this call, or is still on its way"
+                        )
+            except Exception as error:  # whatever NCCL or the device says
+                failure = DistBackendError(f"{name}: NCCL has failed: {error}")
+            if failure is not None:
+                (words,) = failure.args
+                self._failure = type(failure)(
+                    f"{words}. NCCL's communicator is aborted, and what that and later calls gave "
+                    "is incomplete; destroy the group, and make another"
+                )
+                self._abort()
+
+    def _abort(self) -> None:
+        """End NCCL's kernels, which may take its threads a while."""
+        thread = threading.Thread(target=self.comm.abort, name="mpicoll-nccl-abort", daemon=True)
+        thread.start()
+        thread.join(_ABORT)
+
+    def take_leave(self, kind: CallKind, error: Exception) -> None:
+        """Have the others abort their communicators: this rank has failed on its way to a call."""
+        if not isinstance(error, UsageError):
+            timeouts.give_up(self.group, error)
+
+    def break_with(self, error: DistBackendError) -> None:
+        """Abort the communicator of a group that is broken."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+                self._abort()
 
     def close(self, limit: float) -> None:
-        """End the communicator, when what was enqueued is done."""
-        self.context.synchronize(self.context.work)
-        self.comm.destroy()
+        """End the communicator, when what was enqueued is done; see find_failure."""
+        if self.find_failure(wait=True) is None:
+            self.comm.destroy()
 
 
 def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | str:
@@ -96,6 +202,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
     ) -> None:
         with nccl.context.runtime.on(nccl.context.index):
             inner(send, recv, extent, root)
+        nccl.enter(kind, extent, root)
 
     return at_home(nccl.context, carry_out)
 

@@ -5,36 +5,59 @@ each other by flags there. The hosts do not meet. A call only puts work into str
 captured into a CUDA graph. Ranks that share a GPU take another route: their kernels would wait for
 each other in turns.
 
-A kernel that waits for a rank for longer than the group's timeout gives up, with those of all
-ranks. The next call says so; what was waiting in the streams has gone on.
+Kernels that wait in vain end, on all ranks: one that has waited for longer than the group's timeout
+gives up, and a rank that fails before it has put its kernel into a stream ends those of the others,
+as does one that leaves the group, or hears that another rank is lost. All see why in one word of
+memory that the hosts share and the devices read; the host that has written it says more in words
+beside it. Whoever looks for a result finds it there (``find_failure``), and the group is broken:
+streams have gone on without results.
 """
 
 from __future__ import annotations
 
+import mmap
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
-from mpicoll.core.signature import encode_kind
-from mpicoll.cuda.runtime import CUDA, Memory, allocate
+from mpicoll.core.signature import describe
+from mpicoll.cuda.runtime import CUDA, Memory
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp, by_name
-from mpicoll.errors import DistBackendError, UnsupportedError
+from mpicoll.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    MismatchError,
+    UnsupportedError,
+    UsageError,
+)
 from mpicoll.kernels import peers
-from mpicoll.kernels.peers import HEADER, RANKS, Collective
+from mpicoll.kernels.peers import (
+    CLOSED,
+    DIFFERS,
+    FAILED,
+    HEADER,
+    LATE,
+    RANKS,
+    Collective,
+    Failure,
+)
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import at_home
-from mpicoll.routes.device.workspaces import BLOCK, free_when_unmapped, mapped
+from mpicoll.routes.device.user_buffers import signature_of
+from mpicoll.routes.device.workspaces import Workspaces, first_problem, map_each_other
+from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -48,40 +71,60 @@ WORKSPACE = 32 * 1024 * 1024
 TRY_LIMIT = 20.0
 #: Bytes of each rank that are tried.
 _TRIED = 4096
+#: Where a rank's words begin on its page of the board; on rank 0's, what kernels read is before.
+_WORDS = 128
+#: What is raised, by why kernels have ended.
+_ERRORS = {
+    LATE: CollectiveTimeoutError,
+    DIFFERS: MismatchError,
+    FAILED: DistBackendError,
+    CLOSED: CollectiveTimeoutError,
+}
 
 
 class Peers:
     """The workspaces of a group's ranks, as one rank sees them.
 
     context: this rank's device context.
+    board:   memory that the hosts share, by rank: _WORDS and what the rank's host has to say.
+    failure: where the devices read, and write, why kernels have ended; rank 0's word.
     """
 
     def __init__(
         self,
         group: ProcessGroup,
         context: DeviceContext,
-        own: Memory,
-        workspaces: list[Memory],
-        blocks: int,
+        workspaces: Workspaces[int],
+        board: np.ndarray[Any, np.dtype[np.uint8]],
+        pinned: object,
+        failure: int,
     ) -> None:
         self.group = group
         self.n, self.me = group.size(), group.rank()
         self.context = context
-        self._own, self._workspaces = own, workspaces
-        self._report = context.runtime.allocate_pinned(context.index, 8)
-        self._reported = self._report.on_host()[:8].view(np.uint64)
-        self._reported[:] = 0
+        self._workspaces = workspaces
+        self._board, self._pinned = board, pinned
+        self._failure = board[0, :8].view(np.uint64)
+        self._calls: dict[int, tuple[int, int]] = {}  # by digest
         self.limit = group.timeout
+        blocks = min(workspaces.said)
         self._peers = peers.Peers(
-            tuple(memory.address for memory in workspaces), self.me, self._report.address,
+            tuple(memory.address for memory in workspaces.all), self.me, failure,
             _nanoseconds(self.limit), peers.room_of(WORKSPACE, self.n, blocks), blocks,
         )  # fmt: skip
+
+    def digest(self, kind: CallKind, extent: Extent, root: int) -> int:
+        """Return what the kernels compare of a call: 16 bits, which stand for the call."""
+        signature = signature_of(kind, extent, root)
+        digest = zlib.crc32(repr(signature).encode()) & 0xFFFF
+        self._calls[digest] = signature
+        return digest
 
     def carry_out(self, call: Collective) -> None:
         """Enqueue this rank's part of a call.
 
-        Raises DistBackendError if the ranks have given up in an earlier one, and UnsupportedError
-        in a capture for a kernel that is not there yet.
+        Raises the group's error if kernels have ended without a result, and UnsupportedError in a
+        capture for a kernel that is not there yet.
         """
         self.check()
         context = self.context
@@ -93,22 +136,82 @@ class Peers:
         context.runtime.load_collective(context.index, call)
         context.runtime.collective(context.index, self._peers, call, context.work)
 
+    # ---- Kernels that end without a result -------------------------------------------------------
+
     def check(self) -> None:
-        """Raise DistBackendError if the ranks have given up."""
-        failure = int(self._reported[0])
-        if not failure:
+        """Raise if kernels have ended without a result."""
+        failure = self.find_failure()
+        if failure is not None:
+            raise failure
+
+    def find_failure(self, wait: bool = False) -> DistBackendError | None:
+        """Return why kernels have ended without a result; None if none has, as far as is known.
+
+        wait: until this rank's are done.
+        """
+        whole, ranks = self.group.whole or self.group, self.group.ranks
+        if wait:
+            try:
+                self.context.synchronize(self.context.work)
+            except Exception as error:
+                return DistBackendError(
+                    f"rank {ranks[self.me]} of group {whole.group_name}: the device has failed: "
+                    f"{error}"
+                )
+        if not self._failure[0]:
+            return None
+        if lost_ranks.is_fault_tolerant() and lost_ranks.check(whole):
+            return whole.failure()
+        call, why, rank, other = Failure.unpack(int(self._failure[0]))
+        name = f"group {whole.group_name}"
+        if why in (LATE, DIFFERS) and call in self._calls:
+            name = f"{describe(*self._calls[call])}, on rank {ranks[self.me]} of {name}"
+        words = {
+            LATE: f"rank {ranks[rank]}'s GPU has waited {self.limit} s for rank {ranks[other]}'s",
+            DIFFERS: f"ranks {ranks[other]} and {ranks[rank]} made calls that do not belong "
+            "together",
+        }.get(why) or self._said(rank)
+        return _ERRORS[why](
+            f"{name}: {words}. What that and later calls gave is incomplete on any rank; destroy "
+            "the group, and make another"
+        )
+
+    def end_kernels(self, why: int, words: str) -> None:
+        """End the kernels of all ranks, those that wait now and all later ones, unless that has
+        been done: FAILED or CLOSED, and more in words.
+
+        This asks nothing of the driver, and so works whatever the device and other threads are at.
+        """
+        if not self._failure[0]:
+            said = words.encode()[: self._board.shape[1] - _WORDS]
+            self._board[self.me, _WORDS : _WORDS + len(said)] = np.frombuffer(said, np.uint8)
+            self._failure[0] = Failure(0, why, self.me, 0).pack()
+
+    def _said(self, rank: int) -> str:
+        said = self._board[rank, _WORDS:].tobytes().rstrip(b"\0").decode(errors="replace")
+        return said or f"rank {self.group.ranks[rank]} has failed"
+
+    def take_leave(self, kind: CallKind, error: Exception) -> None:
+        """End the other ranks' kernels, and break the group: this rank has failed on its way to a
+        call. What was refused is refused on all ranks, and no kernel of theirs waits.
+        """
+        if isinstance(error, UsageError):
             return
-        why, rank, other = failure >> 32, failure >> 16 & 0xFFFF, failure & 0xFFFF
-        words = (
-            f"rank {rank}'s GPU has waited {self.limit} s for rank {other}'s"
-            if why == peers.LATE
-            else f"ranks {other} and {rank} made calls that do not belong together"
+        group, number = self.group, (self.group.whole or self.group).sequence
+        self.end_kernels(
+            FAILED,
+            f"rank {group.ranks[self.me]} failed in call {number}, {kind.primitive.name}: "
+            f"{type(error).__name__}: {error}",
         )
-        raise DistBackendError(
-            f"group {self.group.group_name}: {words} in an earlier call on device memory. What "
-            "that and later calls gave is incomplete on any rank; destroy the group, and make "
-            "another"
-        )
+        if group.broken is None and (failure := self.find_failure()) is not None:
+            group.break_with(failure)
+
+    def break_with(self, error: DistBackendError) -> None:
+        """End the kernels of a group that is broken."""
+        why = CLOSED if isinstance(error, CollectiveTimeoutError) else FAILED
+        self.end_kernels(why, f"rank {self.group.ranks[self.me]} has left the group: {error}")
+
+    # ---- Begin and end ---------------------------------------------------------------------------
 
     def try_once(self) -> str:
         """Carry out an all-gather in a short time; return why it failed, "" if it did not."""
@@ -125,18 +228,17 @@ class Peers:
         runtime.copy(index, pinned.address + _TRIED, recv.address, n * _TRIED, stream)
         context.synchronize(stream)
         self._peers = found
-        if self._reported[0]:
+        if self._failure[0]:
+            if Failure.unpack(int(self._failure[0])).why == FAILED:
+                return "another rank has failed, and says why"
             return f"what a rank writes to another's memory does not arrive within {TRY_LIMIT} s"
         wrong = [rank for rank in range(n) if (host[1 + rank] != _pattern(rank)).any()]
         return f"what rank {wrong[0]} writes to this rank's memory is wrong there" if wrong else ""
 
     def close(self, limit: float) -> None:
-        """Let go of the workspaces; all ranks call. This rank's is freed once no other rank maps it
-        any more, or never, if that takes longer than ``limit`` seconds.
-        """
+        """Let go of the workspaces, waiting for others for so many seconds; all ranks call."""
         self.context.synchronize(self.context.work)
-        self._workspaces = []
-        free_when_unmapped(self.group, self._own, limit)
+        self._workspaces.close(limit)
 
 
 def _nanoseconds(seconds: float | None) -> int:
@@ -156,58 +258,49 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
     """Return what the ranks have of each other, once a try has shown that it works, or, on all, why
     there is none. All ranks call.
     """
-    runtime, index, n, me = context.runtime, context.index, group.size(), group.rank()
+    runtime, index, n = context.runtime, context.index, group.size()
     if n > RANKS:
         return f"the kernels serve {RANKS} ranks at most, and the group has {n}"
-    own, handle, found, problem, blocks = None, b"", [], "", peers.BLOCKS
-    try:
+
+    def prepare(own: Memory) -> int:
         if runtime.kind() != CUDA:
             raise UnsupportedError(
                 f"the kernels are CUDA's, and the devices are {runtime.kind()}'s"
             )
-        own = allocate(runtime, index, -(-(HEADER.itemsize + WORKSPACE) // BLOCK) * BLOCK)
         zeros = runtime.allocate_pinned(index, HEADER.itemsize)
         zeros.on_host()[: HEADER.itemsize] = 0
         # In a stream of its own: the host does not wait for what the call comes after.
         runtime.copy(index, own.address, zeros.address, HEADER.itemsize, context.to_device)
         context.synchronize(context.to_device)
         runtime.load_collective(index, _tried(0, 0, n))
-        blocks = min(blocks, runtime.multiprocessors(index))
-        handle = runtime.export(index, own)
-        mapped.append(own)
-    except Exception as error:  # whatever the driver says: all ranks take another route then
-        own, problem = None, f"no workspace: {error}"
-    said: list[tuple[bytes, int, str]] = group.inner.allgather((handle, blocks, problem))
-    made, why = None, _first([words for _, _, words in said])
-    if own is not None and not why:
-        try:
-            found = [
-                own if rank == me else runtime.open(index, theirs)
-                for rank, (theirs, _, _) in enumerate(said)
-            ]
-            made = Peers(group, context, own, found, min(most for _, most, _ in said))
-        except Exception as error:
-            problem = f"cannot map another rank's device memory (CUDA IPC): {error}"
-        why = _first(group.inner.allgather(problem))
+        return min(peers.BLOCKS, runtime.multiprocessors(index))
+
+    workspaces = map_each_other(group, context, HEADER.itemsize + WORKSPACE, prepare)
+    if isinstance(workspaces, str):
+        return workspaces
+    made, problem = None, ""
+    segment = share(group.inner, mmap.PAGESIZE, True)
+    try:
+        if segment is None:
+            raise UnsupportedError("the ranks share no memory of the host")
+        board = np.frombuffer(segment.memory, np.uint8).reshape(n, -1)
+        pinned = runtime.register(index, board.ctypes.data, board.nbytes)
+        failure = runtime.reach(index, board.ctypes.data)
+        made = Peers(group, context, workspaces, board, pinned, failure)
+    except Exception as error:
+        problem = f"no memory by which kernels can be ended: {error}"
+    why = first_problem(group.inner.allgather(problem))
     if made is not None and not why:
         try:
             problem = made.try_once()
         except Exception as error:
             problem = str(error)
-        why = _first(group.inner.allgather(problem))
-    if made is not None and not why:
-        return made
-    found.clear()
-    made = None
-    group.inner.Barrier()  # no rank maps anything any more
-    if own is not None:
-        mapped.remove(own)
+            made.end_kernels(FAILED, problem)
+        why = first_problem(group.inner.allgather(problem))
+        if not why:
+            return made
+    workspaces.close()
     return why
-
-
-def _first(problems: Sequence[str]) -> str:
-    """Return the first problem of a rank; "" for none."""
-    return next((f"rank {rank}: {words}" for rank, words in enumerate(problems) if words), "")
 
 
 # --- calls --------------------------------------------------------------------------------------
@@ -227,24 +320,23 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
     return build(kind)
 
 
-def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, int], None]:
+def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, Extent, int], None]:
     """Return what carries out a reduction of some elements, given its name, addresses and blocks:
-    of elements.
+    of elements; and the extent and the root.
     """
-    primitive, _, op, dtype = kind
+    _, _, op, dtype = kind
     assert op is not None and dtype is not None
     by = find_loop(op, dtype)
     assert by is not None
     numbers, width = by.elements, by_name[by.format].itemsize
     divisor = found.n if op is ReduceOp.AVG else 1
-    signature = encode_kind(primitive, dtype, op, 0)
 
-    def carry_out(call: Collective, root: int) -> None:
+    def carry_out(call: Collective, extent: Extent, root: int) -> None:
         count, starts = call.count * numbers, [start * numbers for start in call.starts]
         found.carry_out(
             replace(
                 call, by=by, width=width, divisor=divisor, count=count, starts=starts,
-                call=_digest(signature, root, count, starts),
+                call=found.digest(kind, extent, root),
             )
         )  # fmt: skip
 
@@ -257,7 +349,7 @@ def _reduce(found: Peers, kind: CallKind) -> Implementation:
 
     def reduce(send: None, view: DeviceView, count: int, root: int) -> None:
         call = Collective("all_reduce", None, 0, 0, view.address, view.count)
-        carry_out(replace(call, root=root) if rooted else call, root)
+        carry_out(replace(call, root=root) if rooted else call, count, root)
 
     return reduce
 
@@ -269,15 +361,15 @@ def _reduce_scatter(found: Peers, kind: CallKind) -> Implementation:
         counts = extent.sends if isinstance(extent, Blocks) else [extent] * found.n
         starts = list(accumulate(counts, initial=0))
         carry_out(
-            Collective("reduce_scatter", None, 0, send.address, recv.address, starts=starts), 0
+            Collective("reduce_scatter", None, 0, send.address, recv.address, starts=starts),
+            extent,
+            0,
         )
 
     return reduce_scatter
 
 
 def _all_gather(found: Peers, kind: CallKind) -> Implementation:
-    signature = encode_kind(kind.primitive, kind.dtype, None, 0)
-
     def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         counts = extent.receives if isinstance(extent, Blocks) else [extent] * found.n
         starts = [each * recv.dtype.itemsize for each in accumulate(counts, initial=0)]
@@ -286,7 +378,7 @@ def _all_gather(found: Peers, kind: CallKind) -> Implementation:
             Collective(
                 "all_gather", None, width, send.address, recv.address,
                 starts=[start // width for start in starts],
-                call=_digest(signature, 0, 0, starts),
+                call=found.digest(kind, extent, 0),
             )
         )  # fmt: skip
 
@@ -294,23 +386,16 @@ def _all_gather(found: Peers, kind: CallKind) -> Implementation:
 
 
 def _broadcast(found: Peers, kind: CallKind) -> Implementation:
-    signature = encode_kind(kind.primitive, kind.dtype, None, 0)
-
     def broadcast(send: None, view: DeviceView, count: int, root: int) -> None:
         width = gcd(8, view.address, view.nbytes)
         found.carry_out(
             Collective(
                 "broadcast", None, width, 0, view.address, view.nbytes // width, root=root,
-                call=_digest(signature, root, view.nbytes, ()),
+                call=found.digest(kind, count, root),
             )
         )  # fmt: skip
 
     return broadcast
-
-
-def _digest(signature: int, root: int, count: int, starts: Sequence[int]) -> int:
-    """Return what the kernels compare of a call: 16 bits."""
-    return zlib.crc32(repr((signature, root, count, list(starts))).encode()) & 0xFFFF
 
 
 #: By the name of the primitive.
@@ -323,6 +408,24 @@ _FUNCTIONS: dict[str, Callable[[Peers, CallKind], Implementation]] = {
     "all_gather_single": _all_gather,
     "broadcast": _broadcast,
 }
+
+
+class _Loader(Peers):
+    """Compiles the kernels of calls, and carries out none."""
+
+    def __init__(self, found: Peers) -> None:
+        vars(self).update(vars(found))
+
+    def carry_out(self, call: Collective) -> None:
+        """Compile what the call needs."""
+        self.context.runtime.load_collective(self.context.index, call)
+
+
+def _build_loader(kind: CallKind, agreed: Agreed) -> Implementation | None:
+    """Return what compiles the kernels of such calls."""
+    found = agreed.peer
+    return None if found is None else _FUNCTIONS[kind.primitive.name](_Loader(found), kind)
+
 
 ROUTE = Route(
     "peer",
@@ -339,4 +442,5 @@ ROUTE = Route(
     lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
     blocks="",
     captures=True,
+    load=_build_loader,
 )

@@ -22,9 +22,18 @@ from mpicoll.core.plan import (
 from mpicoll.cuda import between_nodes, binding, capabilities
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.cuda.streams import DeviceContext
-from mpicoll.errors import MismatchError, UnsupportedError
+from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import direct, eligibility, hierarchical, ipc, nccl, peer, shared_gpu
+from mpicoll.routes.device import (
+    copy_engine,
+    direct,
+    eligibility,
+    hierarchical,
+    ipc,
+    nccl,
+    peer,
+    shared_gpu,
+)
 from mpicoll.routes.device.space import Alone, DeviceSpace
 from mpicoll.routes.host import select
 from mpicoll.routes.route import Route
@@ -43,6 +52,7 @@ class Agreed:
     names: its routes, the best first.
     lost:  the routes that should have been among them, and why they are not.
     shared_gpu: what ranks that share a GPU have of each other.
+    copy_engine: what the ranks of a node have of each other's arrays.
     peer:  what ranks with a GPU each have of each other, if they are all on one node.
     hierarchical: the ranks that are near each other, and what joins these clusters.
     ipc:   the workspaces of all ranks, if they are mapped.
@@ -62,6 +72,7 @@ class Agreed:
         self.names: tuple[str, ...]
         self.nccl: nccl.Nccl | None = None
         self.shared_gpu: shared_gpu.Sharers | None = None
+        self.copy_engine: copy_engine.Copiers | None = None
         self.peer: peer.Peers | None = None
         self.hierarchical: hierarchical.Levels | None = None
         self.ipc: ipc.Peers | None = None
@@ -116,11 +127,13 @@ class Agreed:
 
         part: of another group, which asks for what "peer" serves alone.
         """
-        for name in ("shared_gpu", "peer", "ipc"):
+        for name in ("shared_gpu", "copy_engine", "peer", "ipc"):
             if name in wanted:
                 eligibility.eligible_routes(self._found, self._forced)  # raises
         if "shared_gpu" in wanted:
             self.shared_gpu = self._had("shared_gpu", shared_gpu.meet(group, context))
+        if "copy_engine" in wanted and not self.shared_gpu:
+            self.copy_engine = self._had("copy_engine", copy_engine.meet(group, context))
         if "peer" in wanted:
             self.peer = self._had("peer", peer.meet(group, context))
         if "ipc" in wanted and not (self.shared_gpu or (part and self.peer)):
@@ -142,16 +155,32 @@ class Agreed:
             raise UnsupportedError(f"{eligibility.FORCED}={forced}: {self.lost[forced]}; unset it")
         mapped = self.shared_gpu or self.ipc
         without = {*self.lost, *(("direct", "mpi") if mapped else ())}  # which nobody has tried
-        if self.ipc is None:
-            without.add("ipc")
+        without |= {name for name in ("copy_engine", "ipc") if getattr(self, name) is None}
         self.names = tuple(name for name in eligible if name not in without)
         if self.nccl is not None and forced is None:
             self.names = ("nccl", *self.names)
+        if self._only_enqueuing:
+            group.ask_devices = self.find_failure
+
+    @property
+    def _only_enqueuing(self) -> list[peer.Peers | nccl.Nccl | hierarchical.Levels]:
+        """Return what it has for calls whose hosts do not meet, so that devices may end them."""
+        parts = (self.nccl, self.hierarchical, self.peer)
+        return [part for part in parts if part is not None]
+
+    def find_failure(self, wait: bool = False) -> DistBackendError | None:
+        """Return why devices have ended calls of the group without their results; None if they have
+        not, as far as is known.
+
+        wait: until they are done.
+        """
+        failures = (part.find_failure(wait) for part in self._only_enqueuing)
+        return next((failure for failure in failures if failure is not None), None)
 
     @property
     def maps(self) -> bool:
         """Return whether the ranks map memory of each other."""
-        parts = (self.shared_gpu, self.peer, self.hierarchical, self.ipc)
+        parts = (self.shared_gpu, self.copy_engine, self.peer, self.hierarchical, self.ipc)
         return any(part is not None for part in parts)
 
     def _had(self, name: str, made: T | str) -> T | None:
@@ -170,14 +199,26 @@ class Agreed:
         for name, why in self.lost.items():
             if self._me == 0 and not registry.DEVICE[name].on_demand:
                 warnings.warn(
-                    f"mpicoll: arrays on GPUs go by {self.names[0]}, because {name} is off: {why}",
+                    f"mpicoll: arrays on GPUs go by {', '.join(self.names)}, because {name} is "
+                    f"off: {why}",
                     RuntimeWarning,
                     stacklevel=3,
                 )
+        for _, words in self._lost_in_parts if self._me == 0 else ():
+            warnings.warn(f"mpicoll: arrays on GPUs: {words}", RuntimeWarning, stacklevel=3)
+
+    @property
+    def _lost_in_parts(self) -> Sequence[tuple[str, str]]:
+        return () if self.hierarchical is None else self.hierarchical.lost
 
     def describe(self) -> dict[str, str]:
-        """Return of each route why the group does not take it, "" for those it takes."""
-        return eligibility.describe_routes(self.names, self._found, self._forced, self.lost)
+        """Return of each route why the group does not take it, "" for those it takes; and why a
+        part of the group, for `hierarchical`, does not.
+        """
+        found = eligibility.describe_routes(self.names, self._found, self._forced, self.lost)
+        for name, words in self._lost_in_parts:
+            found[name] = "; ".join(filter(None, (found[name], f"in hierarchical {words}")))
+        return found
 
     def on_host(self, kind: CallKind) -> Implementation:
         """Return the implementation of such calls on host memory."""
@@ -191,21 +232,41 @@ class Agreed:
         """Tell the ranks that wait for this one in a call by a route that it has failed."""
         parts = {
             shared_gpu.ROUTE.name: self.shared_gpu,
+            copy_engine.ROUTE.name: self.copy_engine,
             hierarchical.ROUTE.name: self.hierarchical,
             ipc.ROUTE.name: self.ipc,
+            peer.ROUTE.name: self.peer,
+            nccl.ROUTE.name: self.nccl,
         }
         part = parts.get(name)
         if part is not None:
             part.take_leave(kind, error)
 
     def break_parts(self, alone: bool) -> None:
-        """Make calls in parts of the group end, this rank's alone or all: it is broken."""
-        if self.hierarchical is not None and self._group.broken is not None:
-            self.hierarchical.break_with(self._group.broken, alone)
+        """Make calls in parts of the group and on devices end, this rank's alone or all: the group
+        is broken.
+        """
+        error = self._group.broken
+        if error is None:
+            return
+        if self.hierarchical is not None:
+            self.hierarchical.break_with(error, alone)
+        for part in (self.peer, self.nccl):
+            if part is not None:
+                part.break_with(error)
+
+    def abandon(self) -> None:
+        """Leave the group, without waiting for other ranks: calls on devices end."""
+        _abandoned.append(self)  # other ranks may map what this one has
+        self._group.broken = self._group.broken or DistBackendError(
+            f"process group {self._group.group_name!r} was aborted"
+        )
+        self.break_parts(alone=True)
 
     def close(self, limit: float) -> None:
         """Free what the routes have; all ranks call. limit: seconds to wait for them."""
-        for route in (self.nccl, self.hierarchical, self.shared_gpu, self.peer, self.ipc):
+        parts = (self.shared_gpu, self.copy_engine, self.peer, self.ipc)
+        for route in (self.nccl, self.hierarchical, *parts):
             if route is not None:
                 route.close(limit)
 
@@ -221,14 +282,19 @@ def agree(
         "devices",
         lambda: Agreed(group, context, known),
         close=Agreed.close,
+        abandon=Agreed.abandon,
         leave=Agreed.break_parts,
     )
+
+
+#: Of groups that were left, and whose memory others may use.
+_abandoned: list[Agreed] = []
 
 
 def choose(kind: CallKind) -> Implementation:
     """Return the implementation for calls of this kind on device memory in this group."""
     group = kind.group
-    candidates: list[Candidate] = []  # the best first
+    candidates: list[Candidate] = []  # those for the largest calls first
     begun = -1  # the number of the latest call that has come here
 
     def prepare(context: DeviceContext, extent: Extent) -> tuple[Agreed, Candidate]:
@@ -238,9 +304,7 @@ def choose(kind: CallKind) -> Implementation:
         agreed.space.context = context
         if not candidates:
             candidates.extend(_build(agreed, kind))
-        return agreed, candidates[0] if len(candidates) == 1 else _candidate_for(
-            candidates, kind, extent
-        )
+        return agreed, _candidate_for(candidates, kind, extent, context.captured)
 
     def carry_out(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
@@ -249,6 +313,9 @@ def choose(kind: CallKind) -> Implementation:
         assert isinstance(first, DeviceView)
         is_first = group.resources.find("devices") is None  # on every rank
         agreed, candidate = prepare(first.context, extent)
+        for other in candidates:
+            if other.load is not None and other is not candidate:
+                other.load(send, recv, extent, root)
         candidate.run(send, recv, extent, root)
         if is_first:
             agreed.warn()  # when no rank waits for this one: a program may make warnings errors
@@ -258,43 +325,53 @@ def choose(kind: CallKind) -> Implementation:
             prepare(context, extent)
         found = group.resources.find("devices")
         if found is not None and candidates:
-            found.leave(_candidate_for(candidates, kind, extent).route.name, kind, error)
+            candidate = _candidate_for(candidates, kind, extent, context.captured)
+            found.leave(candidate.route.name, kind, error)
 
-    def only_enqueues() -> bool:
-        found = group.resources.find("devices")
-        return bool(candidates) and all(
+    def only_enqueues(extent: Extent | None) -> bool:
+        found, meant = group.resources.find("devices"), candidates
+        if extent is not None and candidates:
+            meant = [_candidate_for(candidates, kind, extent)]
+        return bool(meant) and all(
             candidate.route.blocks == "" or (found.space.alone and candidate.route is direct.ROUTE)
-            for candidate in candidates
+            for candidate in meant
         )
 
-    add_capturable(
-        carry_out,
-        lambda: bool(candidates) and all(candidate.route.captures for candidate in candidates),
-    )
+    add_capturable(carry_out, lambda: any(each.route.captures for each in candidates))
     return add_enqueuing(add_leave(carry_out, leave), only_enqueues)
 
 
 class Candidate(NamedTuple):
-    """An implementation, and the route that it goes by."""
+    """An implementation, and the route that it goes by.
+
+    load:  loads what it needs in a capture, if it may be captured.
+    least: bytes from which on it is taken.
+    """
 
     run: Implementation
     route: Route
+    load: Implementation | None
+    least: int
 
 
 def _build(agreed: Agreed, kind: CallKind) -> list[Candidate]:
-    """Return the candidates for such calls, the best first.
-
-    They are the routes that serve them, up to the first that takes calls of any size.
+    """Return the candidates for such calls: of the routes that serve them the first that takes
+    calls of any size, and those that take large ones, the largest first.
     """
     primitive, group, op, dtype = kind
     candidates: list[Candidate] = []
+    anything = False  # one takes calls of any size
     for name in agreed.names:
         route = registry.DEVICE[name]
-        found = route.build(kind, agreed) if route.serves_kind(kind) else None
+        least = route.least.get(primitive.name, 0)
+        if (anything and not least) or not route.serves_kind(kind):
+            continue
+        found = route.build(kind, agreed)
         if found is not None:
-            candidates.append(Candidate(found, route))
-            if not route.least:
-                break
+            load = None if route.load is None else route.load(kind, agreed)
+            candidates.append(Candidate(found, route, load, least))
+            anything = anything or not least
+    candidates.sort(key=lambda candidate: -candidate.least)
     if candidates:
         return candidates
     raise UnsupportedError(
@@ -305,11 +382,18 @@ def _build(agreed: Agreed, kind: CallKind) -> list[Candidate]:
     )
 
 
-def _candidate_for(candidates: Sequence[Candidate], kind: CallKind, extent: Extent) -> Candidate:
+def _candidate_for(
+    candidates: Sequence[Candidate], kind: CallKind, extent: Extent, captured: bool = False
+) -> Candidate:
     """Return the candidate for a call: the first that takes its bytes, else the last.
 
-    Bytes are those that all ranks know of.
+    Bytes are those that all ranks know of. captured: by all ranks, into a CUDA graph, which some
+    candidates take; the others cannot be it.
     """
+    if captured:
+        candidates = [candidate for candidate in candidates if candidate.route.captures]
+    if len(candidates) == 1:
+        return candidates[0]
     primitive, _, _, dtype = kind
     assert dtype is not None
     sizes, n = agreed_sizes(primitive, extent), kind.group.size()
@@ -317,6 +401,6 @@ def _candidate_for(candidates: Sequence[Candidate], kind: CallKind, extent: Exte
     nbytes = (sizes * blocks if isinstance(sizes, int) else sum(sizes)) * dtype.itemsize
     for candidate in candidates:
         even = isinstance(extent, int) or primitive.name in candidate.route.uneven
-        if even and nbytes >= candidate.route.least:
+        if even and nbytes >= candidate.least:
             return candidate
     return candidates[-1]

@@ -3,23 +3,98 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpicoll.core.work import deadline
-from mpicoll.cuda.runtime import Memory
+from mpicoll.cuda.runtime import Memory, allocate
+from mpicoll.cuda.streams import DeviceContext
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["BLOCK", "free_when_unmapped", "mapped"]
+__all__ = ["BLOCK", "Workspaces", "first_problem", "map_each_other", "mapped"]
+
+T = TypeVar("T")
 
 #: Bytes of the blocks that the driver shares out to small allocations: who opens one has them all.
 BLOCK = 2 * 1024 * 1024
 #: Workspaces that other ranks may map: freeing such memory would pull it away under them.
 mapped: list[Memory] = []
+#: Seconds to wait for the others to let go of what was mapped in vain: all have just met.
+_TOGETHER = 60.0
 
 
-def free_when_unmapped(group: ProcessGroup, own: Memory, limit: float) -> None:
+class Workspaces(Generic[T]):
+    """A workspace of each rank of a group, which all ranks map.
+
+    all:  the workspaces as this process has them, by rank.
+    said: what each rank has said of its own.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, own: Memory, everybody: list[Memory], said: Sequence[T]
+    ) -> None:
+        self._group, self._own = group, own
+        self.all, self.said = everybody, said
+
+    def close(self, limit: float = _TOGETHER) -> None:
+        """Let go of the others' workspaces; all ranks call. This rank's is freed once no other rank
+        maps it any more, or never, if that takes longer than ``limit`` seconds.
+        """
+        self.all.clear()
+        _free_when_unmapped(self._group, self._own, limit)
+
+
+def map_each_other(
+    group: ProcessGroup,
+    context: DeviceContext,
+    nbytes: int,
+    prepare: Callable[[Memory], T],
+) -> Workspaces[T] | str:
+    """Return workspaces of all ranks, or, on all, why there are none. All ranks call.
+
+    nbytes:  of each, rounded up to whole blocks.
+    prepare: fills this rank's, and returns what the others have to know of it; called before they
+             map it.
+    """
+    runtime, index, me = context.runtime, context.index, group.rank()
+    own, handle, mine, problem = None, b"", None, ""
+    everybody: list[Memory] = []
+    try:
+        own = allocate(runtime, index, -(-nbytes // BLOCK) * BLOCK)
+        mine = prepare(own)
+        handle = runtime.export(index, own)
+        mapped.append(own)
+    except Exception as error:  # whatever the driver says: all ranks take another route then
+        own, problem = None, f"no workspace: {error}"
+    said: list[tuple[bytes, T, str]] = group.inner.allgather((handle, mine, problem))
+    why = first_problem([words for *_, words in said])
+    if own is not None and not why:
+        try:
+            everybody += (
+                own if rank == me else runtime.open(index, theirs)
+                for rank, (theirs, *_) in enumerate(said)
+            )
+        except Exception as error:
+            problem = f"cannot map another rank's device memory (CUDA IPC): {error}"
+        why = first_problem(group.inner.allgather(problem))
+        if not why:
+            return Workspaces(group, own, everybody, [words for _, words, _ in said])
+    everybody.clear()
+    if own is None:
+        group.inner.Ibarrier().Wait()  # the others wait, too, until nothing is mapped any more
+    else:
+        _free_when_unmapped(group, own, _TOGETHER)
+    return why
+
+
+def first_problem(problems: Sequence[str]) -> str:
+    """Return the first problem of a rank; "" for none."""
+    return next((f"rank {rank}: {words}" for rank, words in enumerate(problems) if words), "")
+
+
+def _free_when_unmapped(group: ProcessGroup, own: Memory, limit: float) -> None:
     """Free this rank's workspace once no other rank maps it any more, or never, if that takes
     longer than ``limit`` seconds. All ranks call, when they have let go of the others'.
     """

@@ -1,0 +1,109 @@
+"""Batch normalization over the batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpicoll.errors import ArgumentError
+from mpicoll.horovod.torch.kinds import Sum
+from mpicoll.horovod.torch.operations import allgather_async, allreduce_async
+from mpicoll.horovod.torch.process_sets import size
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
+    """Normalizes by the mean and variance of all ranks' batches, which need not be equally long.
+
+    Arguments and state are those of torch.nn.BatchNorm2d. Inputs are floats of shape (N, C, ...),
+    on a device or on the CPU; C is ``num_features``. Gradients of weight and bias are this rank's
+    share of the sum over all ranks; DistributedOptimizer reduces them.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ArgumentError(
+                f"SyncBatchNorm: input: expected two dimensions or more, got {input.dim()}"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize; in training all ranks call."""
+        if size() == 1 or not (self.training or self.running_mean is None):
+            return super().forward(input)
+        self._check_input_dim(input)
+        momentum = self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1 / float(self.num_batches_tracked)
+        running = (self.running_mean, self.running_var) if self.training else (None, None)
+        return _SyncBatchNorm.apply(input, self.weight, self.bias, *running, self.eps, momentum)
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Add up all but dimension 1."""
+    return tensor.transpose(0, 1).flatten(1).sum(1)
+
+
+def _wide(tensor: Tensor, like: Tensor) -> Tensor:
+    """Shape a value per channel as one that goes with ``like``."""
+    return tensor.view(1, -1, *[1] * (like.dim() - 2))
+
+
+class _SyncBatchNorm(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None,
+        running_mean: Tensor | None, running_var: Tensor | None, eps: float, momentum: float,
+    ) -> Tensor:  # fmt: skip
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        own = x.numel() // x.size(1)
+        mean = _sums(x) / max(own, 1)
+        # Sums of squares around each rank's own mean, put together as in T. F. Chan, G. H. Golub,
+        # R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+        # variances", 1979: no digits cancel where means are large.
+        squares = _sums((x - _wide(mean, x)) ** 2)
+        told = torch.cat([mean, squares, mean.new_tensor([own])])
+        everybody = allgather_async(told[None]).wait()
+        channels = x.size(1)
+        means, counts = everybody[:, :channels], everybody[:, -1:]
+        count = counts.sum()
+        if count < 2:
+            raise ArgumentError(
+                f"SyncBatchNorm: input: expected 2 or more values per channel on all ranks "
+                f"together, got {int(count)}"
+            )
+        mean = (means * counts).sum(0) / count
+        squares = (everybody[:, channels:-1] + counts * (means - mean) ** 2).sum(0)
+        if running_mean is not None and running_var is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((squares / (count - 1)).to(running_var.dtype), momentum)
+        scale = (squares / count + eps).rsqrt()
+        ctx.save_for_backward(input, weight, mean, scale, count)
+        factor = scale if weight is None else scale * weight
+        shift = -mean * factor if bias is None else bias - mean * factor
+        return torch.addcmul(_wide(shift, x), x, _wide(factor, x)).to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        input, weight, mean, scale, count = ctx.saved_tensors
+        wide = gradient.to(scale.dtype)
+        normal = (input.to(scale.dtype) - _wide(mean, input)) * _wide(scale, input)
+        to_bias, to_weight = _sums(wide), _sums(wide * normal)
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            both = torch.stack([to_bias, to_weight])
+            of_all = allreduce_async(both, op=Sum).wait() / count
+            wide = wide - _wide(of_all[0], input) - normal * _wide(of_all[1], input)
+            factor = scale if weight is None else scale * weight
+            to_input = (wide * _wide(factor, input)).to(input.dtype)
+        if weight is None:
+            return to_input, None, None, None, None, None, None
+        return (
+            to_input, to_weight.to(weight.dtype), to_bias.to(weight.dtype),
+            None, None, None, None,
+        )  # fmt: skip

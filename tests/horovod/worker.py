@@ -1,0 +1,117 @@
+"""One rank of Horovod's tests over mpicoll; run.py starts it.
+
+    python -m mpi4py tests/horovod/worker.py LOG LEFT_OUT.json PYTEST_ARGUMENT...
+
+What it prints goes to LOG-RANK.log, each test's outcome and reason to LOG-RANK.json.
+LEFT_OUT.json has the tests to skip, and why. ``import horovod`` gives ``mpicoll.horovod`` here. The
+exit code is 0 also where tests fail, so that no rank ends another before it has said so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+import types
+import unittest.mock
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import mpicoll.horovod.torch as hvd
+from mpicoll.horovod.torch.process_sets import current
+
+#: Horovod's modules, and what has their names here.
+MODULES = {
+    "horovod": "mpicoll.horovod",
+    "horovod.common": "mpicoll.horovod.common",
+    "horovod.common.elastic": "mpicoll.horovod.common.elastic",
+    "horovod.common.exceptions": "mpicoll.horovod.common.exceptions",
+    "horovod.torch": "mpicoll.horovod.torch",
+    "horovod.torch.elastic": "mpicoll.horovod.torch.elastic",
+    "horovod.torch.mpi_ops": "mpicoll.horovod.torch",
+    # For tests of process sets, which use nothing of TensorFlow's.
+    "horovod.tensorflow": "mpicoll.horovod.torch",
+}
+
+
+def install() -> None:
+    """Make the modules known by Horovod's names, and what its tests import and do not use."""
+    for name, ours in MODULES.items():
+        sys.modules[name] = importlib.import_module(ours)
+    sys.modules["horovod"].tensorflow = hvd  # type: ignore[attr-defined]
+    hvd.mpi_ops = types.SimpleNamespace(  # type: ignore[attr-defined]
+        _basics=types.SimpleNamespace(_get_process_set_ids_and_ranks=process_sets)
+    )
+    for name in "horovod.runner", "horovod.runner.util", "horovod.runner.util.threads":
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["horovod.runner.util.threads"].in_thread = None  # type: ignore[attr-defined]
+    sys.modules["horovod.common.util"] = types.ModuleType("horovod.common.util")
+    sys.modules["horovod.common.util"].env = environment  # type: ignore[attr-defined]
+    sys.modules["mock"] = unittest.mock
+    # A barrier is to last the 5 s that one rank sleeps, by clocks that ranks start one by one.
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(1.2 * seconds)
+    # The tests take every optimizer of torch.optim, which has got one for matrices alone since.
+    if hasattr(torch.optim, "Muon"):
+        torch.optim.Muon.__module__ = "later"
+
+
+def process_sets() -> dict[int, list[int]]:
+    """Return the ranks of all sets, by their numbers."""
+    return {number: each.ranks for number, each in current("").sets.items()}
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for a while."""
+    with unittest.mock.patch.dict(os.environ, variables):
+        yield
+
+
+class Outcomes:
+    """Skips what is left out, and keeps how the others went."""
+
+    def __init__(self, left_out: dict[str, str]) -> None:
+        self.left_out = left_out
+        self.outcomes: dict[str, tuple[str, str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if item.name == "test_timeline_api":  # Horovod skips it, for its own is not ready
+                item.own_markers = [mark for mark in item.own_markers if mark.name != "skip"]
+            if item.name in self.left_out:
+                item.add_marker(pytest.mark.skip(reason=f"left out: {self.left_out[item.name]}"))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            reason = str(report.longrepr[2] if report.skipped else report.longrepr or "")
+            self.outcomes[report.nodeid.rpartition("::")[2]] = (report.outcome, reason)
+
+
+def main() -> int:
+    log, left_out, *arguments = sys.argv[1:]
+    world = MPI.COMM_WORLD
+    log += f"-{world.rank}"
+    if os.environ.get("TEST_HOROVOD_AGAIN") == "1":  # as with Gloo
+        os.environ |= {"HOROVOD_RANK": str(world.rank), "HOROVOD_SIZE": str(world.size)}
+    with Path(f"{log}.log").open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    install()
+    plugin = Outcomes(json.loads(Path(left_out).read_text()))
+    code = int(pytest.main(["-v", "-p", "no:cacheprovider", *arguments], [plugin]))
+    Path(f"{log}.json").write_text(json.dumps(plugin.outcomes))
+    ran = 0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
+    return 0 if code in ran else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

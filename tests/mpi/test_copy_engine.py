@@ -1,0 +1,587 @@
+"""Copies between the arrays of simulated GPUs: each rank gets what it receives from the others."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import simulated
+from conftest import TIMEOUT
+from conftest import team as group_of
+from device_arrays import forced
+from driver import NAMES
+from test_devices import SOME, DeviceCall, got
+from test_shared_gpu import again_at, watched
+
+import mpicoll as dist
+from mpicoll.cuda import capabilities, runtime
+from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
+from mpicoll.routes import registry
+from mpicoll.routes.device import copy_engine, ipc, peer, user_buffers
+
+pytestmark = pytest.mark.on_3
+
+ROUTE = registry.DEVICE["copy_engine"]
+#: Bytes from which on calls go by the route here, and elements of float32 that are more than that
+#: for each rank.
+LEAST = 1000
+LARGE = 1500
+
+
+@pytest.fixture(params=["a GPU each", "two GPUs"])
+def copying(request, mpi, monkeypatch):
+    """The arrays, this rank, n, and the group's part of the route."""
+    if mpi.size == 1:
+        pytest.skip("one rank copies from nobody")
+    if mpi.size == 2 and request.param == "two GPUs":
+        pytest.skip("that is a GPU each")
+    arrays = simulated.Arrays(4 if request.param == "a GPU each" else 2)
+    monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
+    monkeypatch.setenv("MPICOLL_CUDA_AWARE", "none")
+    monkeypatch.setattr(capabilities, "_known", None)
+    monkeypatch.setattr(copy_engine, "LINE", 64)
+    monkeypatch.setattr(copy_engine, "LEAST", LEAST)
+    monkeypatch.setattr(copy_engine, "LANES", 3)
+    monkeypatch.setattr(peer, "WORKSPACE", 64 * 1024)
+    monkeypatch.setattr(ipc, "SLOT", 4096)
+    least = dict.fromkeys(ROUTE.least, LEAST)
+    monkeypatch.setitem(registry.DEVICE, "copy_engine", replace(ROUTE, least=least))
+    dist.init_process_group(timeout=TIMEOUT)
+    me, n = dist.get_rank(), dist.get_world_size()
+    made = Made(arrays, me, n)
+    made.gathered(10)
+    made.part = dist.group.WORLD.resources.find("devices").copy_engine
+    yield made
+    dist.destroy_process_group()
+    gc.collect()  # frames that errors hold
+    assert not arrays.cuda.opened
+
+
+class Made:
+    """Arrays on this rank's device."""
+
+    def __init__(self, arrays, me, n):
+        self.arrays, self.cuda, self.me, self.n = arrays, arrays.cuda, me, n
+        self.index = me % arrays.devices
+
+    def array(self, values, beside=None, **how):
+        """One with values; beside: in the stream of that array."""
+        made = self.arrays.make(np.array(values), self.index, **how)
+        if beside is not None:
+            made.number = beside.number
+        made.upload()
+        return made
+
+    def gathered(self, count=LARGE, group=None, **how):
+        """An all_gather_single gives what all have sent."""
+        given = self.array(numbers(count, self.me), **how)
+        output = self.array(np.zeros((self.n, count), np.float32), **how)
+        dist.all_gather_single(output, given, group=group)
+        assert (got(output) == [numbers(count, rank) for rank in range(self.n)]).all()
+
+
+def numbers(count, rank):
+    return (np.arange(count) % 61 + 100 * rank).astype(np.float32)
+
+
+# ---- Calls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROUTE.primitives)
+def test_calls(copying, name):
+    """Small and large ones, in two orders of ranks, against what NumPy says."""
+    n = copying.n
+    teams = [group_of("world", range(n)), group_of("back", range(n)[::-1])]
+    for turn, dtype in enumerate(SOME):
+        cases = (1, "C"), (37, "third"), (LARGE, "1"), (4 * LARGE + 3, "C")
+        for count, layout in cases[turn % 2 :: 2]:
+            root = (count + turn) % n if NAMES[name].root else 0
+            DeviceCall(
+                copying.arrays, name, teams[turn // 2 % 2], dtype, count, None, root, layout=layout,
+                index=copying.index, kind="pool" if turn % 3 == 2 else "plain",
+            ).complete(turn % 3 == 1)  # fmt: skip
+
+
+def test_which_calls_go_by_it(copying, monkeypatch):
+    """Large ones in which nothing is combined; of those that no kernel serves all."""
+    me, n = copying.me, copying.n
+    calls = []
+    works = copying.part.work_together
+    monkeypatch.setattr(
+        copying.part, "work_together", lambda kind, *how: calls.append(kind.primitive.name)
+        or works(kind, *how)
+    )  # fmt: skip
+    for count in (2, LARGE):
+        one, many = (copying.array(np.full(k * count, me, np.float32)) for k in (1, n))
+        rows, output = [copying.array(np.zeros(count, np.float32)) for _ in range(n)], one
+        dist.all_reduce(one)
+        dist.reduce_scatter_single(one, many)
+        dist.broadcast(one)
+        dist.all_gather(rows, rows[me])
+        dist.all_gather_single(many, one)
+        dist.gather(rows[0], rows if me == 0 else None)
+        dist.scatter(output, rows if me == 0 else None)
+        dist.all_to_all(rows, [copying.array(np.zeros(count, np.float32)) for _ in range(n)])
+        dist.all_to_all_single(many, copying.array(np.zeros((n, count), np.float32)))
+    always = ["gather", "scatter", "all_to_all", "all_to_all_single"]
+    assert calls == [*always, "broadcast", "all_gather", "all_gather_single", *always]
+    agreed = dist.group.WORLD.resources.find("devices")
+    first = "peer" if copying.arrays.devices > 2 or n == 2 else "hierarchical"
+    assert agreed.names == (first, "copy_engine", "ipc", "staged")
+    assert agreed.describe()["copy_engine"] == ""
+
+
+def test_splits(copying):
+    """Of all_to_all_single, and none for some; all_gather of arrays of different sizes."""
+    me, n = copying.me, copying.n
+    for scale in (1, 400):
+        sends = [[scale * ((a * 2 + b) % 4) for b in range(n)] for a in range(n)]
+        rows = [np.arange(sum(row)).astype(np.float32) + 1000 * a for a, row in enumerate(sends)]
+        output = copying.array(np.zeros(sum(row[me] for row in sends), np.float32))
+        receives = [row[me] for row in sends]
+        dist.all_to_all_single(output, copying.array(rows[me]), receives, sends[me])
+        parts = [
+            np.split(row, np.cumsum(counts)[:-1])[me]
+            for row, counts in zip(rows, sends, strict=True)
+        ]
+        assert (got(output) == np.concatenate(parts)).all()
+        counts = [scale * k for k in (5, 0, 3, 17)][:n]
+        outputs = [copying.array(np.zeros(count, np.float32)) for count in counts]
+        dist.all_gather(outputs, copying.array(numbers(counts[me], me)))
+        for rank, one in enumerate(outputs):
+            assert (got(one) == numbers(counts[rank], rank)).all()
+
+
+def test_a_group_of_one(copying):
+    """Goes by no such route: it copies on its device."""
+    groups = [dist.new_group([rank]) for rank in range(copying.n)]
+    given, output = copying.array(numbers(LARGE, copying.me)), copying.array(numbers(LARGE, 9))
+    dist.all_gather_single(output, given, group=groups[copying.me])
+    assert (got(output) == numbers(LARGE, copying.me)).all()
+    agreed = groups[copying.me].resources.find("devices")
+    assert agreed.copy_engine is None and "copy_engine" not in agreed.names
+
+
+def test_reductions_are_refused_where_it_is_forced(copying):
+    with forced("copy_engine"):
+        group = dist.new_group()
+        copying.gathered(3, group)
+        with pytest.raises(UnsupportedError, match="=copy_engine does not serve SUM of float32"):
+            dist.all_reduce(copying.array(numbers(LARGE, 0)), group=group)
+        copying.gathered(LARGE, group)
+
+
+# ---- How much moves, and who waits ---------------------------------------------------------------
+
+_WORK = ("copy", "copy_strided", "combine", "combine_for_all", "collective")
+
+
+def test_copies_and_no_wait(copying, monkeypatch):
+    """What a rank receives is copied once, from the others' arrays; no host waits for a device."""
+    me, n = copying.me, copying.n
+    array = copying.array(np.full(n * 300, me, np.float32))
+    output = copying.array(np.zeros((n, n * 300), np.float32))
+    seen = watched(monkeypatch, copying.cuda, *_WORK, "synchronize", "is_done")
+    dist.all_gather_single(output, array)
+    dist.broadcast(array, n - 1)
+    seen = [*seen]  # not what follows
+    assert {name for name, *_ in seen} <= {"copy"}
+    moved = [(into, nbytes) for _, _, into, _, nbytes, _ in seen]
+    gathered, rest = moved[:n], moved[n:]
+    first, block = output.memory.address, n * 1200
+    places = [first + (me + k + 1) % n * block for k in range(n)]  # the next rank's first
+    assert gathered == [(place, block) for place in places]
+    assert sum(nbytes for _, nbytes in rest) == (0 if me == n - 1 else block)
+    assert len(rest) == (0 if me == n - 1 else 1 if n == 2 else n)
+    assert (got(output) == np.arange(n)[:, None]).all() and (got(array) == n - 1).all()
+
+
+def test_streams(copying, monkeypatch):
+    """Large copies go side by side, as many as there are streams for, each after the waits for the
+    arrays; small ones do not.
+    """
+    n, work = copying.n, copying.part.context.work
+    seen = watched(monkeypatch, copying.cuda, "copy", "wait")
+    for count in (10, LARGE):
+        given = copying.array(np.full((n, count), copying.me, np.float32))
+        output = copying.array(np.zeros((n, count), np.float32))
+        seen.clear()
+        dist.all_to_all_single(output, given)
+        made = [*seen]
+        copies = [(place, one[-1]) for place, one in enumerate(made) if one[0] == "copy"]
+        lanes = {stream for _, stream in copies} - {work}
+        assert len(copies) == n and len(lanes) == (0 if count == 10 else min(n, 3) - 1)
+        first, _ = copies[0]
+        ready = [k for k, one in enumerate(made[:first]) if type(one[-1]) is simulated.SharedEvent]
+        assert len(ready) == n - 1
+        for lane in lanes:
+            (begun,) = (
+                place for place, one in enumerate(made[:first])
+                if one[0] == "wait" and one[2] == lane
+                and one[-1].stream is copying.cuda.streams[one[1], work]
+            )  # fmt: skip
+            assert begun > max(ready)
+        assert (got(output) == np.arange(n)[:, None]).all()
+
+
+def test_meetings(copying, monkeypatch):
+    """Two; three of a broadcast to several ranks."""
+    array = copying.array(np.full(LARGE, copying.me, np.float32))
+    works, met = copying.part._meet, []
+    monkeypatch.setattr(copying.part, "_meet", lambda *how: met.append(how) or works(*how))
+    copying.gathered()
+    assert len(met) == 2
+    dist.broadcast(array)
+    assert len(met) == 2 + (2 if copying.n == 2 else 3)
+    assert (got(array) == 0).all()
+
+
+def test_only_who_is_read_waits(copying, monkeypatch):
+    """The root of a gather waits for those it reads, and nobody for a rank that it has nothing to
+    do with.
+    """
+    me, n, root = copying.me, copying.n, copying.n - 1
+    given = copying.array(numbers(LARGE, me))
+    outputs = [copying.array(np.zeros(LARGE, np.float32)) for _ in range(n)]
+    seen = watched(monkeypatch, copying.cuda, "wait")
+    events = copying.part._events
+
+    def waits():
+        waited = [each[-1] for each in seen if isinstance(each[-1], simulated.SharedEvent)]
+        seen.clear()
+        return sorted((place, rank) for place in range(3) for rank in range(n)
+                      if any(one is events[place][rank] for one in waited))  # fmt: skip
+
+    dist.gather(given, outputs if me == root else None, dst=root)
+    assert waits() == ([(0, rank) for rank in range(root)] if me == root else [(1, root)])
+    dist.scatter(given, outputs if me == root else None, src=root)
+    assert waits() == ([(1, rank) for rank in range(root)] if me == root else [(0, root)])
+    for rank in range(n) if me == root else ():
+        assert (got(outputs[rank]) == numbers(LARGE, rank)).all()
+    assert (got(given) == numbers(LARGE, me)).all()
+
+
+# ---- Order ---------------------------------------------------------------------------------------
+
+
+def everything(copying, turn, made):
+    """Calls whose inputs are written again right behind them; what has to come of them."""
+    me, n = copying.me, copying.n
+    spread = np.repeat(np.arange(n), LARGE)
+    given, many = (copying.array(np.full(LARGE * k, me + turn, np.float32)) for k in (1, n))
+    gathered, exchanged = (copying.array(np.zeros(n * LARGE, np.float32)) for _ in range(2))
+    sent = copying.array(np.full(LARGE, me + turn, np.float32))
+    dist.all_gather_single(gathered, given)
+    dist.all_to_all_single(exchanged, many)
+    dist.broadcast(sent, turn % n)
+    copied = copying.array(np.zeros(LARGE, np.float32))
+    copied.number = sent.number  # a consumer in its stream
+    copying.cuda.copy(
+        copying.index, copied.memory.address, sent.memory.address, 4 * LARGE, sent.number
+    )
+    for array in (given, many, sent):
+        array.host[...] = -99
+        array.upload()
+    made += [(gathered, spread + turn), (exchanged, spread + turn), (copied, turn % n + turn)]
+
+
+@pytest.mark.parametrize("slow, eager", [(0, 1), (1, 0), (0, 0), (None, None)])
+def test_skewed_ranks(copying, slow, eager):
+    """Whatever a rank's host or device has done: nothing is read early, or written late."""
+    copying.cuda.eager = copying.me == eager
+    made = []
+    for turn in range(4):
+        if copying.me == slow:
+            time.sleep(0.01)
+        everything(copying, turn, made)
+    for array, expected in made if copying.me % 2 else made[::-1]:
+        assert (got(array) == expected).all()
+
+
+def test_chain(copying):
+    """Calls and kernels in one stream, asynchronous ones and those of kernels among them."""
+    me, n = copying.me, copying.n
+    array = copying.array(np.full(LARGE, me + 1, np.float32))
+    output = copying.array(np.zeros(n * LARGE, np.float32), array)
+    for turn in range(5):
+        dist.broadcast(array, turn % n)
+        array.double()
+        work = dist.all_gather_single(output, array, async_op=turn % 2 == 1)
+        if work is not None:
+            work.wait()
+        dist.all_reduce(array)
+        output.double()
+    expected = 2.0**4 * n**4
+    assert (got(output) == 4 * expected).all() and (got(array) == 2 * expected * n).all()
+
+
+def test_memory_that_is_used_again_at_once(copying):
+    """The output of one call is the input of the next, and written over."""
+    me, n = copying.me, copying.n
+    output = copying.array(np.zeros((n, LARGE), np.float32))
+    block = copying.array(np.full(LARGE, me + 1, np.float32), output)
+    dist.all_gather_single(output, block)
+    again = copying.arrays.make(np.zeros(LARGE, np.float32), copying.index)
+    again.memory, again.offset, again.number = output.memory, 4 * LARGE * me, output.number
+    later = copying.array(np.zeros((n, LARGE), np.float32))
+    dist.all_gather_single(later, again)
+    output.host[...] = 99
+    output.upload()
+    assert (got(later) == np.arange(n)[:, None] + 1).all()
+
+
+def test_an_input_that_is_a_part_of_the_output(copying):
+    me, n = copying.me, copying.n
+    output = copying.array(np.full((n, LARGE), me, np.float32))
+    block = copying.arrays.make(np.zeros(LARGE, np.float32), copying.index)
+    block.memory, block.offset, block.number = output.memory, 4 * LARGE * me, output.number
+    dist.all_gather_single(output, block)
+    assert (got(output) == np.arange(n)[:, None]).all()
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+def test_memory_is_opened_once(copying, monkeypatch):
+    """Two arrays in one allocation, and the same array again, are one handle; outputs need none."""
+    me, n = copying.me, copying.n
+    first = copying.array(numbers(2 * LARGE, me))
+    second = copying.arrays.make(numbers(LARGE, me), copying.index)
+    second.memory, second.offset, second.number = first.memory, 4 * LARGE, first.number
+    seen = watched(monkeypatch, copying.cuda, "open", "export_allocation")
+    for given in (first, second, first, second):
+        given.upload()
+        output = copying.array(np.zeros((n, given.host.size), np.float32))
+        dist.all_gather_single(output, given)
+        assert (got(output) == [numbers(given.host.size, rank) for rank in range(n)]).all()
+    names = [name for name, *_ in seen]
+    assert names.count("open") == n - 1 and names.count("export_allocation") == 1
+
+
+def test_memory_that_is_freed_and_allocated_again(copying):
+    """At the same address, which all others have open: another buffer id, another handle."""
+    me, n = copying.me, copying.n
+    given, output = copying.array(numbers(LARGE, me)), copying.array(np.zeros((n, LARGE), "f4"))
+    dist.all_gather_single(output, given)
+    got(output)
+    before = len(copying.cuda.opened)
+    for turn in range(3):
+        again_at(copying.arrays, given.memory)
+        given.host[...] = numbers(LARGE, me) + turn
+        given.upload()
+        dist.all_gather_single(output, given)
+        assert (got(output) == [numbers(LARGE, rank) + turn for rank in range(n)]).all()
+    assert len(copying.cuda.opened) <= before + n
+    del given, output
+    for _ in range(20):  # what is freed for good, too
+        copying.gathered()
+
+
+def test_what_is_open_has_a_bound(copying, monkeypatch):
+    monkeypatch.setattr(user_buffers, "OPEN", 4)
+    me, n, part = copying.me, copying.n, copying.part
+    kept = [copying.array(numbers(LARGE + turn, me)) for turn in range(12)]
+    outputs = [copying.array(np.zeros((n, LARGE + turn), np.float32)) for turn in range(12)]
+    for _ in range(2):
+        for given, output in zip(kept, outputs, strict=True):
+            dist.all_gather_single(output, given)
+    assert len(part._opened) <= 4 * n and len(part._handles) <= 4
+    for output in outputs:
+        assert (got(output) == [numbers(output.shape[1], rank) for rank in range(n)]).all()
+
+
+@pytest.mark.parametrize("whose", [0, -1])
+def test_memory_that_cannot_be_exported(copying, monkeypatch, whose):
+    """Is copied to memory that can: an input, on the rank that has it alone; no output is."""
+    me, n = copying.me, copying.n
+    kind = "pool" if me == whose % n else "plain"
+    given = copying.array(numbers(LARGE, me), kind=kind)
+    output = copying.array(np.zeros((n, LARGE), np.float32), kind=kind)
+    sent = copying.array(numbers(n * LARGE, me), kind=kind)
+    seen = watched(monkeypatch, copying.cuda, "copy")
+    dist.all_gather_single(output, given)
+    assert len(seen) == n + (kind == "pool")
+    dist.broadcast(sent, 1)
+    assert (got(output) == [numbers(LARGE, rank) for rank in range(n)]).all()
+    assert (got(sent) == numbers(n * LARGE, 1)).all()
+
+
+@pytest.mark.parametrize("name", ["all_gather_single", "broadcast"])
+def test_memory_that_cannot_be_opened(copying, mpi, monkeypatch, name):
+    """As several readers find out: the call is made again, through memory that can be."""
+    me, n, part = copying.me, copying.n, copying.part
+    opens, bad = copying.cuda.open, set()
+
+    def refuses(index, handle):
+        if handle in bad or "all" in bad:
+            raise RuntimeError("this one cannot be opened")
+        return opens(index, handle)
+
+    def call(count=LARGE):
+        given = copying.array(numbers(count, me))
+        output = copying.array(np.zeros((n, count), np.float32))
+        if "all" not in bad:
+            found = copying.cuda.find_allocation(given.memory.address)
+            bad.update(mpi.allgather(copying.cuda.export_allocation(0, found)))
+        if name == "broadcast":
+            dist.broadcast(given, 1)
+            assert (got(given) == numbers(count, 1)).all()
+        else:
+            dist.all_gather_single(output, given)
+            assert (got(output) == [numbers(count, rank) for rank in range(n)]).all()
+
+    monkeypatch.setattr(copying.cuda, "open", refuses)
+    for turn in (1, 2):
+        call()
+        assert len(part._refused) == (turn if name != "broadcast" or n > 2 or me == 1 else 0)
+    bad.add("all")
+    with pytest.raises(DistBackendError, match=r"cannot map rank \d's|another rank failed"):
+        call(3 * LARGE)  # more than what has been copied and is open
+    monkeypatch.setattr(copying.cuda, "open", opens)
+    call()
+
+
+def test_arrays_on_another_device(copying):
+    """The group is at home where its first call's arrays were; others are copied there."""
+    home = copying.index
+    for index in (1, 0, home):
+        copying.index = index
+        copying.gathered()
+
+
+# ---- Failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copying", ["a GPU each"], indirect=True)
+@pytest.mark.parametrize("name", ["broadcast", "all_to_all_single"])
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    "what",
+    ["find_allocation", "export_allocation", "open", "record_again", "wait", "copy", "allocate"],
+)
+def test_a_rank_that_fails(copying, mpi, monkeypatch, what, who, name):
+    """All leave the call together and at once; the next calls work."""
+    me, n, part = copying.me, copying.n, copying.part
+    layout = "third" if what == "allocate" else "C"
+    given = copying.array(np.full(LARGE // n * n, me, np.float32), layout=layout)
+    output = copying.array(np.zeros(given.host.size * (n if "gather" in name else 1), "f4"))
+    works, failed = getattr(copying.cuda, what), []
+
+    def fails(*how):
+        inner = what not in ("wait", "copy") or part.context.work in how
+        if me == who and not failed and inner:
+            failed.append(True)
+            raise RuntimeError(f"{what} cannot be done")
+        return works(*how)
+
+    monkeypatch.setattr(copying.cuda, what, fails)
+    error = None
+    try:
+        if name == "broadcast":
+            dist.broadcast(given, 1)
+        else:
+            getattr(dist, name)(output, given)
+    except (RuntimeError, DistBackendError) as caught:
+        error = caught
+    monkeypatch.setattr(copying.cuda, what, works)
+    if what not in ("wait", "open"):  # after the last meeting no rank depends on another; retried
+        assert len(set(mpi.allgather(error is not None))) == 1
+    if me == who:
+        assert what == "open" or (error is not None) == bool(failed)
+        assert error is None or "cannot be done" in str(error)
+    else:
+        assert error is None or "another rank failed" in str(error)
+    for count in (10, LARGE):
+        copying.gathered(count)
+
+
+def test_calls_that_differ(copying):
+    for _ in range(66):  # from the 65th on, the ranks meet in memory that they share
+        copying.gathered(300)
+    me, n = copying.me, copying.n
+    with pytest.raises(MismatchError):
+        dist.broadcast(copying.array(np.zeros(LARGE + (me == 0), np.float32)))
+    receives = [LARGE] * n
+    sends = [LARGE + (me == 0 != rank) for rank in range(n)]
+    given, output = (copying.array(np.zeros(sum(c), np.float32)) for c in (sends, receives))
+    words = "other ranks' block" if me == 0 else f"expected {LARGE} elements from rank 0, which sen"
+    with pytest.raises(MismatchError, match=words):
+        dist.all_to_all_single(output, given, receives, sends)
+    copying.gathered()
+
+
+@pytest.mark.parametrize("what", ["create_shared_event", "open_event", "open"])
+def test_where_ipc_does_not_work(copying, monkeypatch, what):
+    """All ranks take another route, and say why."""
+    works, calls = getattr(copying.cuda, what), []
+
+    def refuses(*how):
+        calls.append(how)
+        if len(calls) == 1 and copying.me == 1:
+            raise RuntimeError("no such thing here")
+        return works(*how)
+
+    with forced("copy_engine"):
+        group = dist.new_group()
+        monkeypatch.setattr(copying.cuda, what, refuses)
+        with pytest.raises(UnsupportedError, match=r"copy_engine: rank 1: .*no such thing here"):
+            copying.gathered(group=group)
+    calls.clear()
+    if what == "create_shared_event":  # what no other route needs
+        group = dist.new_group()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            copying.gathered(group=group)
+        said = [str(one.message) for one in caught]
+        assert any("copy_engine is off: rank 1" in one for one in said) == (copying.me == 0)
+        agreed = group.resources.find("devices")
+        assert "copy_engine" not in agreed.names and "no such" in agreed.describe()["copy_engine"]
+
+
+def test_kernels_that_have_given_up(copying):
+    """What an earlier call gave is incomplete: the next one says so, by whatever route."""
+    found = dist.group.WORLD.resources.find("devices").peer
+    if found is None:
+        pytest.skip("ranks share GPUs")
+    found._reported[0] = 1 << 32 | copying.me << 16 | 0
+    with pytest.raises(DistBackendError, match="in an earlier call on device memory"):
+        copying.gathered()
+    found._reported[0] = 0
+    copying.gathered()
+
+
+# ---- Graphs --------------------------------------------------------------------------------------
+
+
+def test_graphs(copying, monkeypatch):
+    """Large calls are captured by kernels, which calls that were none have loaded."""
+    me, n = copying.me, copying.n
+    given = copying.array(numbers(LARGE, me))
+    output = copying.array(np.zeros((n, LARGE), np.float32), given)
+    if dist.group.WORLD.resources.find("devices").peer is None:
+        dist.all_gather_single(output, given)
+        with copying.arrays.capturing(given), pytest.raises(UnsupportedError, match="captured"):
+            dist.all_gather_single(output, given)
+        return
+    copying.cuda.loaded.clear()
+    seen = watched(monkeypatch, copying.cuda, "collective", "copy")
+    dist.all_gather_single(output, given)
+    dist.broadcast(given, 1)
+    assert {name for name, *_ in seen} == {"copy"} or (me == 1 and n == 2)
+    given.upload()
+    output.host[...] = 0
+    output.upload()
+    with copying.arrays.capturing(given) as graph:
+        dist.all_gather_single(output, given)
+        dist.broadcast(given, 1)
+    assert len(graph.tasks) == 2 and (got(output) == 0).all()
+    for turn in range(3):
+        graph.launch()
+        if turn == 1:
+            dist.broadcast(given, 0)
+    first = 1 if n > 1 else 0
+    assert (got(output) == numbers(LARGE, first)).all() and (got(given) == numbers(LARGE, 1)).all()

@@ -1,0 +1,227 @@
+"""hvd.elastic without a loss: states, samplers, and what has a function begin anew.
+
+tests/test_horovod_losses.py has ranks killed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpicoll as dist
+import mpicoll.horovod.torch as hvd
+
+pytestmark = pytest.mark.up_to_3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def horovod():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def trained(steps):
+    """A model and its optimizer after some steps."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, optimizer, steps)
+    return model, optimizer
+
+
+def step(model, optimizer, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_restoring_twice():
+    """What was saved is not what the optimizer goes on with: its momentum, above all."""
+    model, optimizer = trained(2)
+    state = hvd.elastic.TorchState(model, optimizer, seen=[1])
+    state.commit()
+    for _ in range(2):
+        step(model, optimizer, 3)
+        state.seen.append(2)
+        state.restore()
+        expected, its = trained(2)
+        assert same(model, expected) and state.seen == [1]
+    step(model, optimizer)
+    step(expected, its)
+    assert same(model, expected)
+
+
+def test_sync_takes_and_keeps_what_rank_0_has():
+    model, optimizer = trained(1 + hvd.rank())
+    state = hvd.elastic.TorchState(model, optimizer, epoch=hvd.rank(), extra={"r": hvd.rank()})
+    state.epoch += 5  # not committed
+    state.sync()
+    expected, its = trained(1)
+    assert same(model, expected) and (state.epoch, state.extra) == (0, {"r": 0})
+    step(model, optimizer)
+    step(expected, its)
+    assert same(model, expected)
+    state.restore()
+    assert same(model, trained(1)[0]) and state.epoch == 0
+
+
+def test_another_model_is_kept_from_then_on():
+    state = hvd.elastic.TorchState(model=trained(1)[0])
+    state.model = trained(3)[0]
+    torch.nn.init.zeros_(state.model.weight)
+    state.restore()
+    assert same(state.model, trained(3)[0])
+
+
+def test_a_function_begins_anew_after_an_error():
+    calls = []
+
+    @hvd.elastic.run
+    def train(state, to, *, by):
+        calls.append((state.step, len(dist.get_process_group_ranks(dist.group.WORLD))))
+        while state.step < to:
+            state.step += by
+            if state.step == 2:
+                state.commit()
+            if state.step == 3 and len(calls) == 1:
+                raise hvd.HorovodInternalError("as of a lost rank")
+        return hvd.allreduce(torch.tensor([state.step]), op=hvd.Sum).item()
+
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+    sizes = []
+    state.register_reset_callbacks([lambda: sizes.append(hvd.size())])
+    before = dist.group.WORLD
+    assert train(state, 5, by=1) == 5 * hvd.size()
+    assert calls == [(0, hvd.size()), (2, hvd.size())] and sizes == [hvd.size()]
+    assert dist.group.WORLD is before
+
+
+def test_an_error_of_one_rank_has_all_begin_anew():
+    calls = []
+
+    @hvd.elastic.run
+    def train(state):
+        calls.append(state.step)
+        if len(calls) == 1 and hvd.rank() == hvd.size() - 1:
+            raise hvd.HorovodInternalError("on one rank")
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=4)
+    assert train(state) == hvd.size() and calls == [4, 4]
+
+
+def test_ranks_that_are_done_are_there_for_one_that_is_not():
+    calls = []
+
+    @hvd.elastic.run
+    def train(state):
+        calls.append(1)
+        if len(calls) == 1 and hvd.rank() == hvd.size() - 1:
+            raise hvd.HorovodInternalError("on one rank, as the others return")
+
+    train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank))
+    assert len(calls) == 2
+
+
+def test_gradients_on_their_way_are_given_up():
+    """Each rank has begun to reduce other gradients than its neighbours; nobody waits for them."""
+    model, _ = trained(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    failed = []
+
+    @hvd.elastic.run
+    def train(state):
+        for p in model.parameters():
+            p.requires_grad_(True)
+        optimizer.zero_grad()
+        if not failed:
+            failed.append(1)
+            [model.weight, model.bias][hvd.rank() % 2].requires_grad_(False)
+            model(torch.ones(1, 2)).sum().backward()
+            raise hvd.HorovodInternalError("as of a lost rank")
+        step(model, optimizer)
+
+    train(hvd.elastic.TorchState(model, optimizer))
+    expected, _ = trained(0)
+    step(expected, torch.optim.SGD(expected.parameters(), lr=0.1))
+    torch.testing.assert_close(model.weight, expected.weight)
+
+
+def test_an_error_of_the_program_is_raised():
+    if hvd.size() == 1:
+        pytest.skip("one rank agrees")
+    calls = []
+
+    @hvd.elastic.run
+    def train(state):
+        calls.append(1)
+        hvd.allreduce(torch.ones(1 + hvd.rank()))
+
+    with pytest.raises(hvd.HorovodInternalError, match="differ"):
+        train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank))
+    assert len(calls) == 2
+
+
+def test_errors_with_commits_between_them():
+    """Each time there is something new to go on from."""
+
+    @hvd.elastic.run
+    def train(state):
+        state.step += 1
+        state.commit()
+        if state.step < 4:
+            raise hvd.HorovodInternalError("as of a lost rank")
+        return state.step
+
+    assert train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)) == 4
+
+
+@pytest.mark.parametrize("update", hvd.elastic.HostUpdateResult)
+def test_new_hosts_interrupt_a_commit(update):
+    """What was not committed stays; only where ranks have gone is nothing sent."""
+    calls = []
+
+    @hvd.elastic.run
+    def train(state):
+        calls.append((state.step, state.own))
+        if len(calls) > 1:
+            return
+        state.step, state.own = 7, 10 + hvd.rank()
+        if hvd.rank() == 0:  # whose words count
+            state.on_hosts_updated(1, update)
+        state.commit()
+
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0, own=0)
+    train(state)
+    removed = update == hvd.elastic.HostUpdateResult.removed
+    assert calls == [(0, 0), (7, 10 + hvd.rank() * removed)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sampler_shares_out_what_is_left(shuffle):
+    n = hvd.size()
+    data = list(range(5 * n + 1))
+    sampler = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)
+    state = hvd.elastic.TorchState(sampler=sampler)
+
+    def everybody(count=None):
+        return [i for own in hvd.allgather_object(list(sampler)[:count]) for i in own]
+
+    first = everybody()
+    assert set(first) == set(data) and len(first) == 6 * n and len(sampler) == 6
+    taken = everybody(2)
+    sampler.record_batch(0, 2)
+    state.commit()
+    state.on_reset()
+    state.sync()
+    rest = everybody()
+    assert len(sampler) == 4 and set(rest) == set(data) - set(taken)
+    sampler.set_epoch(1)
+    assert set(everybody()) == set(data) and (everybody() == first) == (not shuffle)

@@ -1,0 +1,477 @@
+"""Training with Horovod's API: beside one process that has the batches of all ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import mpicoll.horovod.torch as hvd
+from mpicoll.horovod.torch import optimizer as module
+
+pytestmark = pytest.mark.up_to_3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def horovod():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def of(rank, *shape, dtype=torch.float64):
+    """What a rank brings."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+
+
+def close(got, expected, tolerance=1e-10):
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+# --- SyncBatchNorm -------------------------------------------------------------------------------
+
+#: By the number of an input's dimensions, without the first.
+BATCH_NORM = {
+    1: torch.nn.BatchNorm1d,
+    2: torch.nn.BatchNorm1d,
+    3: torch.nn.BatchNorm2d,
+    4: torch.nn.BatchNorm3d,
+}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 2e-5)])
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((3,), {}),
+        ((3, 5), {"affine": False, "eps": 0.1}),
+        ((3, 4, 2), {"momentum": None}),
+        ((3, 2, 2, 2), {"track_running_stats": False, "momentum": 0.7}),
+    ],
+)
+def test_sync_batch_norm_is_that_of_the_whole_batch(shape, options, dtype, tolerance):
+    """Ranks' batches differ in length, and lie far from zero."""
+    sizes = [2 * rank + 1 for rank in range(hvd.size())]
+    if hvd.size() == 1:
+        sizes = [3]
+    alone = BATCH_NORM[len(shape)](3, **options).to(dtype)
+    own = hvd.SyncBatchNorm(3, **options).to(dtype)
+    if alone.affine:
+        with torch.no_grad():
+            for each in alone, own:
+                each.weight.copy_(torch.tensor([1.0, 2.0, -1.0]))
+                each.bias.copy_(torch.tensor([0.5, 0.0, 1.0]))
+    for turn in range(2):
+        parts = [
+            of(10 * turn + rank, size, *shape, dtype=dtype) + 5 + rank
+            for rank, size in enumerate(sizes)
+        ]
+        whole = torch.cat(parts).requires_grad_()
+        mine = parts[hvd.rank()].clone().requires_grad_()
+        expected, got = alone(whole), own(mine)
+        place = slice(sum(sizes[: hvd.rank()]), sum(sizes[: hvd.rank() + 1]))
+        close(got, expected[place], tolerance)
+        expected.pow(3).sum().backward()
+        got.pow(3).sum().backward()
+        close(mine.grad, whole.grad[place], 10 * tolerance)
+    for name, value in alone.state_dict().items():
+        close(own.state_dict()[name], value, tolerance)
+    if alone.affine:
+        close(hvd.allreduce(own.weight.grad, op=hvd.Sum), alone.weight.grad, 100 * tolerance)
+        close(hvd.allreduce(own.bias.grad, op=hvd.Sum), alone.bias.grad, 100 * tolerance)
+    own.eval()
+    alone.eval()
+    if options.get("track_running_stats", True):
+        close(own(parts[0]), alone(parts[0]), tolerance)
+    else:  # the batch's own, which is that of all ranks
+        close(own(parts[hvd.rank()]), alone(torch.cat(parts))[place], tolerance)
+
+
+def test_sync_batch_norm_of_ranks_without_samples():
+    last = hvd.size() - 1
+    own = hvd.SyncBatchNorm(2).double()
+    x = of(0, 4 if hvd.rank() == last else 0, 2).requires_grad_()
+    got = own(x)
+    got.pow(3).sum().backward()
+    alone, whole = torch.nn.BatchNorm1d(2).double(), of(0, 4, 2).requires_grad_()
+    expected = alone(whole)
+    expected.pow(3).sum().backward()
+    close(own.running_var, alone.running_var)
+    if hvd.rank() == last:
+        close(got, expected)
+        close(x.grad, whole.grad)
+    else:
+        assert x.grad.shape == (0, 2)
+
+
+def test_sync_batch_norm_refuses():
+    with pytest.raises(ValueError, match="two dimensions or more, got 1"):
+        hvd.SyncBatchNorm(3)(torch.ones(3))
+    if hvd.size() > 1:
+        x = torch.ones(int(hvd.rank() == 0), 3)
+        with pytest.raises(ValueError, match="2 or more values per channel"):
+            hvd.SyncBatchNorm(3)(x)
+
+
+# --- the optimizer -------------------------------------------------------------------------------
+
+
+def network():
+    torch.manual_seed(3)
+    layers = torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)
+    return torch.nn.Sequential(*layers).double()
+
+
+def train(optimizer, model, batches, passes=1, averages=1):
+    """Take a step for each of the batches, in so many passes."""
+    for batch in batches:
+        optimizer.zero_grad()
+        for part in batch.chunk(passes):
+            (model(part).square().mean() / averages).backward()
+        optimizer.step()
+
+
+def whole_batches(steps=3, rows=6):
+    return [
+        torch.cat([of(100 * step + rank, rows, 4) for rank in range(hvd.size())])
+        for step in range(steps)
+    ]
+
+
+def own_batches(steps=3, rows=6):
+    return [of(100 * step + hvd.rank(), rows, 4) for step in range(steps)]
+
+
+def alone():
+    """What one process learns from all batches."""
+    model = network()
+    train(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, whole_batches())
+    return model
+
+
+def same(model, expected, tolerance=1e-10):
+    for got, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        close(got, wanted, tolerance)
+
+
+def distributed(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_gradients_are_divided_before(factor):
+    model = network()
+    train(distributed(model, gradient_predivide_factor=factor), model, own_batches())
+    same(model, alone())
+    with pytest.raises(ValueError, match="gradient_predivide_factor"):
+        distributed(model, gradient_predivide_factor=2.0, op=hvd.Sum)
+
+
+def test_the_sum_of_gradients():
+    model = network()
+    train(distributed(model, op=hvd.Sum), model, own_batches(), averages=hvd.size())
+    same(model, alone())
+
+
+def test_several_passes_a_step():
+    model = network()
+    optimizer = distributed(model, backward_passes_per_step=3)
+    train(optimizer, model, own_batches(), passes=3, averages=3)
+    same(model, alone())
+    optimizer.set_backward_passes_per_step(2)
+    x = of(0, 2, 4)
+    for _ in range(2):
+        model(x).sum().backward()
+    if hvd.size() > 1:
+        with pytest.raises(AssertionError, match="more backward passes than"):
+            model(x).sum().backward()
+        with pytest.raises(AssertionError, match="zero_grad"):
+            optimizer.zero_grad()
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize(
+    "groups, operations",
+    [
+        (0, 6),
+        (1, 1),
+        (4, 4),
+        (50, 6),
+        ([[0, 3], [5]], 5),
+        ([[2], []], 6),
+        ([[5, 4, 3, 2, 1, 0]], 1),
+    ],
+)
+def test_groups_are_reduced_in_one_operation(groups, operations, monkeypatch):
+    """Whatever the groups, the outcome is the same; how many operations there are is not."""
+    begun = []
+
+    def begin(tensors, **options):
+        begun.append(len(tensors))
+        return hvd.grouped_allreduce_async_(tensors, **options)
+
+    monkeypatch.setattr(module, "grouped_allreduce_async_", begin)
+    model = network()
+    chosen = groups
+    if isinstance(groups, list):
+        parameters = list(model.parameters())
+        chosen = [[parameters[index] for index in group] for group in groups]
+    train(distributed(model, groups=chosen), model, own_batches())
+    same(model, alone())
+    if hvd.size() > 1:
+        assert len(begun) == 3 * operations and sum(begun) == 3 * 6
+
+
+def test_a_group_of_which_a_rank_has_no_gradient():
+    """The rank that leaves out a layer counts as zeros there, and the group goes all the same."""
+    model, expected = network(), network()
+    optimizer = distributed(model, groups=1)
+    x = of(hvd.rank(), 6, 4)
+    optimizer.zero_grad()
+    (model(x) if hvd.rank() == 0 else model[0](x)).square().mean().backward()
+    optimizer.step()
+    losses = [
+        (expected(of(r, 6, 4)) if r == 0 else expected[0](of(r, 6, 4))).square().mean()
+        for r in range(hvd.size())
+    ]
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    torch.stack(losses).mean().backward()
+    reference.step()
+    same(model, expected)
+
+
+@pytest.mark.parametrize(
+    "groups, words",
+    [
+        (-1, "0 or more"),
+        ("abc", "list of lists"),
+        ([1], "list of lists"),
+        ([["x"]], "list of lists"),
+    ],
+)
+def test_what_groups_cannot_be(groups, words):
+    with pytest.raises(ValueError, match=f"groups: .*{words}"):
+        distributed(network(), groups=groups)
+
+
+def test_groups_have_each_parameter_once():
+    model = network()
+    first = next(model.parameters())
+    with pytest.raises(ValueError, match="each parameter once"):
+        distributed(model, groups=[[first], [first]])
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        distributed(model, num_groups=2)
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients(as_dense):
+    """Rows that several ranks have add up; rows that nobody has stay."""
+    torch.manual_seed(5)
+    own = torch.nn.Embedding(7, 3, sparse=True).double()
+    whole = copy.deepcopy(own)
+    rows = [torch.tensor([rank, rank, 4, 5 - rank]) for rank in range(hvd.size())]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(own.parameters(), lr=0.5),
+        own.named_parameters(),
+        sparse_as_dense=as_dense,
+    )
+    reference = torch.optim.SGD(whole.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        own(rows[hvd.rank()]).square().sum().backward()
+        assert own.weight.grad.is_sparse
+        optimizer.step()
+        reference.zero_grad()
+        (whole(torch.cat(rows)).square().sum() / hvd.size()).backward()
+        reference.step()
+    assert own.weight.grad.is_sparse
+    close(own.weight, whole.weight)
+
+
+def test_names_of_parameters():
+    model = network()
+    with pytest.raises(ValueError, match=r"given twice: 0\.weight"):
+        named = [("0.weight", p) for p in model.parameters()]
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), named)
+    with pytest.raises(ValueError, match="not named"):
+        named = list(model.named_parameters())[1:]
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), named)
+    with pytest.raises(ValueError, match="tuples"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), model.parameters())
+    train(hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), model, [])
+
+
+def adasum(a, b):
+    """Of two vectors, as the paper has it."""
+    dot = a @ b
+    return (1 - dot / (2 * (a @ a))) * a + (1 - dot / (2 * (b @ b))) * b
+
+
+def test_adasum_combines_steps():
+    if hvd.size() == 3:
+        with pytest.raises(ValueError, match="power of 2, got 3"):
+            hvd.allreduce(torch.ones(1), op=hvd.Adasum)
+        return
+    model = network()
+    train(distributed(model, op=hvd.Adasum), model, own_batches(2))
+    expected = [network() for _ in range(hvd.size())]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in expected]
+    for turn in range(2):
+        start = [p.detach().clone() for p in expected[0].parameters()]
+        for rank, (each, optimizer) in enumerate(zip(expected, optimizers, strict=True)):
+            train(optimizer, each, [of(100 * turn + rank, 6, 4)])
+        alike = zip(*(each.parameters() for each in expected), strict=True)
+        for at, parameters in zip(start, alike, strict=True):
+            steps = [(p.detach() - at).numpy().ravel() for p in parameters]
+            while len(steps) > 1:
+                steps = [adasum(*pair) for pair in zip(steps[::2], steps[1::2], strict=True)]
+            for p in parameters:
+                with torch.no_grad():
+                    p.copy_(at + torch.from_numpy(steps[0]).view_as(p))
+    same(model, expected[0])
+
+
+def test_what_adasum_does_not_have():
+    model = network()
+    if hvd.size() in (2, 4):
+        with pytest.raises(AssertionError, match="skip_synchronize"):
+            distributed(model, op=hvd.Adasum).skip_synchronize()
+    some = hvd.ProcessSet([0])
+    with pytest.raises(NotImplementedError, match="Adasum"):
+        distributed(model, op=hvd.Adasum, process_set=some)
+
+
+def test_a_warning_where_gradients_are_reduced_again():
+    model = network()
+    optimizer = distributed(model)
+    model(of(0, 2, 4)).sum().backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="reduced once more"):
+        optimizer.step()
+
+
+# --- gradients of operations ---------------------------------------------------------------------
+
+
+def weights(rank, *shape):
+    """What a rank's loss multiplies a result by, element by element."""
+    return of(50 + rank, *shape)
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gradients_of_allreduce(op, grouped):
+    me, n = hvd.rank(), hvd.size()
+    x = [of(me, 3).requires_grad_(), of(me, 2, 2).requires_grad_()]
+    if grouped:
+        results = hvd.grouped_allreduce(x, op=op, prescale_factor=0.5, postscale_factor=3.0)
+    else:
+        results = [
+            hvd.allreduce(each, op=op, prescale_factor=0.5, postscale_factor=3.0) for each in x
+        ]
+    sum((weights(me, *each.shape) * each).sum() for each in results).backward()
+    for each in x:
+        total = sum(weights(rank, *each.shape) for rank in range(n))
+        close(each.grad, 1.5 * total / (n if op == hvd.Average else 1))
+
+
+def test_gradients_of_allgather():
+    me, n = hvd.rank(), hvd.size()
+    rows = [rank + 1 for rank in range(n)]
+    x = of(me, rows[me], 2).requires_grad_()
+    gathered = hvd.allgather(x)
+    (weights(me, *gathered.shape) * gathered).sum().backward()
+    mean = torch.stack([weights(rank, sum(rows), 2) for rank in range(n)]).mean(0)
+    close(x.grad, mean[sum(rows[:me]) : sum(rows[: me + 1])])
+
+
+def test_gradients_of_broadcast():
+    me, root = hvd.rank(), hvd.size() - 1
+    x = of(me, 4).requires_grad_()
+    (weights(me, 4) * hvd.broadcast(x, root)).sum().backward()
+    mean = torch.stack([weights(rank, 4) for rank in range(hvd.size())]).mean(0)
+    close(x.grad, mean if me == root else torch.zeros(4, dtype=torch.float64))
+
+
+def test_gradients_of_alltoall():
+    """Those of the rows that a rank has sent, from where they went; zeros for what went nowhere."""
+    me, n = hvd.rank(), hvd.size()
+    x = of(me, (me + 1) * n + 2, 2).requires_grad_()
+    got, received = hvd.alltoall(x, splits=torch.tensor([me + 1] * n))
+    assert received.tolist() == [rank + 1 for rank in range(n)]
+    (weights(me, *got.shape) * got).sum().backward()
+    before = sum(range(1, me + 1))
+    parts = [weights(rank, len(got), 2)[before : before + me + 1] for rank in range(n)]
+    close(x.grad, torch.cat([*parts, torch.zeros(2, 2, dtype=torch.float64)]))
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
+def test_gradients_of_reducescatter(op):
+    """As Horovod has them: of a sum the ranks' gradients times their number, of a mean they are."""
+    me, n = hvd.rank(), hvd.size()
+    x = of(me, n + 1, 2).requires_grad_()
+    own = hvd.reducescatter(x, op=op)
+    rows = [2] + [1] * (n - 1)
+    assert len(own) == rows[me]
+    (weights(me, *own.shape) * own).sum().backward()
+    whole = torch.cat([weights(rank, rows[rank], 2) for rank in range(n)])
+    close(x.grad, whole * (n if op == hvd.Sum else 1))
+
+
+def test_compressed_gradients_of_operations():
+    x = of(hvd.rank(), 3, dtype=torch.float32).requires_grad_()
+    out = hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16)
+    half = sum(of(rank, 3, dtype=torch.float32).half().float() for rank in range(hvd.size()))
+    assert out.dtype == torch.float32
+    close(out, half.half().float(), 2e-3)
+    out.sum().backward()
+    assert x.grad.dtype == torch.float32 and x.grad.tolist() == [hvd.size()] * 3
+
+
+# --- what it is built with, and the timeline -----------------------------------------------------
+
+
+def test_what_it_is_built_with():
+    assert hvd.mpi_built() and hvd.mpi_enabled() and hvd.mpi_threads_supported() in (True, False)
+    assert not any([hvd.gloo_built(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()])
+    assert hvd.nccl_built() == 0
+    assert hvd.cuda_built() == torch.backends.cuda.is_built()
+
+
+def test_the_timeline(tmp_path):
+    """Of each operation: negotiation, with a tick for each rank, then the operation."""
+    file = tmp_path / "timeline.json"
+    hvd.start_timeline(str(file), mark_cycles=True)
+    for name in "a", "b", "a":
+        hvd.allreduce(torch.ones(2), name=name)
+    hvd.allgather(torch.ones(2), name="a")
+    hvd.stop_timeline()
+    hvd.allreduce(torch.ones(2), name="later")
+    if hvd.rank() > 0:
+        assert not file.exists()
+        return
+    events = json.loads(file.read_text())
+    assert events[0]["name"] == "start_time_since_epoch_in_micros"
+    rows = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert set(rows) == {"allreduce.a", "allreduce.b", "allgather.a"}
+    cycle = [("NEGOTIATE_ALLREDUCE", "B"), ("NEGOTIATE_ALLREDUCE", "E")]
+    cycle += [("ALLREDUCE", "B"), ("ALLREDUCE", "E")]
+    for name, turns in ("allreduce.a", 2), ("allreduce.b", 1):
+        of_it = [e for e in events if e.get("pid") == rows[name] and e["ph"] in "BEX"]
+        assert [(e["name"], e["ph"]) for e in of_it if e["ph"] != "X"] == cycle * turns
+        ticks = sorted(e["name"] for e in of_it if e["ph"] == "X")
+        assert ticks == sorted([str(rank) for rank in range(hvd.size())] * turns)
+        times = [e["ts"] for e in of_it]
+        assert times == sorted(times)
+    assert sum(e["name"] == "CYCLE_START" for e in events) >= 4
+    assert np.isfinite(events[0]["args"]["time"])

@@ -73,11 +73,12 @@ def run(clusters: Sequence[tuple[str, list[str | Path], str]], at_once: bool) ->
         started = (stack.enter_context(start(*each[1:])) for each in clusters)
         runs = list(started) if at_once else started
         for (name, *_), (process, out) in zip(clusters, runs, strict=True):
-            code = process.wait()
-            out.seek(0)
-            print(f"--- {name}\n{out.read().decode(errors='replace')}", end="", flush=True)
-            if code != 0:
-                failed.append(name)
+            try:
+                if process.wait() != 0:
+                    failed.append(name)
+            finally:  # or interrupted
+                out.seek(0)
+                print(f"--- {name}\n{out.read().decode(errors='replace')}", end="", flush=True)
     return failed
 
 

@@ -131,7 +131,7 @@ test-clients:  ## scripts of libraries that people run, such as Lightning, and R
 
 # Two nodes, which are namespaces; installs Debian's packages of Slurm where it can.
 SLURM_TESTED := $(or $(MPI),mpich openmpi)
-test-slurm:  ## jobs/ and srun on two nodes of a real Slurm, which it starts; needs root
+test-slurm:  ## jobs/ and srun on two nodes of a real Slurm, which it starts as root; ARGS=--quick
 	@for mpi in $(SLURM_TESTED); do \
 	    $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
 	$(PYTHON) tests/slurm/run.py $(foreach mpi,$(SLURM_TESTED),$(mpi)=$(call venv,$(mpi))) $(ARGS)

@@ -21,7 +21,7 @@ INTEL_MPIRUN = HYDRA | {"I_MPI_HYDRA_UUID": "b551"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
 PMI2 = SRUN | {"PMI_RANK": "1", "PMI_SIZE": "2"}
 PMIX = SRUN | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.7.0"}
-PRTERUN = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun"}
+PRTERUN = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun", "PRTE_LAUNCHED": "1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
 
 
@@ -54,6 +54,8 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
         (OPENMPI, SRUN, None),  # --mpi=none: the number of ranks shows it later
         (MPICH, OMPI_MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
         (OPENMPI, HYDRA | {"PMI_SIZE": "1"}, None),
+        (MPICH, PRTERUN | {"PMIX_RANK": "0"}, None),  # the others' errors end the job
+        (MPICH, PMIX | {"PMIX_RANK": "0"}, "srun --mpi=pmix"),  # which says how many there are
         (MPICH, OMPI_MPIRUN | TORCHRUN, None),
         (MPICH, OMPI_MPIRUN | {"MPICOLL_ALLOW_SINGLETON": "1"}, None),
         (OPENMPI, HYDRA | {"PMI_FD": "987"}, None),  # the variables were a parent's
@@ -132,11 +134,26 @@ def test_this_library(foreign: dict[str, str]) -> None:
     assert "as one of 2 ranks" in done.stdout and "mpi4py loads" in done.stdout, done
 
 
+WORLD_SIZE = "import mpicoll as m; m.init_process_group(); print(m.get_world_size())"
+
+
 def test_one_rank_needs_no_launcher(foreign: dict[str, str]) -> None:
     alone = {name: "1" if name.endswith("SIZE") else value for name, value in foreign.items()}
-    script = "import mpicoll as m; m.init_process_group(); print(m.get_world_size())"
-    done = run(alone, "-c", script)
+    done = run(alone, "-c", WORLD_SIZE)
     assert (done.returncode, done.stdout) == (0, "1\n"), done
+
+
+def test_rank_0_of_a_launcher_that_gives_no_number(foreign: dict[str, str]) -> None:
+    """It may be alone, and is told how to say so; any other rank is not."""
+    if "PMIX_NAMESPACE" not in foreign:
+        pytest.skip("this library understands PRRTE")
+    done = run(PRTERUN | {"PMIX_RANK": "0"}, "-c", WORLD_SIZE)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done
+    assert "does not say how many ranks" in done.stderr, done
+    meant = {"PMIX_RANK": "0", "MPICOLL_ALLOW_SINGLETON": "1"}
+    assert "does not say" not in run(PRTERUN | meant, "-c", WORLD_SIZE).stderr
+    done = run(PRTERUN, "-c", WORLD_SIZE)
+    assert done.returncode != 0 and "do not match" in done.stderr, done
 
 
 @pytest.mark.any_mpi

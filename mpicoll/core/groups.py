@@ -354,7 +354,7 @@ def _record_length() -> int:
 
 #: Tests of a request before others get the core; seconds after which a rank sleeps between tests,
 #: and how long.
-_TESTS, _SOON, _PAUSE = 200, 0.01, 100e-6
+_TESTS, _SOON, _PAUSE = 10, 0.01, 100e-6
 #: Requests that a rank has stopped waiting for, and what was raised: the frames of its traceback
 #: have the buffers and arrays that MPI may yet read or write.
 _left_behind: list[tuple[MPI.Request, BaseException]] = []

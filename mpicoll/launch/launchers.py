@@ -200,7 +200,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         remedy="use the launcher of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
         "(python -m mpi4py --mpi-library shows which it is)",
         dialect=Dialect.PMIX,
-        bootstrap="PMIX_",
+        bootstrap=r"PMIX_|PRTE_LAUNCHED$",
         owned=r"PMIX_(?!MCA_)",
     ),
     Launcher(

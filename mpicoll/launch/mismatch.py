@@ -24,6 +24,7 @@ from mpicoll.launch.environment import (
 )
 from mpicoll.launch.launchers import Dialect, Launcher
 from mpicoll.launch.mpi_library import find_function, find_library, find_mpiexec
+from mpicoll.output import warn
 
 __all__ = ["LIBRARIES", "Library", "find_foreign", "find_mpi", "understand_manager"]
 
@@ -95,7 +96,8 @@ def find_foreign(
 
     Where a launcher that it understands is there too, as where Slurm's MpiDefault=pmix starts the
     proxies of MPICH's mpirun, that is the one that counts. A launcher of a single rank needs no
-    library that understands it.
+    library that understands it. Where one does not say how many there are, as PRRTE's prterun, rank
+    0 may be alone: the error of the others ends a job that has them.
     """
     present = [each for each in launchers.find_launchers(environment) if each.dialect]
     foreign = frozenset(each.dialect for each in present if each.dialect) - {library.dialect}
@@ -106,8 +108,10 @@ def find_foreign(
         or environment.get(SINGLETON) == "1"
     ):
         return foreign, None
-    sizes = (environment.get(each.size) for each in present if each.size)
-    return foreign, None if next(sizes, None) == "1" else present[0]
+    first = present[0]
+    size = next((environment.get(each.size) for each in present if each.size), None)
+    is_alone = size == "1" if size is not None else environment.get(first.rank) == "0"
+    return foreign, None if is_alone else first
 
 
 def understand_manager(mpi: ModuleType) -> contextlib.AbstractContextManager[None]:
@@ -123,6 +127,12 @@ def understand_manager(mpi: ModuleType) -> contextlib.AbstractContextManager[Non
     foreign, launcher = find_foreign(library)
     if launcher is not None:
         raise LaunchError(_explain(mpi, library, launcher))
+    if foreign and launchers.announced()[1] == "?" and os.environ.get(SINGLETON) != "1":
+        warn(
+            f"the launcher does not say how many ranks there are, and {mpi.get_vendor()[0]} does "
+            f"not understand it: rank 0 runs as a world of its own. {SINGLETON}=1 says that this "
+            "is meant"
+        )
     # MPICH would ask a PMIx that it does not have, where it has been told its rank by PMI as well.
     return replace_bootstrap_variables({}, foreign) if foreign else contextlib.nullcontext()
 

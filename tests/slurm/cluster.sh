@@ -9,7 +9,7 @@
 # The head and each node, node1 and so on, are namespaces: network, processes, mounts, IPC and host
 # name. MPI and mpicoll see machines that share files, but no memory (/dev/shm) and no processes.
 # Where namespaces are forbidden, as in a container without privileges, and with CLUSTER_PLAIN=1,
-# all is one node, this machine, whatever NODES says.
+# this machine is the one node that there can be.
 #
 # The command finds in its environment, beside SLURM_CONF:
 #
@@ -138,7 +138,6 @@ stop() {
 run_head() { # NODES CPUS COMMAND...
     local count=$1 cpus=$2 i
     shift 2
-    [ -z "$CLUSTER_PLAIN" ] || count=1
 
     CLUSTER=$(mktemp -d /tmp/slurm-cluster.XXXXXX)
     trap stop EXIT
@@ -189,6 +188,10 @@ case ${1-} in
         fi
         if [ -z "${CLUSTER_PLAIN-}" ] && "${isolate[@]}" mount -t sysfs sysfs /sys 2> /dev/null; then
             exec "${isolate[@]}" "$self" --head "$@"
+        fi
+        if [ "$1" != 1 ]; then
+            echo "cluster.sh: $1 nodes need namespaces, which are forbidden here: ask for 1" >&2
+            exit 2
         fi
         export CLUSTER_PLAIN=1
         run_head "$@"

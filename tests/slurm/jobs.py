@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
-    "LIMIT", "MPI", "NODES", "RANKS", "ROOT", "VENDOR", "Ended", "cancel", "output", "srun",
-    "start", "submit", "wait", "wait_until",
+    "LIMIT", "MPI", "NODES", "RANKS", "ROOT", "VENDOR", "Ended", "cancel", "environment", "output",
+    "srun", "start", "submit", "wait", "wait_until",
 ]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]

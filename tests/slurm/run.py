@@ -1,20 +1,28 @@
 """Run the tests of this folder on a Slurm cluster of this machine's own, with each MPI.
 
-    python tests/slurm/run.py NAME=ENVIRONMENT ... [--nodes 2] [-k EXPRESSION]
+    python tests/slurm/run.py NAME=ENVIRONMENT ... [--nodes 2] [--quick] [OPTION OF PYTEST ...]
 
-``make test-slurm`` does so with MPICH and Open MPI. Needs root, which may make namespaces (else
-there is one node), and Debian's packages of Slurm: with apt-get they are installed if they are
-missing, otherwise this says which are. Each MPI gets a cluster of its own, in a second.
+``make test-slurm`` does so with MPICH and Open MPI. Needs root, and Debian's packages of Slurm:
+with apt-get they are installed if they are missing, otherwise this says which are. Nodes are
+namespaces; where these are forbidden, as in a container without privileges, this says so and
+fails, and ``--nodes 1`` runs what one node can show. --quick leaves out the tests marked slow.
+Each MPI gets a cluster of its own, in a second; clusters of namespaces run at the same time, for
+tests mostly wait. If this is interrupted, they end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 HERE = Path(__file__).resolve().parent
 #: The commands and libraries that are used, and the Debian packages that have them.
@@ -55,13 +63,60 @@ def install(packages: list[str]) -> None:
         )
 
 
+def run(clusters: Sequence[tuple[str, list[str | Path], str]], at_once: bool) -> list[str]:
+    """Run a command on a cluster for each MPI, and print its output; return who has failed.
+
+    clusters: name, command, and the folder of the commands of its MPI.
+    """
+    failed = []
+    with contextlib.ExitStack() as stack:
+        started = (stack.enter_context(start(*each[1:])) for each in clusters)
+        runs = list(started) if at_once else started
+        for (name, *_), (process, out) in zip(clusters, runs, strict=True):
+            try:
+                if process.wait() != 0:
+                    failed.append(name)
+            finally:  # or interrupted
+                out.seek(0)
+                print(f"--- {name}\n{out.read().decode(errors='replace')}", end="", flush=True)
+    return failed
+
+
+@contextlib.contextmanager
+def start(
+    command: list[str | Path], bin: str
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """Start a cluster, which has ended when this is left."""
+    variables = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}:/usr/sbin:/sbin"}
+    with tempfile.TemporaryFile() as out:
+        process = subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            yield process, out
+        finally:
+            # All of it at once: the command on the head ends, and then the head removes the rest.
+            for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, None)):
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(seconds)
+
+
+def end(number: int, frame: object) -> None:
+    """End as by Ctrl-C."""
+    sys.exit(128 + number)
+
+
 def main() -> int:
     """Run, and return 0 if all has passed."""
     parser = argparse.ArgumentParser(description="Tests on a Slurm cluster of its own.")
     parser.add_argument("environments", nargs="+", metavar="NAME=ENVIRONMENT")
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("-k", metavar="EXPRESSION", help="choose tests, as pytest does")
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="no tests marked slow")
+    options, pytests = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, end)
 
     install(missing())
     lacking = missing()
@@ -70,19 +125,18 @@ def main() -> int:
         print(f"tests/slurm/run.py: no Slurm can be started here: that needs {wants}")
         return 1
 
-    failed = []
+    clusters = []
     for each in options.environments:
         name, _, environment = each.partition("=")
         bin = Path(environment).absolute() / "bin"
-        print(f"--- {name}", flush=True)
         command = [
             HERE / "cluster.sh", str(options.nodes), str(CPUS),
-            bin / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE,
-            *(["-k", options.k] if options.k else []),
+            bin / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE, *pytests,
+            *(["-m", "not slow"] if options.quick else []),
         ]  # fmt: skip
-        variables = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}:/usr/sbin:/sbin"}
-        if subprocess.run(command, env=variables, check=False).returncode != 0:
-            failed.append(name)
+        clusters.append((name, command, str(bin)))
+    # On one node they may be the machine itself, with one munged and one set of ports.
+    failed = run(clusters, at_once=options.nodes > 1)
     if failed:
         print("failed:", ", ".join(failed))
     return bool(failed)

@@ -19,6 +19,7 @@ from jobs import (
     ROOT,
     VENDOR,
     cancel,
+    environment,
     output,
     srun,
     start,
@@ -45,10 +46,12 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where jobs are handed in: it has jobs/, as the repository has."""
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where jobs are handed in: it has jobs/, as the repository has. A failure shows their output."""
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
-    return tmp_path
+    yield tmp_path
+    for path in sorted(tmp_path.glob("*.out")):
+        print(f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}")
 
 
 def assert_one_world(out: str) -> None:
@@ -189,6 +192,25 @@ def test_doctor_is_not_ended_by_the_wrong_option(wrong: str) -> None:
     assert f"--mpi={MPI}" in out and "unsupported PMI version" not in out, out
 
 
+@pytest.mark.parametrize("offered", ["none", "pmi2", "pmix"])
+def test_one_rank_needs_none_of_them(offered: str) -> None:
+    code, out = srun("--nodes=1", "--ntasks=1", f"--mpi={offered}", *HELLO)
+    assert code == 0 and "rank 0 of 1 on" in out, out
+
+
+@pytest.mark.skipif(NODES == 1, reason="needs two nodes")
+@pytest.mark.parametrize("fault", ["SIGKILL", "an exception after"])
+def test_what_happens_to_a_rank_on_another_node(fault: str) -> None:
+    """The last of three, on a node of its own: as ``make chaos`` has it."""
+    step = f"srun --mpi={MPI} --nodes=2 --distribution=block --kill-on-bad-exit=1"
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "chaos" / "run.py", "--launcher=srun",
+         f"--mpiexec={step}", "--ways=small", "--faults", fault],
+        env=environment(), stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_rank_that_fails_ends_the_step() -> None:
     """The others wait for it, and are ended at once."""
     program = (
@@ -270,20 +292,23 @@ def assert_went_on(out: str, undisturbed: dict[int, str]) -> None:
     assert all(undisturbed[epoch] == loss for epoch, loss in found if epoch in undisturbed), out
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_end_of_the_time(folder: Path, undisturbed: dict[int, str]) -> None:
-    """Slurm's own, a minute before: the ranks save, the job is requeued, and goes on."""
-    job = submit(
-        "digits_requeue.sbatch", folder, "--epochs", "100000",
-        options=("--time=1", "--signal=B:USR2@10"),
-    )  # fmt: skip
-    wait_until(lambda: "goes on after" in output(job, folder), 150)
+    """Slurm's own: the ranks save, the job is requeued, and goes on."""
+    options = ("--signal=B:USR2@10",)
+    job = submit("digits_requeue.sbatch", folder, "--epochs", "100000", options=options)
+    wait_until(lambda: losses(output(job, folder)))
+    # Slurm looks twice a minute for jobs that it signals before it looks again.
+    change = ["scontrol", "update", f"JobId={job}", "EndTime=now+40seconds"]
+    subprocess.run(change, check=True)
+    wait_until(lambda: "goes on after" in output(job, folder))
     before = len(losses(output(job, folder)))
     wait_until(lambda: len(losses(output(job, folder))) > before + 1)
     cancel(job)
     assert_went_on(output(job, folder), undisturbed)
 
 
-@pytest.mark.parametrize("partition", ["main", "graced"])
+@pytest.mark.parametrize("partition", [pytest.param("main", marks=pytest.mark.slow), "graced"])
 def test_a_job_of_a_higher_priority_takes_the_nodes(
     partition: str, folder: Path, undisturbed: dict[int, str]
 ) -> None:

@@ -47,7 +47,7 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where jobs are handed in: it has jobs/, as the repository has. A failure shows their output."""
+    """Where jobs are handed in: it has jobs/, as the repository. A failure shows their output."""
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
     yield tmp_path
     for path in sorted(tmp_path.glob("*.out")):

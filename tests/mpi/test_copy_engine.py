@@ -542,18 +542,6 @@ def test_where_ipc_does_not_work(copying, monkeypatch, what):
         assert "copy_engine" not in agreed.names and "no such" in agreed.describe()["copy_engine"]
 
 
-def test_kernels_that_have_given_up(copying):
-    """What an earlier call gave is incomplete: the next one says so, by whatever route."""
-    found = dist.group.WORLD.resources.find("devices").peer
-    if found is None:
-        pytest.skip("ranks share GPUs")
-    found._reported[0] = 1 << 32 | copying.me << 16 | 0
-    with pytest.raises(DistBackendError, match="in an earlier call on device memory"):
-        copying.gathered()
-    found._reported[0] = 0
-    copying.gathered()
-
-
 # ---- Graphs --------------------------------------------------------------------------------------
 
 

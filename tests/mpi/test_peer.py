@@ -335,6 +335,7 @@ def test_graphs_end_too(arrays, world, broken, monkeypatch, mpi):
     dist.all_reduce(array, group=broken)
     with arrays.capturing(array) as graph:
         dist.all_reduce(array, group=broken)
+    mpi.Barrier()  # all have captured it
     begun = time.monotonic()
     if world.me:
         graph.launch()

@@ -119,15 +119,13 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Copiers | str:
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
     """Return the implementation for calls of this kind; None if the ranks map nothing."""
-    copiers, peer = agreed.copy_engine, agreed.peer
+    copiers = agreed.copy_engine
     if copiers is None:
         return None
 
     def copy_engine(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
-        if peer is not None:  # which may have given up since the group's last call
-            peer.check()
         copiers.work_together(kind, send, recv, extent, root)
 
     return at_home(copiers.context, copy_engine)

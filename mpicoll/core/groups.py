@@ -271,8 +271,9 @@ class ProcessGroup(Calls):
                 self.break_with(error)
 
     def find_failure(self) -> DistBackendError | None:
-        """Return the error to be raised by who looks for the result of a call that was only put
-        into streams; None if there is none, as far as is known.
+        """Return the error with which a call that was only put into streams has ended.
+
+        Returns None if there is none, as far as is known.
         """
         self.look()
         return self.failure() if self.broken is not None and self.ask_devices is not None else None

@@ -77,10 +77,10 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 class Outcomes:
-    """Skips what is left out, and keeps how the others went."""
+    """Skips what is left out, and writes how the others went, as far as they have come."""
 
-    def __init__(self, left_out: dict[str, str]) -> None:
-        self.left_out = left_out
+    def __init__(self, left_out: dict[str, str], file: Path) -> None:
+        self.left_out, self.file = left_out, file
         self.outcomes: dict[str, tuple[str, str]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -94,6 +94,9 @@ class Outcomes:
         if report.when == "call" or report.outcome != "passed":
             reason = str(report.longrepr[2] if report.skipped else report.longrepr or "")
             self.outcomes[report.nodeid.rpartition("::")[2]] = (report.outcome, reason)
+            draft = self.file.with_suffix(".draft")
+            draft.write_text(json.dumps(self.outcomes))
+            draft.replace(self.file)
 
 
 def main() -> int:
@@ -106,9 +109,8 @@ def main() -> int:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     install()
-    plugin = Outcomes(json.loads(Path(left_out).read_text()))
+    plugin = Outcomes(json.loads(Path(left_out).read_text()), Path(f"{log}.json"))
     code = int(pytest.main(["-v", "-p", "no:cacheprovider", *arguments], [plugin]))
-    Path(f"{log}.json").write_text(json.dumps(plugin.outcomes))
     ran = 0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
     return 0 if code in ran else code
 

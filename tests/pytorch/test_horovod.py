@@ -73,18 +73,27 @@ def test_kinds_share_names():
     assert hvd.synchronize(total).tolist() == [hvd.size()] * 2
 
 
-def test_a_name_that_is_in_use():
+@pytest.mark.parametrize(
+    "kind", ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"]
+)
+def test_a_name_that_is_in_use(kind):
     if hvd.size() == 1:
         pytest.skip("nobody is waited for")
+
+    def begin():
+        root = {"root_rank": 0} if kind == "broadcast" else {}
+        return getattr(hvd, f"{kind}_async")(torch.ones(hvd.size()), name="twice", **root)
+
     if hvd.rank() == 0:
-        begun = hvd.allreduce_async(torch.ones(1), name="twice")
-        with pytest.raises(ValueError, match=r"name: allreduce\.twice is that"):
-            hvd.allreduce_async(torch.ones(1), name="twice")
+        begun = begin()
+        with pytest.raises(ValueError, match=rf"name: {kind}\.twice is that"):
+            begin()
         hvd.barrier()
-        hvd.synchronize(begun)
     else:
         hvd.barrier()
-        hvd.allreduce(torch.ones(1), name="twice")
+        begun = begin()
+    hvd.synchronize(begun)
+    hvd.synchronize(begin())  # free again
 
 
 def test_a_barrier_waits_for_all(tmp_path):

@@ -111,6 +111,12 @@ TREATMENT = {
         },
     ),
     "docs/reference.md": How(IN_TURN),
+    "docs/reference_fronts.md": How(
+        IN_TURN,
+        skip=dict.fromkeys(
+            ["import ray", "import spark", "import dask"], "tests/clients runs it on its engine"
+        ),
+    ),
     "docs/reliability.md": How(
         PROGRAMS, STATE, {"grow_group": "tests/test_losses.py loses a rank before"}, grouped=True
     ),
@@ -359,11 +365,17 @@ def test_wrong_commands_are_found(line: str) -> None:
 # --- the reference ------------------------------------------------------------------------------
 
 
+def examples(page: str) -> dict[str, str]:
+    """What a page shows of mpicoll, and the Python between it and the next."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    parts = re.split(r"^::: mpicoll\.", text, flags=re.MULTILINE)[1:]
+    return {part.split()[0]: "".join(re.findall(r"^```python\n(.*?)^```", part, re.M | re.S))
+            for part in parts}  # fmt: skip
+
+
 def test_the_reference_has_every_public_name_with_an_example() -> None:
     text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
-    parts = re.split(r"^::: mpicoll\.", text, flags=re.MULTILINE)[1:]
-    shown = {part.split()[0]: "".join(re.findall(r"^```python\n(.*?)^```", part, re.M | re.S))
-             for part in parts}  # fmt: skip
+    shown = examples("docs/reference.md")
     expected = set(mpicoll.__all__) - set(mpicoll.errors.__all__)
     constants = {"SHRINK_ABORT", "SHRINK_DEFAULT"}
     assert set(shown) == expected - constants | {"errors"}
@@ -371,6 +383,25 @@ def test_the_reference_has_every_public_name_with_an_example() -> None:
         assert f"dist.{constant}" in text
     for public, example in shown.items():
         assert example, f"{public} has no example"
+
+
+def test_the_reference_of_the_fronts_has_examples() -> None:
+    for public, example in examples("docs/reference_fronts.md").items():
+        assert example, f"{public} has no example"
+
+
+@pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs what needs PyTorch")
+def test_the_reference_of_the_fronts_has_all_of_horovod() -> None:
+    import mpicoll.horovod.torch as hvd
+
+    page = found(ROOT / "docs/reference_fronts.md")
+    called = "".join(block.text for block in page if block.language == "python")
+    names = {f"hvd.{name}" for name in hvd.__all__}
+    names |= {f"hvd.elastic.{name}" for name in hvd.elastic.__all__}
+    named_in_text = {f"hvd.{name}" for name in ("Average",)}
+    used = set(re.findall(r"\bhvd(?:\.\w+)+", called))
+    used |= {"hvd.elastic", *(name.rpartition(".")[0] for name in used)}
+    assert names - used == named_in_text
 
 
 # --- messages -----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def run(
 
     function: called as ``function(*args, **kwargs)`` on each rank, in a process of its own beside
         the worker. It makes its process group itself, like a script under mpirun.
+    args, kwargs: what it is called with; pickled.
     ranks: how many, at most one a worker. Ranks on one node get numbers in a row.
     timeout: seconds for the workers to answer, and for the ranks to meet.
     client: the Client; the current one where None.

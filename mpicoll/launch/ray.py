@@ -26,6 +26,7 @@ def run(
 
     function: called as ``function(*args, **kwargs)`` on each rank, in a process of its own on the
         worker. It makes its process group itself, like a script under mpirun.
+    args, kwargs: what it is called with; pickled.
     ranks: how many. Ranks on one node get numbers in a row.
     timeout: seconds for Ray to find room for all of them, and for the ranks to meet.
     options: of the actors, one a rank, such as ``num_gpus=1``; ``num_cpus`` is 1 unless given.

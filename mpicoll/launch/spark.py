@@ -27,6 +27,7 @@ def run(
 
     function: called as ``function(*args, **kwargs)`` on each rank, in a process of its own beside
         the task. It makes its process group itself, like a script under mpirun.
+    args, kwargs: what it is called with; pickled.
     ranks: how many; Spark must have as many free slots at once.
     timeout: seconds for the ranks to meet.
     spark: the SparkSession; the active one, or a new one, where None.

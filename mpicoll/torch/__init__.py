@@ -75,10 +75,11 @@ def autoload() -> None:
 def install_as(names: str) -> None:
     """Make names of torch's own backends mean mpicoll, for scripts that use ``"gloo"``.
 
-    names: "gloo", "nccl", "mpi" or several of them, separated by commas. Call it before
-    init_process_group, or set MPICOLL_INSTALL_AS and leave the script unchanged. In names by
-    device, such as "cpu:gloo,cuda:nccl", each of these names means mpicoll. get_backend() returns
-    the name that the script used; a group's name() returns "mpicoll".
+    names: "gloo", "nccl", "mpi" or several of them, separated by commas.
+
+    Call it before init_process_group, or set MPICOLL_INSTALL_AS and leave the script unchanged. In
+    names by device, such as "cpu:gloo,cuda:nccl", each of these names means mpicoll. get_backend()
+    returns the name that the script used; a group's name() returns "mpicoll".
 
     Raises ArgumentError (a ValueError) for any other name.
     """

@@ -20,9 +20,10 @@ _MAX_TIMEOUT = 3e9
 class Options(Backend.Options):  # type: ignore[misc]
     """The ``pg_options`` of ``init_process_group`` and ``new_group``, the same on all ranks.
 
-    reproducible: "order": reductions give the same bits whatever the size, the route and the nodes;
-        "exact": sums and averages also for any order and number of ranks. None: as the default
-        group has it, which has it from MPICOLL_REPRODUCIBLE.
+    reproducible: how far reductions give the same bits again.
+        "order": whatever the size, the route and the nodes.
+        "exact": sums and averages also for any order and number of ranks.
+        None: as the default group has it, which has it from MPICOLL_REPRODUCIBLE.
 
     Raises ArgumentError (a ValueError) for another value.
     """

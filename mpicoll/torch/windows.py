@@ -114,7 +114,11 @@ class TorchWindow:
 
 
 def allocate_tensor(size: int, dtype: torch.dtype) -> Tensor:
-    """Return a host tensor of ``size`` zeros that other ranks of the node can map by a window."""
+    """Return a host tensor of zeros that other ranks of the node can map by a window.
+
+    size: the number of elements; the tensor has one dimension.
+    dtype: of the tensor.
+    """
     nbytes = size * dtype.itemsize
     return _build_tensor(windows.allocate(nbytes), dtype, (size,))
 

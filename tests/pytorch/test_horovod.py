@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -207,6 +208,18 @@ def test_process_sets():
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=last).item() == 1
         assert last._engine.group.timeout > dist.group.WORLD.timeout
     assert hvd.remove_process_set(last)
+
+
+def test_the_default_group_ends_under_it():
+    threads = threading.active_count()
+    dist.destroy_process_group()
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match=r"call hvd\.init\(\) first"):
+        hvd.allreduce(torch.ones(1))
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    assert threading.active_count() <= threads
 
 
 def test_sets_of_communicators():

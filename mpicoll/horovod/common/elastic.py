@@ -47,7 +47,7 @@ class State:
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
         """Have functions without arguments called after each change of the ranks, before sync.
 
-        Such as one that sets the learning rate by the new number of ranks.
+        callbacks: such as one that sets the learning rate by the new number of ranks.
         """
         self._reset_callbacks.extend(callbacks)
 

@@ -1,4 +1,7 @@
-"""What Horovod was built with, and runs on: scripts choose by it, and tests are skipped."""
+"""What Horovod was built with, and runs on: scripts choose by it, and tests are skipped.
+
+``verbose`` is ignored.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ __all__ = [
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Return True: MPI carries all operations. verbose: ignored, as in all of these."""
+    """Return True: MPI carries all operations."""
     return True
 
 
@@ -31,7 +34,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Check whether several threads may use MPI at a time.
+    """Return whether several threads may use MPI at a time.
 
     Raises NotInitializedError (a ValueError) before init.
     """
@@ -42,12 +45,12 @@ def mpi_threads_supported() -> bool:
 
 
 def cuda_built(verbose: bool = False) -> bool:
-    """Check whether torch knows CUDA tensors: operations take them, over any MPI."""
+    """Return whether torch knows CUDA tensors: operations take them, over any MPI."""
     return torch.version.cuda is not None
 
 
 def rocm_built(verbose: bool = False) -> bool:
-    """Check whether torch is one for ROCm."""
+    """Return whether torch is one for ROCm."""
     return torch.version.hip is not None
 
 

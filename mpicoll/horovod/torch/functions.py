@@ -26,6 +26,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     params: such as ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors; what
         is no tensor in it is left alone.
+    root_rank: whose are sent.
 
     Raises ArgumentTypeError (a TypeError) for what is none of these.
     """
@@ -52,7 +53,14 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object, pickled, on all ranks; the root gets its own."""
+    """Send one rank's object, pickled, to all.
+
+    obj: what the root sends; ignored elsewhere.
+    root_rank: the global rank that sends, one of the set.
+
+    Returns the root's object; the root gets its own back. Raises ArgumentError (a ValueError) for a
+    root outside the set.
+    """
     prefix = None if name is None else f"{name}."
     is_root = rank() == root_rank
     data = torch.from_numpy(pickles.encode(obj)) if is_root else torch.empty(0, dtype=torch.uint8)
@@ -67,7 +75,12 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, pickled, in rank order."""
+    """Gather one object of each rank, pickled.
+
+    obj: this rank's.
+
+    Returns a list of all ranks' objects, in rank order, on all ranks.
+    """
     prefix = None if name is None else f"{name}."
     data = torch.from_numpy(pickles.encode(obj))
     sizes = allgather_async(
@@ -80,6 +93,8 @@ def allgather_object(
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
     """Give all ranks the state and the options of one rank's optimizer.
 
+    optimizer: of torch.optim, or what DistributedOptimizer returned, of equal parameters on all.
+    root_rank: whose state is sent.
     model: ignored; state is taken as it is, and no step is made to create it.
 
     Raises ArgumentError (a ValueError) for torch.optim.LBFGS.

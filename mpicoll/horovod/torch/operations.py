@@ -72,12 +72,17 @@ Handle = Request | Callable[[], Tensor]
 
 
 def poll(handle: Request) -> bool:
-    """Check whether an operation is done, so that synchronize returns at once."""
+    """Return whether an operation is done, so that synchronize returns at once.
+
+    handle: what an ``_async`` form returned.
+    """
     return handle.done.is_set()
 
 
 def synchronize(handle: Handle) -> Any:
     """Wait for an operation.
+
+    handle: what an ``_async`` form returned.
 
     Returns its tensor, of a grouped one a tuple of them, of alltoall the tensor and the numbers of
     rows that each rank sent.
@@ -323,6 +328,7 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Begin to add or average sparse COO tensors, whose entries are gathered.
 
+    tensor: of the same shape on all ranks; each may have other entries.
     op: Average or Sum.
 
     Returns what synchronize takes: called, it waits, and returns the sparse tensor, not coalesced.

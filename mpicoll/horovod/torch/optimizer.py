@@ -244,6 +244,7 @@ def DistributedOptimizer(
 ) -> Any:
     """Return an optimizer like the given one that steps with gradients of all ranks.
 
+    optimizer: of torch.optim; its groups and its state are used, not copied.
     named_parameters: as of ``model.named_parameters()``; all that the optimizer has. The names
         match gradients between ranks.
     compression: what gradients are sent as.

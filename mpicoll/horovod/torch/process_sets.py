@@ -76,7 +76,7 @@ class ProcessSet:
         self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
-        """Count the ranks; None before the set can be used."""
+        """Return how many ranks it has; None before the set can be used."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
@@ -89,7 +89,7 @@ class ProcessSet:
         return self.ranks.index(rank())
 
     def included(self) -> bool:
-        """Check whether this rank is in the set."""
+        """Return whether this rank is in the set."""
         return rank() in self.ranks
 
     def __repr__(self) -> str:
@@ -105,10 +105,12 @@ class _Job:
     """What is known between init and shutdown.
 
     owns: whether init has made mpicoll's default group.
+    world: that group.
     nodes: the name of each rank's node.
     """
 
     owns: bool
+    world: Any
     nodes: list[str] = field(default_factory=list)
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     made: int = 0
@@ -117,13 +119,23 @@ class _Job:
 _job: _Job | None = None
 
 
+def _find() -> _Job | None:
+    """Return the job; None before init, after shutdown, and once mpicoll's default group ended."""
+    if _job is not None and _job.world is not dist.group.WORLD:
+        _close(_job)
+        TIMELINE.stop()
+        _forget()
+    return _job
+
+
 def current(where: str) -> _Job:
-    """Return the job. Raises NotInitializedError (a ValueError) before init."""
-    if _job is None:
+    """Return the job. Raises NotInitializedError (a ValueError) without one."""
+    job = _find()
+    if job is None:
         raise NotInitializedError(
             f"{where}: Horovod has not been initialized; call hvd.init() first"
         )
-    return _job
+    return job
 
 
 def init(
@@ -140,7 +152,7 @@ def init(
     for a set that is there already and for ranks that do not exist, after which none of these sets
     is there, and what mpicoll.init_process_group raises.
     """
-    if _job is None:
+    if _find() is None:
         given: Any = comm if communicators.is_communicator(comm) else None
         owns = not dist.is_initialized()
         if owns:
@@ -180,7 +192,7 @@ def _add_all(process_sets: Sequence[ProcessSet]) -> None:
 def _begin(owns: bool) -> None:
     """Make the global set over mpicoll's default group."""
     global _job
-    _job = _Job(owns)
+    _job = _Job(owns, dist.group.WORLD)
     global_process_set.ranks = list(range(dist.get_world_size()))
     _add(_job, global_process_set)
     _job.nodes = [""] * dist.get_world_size()
@@ -215,6 +227,8 @@ def _add(job: _Job, process_set: ProcessSet) -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a set usable. Every rank calls, in the same order, those outside as well.
 
+    process_set: the set, or its global ranks.
+
     Returns the set. Raises ArgumentError (a ValueError) for ranks that do not exist, and if there
     is a set of these ranks.
     """
@@ -239,6 +253,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """End a set. Every rank calls, those outside as well.
 
+    process_set: one that add_process_set or init has made usable.
+
     Returns whether it was one that can be used, and not that of all ranks.
     """
     job = current("remove_process_set")
@@ -259,10 +275,9 @@ def shutdown() -> None:
     What other ranks have begun and this one has not fails there. Ends mpicoll's default group if
     init has made it, and the timeline.
     """
-    global _job
-    if _job is None:
+    job = _find()
+    if job is None:
         return
-    job = _job
     for process_set in reversed(list(job.sets.values())):
         if process_set is global_process_set and process_set._engine is not None:
             process_set._engine.close()
@@ -284,9 +299,7 @@ def restart() -> bool:
     Returns whether ranks were lost.
     """
     job = current("restart")
-    engines = [each._engine for each in job.sets.values() if each._engine is not None]
-    for engine in engines:
-        engine.close(abandon=True)
+    engines = _close(job)
     # A rank that has not heard of a loss yet hears of it here, or in what comes.
     lost = {
         rank
@@ -306,6 +319,14 @@ def restart() -> bool:
             return dist.get_world_size() < size
         except LostRankError as error:
             lost = set(error.ranks)
+
+
+def _close(job: _Job) -> list[Engine]:
+    """End what is on its way in all sets; return their engines."""
+    engines = [each._engine for each in job.sets.values() if each._engine is not None]
+    for engine in engines:
+        engine.close(abandon=True)
+    return engines
 
 
 def _forget() -> None:
@@ -355,8 +376,8 @@ def stop_timeline() -> None:
 
 
 def is_initialized() -> bool:
-    """Check whether init was called, and shutdown was not."""
-    return _job is not None
+    """Return whether init was called, and shutdown was not."""
+    return _find() is not None
 
 
 def rank() -> int:
@@ -366,7 +387,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Count the ranks."""
+    """Return how many ranks there are."""
     current("size")
     return dist.get_world_size()
 
@@ -383,7 +404,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Count the ranks on this rank's node."""
+    """Return how many ranks this rank's node has."""
     return len(_on_node("local_size"))
 
 
@@ -399,11 +420,11 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """Count the nodes that have a rank of this rank's local rank."""
+    """Return how many nodes have a rank of this rank's local rank."""
     return len(_across("cross_size"))
 
 
 def is_homogeneous() -> bool:
-    """Check whether all nodes have as many ranks."""
+    """Return whether all nodes have as many ranks."""
     nodes = current("is_homogeneous").nodes
     return len({nodes.count(node) for node in nodes}) == 1

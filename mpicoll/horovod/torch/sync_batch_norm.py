@@ -31,7 +31,12 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize; in training all ranks call."""
+        """Normalize; in training all ranks call.
+
+        input: of shape (N, C, ...); N may be 0 on some ranks.
+
+        Returns a tensor of the same shape.
+        """
         if size() == 1 or not (self.training or self.running_mean is None):
             return super().forward(input)
         self._check_input_dim(input)

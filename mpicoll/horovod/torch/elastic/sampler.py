@@ -29,12 +29,18 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing of it is processed."""
+        """Begin an epoch, of which nothing is processed.
+
+        epoch: its number, which also gives the order.
+        """
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that every rank has processed a batch. batch_size: of one rank."""
+        """Note that every rank has processed a batch.
+
+        batch_idx: ignored. batch_size: samples of one rank.
+        """
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -42,7 +48,10 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Go on from a saved place.
+
+        state_dict: what ``state_dict`` returned.
+        """
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 

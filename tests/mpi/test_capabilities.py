@@ -98,7 +98,8 @@ def test_ranks_without_a_gpu(mpi, fresh, monkeypatch):
     )
     assert len(fresh) == (mpi.rank == 0)
     assert len({each.node for each in found}) == 1
-    expected = ("ipc", "direct", "staged") if mpi.size == 1 else ("staged",)
+    alone = ("copy_engine", "ipc", "direct", "staged")
+    expected = alone if mpi.size == 1 else ("staged",)
     assert eligible_routes(found, forced_route(found)) == expected
 
 

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.any_mpi
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
+if MPIEXEC and (ROOT / MPIEXEC[0]).exists():  # as make gives it
+    MPIEXEC[0] = str(ROOT / MPIEXEC[0])
 #: Whether what needs PyTorch runs, too, which `make test-docs` asks for: it takes seconds to load.
 WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("torch") is not None
 #: What blocks that need PyTorch have.

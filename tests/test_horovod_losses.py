@@ -111,6 +111,7 @@ def test_elsewhere_the_job_ends(tmp_path: Path) -> None:
     assert "what would have saved this job" in done.stderr
 
 
+@pytest.mark.any_mpi
 def test_the_job_goes_on(tmp_path: Path) -> None:
     """Its losses are those of one rank, to the four digits that are printed."""
     pytest.importorskip("sklearn")

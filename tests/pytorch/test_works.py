@@ -167,6 +167,9 @@ class Order:
     def drop(self) -> None:
         pass
 
+    def find_failure(self) -> None:
+        pass
+
 
 @contextlib.contextmanager
 def in_new_stream(stream):

@@ -204,6 +204,8 @@ def describe(kind: int, number: int) -> str:
                 runs = (f"{len(list(run))} x {size}" for size, run in groupby(sizes))
                 words[0] += f" with {', '.join(runs)} elements"
         else:
+            if sizes is None:  # several, which another process has seen
+                known = known and not number & _HASH
             size = " + ".join(map(str, sizes or (number,))) if known else "some"
             words[0] += f" of {size} elements of {dtype}"
     if kind & 0xFF != _NONE:

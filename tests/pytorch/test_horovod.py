@@ -58,6 +58,26 @@ def test_integers_are_averaged_towards_zero():
     assert got.tolist() == [half, -half, 4] and got.dtype == torch.int64
 
 
+def test_averages_of_complex_numbers_and_of_truths():
+    whole = torch.full((2,), complex(hvd.rank(), 2))
+    mean = hvd.allreduce(whole)
+    assert mean.tolist() == [complex((hvd.size() - 1) / 2, 2)] * 2
+    assert hvd.reducescatter(torch.ones(hvd.size(), 1, dtype=torch.complex64)).tolist() == [[1]]
+    for call in hvd.allreduce, hvd.reducescatter:
+        with pytest.raises(ValueError, match=r"Average: expected numbers, got torch\.bool"):
+            call(torch.tensor([True] * hvd.size()))
+    assert hvd.allreduce(torch.tensor([True]), op=hvd.Sum).item() is True
+
+
+def test_a_call_that_is_refused_is_not_counted():
+    """The next one is what the other ranks wait for."""
+    if hvd.rank() == 0:
+        for refused in hvd.allgather, hvd.allgather_async:
+            with pytest.raises(ValueError, match="expected one dimension or more"):
+                refused(torch.tensor(1.0))
+    assert hvd.allgather(torch.ones(1)).tolist() == [1] * hvd.size()
+
+
 def test_names_match_in_any_order():
     names = [f"t{i}" for i in range(6)]
     order = names if hvd.rank() % 2 == 0 else names[::-1]
@@ -200,6 +220,22 @@ def test_the_state_of_an_optimizer():
     assert group["lr"].item() == 0.5 + root and group["betas"] == (0.9, 0.999)
     torch.testing.assert_close(state["exp_avg"], torch.full((2,), 0.1))  # (1 - 0.9) * gradient
     assert state["step"].item() == 1
+
+
+def test_a_scheduler_of_the_optimizer_that_is_wrapped():
+    """It sets what all ranks step with, also after they have got one rank's state."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    wrapped = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(wrapped, step_size=1, gamma=0.1)
+    optimizer = hvd.DistributedOptimizer(wrapped)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-1 - 0.1 * 1.9]))
 
 
 def test_process_sets():

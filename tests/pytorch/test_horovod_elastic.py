@@ -204,6 +204,12 @@ def test_new_hosts_interrupt_a_commit(update):
     assert calls == [(0, 0), (7, 10 + hvd.rank() * removed)]
 
 
+def test_a_sampler_needs_no_memory_for_each_rank():
+    sampler = hvd.elastic.ElasticSampler(range(3), shuffle=False)
+    sampler.num_replicas, sampler.rank, sampler.total_size = 10**12, 10**12 - 1, 10**12
+    assert list(sampler) == [(10**12 - 1) % 3]
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_sampler_shares_out_what_is_left(shuffle):
     n = hvd.size()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 import warnings
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpicoll as dist
-from mpicoll.errors import ArgumentError, UsageError
+from mpicoll.errors import ArgumentError, ForkedError, UsageError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.kinds import KINDS, Call, Facts, synchronize_devices
 from mpicoll.horovod.torch.timeline import TIMELINE
@@ -104,6 +105,7 @@ class Engine:
         self.group, self.ranks = group, list(ranks)
         self.size, self.rank = len(self.ranks), dist.get_rank(group)
         self.failure: Exception | None = None
+        self._process = os.getpid()
         self._pending: dict[str, Request] = {}
         self._counts: Counter[str] = Counter()
         self._changed = threading.Condition()
@@ -122,14 +124,14 @@ class Engine:
         facts: see ``Call.facts``.
 
         Raises ArgumentError (a ValueError) for what is wrong with this rank's part alone, and if an
-        operation of this kind and name is on its way, HorovodInternalError after the end.
+        operation of this kind and name is on its way, HorovodInternalError after the end,
+        ForkedError (a RuntimeError) in a forked child.
         """
+        self._check_process(call.kind)
         synchronize_devices([call])
         with self._changed:
-            if name is None:
-                name = f"noname.{self._counts[call.kind]}"
-                self._counts[call.kind] += 1
-            name = f"{call.kind}.{name}"
+            is_counted = name is None
+            name = f"{call.kind}.{f'noname.{self._counts[call.kind]}' if is_counted else name}"
             request = Request(call, call.facts(name, **facts))
             self._check_alive(name)
             if wrong := KINDS[call.kind].check(request.facts, self.size):
@@ -139,6 +141,8 @@ class Engine:
                     f"{call.kind}: name: {name} is that of an operation that is not done; "
                     "expected another name, or synchronize() first"
                 )
+            # A call that was refused is none: the next one is the one that others wait for.
+            self._counts[call.kind] += is_counted
             self._pending[name] = request
             self._tell()
         return request
@@ -148,6 +152,7 @@ class Engine:
 
         Returns the rank that joined last.
         """
+        self._check_process("join")
         with self._changed:
             self._check_alive("join")
             if self._join is not None:
@@ -168,6 +173,14 @@ class Engine:
                 self._tell()
         if self._thread is not None:
             self._thread.join()
+
+    def _check_process(self, where: str) -> None:
+        # First of all: the thread of the parent may have held the lock.
+        if os.getpid() != self._process:
+            raise ForkedError(
+                f"{where}: this process was forked from a rank, and has no thread that carries it "
+                "out; begin operations in the rank"
+            )
 
     def _check_alive(self, name: str) -> None:
         if self.failure is not None:

@@ -110,7 +110,12 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
         for option, value in group.items():
             if isinstance(value, Tensor) and isinstance(own.get(option), Tensor):
                 group[option] = value.to(own[option].device)
+    given = optimizer.param_groups
     optimizer.load_state_dict(state)
+    # Others have these very groups: the optimizer that was wrapped, and its scheduler.
+    for group, own in zip(optimizer.param_groups, given, strict=True):
+        own.update(group)
+    optimizer.param_groups = given
 
 
 def _on_cpu(state: Any) -> Any:

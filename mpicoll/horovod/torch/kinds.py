@@ -146,19 +146,23 @@ def _reduce(engine: Engine, tensors: Sequence[Tensor], facts: Facts) -> None:
 
 def _operation(op: str, tensor: Tensor) -> Any:
     """Return mpicoll's operation. Integers are averaged by their sum, which ``_divide`` divides."""
-    return OPERATIONS[Sum if op == Average and not tensor.is_floating_point() else op]
+    return OPERATIONS[Sum if op == Average and not _has_fractions(tensor) else op]
 
 
 def _divide(tensor: Tensor, op: str, size: int) -> None:
-    if op == Average and not tensor.is_floating_point():
+    if op == Average and not _has_fractions(tensor):
         tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def scale(tensor: Tensor, factor: float) -> None:
     """Multiply in place; integers as float64, rounded towards zero."""
     if factor == 1:
         return
-    if tensor.is_floating_point() or tensor.is_complex():
+    if _has_fractions(tensor):
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double() * factor)
@@ -258,7 +262,9 @@ def _has_rows(facts: Facts, size: int) -> str | None:
     return None
 
 
-def _can_be_adasum(facts: Facts, size: int) -> str | None:
+def _can_be_reduced(facts: Facts, size: int) -> str | None:
+    if facts["op"] == Average and "torch.bool" in facts["dtypes"]:
+        return "tensor: Average: expected numbers, got torch.bool"
     if facts["op"] != Adasum:
         return None
     if size & (size - 1):
@@ -311,7 +317,7 @@ KINDS = {
     "allreduce": Kind(
         _all_reduce,
         _alike("dtypes", "device", "shapes", *_SCALED),
-        _can_be_adasum,
+        _can_be_reduced,
         _fusion,
         lambda facts: facts["op"] in (Average, Sum),
     ),
@@ -319,7 +325,9 @@ KINDS = {
     "broadcast": Kind(_broadcast, _alike("dtypes", "device", "shapes", "root")),
     "alltoall": Kind(_all_to_all, _all_but_rows, _can_be_split),
     "reducescatter": Kind(
-        _reduce_scatter, _alike("dtypes", "device", "shapes", *_SCALED), _has_rows
+        _reduce_scatter,
+        _alike("dtypes", "device", "shapes", *_SCALED),
+        lambda facts, size: _has_rows(facts, size) or _can_be_reduced(facts, size),
     ),
     "barrier": Kind(_nothing, _alike(), with_joined=lambda facts: True),
 }

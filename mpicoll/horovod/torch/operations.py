@@ -416,8 +416,9 @@ class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
 class _AllGather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
+        gathered = grouped_allgather_async(list(tensors), name, process_set).wait()
         ctx.rows, ctx.process_set = [len(tensor) for tensor in tensors], process_set
-        return grouped_allgather_async(list(tensors), name, process_set).wait()
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import multiprocessing.util
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +17,7 @@ from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
     LostRankError,
+    MpicollError,
     NotInitializedError,
     UnsupportedError,
 )
@@ -20,6 +25,7 @@ from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.engine import Engine
 from mpicoll.horovod.torch.timeline import TIMELINE, start_as_told
 from mpicoll.launch import host_identity
+from mpicoll.watch.termination import exit_code
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -106,11 +112,16 @@ class _Job:
 
     owns: whether init has made mpicoll's default group.
     world: that group.
+    rank, size: of this process, and of all ranks; forked children ask for them, too.
+    process: its number.
     nodes: the name of each rank's node.
     """
 
     owns: bool
     world: Any
+    rank: int
+    size: int
+    process: int = field(default_factory=os.getpid)
     nodes: list[str] = field(default_factory=list)
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     made: int = 0
@@ -121,7 +132,9 @@ _job: _Job | None = None
 
 def _find() -> _Job | None:
     """Return the job; None before init, after shutdown, and once mpicoll's default group ended."""
-    if _job is not None and _job.world is not dist.group.WORLD:
+    if _job is None or _job.process != os.getpid():
+        return _job
+    if _job.world is not dist.group.WORLD:
         _close(_job)
         TIMELINE.stop()
         _forget()
@@ -165,6 +178,10 @@ def init(
                 f"MPI.COMM_WORLD.Split(...), got {ranks}"
             )
         _begin(owns)
+        # After mpicoll's own function, and so before it.
+        atexit.register(_leave)
+        if multiprocessing.parent_process() is not None:
+            multiprocessing.util.Finalize(None, _leave, exitpriority=1)
         global_process_set.mpi_comm = given
         if rank() == 0:
             start_as_told()
@@ -192,7 +209,7 @@ def _add_all(process_sets: Sequence[ProcessSet]) -> None:
 def _begin(owns: bool) -> None:
     """Make the global set over mpicoll's default group."""
     global _job
-    _job = _Job(owns, dist.group.WORLD)
+    _job = _Job(owns, dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     global_process_set.ranks = list(range(dist.get_world_size()))
     _add(_job, global_process_set)
     _job.nodes = [""] * dist.get_world_size()
@@ -287,8 +304,20 @@ def shutdown() -> None:
             remove_process_set(process_set)
     TIMELINE.stop()
     _forget()
+    atexit.unregister(_leave)
     if job.owns:
         dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """End the operations of a program that ends without shutdown, before MPI ends.
+
+    What is pending is given up. Every rank comes here, or ends the job.
+    """
+    job = _find()
+    if job is not None and job.process == os.getpid() and not exit_code():
+        _close(job)
+        TIMELINE.stop()
 
 
 def restart() -> bool:
@@ -296,10 +325,13 @@ def restart() -> bool:
 
     What is on its way fails. Sets that were added are gone.
 
-    Returns whether ranks were lost.
+    Returns whether ranks were lost. Raises what has failed on this rank alone, such as MemoryError:
+    the others wait in what it has not carried out, and would not begin anew with it.
     """
     job = current("restart")
+    _raise_own(job)
     engines = _close(job)
+    _raise_own(job)
     # A rank that has not heard of a loss yet hears of it here, or in what comes.
     lost = {
         rank
@@ -321,12 +353,22 @@ def restart() -> bool:
             lost = set(error.ranks)
 
 
+def _engines(job: _Job) -> list[Engine]:
+    return [each._engine for each in job.sets.values() if each._engine is not None]
+
+
 def _close(job: _Job) -> list[Engine]:
     """End what is on its way in all sets; return their engines."""
-    engines = [each._engine for each in job.sets.values() if each._engine is not None]
-    for engine in engines:
+    for engine in _engines(job):
         engine.close(abandon=True)
-    return engines
+    return _engines(job)
+
+
+def _raise_own(job: _Job) -> None:
+    """Raise what has ended the operations of a set on this rank alone."""
+    for engine in _engines(job):
+        if engine.failure is not None and not isinstance(engine.failure, MpicollError):
+            raise engine.failure
 
 
 def _forget() -> None:
@@ -382,14 +424,12 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Return this rank. Raises NotInitializedError (a ValueError) before init, as all of these."""
-    current("rank")
-    return dist.get_rank()
+    return current("rank").rank
 
 
 def size() -> int:
     """Return how many ranks there are."""
-    current("size")
-    return dist.get_world_size()
+    return current("size").size
 
 
 def _on_node(where: str) -> list[int]:

@@ -88,6 +88,7 @@ class _SyncBatchNorm(torch.autograd.Function):  # type: ignore[misc]
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((squares / (count - 1)).to(running_var.dtype), momentum)
         scale = (squares / count + eps).rsqrt()
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(input, weight, mean, scale, count)
         factor = scale if weight is None else scale * weight
         shift = -mean * factor if bias is None else bias - mean * factor
@@ -106,9 +107,6 @@ class _SyncBatchNorm(torch.autograd.Function):  # type: ignore[misc]
             wide = wide - _wide(of_all[0], input) - normal * _wide(of_all[1], input)
             factor = scale if weight is None else scale * weight
             to_input = (wide * _wide(factor, input)).to(input.dtype)
-        if weight is None:
-            return to_input, None, None, None, None, None, None
-        return (
-            to_input, to_weight.to(weight.dtype), to_bias.to(weight.dtype),
-            None, None, None, None,
-        )  # fmt: skip
+        of_weight = None if weight is None else to_weight.to(weight.dtype)
+        of_bias = to_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return to_input, of_weight, of_bias, None, None, None, None

@@ -68,8 +68,8 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
     def __iter__(self) -> Iterator[int]:
         """Go through this rank's; the first come again at the end where it does not come out."""
         indices = self.remaining_indices
-        indices = (indices * self.num_replicas)[: self.total_size]
-        return iter(indices[self.rank :: self.num_replicas])
+        mine = range(self.rank, self.total_size, self.num_replicas)
+        return (indices[place % len(indices)] for place in mine)
 
     def __len__(self) -> int:
         return self.num_samples

@@ -155,7 +155,7 @@ def _divide(tensor: Tensor, op: str, size: int) -> None:
 
 
 def _has_fractions(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
 def scale(tensor: Tensor, factor: float) -> None:

@@ -9,8 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mpicoll import errors
+from mpicoll.horovod.common import exceptions
 
 ROOT = Path(__file__).resolve().parent.parent / "mpicoll"
+
+#: The classes of errors.
+ERRORS = {*errors.__all__, *exceptions.__all__}
 
 #: Stands for what a message fills in.
 GAP = "…"
@@ -53,7 +57,7 @@ def calls(path: Path) -> Iterator[tuple[str, str]]:
         if not isinstance(node, ast.Call) or not node.args:
             continue
         name = ast.unparse(node.func).rpartition(".")[2]
-        if name in errors.__all__ or name == "warn":
+        if name in ERRORS or name == "warn":
             yield "warning" if name == "warn" else name, template(node.args[0], names)
 
 

@@ -36,7 +36,7 @@ MODULES = {
     "horovod.common.exceptions": "mpicoll.horovod.common.exceptions",
     "horovod.torch": "mpicoll.horovod.torch",
     "horovod.torch.elastic": "mpicoll.horovod.torch.elastic",
-    "horovod.torch.mpi_ops": "mpicoll.horovod.torch",
+    "horovod.torch.mpi_ops": "mpicoll.horovod.torch.mpi_ops",
     # For tests of process sets, which use nothing of TensorFlow's.
     "horovod.tensorflow": "mpicoll.horovod.torch",
 }

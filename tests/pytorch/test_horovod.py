@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from mpi4py import MPI
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mpicoll as dist
 import mpicoll.horovod.torch as hvd
-from mpicoll.horovod.torch import engine
+from mpicoll.horovod.torch import engine, kinds
 
 pytestmark = pytest.mark.up_to_3
 
@@ -188,6 +189,30 @@ def test_gradients():
     x = of(hvd.rank(), 3).requires_grad_()
     hvd.allreduce(x, op=hvd.Sum).backward(torch.ones(3))
     assert x.grad.tolist() == [hvd.size()] * 3
+
+
+def test_zeros_of_a_joined_rank_are_on_its_own_gpu():
+    """The thread that makes them has another current GPU than the program's."""
+    facts = {"kind": "allreduce", "shapes": [[2]], "dtypes": ["torch.float32"], "device": "cuda"}
+    with FakeTensorMode():
+        assert kinds.Call.stand_in(facts, 3).inputs[0].device == torch.device("cuda:3")
+    on_host = kinds.Call.stand_in(facts | {"device": "cpu"}, 3).inputs[0]
+    assert on_host.tolist() == [0, 0]
+
+
+def test_the_home_of_operations_in_horovod():
+    """``horovod.torch.mpi_ops`` has them, too."""
+    from mpicoll.horovod.torch import built, mpi_ops, operations
+
+    names = {*built.__all__, *operations.__all__, "Average", "Sum", "init", "rank", "size"}
+    assert {name for name in names if getattr(mpi_ops, name) is not getattr(hvd, name)} == set()
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e4m3fn"), reason="an older torch")
+def test_floats_of_8_bits_are_scaled():
+    ones = torch.ones(4).to(torch.float8_e4m3fn)
+    found = hvd.allreduce(ones, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+    assert found.float().tolist() == [hvd.size()] * 4
 
 
 def test_joined_ranks_count_as_zeros():

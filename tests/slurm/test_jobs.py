@@ -88,8 +88,9 @@ def test_torchrun_on_all_nodes(folder: Path) -> None:
 
 
 @needs_torch
-def test_ddp(folder: Path) -> None:
-    variables = {"LAUNCH": f"srun:{MPI}", "JOB": "train_digits_ddp"}
+@pytest.mark.parametrize("program", ["train_digits_ddp", "train_digits_horovod"])
+def test_a_training_with_torch(program: str, folder: Path) -> None:
+    variables = {"LAUNCH": f"srun:{MPI}", "JOB": program}
     ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
     assert ended.state == "COMPLETED", ended
     assert_one_world(ended.out)

@@ -111,6 +111,7 @@ class Engine:
         self._changed = threading.Condition()
         self._news = self._closing = self._abandons = False
         self._join: Request | None = None
+        self._gpu: int | None = None
         self._were_joined: set[int] = set()
         self._last_joined = -1
         self._thread: threading.Thread | None = None
@@ -147,8 +148,10 @@ class Engine:
             self._tell()
         return request
 
-    def join(self) -> int:
+    def join(self, gpu: int | None) -> int:
         """Take part in the other ranks' reductions, with zeros, until all ranks have joined.
+
+        gpu: where zeros are for CUDA tensors of the others; None without CUDA.
 
         Returns the rank that joined last.
         """
@@ -157,6 +160,7 @@ class Engine:
             self._check_alive("join")
             if self._join is not None:
                 raise HorovodInternalError("join: this rank has joined already")
+            self._gpu = gpu
             request = self._join = Request(Call("join", []), {})
             self._tell()
         request.wait()
@@ -269,7 +273,7 @@ class Engine:
     def _stand_in(self, known: list[Facts | None]) -> Request:
         """Return what a rank that has joined brings to the others' operation."""
         facts = next(each for each in known if each is not None)
-        return Request(Call.stand_in(facts), facts)
+        return Request(Call.stand_in(facts, self._gpu), facts)
 
     def _carry_out(self, ready: list[tuple[Request, list[Facts | None]]]) -> None:
         """Run operations in order; those that disagree fail. What can go together does."""

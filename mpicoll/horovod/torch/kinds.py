@@ -76,12 +76,11 @@ class Call:
         }
 
     @classmethod
-    def stand_in(cls, facts: Facts) -> Call:
-        """Return the part of a rank that has joined: zeros."""
+    def stand_in(cls, facts: Facts, gpu: int | None) -> Call:
+        """Return the part of a rank that has joined: zeros, of others' CUDA tensors on its GPU."""
+        device = torch.device(facts["device"], gpu if facts["device"] == "cuda" else None)
         inputs = [
-            torch.zeros(
-                shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=facts["device"]
-            )
+            torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
             for shape, dtype in zip(facts["shapes"], facts["dtypes"], strict=True)
         ]
         return cls(facts["kind"], inputs, inputs)
@@ -159,10 +158,10 @@ def _has_fractions(tensor: Tensor) -> bool:
 
 
 def scale(tensor: Tensor, factor: float) -> None:
-    """Multiply in place; integers as float64, rounded towards zero."""
+    """Multiply in place; integers and floats of 8 bits as float64, integers towards zero."""
     if factor == 1:
         return
-    if _has_fractions(tensor):
+    if tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1):
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double() * factor)

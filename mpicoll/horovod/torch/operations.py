@@ -98,11 +98,15 @@ def join(device: int = -1) -> int:
     Until then it takes part in sums and averages of the others, with zeros. Averages are of all
     ranks. Other operations fail while a rank has joined.
 
-    device: ignored.
+    device: the GPU for its zeros, where the others reduce CUDA tensors; -1: this thread's current.
 
     Returns the rank that joined last.
     """
-    return engine_of(global_process_set, "join").join()
+    engine = engine_of(global_process_set, "join")
+    gpu = None
+    if torch.cuda.is_available():  # the current one is a thread's, and the engine has its own
+        gpu = torch.cuda.current_device() if device < 0 else device
+    return engine.join(gpu)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -88,12 +88,19 @@ def test_torchrun_on_all_nodes(folder: Path) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("program", ["train_digits_ddp", "train_digits_horovod"])
-def test_a_training_with_torch(program: str, folder: Path) -> None:
-    variables = {"LAUNCH": f"srun:{MPI}", "JOB": program}
+def test_ddp(folder: Path) -> None:
+    variables = {"LAUNCH": f"srun:{MPI}", "JOB": "train_digits_ddp"}
     ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
     assert ended.state == "COMPLETED", ended
     assert_one_world(ended.out)
+
+
+@needs_torch
+def test_horovod(folder: Path) -> None:
+    variables = {"LAUNCH": f"srun:{MPI}", "JOB": "train_digits_horovod"}
+    ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
+    assert ended.state == "COMPLETED", ended
+    assert "on 4 ranks, Horovod's API" in ended.out
 
 
 def test_mpirun_where_srun_offers_pmix(folder: Path) -> None:

@@ -154,7 +154,13 @@ class World:
 
     def eventQuery(self, event):
         self._enter("eventQuery", unsafe=True)
-        return 600  # cudaErrorNotReady
+        return self.status
+
+    status = 600  # cudaErrorNotReady
+
+    def check_status(self, status):
+        if status:
+            raise self.CUDARuntimeError(status)
 
     def memcpyAsync(self, *what):
         self._enter("memcpyAsync")
@@ -404,3 +410,12 @@ def test_where_a_device_reaches_memory_of_the_host(world, cuda):
     assert not world.stack and world.created == {1}
     with pytest.raises(MpicollError, match=r"cuMemHostGetDevicePointer_v2: .* error 1"):
         cuda.reach(1, 0)
+
+
+def test_a_device_that_has_failed(world, cuda):
+    """Is no device that is at work for ever: whoever asks is told."""
+    context = DeviceContext(cuda, 1)
+    event = context.record()
+    world.status = 700  # cudaErrorIllegalAddress
+    with pytest.raises(world.CUDARuntimeError, match="700"):
+        cuda.is_done(event)

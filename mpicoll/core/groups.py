@@ -337,6 +337,8 @@ class ProcessGroup(Calls):
         self.closed = error
         self.plans = {}
         self.agree = None
+        if self.ask_devices is not None:
+            self.ask_devices = _ask_nobody  # what it asks has memory of devices
         self.forget()
         state.withdraw(self)
 
@@ -345,6 +347,10 @@ class ProcessGroup(Calls):
             f"<mpicoll.ProcessGroup {self.group_name!r}: rank {self._rank} of {self._size}, "
             f"global ranks {list(self.ranks)}>"
         )
+
+
+def _ask_nobody(wait: bool) -> None:
+    pass
 
 
 def _record_length() -> int:
@@ -445,8 +451,14 @@ class _State:
 state = _State()
 
 
+#: Of a forked child: the groups of its parent. What they have of devices is not the child's to give
+#: back.
+_of_the_parent: list[ProcessGroup] = []
+
+
 def _after_fork() -> None:
     state.forked = state.forked or bool(state.groups)
+    _of_the_parent.extend(state.groups)
     for one in state.groups:
         one.close(ForkedError)
     state.default = None

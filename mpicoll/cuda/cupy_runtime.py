@@ -31,6 +31,8 @@ __all__ = ["CupyRuntime"]
 
 #: cudaErrorMemoryAllocation.
 _OUT_OF_MEMORY = 2
+#: cudaErrorNotReady.
+_NOT_READY = 600
 
 
 class CupyRuntime:
@@ -175,7 +177,10 @@ class CupyRuntime:
         """Query the event."""
         assert isinstance(event, _Handle)
         with self.on(event.index):
-            return bool(self._api.eventQuery(event.number) == 0)
+            status = int(self._api.eventQuery(event.number))
+            if status not in (0, _NOT_READY):  # CuPy raises nothing here
+                self._api.check_status(status)
+        return status == 0
 
     def synchronize(self, event: Event) -> None:
         """Wait for the event; other threads run meanwhile."""

@@ -221,7 +221,7 @@ def test_memory_is_opened_once(shared, monkeypatch):
         assert (got(array) == sum(range(n))).all() and array.host.size == sent
     names = [name for name, *_ in seen]
     assert names.count("open") == (n - 1 if me == 0 else 0)
-    assert names.count("export_allocation") == 1
+    assert names.count("export_allocation") == (me > 0)
 
 
 def test_memory_that_is_freed_and_allocated_again(shared):

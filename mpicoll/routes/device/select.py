@@ -371,6 +371,8 @@ def _build(agreed: Agreed, kind: CallKind) -> list[Candidate]:
             load = None if route.load is None else route.load(kind, agreed)
             candidates.append(Candidate(found, route, load, least))
             anything = anything or not least
+            if route.on_demand:
+                break  # the program has asked for it
     candidates.sort(key=lambda candidate: -candidate.least)
     if candidates:
         return candidates

@@ -68,8 +68,8 @@ class Sharers(UserBuffers):
     # ---- Large calls -----------------------------------------------------------------------------
 
     def shows(self, kind: CallKind, side: int, extent: Extent, root: int) -> bool:
-        """Return True: the first rank works on all arrays."""
-        return True
+        """Return whether another rank works on this one's: the first works on all."""
+        return self.me != 0
 
     def steps_of(
         self, kind: CallKind, extent: Extent, root: int, sent: Any

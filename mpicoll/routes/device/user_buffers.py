@@ -221,8 +221,24 @@ class UserBuffers:
         DistBackendError, and all leave the call together. After the last meeting no rank depends on
         another.
         """
-        signature, number = signature_of(kind, extent, root)
         views: list[DeviceView | None] = [send, recv]
+        try:
+            self._carry_out(kind, views, extent, root)
+        except BaseException:
+            if self.group.broken is not None and self._shown:  # who reads may yet begin
+                _in_use.append([send, recv, *views])
+            raise
+        copied = views[RECV]
+        if recv is None or copied is None or copied is recv:
+            return
+        if writes(kind.primitive, self.group, root):
+            self.copy(recv.address, copied.address, recv.nbytes)
+
+    def _carry_out(
+        self, kind: CallKind, views: list[DeviceView | None], extent: Extent, root: int
+    ) -> None:
+        """Do so in the meetings, with copies in the place of views that cannot be exported."""
+        signature, number = signature_of(kind, extent, root)
         attempts = 2 * self.n  # each array may have to be copied
         for attempt in range(attempts + 1):
             failure = failure_of(partial(self._get_ready, kind, views, extent, root))
@@ -242,11 +258,6 @@ class UserBuffers:
                     break
             else:
                 break
-        copied = views[RECV]
-        if recv is None or copied is None or copied is recv:
-            return
-        if writes(kind.primitive, self.group, root):
-            self.copy(recv.address, copied.address, recv.nbytes)
 
     def _get_ready(
         self, kind: CallKind, views: list[DeviceView | None], extent: Extent, root: int
@@ -327,6 +338,8 @@ class UserBuffers:
                 split = len(job.sources)
                 placed.append(Placed(job, addresses[:split], addresses[split:]))
             self._wait_for({rank for rank, _ in starts if rank != self.me}, step)
+            if self.group.broken is not None:  # the others have left the call, with their arrays
+                raise self.group.failure()
             self.enqueue(kind, placed)
         finally:
             self._record(step + 1)
@@ -368,10 +381,11 @@ class UserBuffers:
         if found is None or found.buffer != buffer:
             if found is not None:
                 self._retire(found.memory)
+                found = None  # or it would stay open
             for other in self._overlapping(rank, base, nbytes):
                 self._retire(self._opened.pop(other).memory)
             try:
-                memory = self.context.runtime.open(self.context.index, words[_HANDLE:].tobytes())
+                memory = self._map(words[_HANDLE:].tobytes())
             except Exception as error:  # whatever the driver says
                 name = self._name(int(self._own[KIND]))
                 raise _CannotOpenError(name, rank, buffer, error) from error
@@ -380,6 +394,20 @@ class UserBuffers:
             self._retire(old.memory)
         opened: int = found.memory.address + address - base
         return opened
+
+    def _map(self, handle: bytes) -> Memory:
+        """Open memory. Where it has taken the place of other memory that is still mapped here, CUDA
+        refuses it (cudaErrorAlreadyMapped): then it is opened once the stream is done with that.
+        """
+        context = self.context
+        try:
+            return context.runtime.open(context.index, handle)
+        except Exception:  # whatever the driver says
+            if not self._retired:
+                raise
+        context.synchronize(context.work)
+        self._retired.clear()
+        return context.runtime.open(context.index, handle)
 
     def _overlapping(self, rank: int, base: int, nbytes: int) -> list[tuple[int, int]]:
         """Return what is kept of a rank's memory that cannot be there any more."""
@@ -453,8 +481,9 @@ class UserBuffers:
         self._events, self._words = [], None
 
 
-#: What other ranks may still use.
+#: What other ranks may still use: of groups that have ended, and arrays of calls that were left.
 _left_behind: list[UserBuffers] = []
+_in_use: list[list[DeviceView | None]] = []
 
 
 def share_pages(group: ProcessGroup, nbytes: int) -> Any:

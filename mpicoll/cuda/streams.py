@@ -111,6 +111,12 @@ class DeviceContext:
         self._taken += 1
         return self._blocks[place]
 
+    def scratch_anew(self, nbytes: int) -> Memory:
+        """Return other memory in place of what ``scratch`` has returned last, which goes."""
+        self._taken -= 1
+        self._blocks[self._taken] = _NOTHING
+        return self.scratch(nbytes)
+
     def mark(self) -> int:
         """Return a mark for ``release``."""
         return self._taken
@@ -272,7 +278,13 @@ class Point:
         """Return the point up to which the calling thread's current streams are filled now."""
         streams = self.current_streams()
         events = [self._runtime.record(self.index, stream or LEGACY) for stream in streams]
-        return Point(self._runtime, self.index, self._named, self._libraries, events)
+        point = Point(self._runtime, self.index, self._named, self._libraries, events)
+        point.find_failure = self.find_failure  # what comes after has nothing right to work on
+        return point
+
+    def settle(self) -> None:
+        """Note that the results are there."""
+        self.find_failure = _find_none
 
     @contextmanager
     def after(self, stream: int) -> Iterator[None]:

@@ -43,6 +43,7 @@ def devices(library: str) -> Iterator[Any]:
         yield made
     # Where no device can write late any more, what was kept for that can go.
     user_buffers._left_behind.clear()
+    user_buffers._in_use.clear()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import time
 import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +22,10 @@ from test_shared_gpu import again_at, watched
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
+from mpicoll.cuda.runtime import HANDLE
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import copy_engine, ipc, peer, user_buffers
+from mpicoll.routes.device import copy_engine, ipc, peer, user_buffers, workspaces
 
 pytestmark = pytest.mark.on_3
 
@@ -381,6 +385,110 @@ def test_memory_that_is_freed_and_allocated_again(copying):
         copying.gathered()
 
 
+def refuses_what_is_mapped_already(monkeypatch, cuda):
+    """From now on memory is refused while other memory of its process is mapped at its address."""
+    export, opens, mapped = cuda.export, cuda.open, []
+
+    def at_its_address(index, memory):
+        words = export(index, memory).rstrip(b"\0") + f" {memory.address}".encode()
+        return words.ljust(HANDLE, b"\0")
+
+    def refuses(index, handle):
+        *words, base = handle.rstrip(b"\0").split()
+        process, file, size, _ = map(int, words)
+        begin, which = int(base), Path(f"/proc/{process}/fd/{file}").stat().st_ino
+        mapped[:] = [one for one in mapped if one[0]() is not None]
+        for _, whose, other, start, end in mapped:
+            if whose == process and other != which and begin < end and start < begin + size:
+                raise RuntimeError("cudaErrorAlreadyMapped")
+        memory = opens(index, b" ".join(words).ljust(HANDLE, b"\0"))
+        mapped.append((weakref.ref(memory._owner), process, which, begin, begin + size))
+        return memory
+
+    monkeypatch.setattr(cuda, "export", at_its_address)
+    monkeypatch.setattr(cuda, "open", refuses)
+
+
+@pytest.mark.parametrize("who", ["the same group", "another group", "a new group"])
+def test_memory_at_an_address_that_is_still_mapped(copying, monkeypatch, who):
+    """By the group itself, or by another one of the process, which makes no call meanwhile: that is
+    closed, and nothing refused. Users' memory, and that of a new group.
+    """
+    me, n, cuda, whole = copying.me, copying.n, copying.cuda, workspaces.BLOCK
+    refuses_what_is_mapped_already(monkeypatch, cuda)
+    other = dist.new_group()
+    copying.gathered(LARGE, other)
+    given = copying.array(numbers(whole // 4, me))
+    output = copying.array(np.zeros((n, whole // 4), "f4"))
+    groups = {"another group": [other, None]}.get(who, [None])
+    for turn in range(4):
+        dist.all_gather_single(output, given, group=groups[turn % len(groups)])
+        assert (got(output) == [numbers(whole // 4, rank) + turn for rank in range(n)]).all()
+        again_at(copying.arrays, given.memory)
+        given.host[...] = numbers(whole // 4, me) + turn + 1
+        given.upload()
+    made = [other.resources.find("devices").copy_engine, copying.part]
+    if who == "a new group":
+        allocate, again = cuda.allocate, [given.memory]
+
+        def there(index, nbytes):
+            return again.pop() if again and nbytes <= whole else allocate(index, nbytes)
+
+        monkeypatch.setattr(cuda, "allocate", there)
+        group = dist.new_group()
+        copying.gathered(LARGE, group)
+        assert not again
+        agreed = group.resources.find("devices")
+        assert not agreed.lost
+        made.append(agreed.copy_engine)
+    assert not any(part._refused for part in made)
+
+
+def test_what_another_thread_uses_stays_open(copying):
+    """A group that is in a call there closes nothing."""
+    part = copying.part
+    copying.gathered()
+    kept = len(part._opened)
+    with part._lock, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(part.close_unused).result() is False
+    assert len(part._opened) == kept > 0
+    assert part.close_unused() and not part._opened
+    copying.gathered()
+
+
+def noted(works, into):
+    """The function, whose results are noted."""
+
+    def makes(*how):
+        made = works(*how)
+        into.add(made)
+        return made
+
+    return makes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_events_of_others_are_closed_first(copying, monkeypatch, fails):
+    """No rank destroys an event that another one has opened: at a group's end, and where the ranks
+    cannot map each other's memory.
+    """
+    group, opened, made, seen = dist.new_group(), weakref.WeakSet(), weakref.WeakSet(), []
+    for name, into in (("open_event", opened), ("create_shared_event", made)):
+        monkeypatch.setattr(copying.cuda, name, noted(getattr(copying.cuda, name), into))
+    all_come = user_buffers.all_come
+    if fails and copying.me == 0:
+        monkeypatch.setattr(user_buffers, "open_memory", lambda *how: 1 / 0)
+    monkeypatch.setattr(
+        user_buffers, "all_come",
+        lambda *how: seen.append((len(opened), len(made))) or all_come(*how),
+    )  # fmt: skip
+    with warnings.catch_warnings(action="ignore"):
+        copying.gathered(LARGE, group)
+    assert len(made) == (0 if fails else 3) and len(opened) == len(made) * (copying.n - 1)
+    dist.destroy_process_group(group)
+    assert seen == [(0, 3)] and not made
+
+
 def test_what_is_open_has_a_bound(copying, monkeypatch):
     monkeypatch.setattr(user_buffers, "OPEN", 4)
     me, n, part = copying.me, copying.n, copying.part
@@ -440,9 +548,65 @@ def test_memory_that_cannot_be_opened(copying, mpi, monkeypatch, name):
         assert len(part._refused) == (turn if name != "broadcast" or n > 2 or me == 1 else 0)
     bad.add("all")
     with pytest.raises(DistBackendError, match=r"cannot map rank \d's|another rank failed"):
-        call(3 * LARGE)  # more than what has been copied and is open
+        call(workspaces.BLOCK // 4)  # more than what has been copied and is open
     monkeypatch.setattr(copying.cuda, "open", opens)
     call()
+
+
+def test_scratch_that_cannot_be_opened(copying, mpi, monkeypatch):
+    """It is replaced, in this call and in the next."""
+    part, opens, bad = copying.part, copying.cuda.open, set()
+
+    def refuses(index, handle):
+        if handle in bad:
+            raise RuntimeError("this one cannot be opened")
+        return opens(index, handle)
+
+    monkeypatch.setattr(copying.cuda, "open", refuses)
+    for turn in range(3):
+        part.context.begin()
+        memory, (_, handle) = part._scratch(LARGE)  # what the call takes
+        bad.update(mpi.allgather(handle))
+        assert memory.nbytes % workspaces.BLOCK == 0
+        copying.gathered(kind="pool")
+        assert len(part._refused) == turn + 1
+    copying.gathered()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_memory_that_is_not_exported_after_all(copying, monkeypatch, who):
+    """Though the driver says that it can be: it is copied, from then on."""
+    exports, refused = copying.cuda.export_allocation, []
+    given = copying.array(numbers(LARGE, copying.me))
+    output = copying.array(np.zeros((copying.n, LARGE), np.float32))
+
+    def refuses(index, found):
+        if copying.me == who and found.base == given.memory.address:
+            refused.append(found)
+            raise RuntimeError("no handle of this one")
+        return exports(index, found)
+
+    monkeypatch.setattr(copying.cuda, "export_allocation", refuses)
+    copies = watched(monkeypatch, copying.cuda, "copy")
+    for _ in range(3):
+        copies.clear()
+        dist.all_gather_single(output, given)
+        assert len(copies) == copying.n + (copying.me == who)
+        assert (got(output) == [numbers(LARGE, rank) for rank in range(copying.n)]).all()
+    assert len(refused) == (copying.me == who)
+
+
+def test_scratch_is_of_whole_blocks(copying):
+    """Also where another use has taken a piece of another size."""
+    part = copying.part
+    part.context.begin()
+    part.context.scratch(workspaces.BLOCK + 100)
+    part.context.begin()
+    memory, _ = part._scratch(100)
+    assert memory.nbytes == 2 * workspaces.BLOCK
+    part.context.begin()
+    assert part.context.scratch(workspaces.BLOCK + 100) is memory
+    copying.gathered()
 
 
 def test_arrays_on_another_device(copying):
@@ -488,10 +652,11 @@ def test_a_rank_that_fails(copying, mpi, monkeypatch, what, who, name):
     except (RuntimeError, DistBackendError) as caught:
         error = caught
     monkeypatch.setattr(copying.cuda, what, works)
-    if what not in ("wait", "open"):  # after the last meeting no rank depends on another; retried
+    copied = what in ("open", "export_allocation")  # memory that cannot be had is copied
+    if what != "wait" and not copied:  # after the last meeting no rank depends on another
         assert len(set(mpi.allgather(error is not None))) == 1
     if me == who:
-        assert what == "open" or (error is not None) == bool(failed)
+        assert (error is not None) == (bool(failed) and not copied)
         assert error is None or "cannot be done" in str(error)
     else:
         assert error is None or "another rank failed" in str(error)

@@ -32,6 +32,8 @@ memory of the group's that can, and back if it is an output; that is its own ran
 from __future__ import annotations
 
 import mmap
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -52,11 +54,12 @@ from mpicoll.core.signature import (
     with_root,
 )
 from mpicoll.cuda.runtime import HANDLE, Allocation, Event, Memory
-from mpicoll.cuda.streams import DeviceContext
+from mpicoll.cuda.streams import DeviceContext, look_until
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Placed
-from mpicoll.routes.device.workspaces import all_come
+from mpicoll.routes.device.mappings import keep_in_mind, open_memory
+from mpicoll.routes.device.workspaces import BLOCK, TOGETHER, all_come
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.transfers import misfit
 from mpicoll.watch.consistency import describe_by_rank
@@ -81,6 +84,8 @@ _SIZES = _HEAD + 2 * _SIDE
 _ABLE, _REFUSED, _FAILED = range(3)
 #: What the ranks compare to meet in the host's memory.
 _MEETING = encode_task("a meeting of ranks that map each other's arrays")
+#: Seconds to wait for a stream that may use memory which is in the way of other memory.
+_A_MOMENT = 1.0
 
 
 class _Opened(NamedTuple):
@@ -127,6 +132,9 @@ class UserBuffers:
         self._refused: set[int] = set()  # buffers of this rank that cannot be opened
         self._opened: dict[tuple[int, int], _Opened] = {}  # by rank and base, the latest used last
         self._retired: deque[tuple[Event, Memory]] = deque()
+        self._lock = threading.RLock()  # held in a call that opens memory
+        self._in_call = False
+        keep_in_mind(self)
 
     # ---- What routes say -------------------------------------------------------------------------
 
@@ -222,12 +230,16 @@ class UserBuffers:
         another.
         """
         views: list[DeviceView | None] = [send, recv]
-        try:
-            self._carry_out(kind, views, extent, root)
-        except BaseException:
-            if self.group.broken is not None and self._shown:  # who reads may yet begin
-                _in_use.append([send, recv, *views])
-            raise
+        with self._lock:
+            self._in_call = True
+            try:
+                self._carry_out(kind, views, extent, root)
+            except BaseException:
+                if self.group.broken is not None and self._shown:  # who reads may yet begin
+                    _in_use.append([send, recv, *views])
+                raise
+            finally:
+                self._in_call = False
         copied = views[RECV]
         if recv is None or copied is None or copied is recv:
             return
@@ -263,24 +275,20 @@ class UserBuffers:
         self, kind: CallKind, views: list[DeviceView | None], extent: Extent, root: int
     ) -> None:
         """Say where this rank's arrays are, or copies of them, and let them be ready."""
-        context, primitive = self.context, kind.primitive
+        primitive = kind.primitive
         self._shown = False
         for side, view in enumerate(views):
             words = self._own[_HEAD + side * _SIDE :][:_SIDE]
             words[ADDRESS] = 0
             if view is None or not view.nbytes or not self.shows(kind, side, extent, root):
                 continue
-            found = self._find(view.address)
-            if found is None:
+            exported = self._export(view.address)
+            if exported is None:
                 in_place = side == RECV and not primitive.input
                 filled = side == SEND or (in_place and reads(primitive, self.group, root))
-                views[side] = view = self._copied(view, filled)
-                found = self._find(view.address)
-                assert found is not None, "what the runtime allocates can be exported"
-            handle = self._handles.get(found)
-            if handle is None:
-                handle = context.runtime.export_allocation(context.index, found)
-                _keep(self._handles, found, handle, OPEN)
+                view, exported = self._copied(view, filled)
+                views[side] = view
+            found, handle = exported
             words[:_HANDLE] = (*found, view.address)
             words[_HANDLE:].view(np.uint8)[:] = np.frombuffer(handle, np.uint8)
             self._shown = True
@@ -292,19 +300,53 @@ class UserBuffers:
         if self._shown and self.readers != [self.me]:
             self._record(0)
 
-    def _find(self, address: int) -> Allocation | None:
-        """Return the allocation of an array if the readers can open it."""
+    def _export(self, address: int) -> tuple[Allocation, bytes] | None:
+        """Return the allocation of an array, and its handle; None if it has none that the readers
+        can open.
+        """
         found = self.context.runtime.find_allocation(address)
-        return None if found is None or found.buffer in self._refused else found
+        if found is None or found.buffer in self._refused:
+            return None
+        try:
+            return found, self._handle_of(found)
+        except Exception:  # whatever the driver says, who has said that it would
+            self._refused.add(found.buffer)
+            return None
 
-    def _copied(self, view: DeviceView, filled: bool) -> DeviceView:
-        """Return memory like that of an array, at the same address modulo a piece."""
-        memory = self.context.scratch(view.nbytes + PIECE)
+    def _handle_of(self, found: Allocation) -> bytes:
+        handle, context = self._handles.get(found), self.context
+        if handle is None:
+            handle = context.runtime.export_allocation(context.index, found)
+            _keep(self._handles, found, handle, OPEN)
+        return handle
+
+    def _scratch(self, nbytes: int) -> tuple[Memory, tuple[Allocation, bytes]]:
+        """Return scratch for the rest of the call that the readers can open, with its handle: whole
+        blocks, of which no memory of the program is a part.
+        """
+        context = self.context
+        memory = context.scratch(_in_blocks(nbytes))
+        exported = self._export(memory.address)
+        if exported is None or memory.nbytes % BLOCK:  # others have refused it, or it is not whole
+            memory = context.scratch_anew(_in_blocks(max(nbytes, memory.nbytes)))
+            found = context.runtime.find_allocation(memory.address)
+            if found is None:
+                raise DistBackendError("the driver does not know the memory that it has allocated")
+            exported = found, self._handle_of(found)
+        return memory, exported
+
+    def _copied(
+        self, view: DeviceView, filled: bool
+    ) -> tuple[DeviceView, tuple[Allocation, bytes]]:
+        """Return memory like that of an array, at the same address modulo a piece; and what
+        ``_export`` does of it.
+        """
+        memory, exported = self._scratch(view.nbytes + PIECE)
         address = memory.address + (view.address - memory.address) % PIECE
         made = DeviceView(memory, view.dtype, view.device, address, (view.count,), None, 0)
         if filled:
             self.copy(address, view.address, view.nbytes)
-        return made
+        return made, exported
 
     def _compare_sizes(self, kind: CallKind) -> None:
         """Raise MismatchError, on all ranks, if blocks whose sizes only two ranks know differ."""
@@ -385,7 +427,7 @@ class UserBuffers:
             for other in self._overlapping(rank, base, nbytes):
                 self._retire(self._opened.pop(other).memory)
             try:
-                memory = self._map(words[_HANDLE:].tobytes())
+                memory = open_memory(self.context, words[_HANDLE:].tobytes())
             except Exception as error:  # whatever the driver says
                 name = self._name(int(self._own[KIND]))
                 raise _CannotOpenError(name, rank, buffer, error) from error
@@ -394,20 +436,6 @@ class UserBuffers:
             self._retire(old.memory)
         opened: int = found.memory.address + address - base
         return opened
-
-    def _map(self, handle: bytes) -> Memory:
-        """Open memory. Where it has taken the place of other memory that is still mapped here, CUDA
-        refuses it (cudaErrorAlreadyMapped): then it is opened once the stream is done with that.
-        """
-        context = self.context
-        try:
-            return context.runtime.open(context.index, handle)
-        except Exception:  # whatever the driver says
-            if not self._retired:
-                raise
-        context.synchronize(context.work)
-        self._retired.clear()
-        return context.runtime.open(context.index, handle)
 
     def _overlapping(self, rank: int, base: int, nbytes: int) -> list[tuple[int, int]]:
         """Return what is kept of a rank's memory that cannot be there any more."""
@@ -421,9 +449,28 @@ class UserBuffers:
         """Close memory when the stream has done what it holds now."""
         self._retired.append((self.context.record(), memory))
 
-    def _close_retired(self) -> None:
-        while self._retired and self.context.runtime.is_done(self._retired[0][0]):
+    def _close_retired(self, moment: float = 0.0) -> None:
+        """Close what the stream is done with, by a moment (monotonic)."""
+        while self._retired and look_until(
+            partial(self.context.runtime.is_done, self._retired[0][0]), moment
+        ):
             self._retired.popleft()
+
+    def close_unused(self) -> bool:
+        """Close what no call uses, unless another thread is in one; return whether there was any.
+
+        In this thread's call that is what is retired.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            while self._opened and not self._in_call:
+                self._retire(self._opened.popitem()[1].memory)
+            before = len(self._retired)
+            self._close_retired(time.monotonic() + _A_MOMENT)
+            return len(self._retired) < before
+        finally:
+            self._lock.release()
 
     # ---- Beginning and end -----------------------------------------------------------------------
 
@@ -440,9 +487,7 @@ class UserBuffers:
             for events in self._events:
                 events[me] = runtime.create_shared_event(index)
                 exported.append(runtime.export_event(events[me]))
-            found = runtime.find_allocation(self.context.scratch(PIECE).address)
-            assert found is not None, "the runtime's memory has no buffer id"
-            memory = runtime.export_allocation(index, found)
+            _, (_, memory) = self._scratch(PIECE)
         except Exception as error:  # whatever the driver says: all ranks take another route then
             problem = f"cannot export events and memory (CUDA IPC): {error}"
         said: list[tuple[str, list[bytes], bytes]]
@@ -455,13 +500,12 @@ class UserBuffers:
                     for events, handle in zip(self._events, handles, strict=True):
                         events[rank] = runtime.open_event(index, handle)
                     if reads:
-                        runtime.open(index, memory)
+                        open_memory(self.context, memory)
             except Exception as error:
                 problem = f"cannot map another rank's events and device memory (CUDA IPC): {error}"
             why = _first_problem(self.group.inner.allgather(problem))
         if why:
-            self._events = []
-            self.group.inner.Barrier()  # no rank has anything open any more
+            self._let_go_of_events(TOGETHER)
             return why
         segment = share_pages(self.group, 2 * self._own.nbytes)
         if segment is not None:
@@ -469,21 +513,32 @@ class UserBuffers:
         return ""
 
     def close(self, limit: float) -> None:
-        """Close what is open, and let go of the events once no rank waits for them any more, or
-        never, if that takes longer than ``limit`` seconds. All ranks call.
+        """Close what is open, and let go of the events, or never, if the others do not do so within
+        ``limit`` seconds. All ranks call.
         """
         self.context.synchronize(self.context.work)
-        self._opened.clear()
-        self._retired.clear()
-        if not all_come(self.group, limit):
+        with self._lock:
+            self._opened.clear()
+            self._retired.clear()
+        self._let_go_of_events(limit)
+
+    def _let_go_of_events(self, limit: float) -> None:
+        """Destroy the others' events, and this rank's once no other rank has them any more."""
+        for events in self._events:
+            events[:] = [one if rank == self.me else None for rank, one in enumerate(events)]
+        if all_come(self.group, limit):
+            self._events, self._words = [], None
+        else:
             _left_behind.append(self)
-            return
-        self._events, self._words = [], None
 
 
 #: What other ranks may still use: of groups that have ended, and arrays of calls that were left.
 _left_behind: list[UserBuffers] = []
 _in_use: list[list[DeviceView | None]] = []
+
+
+def _in_blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 def share_pages(group: ProcessGroup, nbytes: int) -> Any:

@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
+from mpicoll.routes.device.mappings import open_memory
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["BLOCK", "Workspaces", "all_come", "first_problem", "map_each_other", "mapped"]
+__all__ = [
+    "BLOCK",
+    "TOGETHER",
+    "Workspaces",
+    "all_come",
+    "first_problem",
+    "map_each_other",
+    "mapped",
+]
 
 T = TypeVar("T")
 
@@ -22,7 +31,7 @@ BLOCK = 2 * 1024 * 1024
 #: Workspaces that other ranks may map: freeing such memory would pull it away under them.
 mapped: list[Memory] = []
 #: Seconds to wait for the others to let go of what was mapped in vain: all have just met.
-_TOGETHER = 60.0
+TOGETHER = 60.0
 #: The tag of the messages by which ranks meet: above those of routes, below those of new groups.
 _TAG = (1 << 14) - 1
 
@@ -40,7 +49,7 @@ class Workspaces(Generic[T]):
         self._group, self._own = group, own
         self.all, self.said = everybody, said
 
-    def close(self, limit: float = _TOGETHER) -> None:
+    def close(self, limit: float = TOGETHER) -> None:
         """Let go of the others' workspaces; all ranks call. This rank's is freed once no other rank
         maps it any more, or never, if that takes longer than ``limit`` seconds.
         """
@@ -75,7 +84,7 @@ def map_each_other(
     if own is not None and not why:
         try:
             everybody += (
-                own if rank == me else runtime.open(index, theirs)
+                own if rank == me else open_memory(context, theirs)
                 for rank, (theirs, *_) in enumerate(said)
             )
         except Exception as error:
@@ -85,9 +94,9 @@ def map_each_other(
             return Workspaces(group, own, everybody, [words for _, words, _ in said])
     everybody.clear()
     if own is None:
-        all_come(group, _TOGETHER)  # the others wait until nothing is mapped any more
+        all_come(group, TOGETHER)  # the others wait until nothing is mapped any more
     else:
-        _free_when_unmapped(group, own, _TOGETHER)
+        _free_when_unmapped(group, own, TOGETHER)
     return why
 
 

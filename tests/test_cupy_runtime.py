@@ -166,6 +166,20 @@ class World:
         self._enter("memcpyAsync")
 
     memcpyDefault = 4
+    registered = None
+
+    def hostRegister(self, *what):
+        self._enter("hostRegister", unsafe=True)
+        self.registered = what
+
+    def hostUnregister(self, address):
+        self._enter("hostUnregister")
+        assert self.registered[0] == address
+        self.registered = None
+
+    def deviceSynchronize(self):
+        self._enter("deviceSynchronize", unsafe=True)
+        self.waited = [*self.stack]
 
     def getDeviceCount(self):
         return 2
@@ -419,3 +433,18 @@ def test_a_device_that_has_failed(world, cuda):
     world.status = 700  # cudaErrorIllegalAddress
     with pytest.raises(world.CUDARuntimeError, match="700"):
         cuda.is_done(event)
+
+
+def test_memory_of_the_host_that_kernels_reach(world, cuda):
+    """It is pinned for all devices, and mapped on them."""
+    portable, mapped = 1, 2
+    kept = cuda.register(1, 1 << 20, 4096)
+    assert world.registered == (1 << 20, 4096, portable | mapped)
+    del kept
+    assert world.registered is None
+
+
+def test_a_device_is_waited_for(world, cuda):
+    """The one that is asked for, and no other gets a context."""
+    on_a_thread(lambda: cuda.synchronize_device(1))
+    assert world.waited == [101] and world.created == {1}

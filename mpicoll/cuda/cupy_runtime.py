@@ -33,6 +33,8 @@ __all__ = ["CupyRuntime"]
 _OUT_OF_MEMORY = 2
 #: cudaErrorNotReady.
 _NOT_READY = 600
+#: cudaHostRegisterPortable, cudaHostRegisterMapped.
+_PORTABLE, _MAPPED = 1, 2
 
 
 class CupyRuntime:
@@ -174,7 +176,11 @@ class CupyRuntime:
             self._api.streamWaitEvent(stream, event.number)
 
     def is_done(self, event: Event) -> bool:
-        """Query the event."""
+        """Query the event.
+
+        "Not ready" stays the thread's last error in the library that CuPy calls, which its wheels
+        for CUDA have to themselves; CuPy resets it only where it raises, which takes microseconds.
+        """
         assert isinstance(event, _Handle)
         with self.on(event.index):
             status = int(self._api.eventQuery(event.number))
@@ -187,6 +193,11 @@ class CupyRuntime:
         assert isinstance(event, _Handle)
         with self.on(event.index):
             self._api.eventSynchronize(event.number)
+
+    def synchronize_device(self, index: int) -> None:
+        """Call cudaDeviceSynchronize; other threads run meanwhile."""
+        with self.on(index):
+            self._api.deviceSynchronize()
 
     def allocate(self, index: int, nbytes: int) -> Memory:
         """Allocate by cudaMalloc."""
@@ -354,9 +365,9 @@ class CupyRuntime:
             self._api.eventRecord(event.number, stream)
 
     def register(self, index: int, address: int, nbytes: int) -> _Handle:
-        """Pin memory by cudaHostRegister, for all devices (cudaHostRegisterPortable)."""
+        """Pin memory by cudaHostRegister, for all devices, which reach it as well."""
         with self.on(index):
-            self._api.hostRegister(address, nbytes, 1)
+            self._api.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
         return _Handle(self, index, address, self._api.hostUnregister)
 
     def reach(self, index: int, address: int) -> int:
@@ -385,14 +396,12 @@ class CupyRuntime:
             from cupy.cuda import nccl
         return bool(nccl.available)
 
-    def nccl_unique_id(self) -> tuple[int, ...]:
+    def nccl_unique_id(self) -> bytes:
         """Call ncclGetUniqueId."""
-        identity: tuple[int, ...] = self._cupy.cuda.nccl.get_unique_id()
+        identity: bytes = self._cupy.cuda.nccl.get_unique_id()
         return identity
 
-    def create_nccl(
-        self, index: int, n: int, identity: tuple[int, ...], rank: int
-    ) -> NcclCommunicator:
+    def create_nccl(self, index: int, n: int, identity: bytes, rank: int) -> NcclCommunicator:
         """Call ncclCommInitRank."""
         with self.on(index):
             comm: NcclCommunicator = self._cupy.cuda.nccl.NcclCommunicator(n, identity, rank)

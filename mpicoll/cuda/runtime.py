@@ -1,7 +1,7 @@
 """CUDA as the rest of mpicoll sees it: devices, their streams, events and memory.
 
 All other code asks a `Runtime` and knows nothing of CUDA. Addresses and streams are plain numbers,
-as array libraries give them. Nothing here waits for a whole device.
+as array libraries give them. ``synchronize_device`` alone waits for a whole device.
 """
 
 from __future__ import annotations
@@ -210,6 +210,9 @@ class Runtime(Protocol):
     def synchronize(self, event: Event) -> None:
         """Wait on the host for an event."""
 
+    def synchronize_device(self, index: int) -> None:
+        """Wait on the host for all that a device holds so far, in any stream of this process."""
+
     def allocate(self, index: int, nbytes: int) -> Memory:
         """Allocate device memory of the kind that can be exported and that every MPI takes.
 
@@ -321,12 +324,10 @@ class Runtime(Protocol):
     def has_nccl(self) -> bool:
         """Return whether NCCL is available."""
 
-    def nccl_unique_id(self) -> tuple[int, ...]:
+    def nccl_unique_id(self) -> bytes:
         """Return what the ranks of a new NCCL communicator share."""
 
-    def create_nccl(
-        self, index: int, n: int, identity: tuple[int, ...], rank: int
-    ) -> NcclCommunicator:
+    def create_nccl(self, index: int, n: int, identity: bytes, rank: int) -> NcclCommunicator:
         """Create an NCCL communicator; all of its n ranks call."""
 
     def nccl_group(self) -> AbstractContextManager[None]:

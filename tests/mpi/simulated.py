@@ -277,6 +277,11 @@ class Simulated:
     def synchronize(self, event: Event) -> None:
         self._run(event.stream, event.place)
 
+    def synchronize_device(self, index: int) -> None:
+        for (where, _), stream in list(self.streams.items()):
+            if where == index:
+                self._run(stream, stream.end)
+
     def free_cached(self, index: int) -> None:
         self.cached = 0
 

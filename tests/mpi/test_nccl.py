@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import by_name
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import nccl
+from mpicoll.routes.device import copy_engine, nccl
 from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.any_mpi
@@ -38,6 +41,8 @@ KINDS = [
     "float64",
     "bfloat16",
 ]
+#: ncclUniqueId, as CuPy gives it: bytes since version 14.
+IDENTITY = bytes(range(128))
 #: ncclRedOp_t.
 OPS = ["SUM", "PRODUCT", "MAX", "MIN", "AVG"]
 
@@ -66,10 +71,10 @@ class WithNccl(Simulated):
         return True
 
     def nccl_unique_id(self):
-        return (1, 2, 3)
+        return IDENTITY
 
     def create_nccl(self, index, n, identity, rank):
-        assert identity == (1, 2, 3)
+        assert identity == IDENTITY
         # NCCL finds its ranks by the identity; here they are all there are.
         return Communicator(self, index, MPI.COMM_WORLD.Split(0, rank))
 
@@ -247,6 +252,33 @@ def test_average_of_floats(arrays, cuda, world):
         call.start()
         call.made[0].download()
         assert (call.made[0].host == (world.size - 1) / 2).all() and cuda.asked > before
+
+
+def test_it_comes_first_for_calls_of_any_size(arrays, cuda, world):
+    """Also where another route takes the large ones."""
+    for count in (1000, copy_engine.LEAST // 4):
+        given = uploaded(arrays, np.full(count, world.me, np.float32))
+        output = uploaded(arrays, np.zeros((world.size, count), np.float32))
+        before = cuda.asked
+        dist.all_gather_single(output, given)
+        assert (got(output) == np.arange(world.size)[:, None]).all()
+        assert cuda.asked > before, "another route was taken"
+
+
+def test_a_forked_child_destroys_nothing(arrays, world):
+    """The communicator is its parent's."""
+    group = dist.new_group()
+    array = uploaded(arrays, np.full(9, 1, np.int32))
+    dist.all_reduce(array, group=group)
+    assert (got(array) == world.size).all()
+    comm, group = weakref.ref(group.resources.find("devices").nccl.comm), weakref.ref(group)
+    child = os.fork()
+    if not child:
+        gc.collect()
+        os._exit(int(comm() is None))
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    dist.destroy_process_group(group())
 
 
 def test_what_nccl_does_not_compute_takes_another_route(arrays, cuda, world):

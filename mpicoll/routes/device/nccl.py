@@ -177,7 +177,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | str:
         return f"rank {everybody.index(b'')} has no NCCL"
     if len(set(everybody)) < len(everybody):
         return "two ranks share a GPU"
-    identity: tuple[int, ...] | str = ""
+    identity: bytes | str = ""
     if group.rank() == 0:
         try:
             identity = runtime.nccl_unique_id()

@@ -106,6 +106,7 @@ class Peers:
         self._board, self._pinned = board, pinned
         self._failure = board[0, :8].view(np.uint64)
         self._calls: dict[int, tuple[int, int]] = {}  # by digest
+        self._captured = False  # calls are in graphs, which run in streams that only users know
         self.limit = group.timeout
         blocks = min(workspaces.said)
         self._peers = peers.Peers(
@@ -135,6 +136,7 @@ class Peers:
             )
         context.runtime.load_collective(context.index, call)
         context.runtime.collective(context.index, self._peers, call, context.work)
+        self._captured = self._captured or context.captured
 
     # ---- Kernels that end without a result -------------------------------------------------------
 
@@ -152,7 +154,7 @@ class Peers:
         whole, ranks = self.group.whole or self.group, self.group.ranks
         if wait:
             try:
-                self.context.synchronize(self.context.work)
+                self._synchronize()
             except Exception as error:
                 return DistBackendError(
                     f"rank {ranks[self.me]} of group {whole.group_name}: the device has failed: "
@@ -175,6 +177,14 @@ class Peers:
             f"{name}: {words}. What that and later calls gave is incomplete on any rank; destroy "
             "the group, and make another"
         )
+
+    def _synchronize(self) -> None:
+        """Wait until this rank's kernels are done; those of graphs are in any of its streams."""
+        context = self.context
+        if self._captured:
+            context.runtime.synchronize_device(context.index)
+        else:
+            context.synchronize(context.work)
 
     def end_kernels(self, why: int, words: str) -> None:
         """End the kernels of all ranks, those that wait now and all later ones, unless that has
@@ -237,7 +247,7 @@ class Peers:
 
     def close(self, limit: float) -> None:
         """Let go of the workspaces, waiting for others for so many seconds; all ranks call."""
-        self.context.synchronize(self.context.work)
+        self._synchronize()
         self._workspaces.close(limit)
 
 

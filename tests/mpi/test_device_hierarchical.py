@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
 import warnings
 from dataclasses import replace
@@ -417,6 +418,21 @@ def test_a_rank_that_fails(placed, mpi, monkeypatch, what, who):
         assert what == "find_allocation" and error is None
     for count in (10, 3000):
         placed.total(count)
+
+
+def test_devices_are_asked_before_the_ranks_meet(placed, monkeypatch):
+    """And not behind that: no rank alone leaves out a step for which others wait."""
+    levels, here, met = placed.agreed.hierarchical, threading.get_ident(), []
+    compare = levels.compare
+
+    def find_failure(wait=False):
+        behind = len(met) == 1 and threading.get_ident() == here
+        return DistBackendError("one that is late") if behind and placed.me == 0 else None
+
+    monkeypatch.setattr(levels, "compare", lambda *how: compare(*how) or met.append(how))
+    monkeypatch.setattr(levels, "find_failure", find_failure)
+    placed.total(10)
+    assert len(met) == 2
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce_scatter", "all_gather"])

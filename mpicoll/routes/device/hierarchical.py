@@ -52,7 +52,7 @@ from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import DeviceSpace, at_home
-from mpicoll.routes.device.user_buffers import signature_of
+from mpicoll.routes.device.user_buffers import failure_of, signature_of
 from mpicoll.routes.host.hierarchy import make_part
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.watch import lost_ranks, timeouts
@@ -431,16 +431,13 @@ def _carry_out(
     memory: list[_T] = []
 
     def take(start: int) -> None:
+        failure = levels.find_failure()
+        if failure is not None:
+            raise failure
         memory[:] = [prepare(start, min(step, count - start))]
 
     def check(task: Callable[[], None]) -> None:
-        failure: Exception | None = levels.find_failure()
-        try:
-            if failure is None:
-                task()
-        except Exception as error:
-            failure = error
-        levels.compare(signature, number, failure)
+        levels.compare(signature, number, failure_of(task))
 
     mark = context.mark()
     for start in range(0, max(count, 1), step):

@@ -110,7 +110,8 @@ class Future:
 
         callback: called with this Future.
 
-        Returns a Future of what the callback returns or raises.
+        Returns a Future of what the callback returns or raises, or of why this one's value is not
+        there.
         """
         after = Future()
 
@@ -123,13 +124,18 @@ class Future:
             else:
                 after.set_result(result)
 
-        self.add_done_callback(run)
+        try:
+            self.add_done_callback(run)
+        except Exception as error:  # this one is done, and devices have not made its value
+            after.set_exception(error)
         return after
 
     def add_done_callback(self, callback: Callable[[Future], Any]) -> None:
         """Call a function once this Future is done; at once if it already is.
 
         callback: called with this Future; an exception that it raises is printed.
+
+        Raises, without a call, why devices have not made the value of a Future that is done.
         """
         with self._condition:
             if not self._done:
@@ -310,8 +316,10 @@ class Work:
             if not self._wait_finished(A_MOMENT):
                 raise self._late(limit)
         self._end_wait()
-        if given and not look_until(self.is_completed, moment):
-            raise self._late(limit)
+        if given:
+            if not look_until(self.is_completed, moment):
+                raise self._late(limit)
+            self._ask_devices(done=True)
         return self._check_error()
 
     def _end_wait(self) -> bool:
@@ -325,11 +333,18 @@ class Work:
         self._ask_devices()
         return self._check_error()
 
-    def _ask_devices(self) -> None:
-        """Note why a device has ended the operation without its result, if that is known."""
+    def _ask_devices(self, done: bool = False) -> None:
+        """Note why a device has ended the operation without its result, if that is known.
+
+        done: it has ended. Then the result is there if there is no failure, and what becomes of
+              later calls of the group is not this one's.
+        """
         if self._error is None and self._finished:
             errors = (order.find_failure() for order in self.orders)
             self._error = next((error for error in errors if error is not None), None)
+            if done and self._error is None:
+                for order in self.orders:
+                    order.settle()
 
     def _late(self, limit: float | None) -> CollectiveTimeoutError:
         """Note that a wait has ended without the Work; return the error."""
@@ -376,7 +391,7 @@ class Work:
         """Return whether the operation has ended with success."""
         if not self.is_completed():
             return False
-        self._ask_devices()
+        self._ask_devices(done=True)
         return self._error is None
 
     def exception(self) -> BaseException | None:
@@ -385,7 +400,7 @@ class Work:
         What a device finds wrong later is raised by the next call of CUDA, as ever. That kernels
         have ended without a result, as another rank did not come, is known once they have.
         """
-        self._ask_devices()
+        self._ask_devices(done=self.is_completed())
         self._error_seen = self._error_seen or self._finished
         return self._error
 

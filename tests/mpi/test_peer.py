@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +29,7 @@ from mpicoll.errors import (
 )
 from mpicoll.kernels import peers
 from mpicoll.routes import registry
-from mpicoll.routes.device import peer
+from mpicoll.routes.device import peer, workspaces
 from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_3
@@ -135,6 +136,27 @@ def test_ranks_that_share_a_gpu(arrays, world):
         dist.all_reduce(array, group=dist.new_group())
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_workspaces_go_with_their_group(arrays, world, kept):
+    """Though the program keeps the group's object, and without the help of the collector."""
+    if world.size == 1:
+        pytest.skip("one rank goes by another route")
+    gc.disable()
+    try:
+        group = dist.new_group()
+        array = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
+        dist.all_reduce(array, group=group)
+        assert (got(array) == sum(range(world.size))).all()
+        own = weakref.ref(group.resources.find("devices").peer._workspaces._own)
+        assert own() is not None
+        dist.destroy_process_group(group)
+        if not kept:
+            del group
+        assert own() is None
+    finally:
+        gc.enable()
+
+
 # ---- Graphs --------------------------------------------------------------------------------------
 
 
@@ -167,6 +189,44 @@ def test_graphs(arrays, world):
             dist.all_reduce(array)
             total *= world.size
     assert (got(array) == total).all() and (got(output) == 1).all()
+
+
+@pytest.mark.parametrize("how", ["destroy", "a look that waits"])
+def test_graphs_that_are_under_way_at_the_end(arrays, world, monkeypatch, mpi, how):
+    """Their kernels, which are in no stream of the group's, are done before it gives anything back;
+    so they are at the end of the program, which looks whether devices have failed.
+    """
+    if world.size == 1:
+        pytest.skip("one rank goes by another route")
+    group = dist.new_group()
+    array = uploaded(arrays, np.full(100, world.me, np.float32), world.me)
+    dist.all_reduce(array, group=group)
+    got(array)
+    with arrays.capturing(array) as graph:
+        dist.all_reduce(array, group=group)
+    monkeypatch.setattr(simulated, "DELAY", 1000.0)  # no kernel begins by itself
+    stream, under_way = arrays.cuda._find(world.me, array.number), []
+    close = workspaces.Workspaces.close
+
+    def end_of_use(*how):
+        under_way.append(stream.end - stream.done)
+        arrays.cuda._run(stream, stream.end)  # else the process would end
+        mpi.Barrier()
+        close(*how)
+
+    monkeypatch.setattr(workspaces.Workspaces, "close", end_of_use)
+    mpi.Barrier()
+    graph.launch()
+    assert stream.end > stream.done
+    if how != "destroy":
+        group.look(wait=True)
+        assert stream.end == stream.done
+        graph.launch()
+        group.ask_devices = None  # as of a group that is broken
+    dist.destroy_process_group(group)
+    assert set(under_way) == {0}
+    launched = 1 if how == "destroy" else 2
+    assert (got(array) == sum(range(world.size)) * world.size**launched).all()
 
 
 def test_what_cannot_be_captured(arrays, world):
@@ -327,6 +387,36 @@ def test_a_rank_that_fails_alone(arrays, world, broken, monkeypatch, mpi, how, l
         mpi.Barrier()
         if group.closed is None:
             dist.destroy_process_group(group)
+
+
+def test_whose_failure_it_is(arrays, world, broken, monkeypatch, mpi):
+    """That of the call that has ended without its result, of the Futures that come after it, and of
+    a wait that has begun before; not that of a Work that is known to have ended well.
+    """
+    array = uploaded(arrays, np.full(50, 1, np.float32), world.me)
+    well = dist.all_reduce(array, group=broken, async_op=True)
+    future = well.get_future()
+    assert well.wait(TIMEOUT) and (got(array) == world.size).all()
+    mpi.Barrier()
+    if world.me == 0:
+        time.sleep(0.3)  # the others wait by now
+        monkeypatch.setattr(arrays.cuda, "load_collective", lambda *what: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dist.all_reduce(array, group=broken)
+    else:
+        work = dist.all_reduce(array, group=broken, async_op=True)
+        late = work.get_future()
+        follows = [late.then(lambda done: None)]
+        with pytest.raises(DistBackendError, match="rank 0 failed in call 3"):
+            work.wait(TIMEOUT / 2)
+        follows.append(late.then(lambda done: None))
+        for one in (*follows, follows[0].then(lambda done: None)):
+            with pytest.raises(DistBackendError, match="rank 0 failed in call 3"):
+                one.wait(TIMEOUT)
+    assert well.exception() is None and well.is_success() and well.wait() and well.wait(TIMEOUT)
+    assert future.wait(TIMEOUT)[0] is array
+    with pytest.raises(DistBackendError, match="rank 0 failed in call 3"):
+        dist.all_reduce(array, group=broken)
 
 
 def test_graphs_end_too(arrays, world, broken, monkeypatch, mpi):

@@ -26,7 +26,7 @@ BEGIN = f"""
     arrays = simulated.Arrays(4)
     runtime._runtime = arrays.cuda
     os.environ["MPICOLL_CUDA_AWARE"] = "none"
-    dist.init_process_group(timeout=$timeout)
+    block = dist.init_process_group(timeout=$timeout)
     me = dist.get_rank()
     x = arrays.make(np.ones(10, np.float32), me)
     x.upload()
@@ -91,3 +91,26 @@ def test_a_program_that_ends(timeout: int, ended: Ended) -> None:
 def test_ranks_that_end_after_different_calls(timeout: int, ended: Ended) -> None:
     """Nobody waits for a kernel that waits for a rank that has ended."""
     ended.badly("rank 1 ended without making the last calls of this rank")
+
+
+@pytest.mark.parametrize("timeout", [1000])
+@job(f"""{BEGIN}
+    if me == 0:
+        dist.all_reduce(x)
+        time.sleep(4)
+        try:
+            dist.barrier()
+        except dist.DistBackendError as error:
+            say("heard:", error)
+    else:
+        time.sleep(1)
+        try:
+            with block:
+                raise KeyError
+        except KeyError:
+            time.sleep(6)
+""")
+def test_a_rank_that_leaves_its_block_by_an_exception(timeout: int, ended: Ended) -> None:
+    """The others are told by their devices, and have the time to handle that."""
+    assert "heard: group" in ended.out and "was aborted" in ended.out
+    assert "ended without making" not in ended.out

@@ -435,6 +435,8 @@ def _until_the_end() -> Iterator[ProcessGroup]:
         if state.default is not None:
             for group in state.groups:
                 group.finish(_A_MOMENT)  # what all ranks have joined
+            # At once before their devices are told the same: others look there first.
+            for group in state.groups:
                 rank_status.send(group, rank_status.EXITING)
             abandon(state.default)
         raise

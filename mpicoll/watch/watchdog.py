@@ -247,12 +247,12 @@ class Watchdog:
         if not launch.is_serialized():
             rank_status.receive(group)
             timeouts.receive(group)
+        group.look()  # first: a rank that leaves the group alone tells the devices of the others
         if group.broken is None and not group.lock.locked():
             missing = rank_status.find_missing(group, True)
             if missing:
                 who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 end_stuck_job(f"{who} ended without making the last calls of this rank", 1)
-        group.look()
         error = group.broken
         if error is None or isinstance(error, LostRankError):
             return

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import types
 import weakref
 
 import numpy as np
@@ -340,6 +341,60 @@ def test_forced(world, monkeypatch):
 def test_names_that_ask_for_it():
     assert nccl.asked_for("nccl") and nccl.asked_for("cpu:gloo,cuda:nccl")
     assert not nccl.asked_for("mpi") and not nccl.asked_for("cpu:nccl")
+
+
+# ---- Communicators that cannot be made -----------------------------------------------------------
+
+
+class Alone:
+    """A communicator that NCCL has made on this rank, and not on another."""
+
+    aborted = False
+
+    def abort(self):
+        self.aborted = True
+
+
+def test_a_rank_on_which_nccl_fails(arrays, cuda, world, monkeypatch):
+    """All hear of it, and take another route; what others have of it is aborted."""
+    made = Alone()
+    monkeypatch.setattr(cuda, "create_nccl", lambda *how: 1 / 0 if world.me == 0 else made)
+    group = dist.new_group()
+    array = uploaded(arrays, np.full(9, world.me, np.int32))
+    before = cuda.asked
+    dist.all_reduce(array, group=group)
+    assert (got(array) == sum(range(world.size))).all() and cuda.asked == before
+    assert group.resources.find("devices").lost["nccl"] == "rank 0: division by zero"
+    assert made.aborted == (world.me != 0)
+    dist.destroy_process_group(group)
+
+
+def test_ranks_that_nccl_keeps(arrays, cuda, world, monkeypatch, mpi):
+    """The one on which it has failed raises why."""
+    if world.size == 1:
+        pytest.skip("there is nobody to keep")
+    monkeypatch.setattr(nccl, "_TOGETHER", 0.2)
+    begun = mpi.Dup()
+
+    def keeps(*how):
+        begun.Barrier()
+        if world.me == 0:
+            raise RuntimeError("no network")
+        begun.Barrier()  # until rank 0 has raised
+        raise RuntimeError("it goes on in NCCL, in truth")
+
+    monkeypatch.setattr(cuda, "create_nccl", keeps)
+    group = dist.new_group()
+    found = simulated.Simulated.create_stream(cuda, 0)
+    context = types.SimpleNamespace(runtime=cuda, index=0, work=found)
+    if world.me == 0:
+        with pytest.raises(DistBackendError, match=r"rank 0: no network; .* in ncclCommInitRank"):
+            nccl.meet(group, context)
+        begun.Barrier()
+    else:
+        assert "rank 0: no network" in nccl.meet(group, context)
+    begun.Free()
+    dist.destroy_process_group(group)
 
 
 # ---- Trouble -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import Event, NcclCommunicator
-from mpicoll.cuda.streams import DeviceContext
+from mpicoll.cuda.streams import DeviceContext, look_until
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.launch.host_identity import node
@@ -57,6 +57,10 @@ def asked_for(backend: str) -> bool:
 #: Seconds after which NCCL and the device are asked again, by who does not wait and by who does;
 #: and in which an abort ends.
 _INTERVAL, _PAUSE, _ABORT = 0.1, 1e-3, 10.0
+#: Seconds in which NCCL lets go of all ranks that make a communicator; bytes of a rank's words of
+#: why it has not; and exchanges of these to which some ranks have not come.
+_TOGETHER, _WORDS = 60.0, 512
+_left_behind: list[object] = []
 #: Calls that the device has not done, from which on a call looks whether it has done some.
 _MANY = 64
 
@@ -166,7 +170,11 @@ class Nccl:
 
 
 def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | str:
-    """Return the communicator of all ranks, or, on all, why there is none. All ranks call."""
+    """Return the communicator of all ranks, or, on all, why there is none. All ranks call.
+
+    Where NCCL fails on some ranks, and keeps others, which cannot be taken out of it, those on
+    which it has failed raise a DistBackendError after a while.
+    """
     runtime = context.runtime
     able = runtime.has_nccl()
     mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
@@ -186,8 +194,36 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | str:
     identity = group.inner.bcast(identity, 0)
     if isinstance(identity, str):
         return identity
-    made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
+    made, problem = None, ""
+    try:
+        made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
+    except Exception as error:  # whatever NCCL says
+        problem = f"rank {group.rank()}: {error}"
+    why = _first_problem(group, problem)
+    if made is None or why:
+        if made is not None:
+            made.abort()  # which meets nobody
+        return why
     return Nccl(group, context, made)
+
+
+def _first_problem(group: ProcessGroup, problem: str) -> str:
+    """Return the first problem of a rank, "" for none. All ranks call that NCCL lets go.
+
+    Raises DistBackendError if the others do not, within _TOGETHER seconds.
+    """
+    mine, said = np.zeros(_WORDS, np.uint8), np.zeros((group.size(), _WORDS), np.uint8)
+    words = problem.encode()[:_WORDS]
+    mine[: len(words)] = np.frombuffer(words, np.uint8)
+    request = group.inner.Iallgather(mine, said)
+    if not look_until(request.Test, time.monotonic() + _TOGETHER):
+        _left_behind.append((request, mine, said))
+        raise DistBackendError(
+            f"group {group.group_name}: {problem or 'NCCL has made a communicator'}; other ranks "
+            f"are still in ncclCommInitRank after {_TOGETHER:g} s, and nothing takes them out of it"
+        )
+    found = (one.tobytes().rstrip(b"\0").decode(errors="replace") for one in said)
+    return next(filter(None, found), "")
 
 
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:

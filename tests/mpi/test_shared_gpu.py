@@ -471,12 +471,13 @@ def test_a_rank_that_has_left_a_call_has_its_array_to_itself(shared, monkeypatch
     """
     arrays, me, n, _ = shared
     monkeypatch.setattr(consistency, "FIRST", 1)  # from then on the hosts do not meet before
+    monkeypatch.setattr(user_buffers, "_in_use", [])
     group = dist.new_group(timeout=1.0)
     for _ in range(3):
-        array = uploaded(arrays, np.full(LARGE, me, np.float32))
+        array = uploaded(arrays, np.full(LARGE, me + 1, np.float32))
         dist.all_reduce(array, group=group)
-        assert (got(array) == sum(range(n))).all()
-    array = uploaded(arrays, np.full(LARGE, me, np.float32))
+        assert (got(array) == sum(range(n + 1))).all()
+    array = uploaded(arrays, np.full(LARGE, me + 1, np.float32))
     works = getattr(arrays.cuda, where)
 
     def late(*what):
@@ -484,10 +485,15 @@ def test_a_rank_that_has_left_a_call_has_its_array_to_itself(shared, monkeypatch
         return works(*what)
 
     monkeypatch.setattr(arrays.cuda, where, late if me == 0 else works)
-    with pytest.raises(DistBackendError, match="within its timeout"):
+    error = None
+    try:
         dist.all_reduce(array, group=group)
+    except DistBackendError as caught:
+        error = caught
     monkeypatch.setattr(arrays.cuda, where, works)
     if me:
+        kept = [view.address for views in user_buffers._in_use for view in views if view]
+        assert array.memory.address in kept
         array.host[...] = 7
         array.upload()
         assert (got(array) == 7).all()
@@ -496,4 +502,5 @@ def test_a_rank_that_has_left_a_call_has_its_array_to_itself(shared, monkeypatch
         context = group.resources.find("devices").space.context
         context.synchronize(context.work)
     assert me == 0 or (got(array) == 7).all(), "written by another process"
+    assert "within its timeout" in str(error)
     dist.destroy_process_group(group)

@@ -457,7 +457,7 @@ def test_a_rank_without_memory(on):
     arrays, me, n = on(cuda="none")
     array = uploaded(arrays, np.full(10, me, np.float32), me % 2)
     if me == n - 1:
-        arrays.cuda.room = 1 << 20
+        arrays.cuda.room = workspaces.BLOCK  # which shows whether others can map memory
     first = "peer" if n == 2 else "ipc"  # a GPU each
     taken = ("copy_engine", "staged")  # which need no workspace
     if n > 2:

@@ -247,10 +247,13 @@ class Watchdog:
         if not launch.is_serialized():
             rank_status.receive(group)
             timeouts.receive(group)
-        group.look()  # first: a rank that leaves the group alone tells the devices of the others
+        group.look()
         if group.broken is None and not group.lock.locked():
             missing = rank_status.find_missing(group, True)
-            if missing:
+            if missing:  # one that leaves by an exception tells devices next, and its job may go on
+                time.sleep(_NEWS_GRACE)
+                group.look()
+            if missing and group.broken is None:
                 who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 end_stuck_job(f"{who} ended without making the last calls of this rank", 1)
         error = group.broken

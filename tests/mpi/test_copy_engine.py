@@ -467,6 +467,7 @@ def noted(works, into):
     return makes
 
 
+@pytest.mark.parametrize("copying", ["a GPU each"], indirect=True)  # else parts have events, too
 @pytest.mark.parametrize("fails", [False, True])
 def test_events_of_others_are_closed_first(copying, monkeypatch, fails):
     """No rank destroys an event that another one has opened: at a group's end, and where the ranks
@@ -551,8 +552,9 @@ def test_memory_that_cannot_be_opened(copying, mpi, monkeypatch, name):
         call()
         assert len(part._refused) == (turn if name != "broadcast" or n > 2 or me == 1 else 0)
     bad.add("all")
+    part.close_unused()  # the scratch, too
     with pytest.raises(DistBackendError, match=r"cannot map rank \d's|another rank failed"):
-        call(workspaces.BLOCK // 4)  # more than what has been copied and is open
+        call()
     monkeypatch.setattr(copying.cuda, "open", opens)
     call()
 

@@ -373,7 +373,7 @@ def test_ranks_that_nccl_keeps(arrays, cuda, world, monkeypatch, mpi):
     """The one on which it has failed raises why."""
     if world.size == 1:
         pytest.skip("there is nobody to keep")
-    monkeypatch.setattr(nccl, "_TOGETHER", 0.2)
+    monkeypatch.setattr(nccl, "_TOGETHER", TIMEOUT if world.me else 0.2)
     begun = mpi.Dup()
 
     def keeps(*how):

@@ -167,7 +167,13 @@ class Order:
     def drop(self) -> None:
         pass
 
+    def is_done(self) -> bool:
+        return True
+
     def find_failure(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
 

@@ -34,7 +34,7 @@ if MPIEXEC and (ROOT / MPIEXEC[0]).exists():  # as make gives it
 #: Whether what needs PyTorch runs, too, which `make test-docs` asks for: it takes seconds to load.
 WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("torch") is not None
 #: What blocks that need PyTorch have.
-NEEDS_TORCH = ("import torch", "horovod.torch", "hvd.")
+NEEDS_TORCH = ("import torch", "mpicoll.torch", "horovod.torch", "hvd.")
 
 
 @dataclass(frozen=True)

@@ -463,7 +463,8 @@ def test_an_error_that_nccl_finds(arrays, world, monkeypatch):
     if world.me == 0:
         part.comm.async_error = "a remote process has exited"
     wait_until_broken(group)
-    words = "NCCL has failed: a remote process has exited" if world.me == 0 else "rank 0 .*fail"
+    # Rank 2 may hear of it by rank 1, which has heard of it.
+    words = "NCCL has failed: a remote process has exited" if world.me == 0 else "rank [01] .*fail"
     with pytest.raises(DistBackendError, match=words):
         dist.all_reduce(array, group=group)
     got(array)
@@ -485,7 +486,7 @@ def test_a_rank_that_fails_before_nccl(arrays, world, monkeypatch):
     else:
         dist.all_reduce(third, group=group)
         got(third)
-    with pytest.raises(DistBackendError, match=r"rank 0 .*call 2.*"):
+    with pytest.raises(DistBackendError, match=r"rank [01] .*call 2.*"):  # or by rank 1
         wait_until_broken(group)
         dist.all_reduce(third, group=group)
     monkeypatch.undo()

@@ -30,10 +30,19 @@ def test_a_group_timeout_ends_a_blocking_collective(waiting: str, ended: Ended) 
     assert "not reached" not in ended.out
 
 
-#: A rank that does not come to init, or too late.
+#: A rank that does not come to init, or too late. Where it ends, the others begin after that: if a
+#: rank leaves while others are in MPI_Init, Open MPI's launcher ends them before they say anything.
 LATE = """
+    mark = sys.argv[1] + "/pid"
     if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+        open(mark + ".new", "w").write(str(os.getpid()))
+        os.rename(mark + ".new", mark)
         $end
+    if "exit" in "$end":
+        while not os.path.exists(mark):
+            time.sleep(0.01)
+        while os.path.exists("/proc/" + open(mark).read()):
+            time.sleep(0.01)
     $begin
     say("not reached")
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.cuda.capabilities import Capabilities
@@ -39,7 +40,11 @@ class Route:
     combines:   whether it combines elements of a dtype by an operation, for primitives that reduce.
     build:      makes the implementation for a kind of call; None if the group cannot have it. Gets
                 the CallKind, and for device memory what the group has agreed on (see
-                routes/device/select.py). All ranks call it.
+                routes/device/state.py). All ranks call it.
+    meet:       of a device route, makes what a group has for it, a RouteState, or returns, on all
+                ranks, why there is none. Gets what the group has agreed on so far. All ranks call.
+    unless:     of a device route, the names of others that serve all its calls better: where the
+                group has one of them, nobody meets for it.
     reproducible: the levels of reproducibility (core/reproducible.py) that its reductions keep.
     scales:     it applies the factor of PREMUL_SUM itself.
     uneven:     the names of the primitives of which it serves blocks of different sizes.
@@ -69,6 +74,8 @@ class Route:
     memory: MemoryKind
     primitives: tuple[str, ...]
     build: Callable[..., Implementation | None]
+    meet: Callable[..., Any] | None = None
+    unless: tuple[str, ...] = ()
     combines: Callable[[ReduceOp, DType], bool] = lambda op, dtype: True
     reproducible: tuple[str, ...] = ()
     scales: bool = False

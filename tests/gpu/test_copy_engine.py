@@ -119,7 +119,7 @@ def test_memory_that_is_freed_and_allocated_again(n):
         dist.all_gather_single(output, given)
         del given, memory
         assert (output == cupy.stack([values(count, rank + turn) for rank in range(n)])).all()
-    part = dist.group.WORLD.resources.find("devices").copy_engine
+    part = dist.group.WORLD.resources.find("devices").states["copy_engine"]
     assert not part._refused, "memory at an address that was mapped was not mapped again"
 
 

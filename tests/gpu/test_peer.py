@@ -114,7 +114,7 @@ def test_a_rank_that_fails_alone(n, monkeypatch, look):
         work = dist.all_reduce(array, group=group, async_op=True)
     MPI.COMM_WORLD.Barrier()
     if me == 0:
-        runtime = group.resources.find("devices").peer.context.runtime
+        runtime = group.resources.find("devices").states["peer"].context.runtime
         monkeypatch.setattr(runtime, "collective", lambda *what: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dist.all_reduce(array, group=group)
@@ -150,7 +150,8 @@ def test_kernels_are_ended_while_the_driver_waits(n, monkeypatch):
     MPI.COMM_WORLD.Barrier()
     if me == 0:
         time.sleep(2)
-        group.resources.find("devices").peer.end_kernels(FAILED, "the test has ended them")
+        peers = group.resources.find("devices").states["peer"]
+        peers.end_kernels(FAILED, "the test has ended them")
     else:
         memory = cupy.cuda.runtime.malloc(1 << 20)
         dist.all_reduce(array, group=group)

@@ -58,7 +58,7 @@ def copying(request, mpi, monkeypatch):
     me, n = dist.get_rank(), dist.get_world_size()
     made = Made(arrays, me, n)
     made.gathered(10)
-    made.part = dist.group.WORLD.resources.find("devices").copy_engine
+    made.part = dist.group.WORLD.resources.find("devices").states["copy_engine"]
     yield made
     dist.destroy_process_group()
     gc.collect()  # frames that errors hold
@@ -167,7 +167,7 @@ def test_a_group_of_one(copying):
     dist.all_gather_single(output, given, group=groups[copying.me])
     assert (got(output) == numbers(LARGE, copying.me)).all()
     agreed = groups[copying.me].resources.find("devices")
-    assert agreed.copy_engine is None and "copy_engine" not in agreed.names
+    assert "copy_engine" not in {*agreed.states, *agreed.names}
 
 
 def test_reductions_are_refused_where_it_is_forced(copying):
@@ -427,7 +427,7 @@ def test_memory_at_an_address_that_is_still_mapped(copying, monkeypatch, who):
         again_at(copying.arrays, given.memory)
         given.host[...] = numbers(whole // 4, me) + turn + 1
         given.upload()
-    made = [other.resources.find("devices").copy_engine, copying.part]
+    made = [other.resources.find("devices").states["copy_engine"], copying.part]
     if who == "a new group":
         allocate, again = cuda.allocate, [given.memory]
 
@@ -440,7 +440,7 @@ def test_memory_at_an_address_that_is_still_mapped(copying, monkeypatch, who):
         assert not again
         agreed = group.resources.find("devices")
         assert not agreed.lost
-        made.append(agreed.copy_engine)
+        made.append(agreed.states.get("copy_engine"))
     assert not any(part._refused for part in made)
 
 
@@ -721,7 +721,7 @@ def test_graphs(copying, monkeypatch):
     me, n = copying.me, copying.n
     given = copying.array(numbers(LARGE, me))
     output = copying.array(np.zeros((n, LARGE), np.float32), given)
-    if dist.group.WORLD.resources.find("devices").peer is None:
+    if dist.group.WORLD.resources.find("devices").states.get("peer") is None:
         dist.all_gather_single(output, given)
         with copying.arrays.capturing(given), pytest.raises(UnsupportedError, match="captured"):
             dist.all_gather_single(output, given)

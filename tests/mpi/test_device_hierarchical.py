@@ -185,7 +185,7 @@ def test_an_mpi_that_takes_no_device_memory(arrays, world, monkeypatch, met, nam
     where = Where(arrays, monkeypatch, name, cuda="none")
     for count in (1000, 3001):
         where.total(count)
-    levels = where.agreed.hierarchical
+    levels = where.agreed.states["hierarchical"]
     assert met and where.agreed.names == ("hierarchical", "staged")
     assert levels.along is None or levels.along.agreed.names == ("staged",)
     dist.destroy_process_group(where.group)
@@ -218,7 +218,7 @@ def test_who_takes_it(kept, monkeypatch, met):
     kept.total()
     agreed = kept.agreed
     assert agreed.names == names and not agreed.lost and agreed.describe()["hierarchical"] == ""
-    levels, one_gpu = agreed.hierarchical, len(set(kept.places)) == 1
+    levels, one_gpu = agreed.states["hierarchical"], len(set(kept.places)) == 1
     assert levels.rails == (2 if kept.even else 1) and not one_gpu
     if kept.n == 4:
         assert levels.inside is None or levels.inside.agreed.names[0] == inside
@@ -250,11 +250,11 @@ def test_copies_inside_a_node(kept, monkeypatch):
     dist.all_reduce(total, group=group)
     dist.broadcast(spread, 0, group=group)
     assert (got(total) == sum(range(kept.n))).all() and (got(spread) == 0).all()
-    levels = group.resources.find("devices").hierarchical
-    agreed = None if levels.inside is None else levels.inside.agreed
-    if agreed is not None and agreed.copy_engine is not None and agreed.hierarchical is None:
+    levels = group.resources.find("devices").states["hierarchical"]
+    states = {} if levels.inside is None else levels.inside.agreed.states
+    if "copy_engine" in states and "hierarchical" not in states:
         name = "broadcast" if levels.rails == 1 else "all_gather"
-        assert (agreed.copy_engine, name) in calls
+        assert (states["copy_engine"], name) in calls
     dist.destroy_process_group(group)
 
 
@@ -355,7 +355,7 @@ def test_groups_leave_nothing_open(placed, monkeypatch):
         array.upload()
         dist.all_reduce(array, group=group)
         assert (got(array) == sum(range(placed.n))).all()
-        levels = group.resources.find("devices").hierarchical
+        levels = group.resources.find("devices").states["hierarchical"]
         parts = [part.group for part in (levels.inside, levels.along) if part is not None]
         dist.destroy_process_group(group)
         assert all(plain(part.inner) == MPI.COMM_NULL for part in parts)
@@ -385,7 +385,7 @@ def test_a_rank_that_fails(placed, mpi, monkeypatch, what, who):
     group goes on.
     """
     cuda, who = placed.arrays.cuda, who % placed.n
-    levels, state = placed.agreed.hierarchical, []
+    levels, state = placed.agreed.states["hierarchical"], []
     narrow = placed.arrays.make(
         np.full(3000, placed.me, by_name["bfloat16"].numpy), placed.index,
         "third" if what == "pack" else "C",
@@ -422,7 +422,7 @@ def test_a_rank_that_fails(placed, mpi, monkeypatch, what, who):
 
 def test_devices_are_asked_before_the_ranks_meet(placed, monkeypatch):
     """And not behind that: no rank alone leaves out a step for which others wait."""
-    levels, here, met = placed.agreed.hierarchical, threading.get_ident(), []
+    levels, here, met = placed.agreed.states["hierarchical"], threading.get_ident(), []
     compare = levels.compare
 
     def find_failure(wait=False):
@@ -446,7 +446,8 @@ def test_a_rank_that_fails_along_the_rails(arrays, world, monkeypatch, mpi, plac
         dist.destroy_process_group(where.group)
         pytest.skip("goes by another route")
     where.total()
-    levels, step, begun = where.agreed.hierarchical, hierarchical.Step.__call__, time.monotonic()
+    levels = where.agreed.states["hierarchical"]
+    step, begun = hierarchical.Step.__call__, time.monotonic()
     who = [levels.clusters[0][place] for place in levels.lanes[0]][-1]
 
     def fails(self, send, recv, extent, root=0, before=None):
@@ -514,7 +515,7 @@ def test_routes_that_parts_lose(arrays, world, monkeypatch):
 
 def test_a_group_that_is_broken(placed, mpi):
     """Its parts are, too: calls that wait there end, and each rank learns it."""
-    levels, error = placed.agreed.hierarchical, DistBackendError("a call has timed out")
+    levels, error = placed.agreed.states["hierarchical"], DistBackendError("a call has timed out")
     parts = [part for part in (levels.inside, levels.along) if part is not None]
     for part in (None, *parts):
         assert (part or placed).group.broken is None

@@ -272,7 +272,8 @@ def test_a_forked_child_destroys_nothing(arrays, world):
     array = uploaded(arrays, np.full(9, 1, np.int32))
     dist.all_reduce(array, group=group)
     assert (got(array) == world.size).all()
-    comm, group = weakref.ref(group.resources.find("devices").nccl.comm), weakref.ref(group)
+    comm = weakref.ref(group.resources.find("devices").states["nccl"].comm)
+    group = weakref.ref(group)
     child = os.fork()
     if not child:
         gc.collect()
@@ -387,12 +388,13 @@ def test_ranks_that_nccl_keeps(arrays, cuda, world, monkeypatch, mpi):
     group = dist.new_group()
     found = simulated.Simulated.create_stream(cuda, 0)
     context = types.SimpleNamespace(runtime=cuda, index=0, work=found)
+    agreed = types.SimpleNamespace(group=group, context=context)
     if world.me == 0:
         with pytest.raises(DistBackendError, match=r"rank 0: no network; .* in ncclCommInitRank"):
-            nccl.meet(group, context)
+            nccl.ROUTE.meet(agreed)
         begun.Barrier()
     else:
-        assert "rank 0: no network" in nccl.meet(group, context)
+        assert "rank 0: no network" in nccl.ROUTE.meet(agreed)
     begun.Free()
     dist.destroy_process_group(group)
 
@@ -409,7 +411,7 @@ def trouble(arrays, world, patch):
     array = uploaded(arrays, np.full(9, world.me, np.int32))
     dist.all_reduce(array, group=group)
     assert (got(array) == sum(range(world.size))).all()
-    return group, group.resources.find("devices").nccl, array
+    return group, group.resources.find("devices").states["nccl"], array
 
 
 def wait_until_broken(group):

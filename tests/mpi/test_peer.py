@@ -147,7 +147,7 @@ def test_workspaces_go_with_their_group(arrays, world, kept):
         array = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
         dist.all_reduce(array, group=group)
         assert (got(array) == sum(range(world.size))).all()
-        own = weakref.ref(group.resources.find("devices").peer._workspaces._own)
+        own = weakref.ref(group.resources.find("devices").states["peer"]._workspaces._own)
         assert own() is not None
         dist.destroy_process_group(group)
         if not kept:
@@ -481,7 +481,7 @@ def test_ranks_that_give_up(arrays, world, monkeypatch, mpi, look):
     mine = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
     dist.all_reduce(mine, group=group)
     assert (got(mine) == sum(range(world.size))).all()
-    found = group.resources.find("devices").peer
+    found = group.resources.find("devices").states["peer"]
     found.limit, found._peers = 2.0, found._peers._replace(limit=2_000_000_000)
     work = None
     if world.me:  # rank 0 does not call
@@ -508,7 +508,7 @@ def test_calls_that_differ(arrays, world):
     array = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
     for _ in range(3):
         dist.all_reduce(array, group=group)
-    found, begun = group.resources.find("devices").peer, time.monotonic()
+    found, begun = group.resources.find("devices").states["peer"], time.monotonic()
     call = peer._tried(array.memory.address, array.memory.address, world.size)
     found.carry_out(replace(call, starts=[4 * k for k in range(world.size + 1)], call=world.me + 1))
     found.context.synchronize(found.context.work)

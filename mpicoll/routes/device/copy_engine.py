@@ -18,22 +18,17 @@ own, all of them work.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
-from mpicoll.cuda.streams import DeviceContext
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, Placed, jobs_of
-from mpicoll.routes.device.space import at_home
+from mpicoll.routes.device.state import Agreed, build_at_home
 from mpicoll.routes.device.user_buffers import UserBuffers
 from mpicoll.routes.route import EXCHANGES, MemoryKind, Route
 
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-    from mpicoll.routes.device.select import Agreed
-
-__all__ = ["ROUTE", "Copiers", "meet"]
+__all__ = ["ROUTE", "Copiers"]
 
 #: Bytes of the larger array from which on it is taken where a kernel of `peer` serves smaller calls
 #: without a meeting of the hosts; and those that a rank gets from which on it takes several
@@ -48,8 +43,8 @@ LINE = 256
 class Copiers(UserBuffers):
     """What a group has for copies between its ranks' arrays, as one rank sees it."""
 
-    def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:
-        super().__init__(group, context, readers=range(group.size()), steps=2)
+    def __init__(self, agreed: Agreed) -> None:
+        super().__init__(agreed, readers=range(agreed.group.size()), steps=2)
 
     def shows(self, kind: CallKind, side: int, extent: Extent, root: int) -> bool:
         """Return whether another rank copies from this rank's array of a side."""
@@ -109,26 +104,22 @@ class Copiers(UserBuffers):
                 context.after(context.work, lane)
 
 
-def meet(group: ProcessGroup, context: DeviceContext) -> Copiers | str:
-    """Return what the group has for copies between its ranks' arrays, or, on all, why there is
-    nothing. All ranks call.
-    """
-    made = Copiers(group, context)
+def _meet(agreed: Agreed) -> Copiers | str:
+    made = Copiers(agreed)
     return made.connect() or made
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
-    """Return the implementation for calls of this kind; None if the ranks map nothing."""
-    copiers = agreed.copy_engine
-    if copiers is None:
-        return None
-
+def _make(copiers: Copiers, kind: CallKind) -> Implementation:
     def copy_engine(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
         copiers.work_together(kind, send, recv, extent, root)
 
-    return at_home(copiers.context, copy_engine)
+    return copy_engine
+
+
+def _build(kind: CallKind, agreed: Agreed) -> Implementation:
+    return build_at_home(kind, agreed, agreed.state(Copiers), _make)
 
 
 ROUTE = Route(
@@ -137,6 +128,8 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     tuple(row.name for row in PRIMITIVES if row.output and not row.reduces),
     _build,
+    _meet,
+    unless=("shared_gpu",),
     uneven=("all_gather", *EXCHANGES),
     place="node",
     needs="all ranks on one node, and CUDA IPC between them",

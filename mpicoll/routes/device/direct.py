@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.cuda.capabilities import CudaSupport
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes import algorithms
 from mpicoll.routes.device.space import for_mpi
+from mpicoll.routes.device.state import Agreed
 from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
-
-if TYPE_CHECKING:
-    from mpicoll.routes.device.select import Agreed
 
 __all__ = ["ROUTE"]
 

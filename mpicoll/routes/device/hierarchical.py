@@ -50,9 +50,9 @@ from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import by_name as primitives
-from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.device.space import DeviceSpace, at_home
-from mpicoll.routes.device.user_buffers import failure_of, signature_of
+from mpicoll.routes.device.space import DeviceSpace
+from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, failure_of
+from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.host.hierarchy import make_part
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.watch import lost_ranks, timeouts
@@ -60,9 +60,8 @@ from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
-    from mpicoll.routes.device.select import Agreed
 
-__all__ = ["ROUTE", "Levels", "meet"]
+__all__ = ["ROUTE", "Levels"]
 
 #: Bytes of a call from which on it is worth its steps. Not measured: what `peer` and `ipc` take for
 #: a large message.
@@ -96,13 +95,13 @@ class Part:
 
     def describe_lost(self) -> list[tuple[str, str]]:
         """Return the routes that the part should have, and why it has not: names and words."""
-        agreed, inner = self.agreed, self.agreed.hierarchical
+        agreed = self.agreed
         who = ", ".join(map(str, self.group.ranks))
         own = [
             (name, f"ranks {who} go by {agreed.names[0]}, because {name} is off: {why}")
             for name, why in agreed.lost.items()
         ]
-        return own + ([] if inner is None else inner.lost)
+        return [*own, *agreed.lost_in_parts]
 
     def build(self, name: str, op: ReduceOp | None, dtype: DType) -> Step:
         """Return what makes calls of a kind. All ranks of the part call."""
@@ -155,51 +154,48 @@ class Step:
         take_leave(self._inner, error, self._context, extent)
 
 
-class Levels:
-    """The clusters of a group and what joins its ranks, as one rank sees it.
+class Levels(RouteState):
+    """The clusters of a group and what joins its ranks.
 
-    context:  this rank's device context.
     clusters: the ranks of each, in order.
     places:   where each rank is.
-    me:       where this one is.
+    place:    where this one is.
     rails:    number of rails.
     lanes:    of each cluster the places of the ranks that are on rails, by rail.
     lane:     the rail that this rank is on, None for none.
     inside:   this rank's cluster, None for a rank alone.
     along:    this rank's rail, in the order of the clusters, None for none.
-    lost:     routes that parts of the group should have, and why they have not: of all parts, the
-              route's name and words.
     """
 
-    def __init__(
-        self, group: ProcessGroup, context: DeviceContext, all_ranks: Sequence[Capabilities]
-    ) -> None:
-        self.group, self.context = group, context
+    ends_on_devices = True
+
+    def __init__(self, agreed: Agreed) -> None:
+        super().__init__(agreed.group, agreed.context)
+        group, all_ranks = self.group, agreed.known
         self.clusters = find_clusters(all_ranks)
         self.places = [Place(0, 0)] * group.size()
         for cluster, ranks in enumerate(self.clusters):
             for place, rank in enumerate(ranks):
                 self.places[rank] = Place(cluster, place)
-        self.me = self.places[group.rank()]
+        self.place = self.places[self.me]
         lanes = [_first_of_each_gpu(all_ranks, ranks) for ranks in self.clusters]
         self.rails = min(map(len, lanes))
         self.lanes = [places[: self.rails] for places in lanes]
-        here = self.lanes[self.me.cluster]
-        self.lane = here.index(self.me.place) if self.me.place in here else None
+        here = self.lanes[self.place.cluster]
+        self.lane = here.index(self.place.place) if self.place.place in here else None
         self.inside: Part | None = None
         self.along: Part | None = None
-        self.lost: list[tuple[str, str]] = []
         self._met = -1  # the number of the call that the latest comparison was of
 
     @property
     def here(self) -> Sequence[int]:
         """Return the ranks of this cluster."""
-        return self.clusters[self.me.cluster]
+        return self.clusters[self.place.cluster]
 
     @property
     def first(self) -> int:
         """Return the place of the cluster's rank on the first rail."""
-        return self.lanes[self.me.cluster][0]
+        return self.lanes[self.place.cluster][0]
 
     @property
     def even(self) -> bool:
@@ -212,7 +208,7 @@ class Levels:
         """
         each = -(-count * itemsize // (self.rails * LINE)) * LINE // itemsize
         counts, begin, own = [0] * len(self.here), 0, 0
-        for rail, place in enumerate(self.lanes[self.me.cluster]):
+        for rail, place in enumerate(self.lanes[self.place.cluster]):
             start = min(count, rail * each)
             counts[place] = min(each, count - start)
             if rail == self.lane:
@@ -302,24 +298,17 @@ def _first_of_each_gpu(all_ranks: Sequence[Capabilities], ranks: Sequence[int]) 
     return [place for place, gpu in enumerate(used) if gpu not in used[:place]]
 
 
-def meet(
-    group: ProcessGroup,
-    context: DeviceContext,
-    all_ranks: Sequence[Capabilities],
-    agree: Callable[[ProcessGroup, DeviceContext, Sequence[Capabilities]], Agreed],
-) -> Levels | str:
-    """Return the levels of a group, or, on all ranks, why there are none. All ranks call.
-
-    all_ranks: what each rank can do, as tried, with the GPU that it uses.
-    agree:     has the ranks of a part agree on its routes.
-    """
-    made, problem = Levels(group, context, all_ranks), ""
+def _meet(agreed: Agreed) -> Levels | str:
+    """Return the levels of a group, or, on all ranks, why there are none."""
+    group, all_ranks, made, problem = agreed.group, agreed.known, Levels(agreed), ""
 
     def part_of(ranks: Sequence[int]) -> Part:
         part = make_part(group, ranks)
         if ranks != made.here:
             part.inner = part.tested  # a rank can leave its rail, when another has failed
-        return Part(part, agree(part, context, [all_ranks[rank] for rank in ranks]), context)
+        return Part(
+            part, agreed.agree_in(part, [all_ranks[rank] for rank in ranks]), agreed.context
+        )
 
     if len(made.here) > 1:
         made.inside = part_of(made.here)
@@ -337,7 +326,7 @@ def meet(
         )
     parts = [part for part in (made.inside, made.along) if part is not None]
     told = group.inner.allgather([lost for part in parts for lost in part.describe_lost()])
-    made.lost = list(dict.fromkeys(lost for some in told for lost in some))
+    made.lost_in_parts = list(dict.fromkeys(lost for some in told for lost in some))
     return made
 
 
@@ -347,20 +336,16 @@ def meet(
 def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
     """Return the implementation for calls of this kind. All ranks call.
 
-    None if the group has no levels, and for primitives that need all ranks on rails where some are
-    not.
+    None for primitives that need all ranks on rails where some are not.
     """
-    levels = agreed.hierarchical
-    if levels is None or (kind.primitive.name in _NEED_RAILS and not levels.even):
+    levels = agreed.state(Levels)
+    if kind.primitive.name in _NEED_RAILS and not levels.even:
         return None
 
-    def build(kind: CallKind) -> Implementation:
-        inner = _BUILDERS[kind.primitive.name](levels, kind, agreed.space)
-        return at_home(levels.context, inner)
+    def make(levels: Levels, kind: CallKind) -> Implementation:
+        return _BUILDERS[kind.primitive.name](levels, kind, agreed.space)
 
-    if kind.op is not None and kind.op.factor is not None:
-        return premultiplied(kind, agreed.space, build)
-    return build(kind)
+    return build_at_home(kind, agreed, levels, make)
 
 
 class _Arithmetic:
@@ -489,7 +474,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
     def carry_out(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
         home = levels.places[root].cluster
         may_write = everywhere or group.rank() == root
-        gathers = everywhere or levels.me.cluster == home
+        gathers = everywhere or levels.place.cluster == home
 
         def prepare(start: int, count: int) -> _Reduced:
             chunk = source = recv.part(start, count)
@@ -557,7 +542,7 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
 
     def carry_out(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
         home, place = levels.places[root]
-        at_home = levels.me.cluster == home
+        at_home = levels.place.cluster == home
 
         def prepare(start: int, count: int) -> tuple[DeviceView, DeviceView, list[int]]:
             chunk = recv.part(start, count)
@@ -705,6 +690,7 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     tuple(_BUILDERS),
     _build,
+    _meet,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
     scales=True,
     place="levels",

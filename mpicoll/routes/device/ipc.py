@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
@@ -36,23 +35,17 @@ from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
 from mpicoll.cuda.runtime import Memory
-from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
-from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.device.space import at_home
+from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, failure_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.transfers import CARRIED, Get, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
 
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-    from mpicoll.routes.device.select import Agreed
-
-__all__ = ["ROUTE", "Peers", "meet"]
+__all__ = ["ROUTE", "Peers"]
 
 #: Turns between the steps of a round, and slots.
 LAG = 2
@@ -68,23 +61,14 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
 
 
-class Peers:
-    """A group's workspaces, as one rank sees them.
+class Peers(RouteState):
+    """A group's workspaces.
 
-    context: this rank's device context.
     room: bytes of a slot.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        context: DeviceContext,
-        room: int,
-        workspaces: Workspaces[None],
-    ) -> None:
-        self.group = group
-        self.n, self.me = group.size(), group.rank()
-        self.context = context
+    def __init__(self, agreed: Agreed, room: int, workspaces: Workspaces[None]) -> None:
+        super().__init__(agreed.group, agreed.context)
         self.room = room
         self._workspaces = workspaces
         self._turn = 0  # the number of the current call's first round
@@ -128,9 +112,9 @@ class Peers:
             if turn - lag + 1 >= 0 and turn < turns - 1:
                 context.runtime.synchronize(done[turn - lag + 1])
 
-        failure = _failure_of(prepare)
+        failure = failure_of(prepare)
         for turn in range(turns):
-            failure = failure or _failure_of(partial(enqueue, turn))
+            failure = failure or failure_of(partial(enqueue, turn))
             if turn - lag + 1 >= 0 and turn < turns - 1:
                 if turn - lag + 1 == 0:
                     problem = self._compare(kind, count, failure)
@@ -229,40 +213,20 @@ class Peers:
         self._workspaces.close(limit)
 
 
-def _failure_of(task: Callable[[], None]) -> Exception | None:
-    """Return the exception that a task raises; None if it does its work."""
-    try:
-        task()
-    except Exception as error:
-        return error
-    return None
-
-
 def _share_slot(room: int, n: int) -> int:
     """Return the bytes of a second slot: of the largest share of a slot."""
     return _rounded(-(-room // n)) + _LINE
 
 
-def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
-    """Return the workspaces of all ranks, or, on all, why there are none. All ranks call."""
-    nbytes = SLOTS * (SLOT + _share_slot(SLOT, group.size()))
-    made = map_each_other(group, context, nbytes, lambda own: None)
-    return made if isinstance(made, str) else Peers(group, context, SLOT, made)
+def _meet(agreed: Agreed) -> Peers | str:
+    nbytes = SLOTS * (SLOT + _share_slot(SLOT, agreed.group.size()))
+    made = map_each_other(agreed.group, agreed.context, nbytes, lambda own: None)
+    return made if isinstance(made, str) else Peers(agreed, SLOT, made)
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
-    """Return the implementation for calls of this kind; None if no workspaces are mapped."""
-    peers = agreed.ipc
-    if peers is None:
-        return None
-
-    def build(kind: CallKind) -> Implementation:
-        make = _all_reduce if kind.primitive.name == "all_reduce" else _transfer
-        return at_home(peers.context, make(peers, kind))
-
-    if kind.op is not None and kind.op.factor is not None:
-        return premultiplied(kind, agreed.space, build)
-    return build(kind)
+def _build(kind: CallKind, agreed: Agreed) -> Implementation:
+    make = _all_reduce if kind.primitive.name == "all_reduce" else _transfer
+    return build_at_home(kind, agreed, agreed.state(Peers), make)
 
 
 def _rounds(count: int, step: int) -> int:
@@ -380,6 +344,8 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     ("all_reduce", *CARRIED),
     _build,
+    _meet,
+    unless=("shared_gpu",),
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
     reproducible=(ORDER,),
     scales=True,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import writes
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.cuda.capabilities import CudaSupport
 from mpicoll.dtypes import ReduceOp
 from mpicoll.routes.device.space import for_mpi
+from mpicoll.routes.device.state import Agreed
 from mpicoll.routes.host import mpi
 from mpicoll.routes.route import MOVES, MemoryKind, Route
-
-if TYPE_CHECKING:
-    from mpicoll.routes.device.select import Agreed
 
 __all__ = ["ROUTE"]
 

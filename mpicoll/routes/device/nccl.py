@@ -24,11 +24,11 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import Event, NcclCommunicator
-from mpicoll.cuda.streams import DeviceContext, look_until
+from mpicoll.cuda.streams import look_until
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.launch.host_identity import node
-from mpicoll.routes.device.space import at_home
+from mpicoll.routes.device.state import Agreed, RouteState, build_at_home
 from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.wire import all_gather_bytes
@@ -36,9 +36,8 @@ from mpicoll.watch import timeouts
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
-    from mpicoll.routes.device.select import Agreed
 
-__all__ = ["ROUTE", "Nccl", "asked_for", "meet"]
+__all__ = ["ROUTE", "Nccl", "asked_for"]
 
 #: NCCL's operations (ncclRedOp_t) and the dtypes that it computes with (ncclDataType_t).
 _OPERATIONS = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
@@ -74,16 +73,14 @@ class _Pending(NamedTuple):
     done: Event
 
 
-class Nccl:
-    """A group's NCCL communicator.
+class Nccl(RouteState):
+    """A group's NCCL communicator."""
 
-    context: this rank's device context.
-    """
+    maps = False
+    ends_on_devices = True
 
-    def __init__(self, group: ProcessGroup, context: DeviceContext, comm: NcclCommunicator) -> None:
-        self.group = group
-        self.n, self.me = group.size(), group.rank()
-        self.context = context
+    def __init__(self, agreed: Agreed, comm: NcclCommunicator) -> None:
+        super().__init__(agreed.group, agreed.context)
         self.comm = comm
         self._pending: deque[_Pending] = deque()
         self._failure: DistBackendError | None = None
@@ -156,7 +153,7 @@ class Nccl:
         if not isinstance(error, UsageError):
             timeouts.give_up(self.group, error)
 
-    def break_with(self, error: DistBackendError) -> None:
+    def break_with(self, error: DistBackendError, alone: bool) -> None:
         """Abort the communicator of a group that is broken."""
         with self._lock:
             if self._failure is None:
@@ -169,12 +166,13 @@ class Nccl:
             self.comm.destroy()
 
 
-def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | str:
-    """Return the communicator of all ranks, or, on all, why there is none. All ranks call.
+def _meet(agreed: Agreed) -> Nccl | str:
+    """Return the communicator of all ranks, or, on all, why there is none.
 
     Where NCCL fails on some ranks, and keeps others, which cannot be taken out of it, those on
     which it has failed raise a DistBackendError after a while.
     """
+    group, context = agreed.group, agreed.context
     runtime = context.runtime
     able = runtime.has_nccl()
     mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
@@ -204,7 +202,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Nccl | str:
         if made is not None:
             made.abort()  # which meets nobody
         return why
-    return Nccl(group, context, made)
+    return Nccl(agreed, made)
 
 
 def _first_problem(group: ProcessGroup, problem: str) -> str:
@@ -226,11 +224,7 @@ def _first_problem(group: ProcessGroup, problem: str) -> str:
     return next(filter(None, found), "")
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
-    """Return the implementation for calls of this kind; None if there is no communicator."""
-    nccl = agreed.nccl
-    if nccl is None:
-        return None
+def _make(nccl: Nccl, kind: CallKind) -> Implementation:
     inner = _FUNCTIONS[kind.primitive.name](nccl, kind)
 
     def carry_out(
@@ -240,7 +234,11 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
             inner(send, recv, extent, root)
         nccl.enter(kind, extent, root)
 
-    return at_home(nccl.context, carry_out)
+    return carry_out
+
+
+def _build(kind: CallKind, agreed: Agreed) -> Implementation:
+    return build_at_home(kind, agreed, agreed.state(Nccl), _make)
 
 
 def _combines(op: ReduceOp, dtype: DType) -> bool:
@@ -397,6 +395,7 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     (*MOVES, *REDUCTIONS, *EXCHANGES),
     _build,
+    _meet,
     combines=_combines,
     uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     needs='backend="nccl", NCCL on every rank, and a GPU for each',

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import CUDA, Memory
-from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import (
     CollectiveTimeoutError,
@@ -51,19 +50,14 @@ from mpicoll.kernels.peers import (
     Failure,
 )
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.device.space import at_home
+from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, first_problem
 from mpicoll.routes.device.user_buffers import signature_of
-from mpicoll.routes.device.workspaces import Workspaces, first_problem, map_each_other
+from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.watch import lost_ranks
 
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-    from mpicoll.routes.device.select import Agreed
-
-__all__ = ["ROUTE", "Peers", "meet"]
+__all__ = ["ROUTE", "Peers"]
 
 #: Bytes of a workspace beside its header.
 WORKSPACE = 32 * 1024 * 1024
@@ -82,32 +76,30 @@ _ERRORS = {
 }
 
 
-class Peers:
-    """The workspaces of a group's ranks, as one rank sees them.
+class Peers(RouteState):
+    """The workspaces of a group's ranks.
 
-    context: this rank's device context.
     board:   memory that the hosts share, by rank: _WORDS and what the rank's host has to say.
     failure: where the devices read, and write, why kernels have ended; rank 0's word.
     """
 
+    ends_on_devices = True
+
     def __init__(
         self,
-        group: ProcessGroup,
-        context: DeviceContext,
+        agreed: Agreed,
         workspaces: Workspaces[int],
         board: np.ndarray[Any, np.dtype[np.uint8]],
         pinned: object,
         failure: int,
     ) -> None:
-        self.group = group
-        self.n, self.me = group.size(), group.rank()
-        self.context = context
+        super().__init__(agreed.group, agreed.context)
         self._workspaces = workspaces
         self._board, self._pinned = board, pinned
         self._failure = board[0, :8].view(np.uint64)
         self._calls: dict[int, tuple[int, int]] = {}  # by digest
         self._captured = False  # calls are in graphs, which run in streams that only users know
-        self.limit = group.timeout
+        self.limit = self.group.timeout
         blocks = min(workspaces.said)
         self._peers = peers.Peers(
             tuple(memory.address for memory in workspaces.all), self.me, failure,
@@ -216,8 +208,8 @@ class Peers:
         if group.broken is None and (failure := self.find_failure()) is not None:
             group.break_with(failure)
 
-    def break_with(self, error: DistBackendError) -> None:
-        """End the kernels of a group that is broken."""
+    def break_with(self, error: DistBackendError, alone: bool) -> None:
+        """End the kernels of all ranks; the group is broken."""
         why = CLOSED if isinstance(error, CollectiveTimeoutError) else FAILED
         self.end_kernels(why, f"rank {self.group.ranks[self.me]} has left the group: {error}")
 
@@ -264,10 +256,9 @@ def _tried(send: int, recv: int, n: int) -> Collective:
     return Collective("all_gather", None, 8, send, recv, starts=list(starts))
 
 
-def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
-    """Return what the ranks have of each other, once a try has shown that it works, or, on all, why
-    there is none. All ranks call.
-    """
+def _meet(agreed: Agreed) -> Peers | str:
+    """Return what the ranks have of each other, once a try has shown that it works, or why not."""
+    group, context = agreed.group, agreed.context
     runtime, index, n = context.runtime, context.index, group.size()
     if n > RANKS:
         return f"the kernels serve {RANKS} ranks at most, and the group has {n}"
@@ -296,7 +287,7 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
         board = np.frombuffer(segment.memory, np.uint8).reshape(n, -1)
         pinned = runtime.register(index, board.ctypes.data, board.nbytes)
         failure = runtime.reach(index, board.ctypes.data)
-        made = Peers(group, context, workspaces, board, pinned, failure)
+        made = Peers(agreed, workspaces, board, pinned, failure)
     except Exception as error:
         problem = f"no memory by which kernels can be ended: {error}"
     why = first_problem(group.inner.allgather(problem))
@@ -316,18 +307,8 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Peers | str:
 # --- calls --------------------------------------------------------------------------------------
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
-    """Return the implementation for calls of this kind; None if the ranks have no workspaces."""
-    found = agreed.peer
-    if found is None:
-        return None
-
-    def build(kind: CallKind) -> Implementation:
-        return at_home(found.context, _FUNCTIONS[kind.primitive.name](found, kind))
-
-    if kind.op is not None and kind.op.factor is not None:
-        return premultiplied(kind, agreed.space, build)
-    return build(kind)
+def _build(kind: CallKind, agreed: Agreed) -> Implementation:
+    return build_at_home(kind, agreed, agreed.state(Peers), _FUNCTIONS[kind.primitive.name])
 
 
 def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, Extent, int], None]:
@@ -431,10 +412,9 @@ class _Loader(Peers):
         self.context.runtime.load_collective(self.context.index, call)
 
 
-def _build_loader(kind: CallKind, agreed: Agreed) -> Implementation | None:
+def _build_loader(kind: CallKind, agreed: Agreed) -> Implementation:
     """Return what compiles the kernels of such calls."""
-    found = agreed.peer
-    return None if found is None else _FUNCTIONS[kind.primitive.name](_Loader(found), kind)
+    return _FUNCTIONS[kind.primitive.name](_Loader(agreed.state(Peers)), kind)
 
 
 ROUTE = Route(
@@ -443,6 +423,7 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     tuple(_FUNCTIONS),
     _build,
+    _meet,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
     reproducible=(ORDER,),
     scales=True,

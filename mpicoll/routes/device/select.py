@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import (
@@ -24,41 +24,20 @@ from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import (
-    copy_engine,
-    direct,
-    eligibility,
-    hierarchical,
-    ipc,
-    nccl,
-    peer,
-    shared_gpu,
-)
-from mpicoll.routes.device.space import Alone, DeviceSpace
+from mpicoll.routes.device import direct, eligibility, hierarchical, ipc, nccl, peer, shared_gpu
+from mpicoll.routes.device.space import Alone
+from mpicoll.routes.device.state import Agreed
 from mpicoll.routes.host import select
 from mpicoll.routes.route import Route
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Agreed", "agree", "choose"]
-
-T = TypeVar("T")
+__all__ = ["Agreement", "agree", "choose"]
 
 
-class Agreed:
-    """The agreement of a group's ranks.
-
-    names: its routes, the best first.
-    lost:  the routes that should have been among them, and why they are not.
-    shared_gpu: what ranks that share a GPU have of each other.
-    copy_engine: what the ranks of a node have of each other's arrays.
-    peer:  what ranks with a GPU each have of each other, if they are all on one node.
-    hierarchical: the ranks that are near each other, and what joins these clusters.
-    ipc:   the workspaces of all ranks, if they are mapped.
-    nccl:  NCCL's communicator, if it was requested and is available.
-    space: this rank's device memory.
-    """
+class Agreement(Agreed):
+    """The agreement of a group's ranks, made by all of them."""
 
     def __init__(
         self,
@@ -67,22 +46,14 @@ class Agreed:
         known: Sequence[Capabilities] | None = None,
     ) -> None:
         """All ranks call. known: of a part of another group, what its ranks can do, as tried."""
-        self.space = DeviceSpace(context)
-        self.lost: dict[str, str] = {}
-        self.names: tuple[str, ...]
-        self.nccl: nccl.Nccl | None = None
-        self.shared_gpu: shared_gpu.Sharers | None = None
-        self.copy_engine: copy_engine.Copiers | None = None
-        self.peer: peer.Peers | None = None
-        self.hierarchical: hierarchical.Levels | None = None
-        self.ipc: ipc.Peers | None = None
-        self._group, self._me = group, group.rank()
+        super().__init__(group, context)
+        self._me = group.rank()
         self._forced: str | None = None
         self._used: list[int] = []
         if known is not None:
-            self._found = tuple(known)
-            self._meet(group, context, eligibility.eligible_routes(self._found), part=True)
-            self._take(group, context, self._found)
+            self._found = self.known = tuple(known)
+            self._meet(eligibility.eligible_routes(self._found), in_part=True)
+            self._settle()
             return
         self._found = capabilities.exchange(group.inner)
         self._forced = forced = eligibility.forced_route(self._found)
@@ -95,100 +66,86 @@ class Agreed:
             )
         self._used = [index for index, _ in said]
         self._found = eligibility.with_used(self._found, self._used)
-        if forced == "nccl" or mine[1]:
-            self.nccl = self._had("nccl", nccl.meet(group, context))
-        if group.size() == 1 and forced is None and self.nccl is None:
+        if forced == nccl.ROUTE.name or mine[1]:
+            self._meet_for(nccl.ROUTE)
+        if group.size() == 1 and forced is None and not self.states:
             # Messages to nobody need nothing of MPI, and nobody has to be met.
             self.space, self.names = Alone(context), ("direct", "staged")
             return
-        wanted = (forced,) if forced else eligibility.eligible_routes(self._found)
-        self._meet(group, context, wanted)
+        self._meet((forced,) if forced else eligibility.eligible_routes(self._found))
+        self.known = self._try_messages()
+        self._settle()
+
+    def _meet(self, wanted: Sequence[str], in_part: bool = False) -> None:
+        """Make what routes among those wanted need of other ranks, but for those that need the
+        agreements of parts. All ranks call.
+
+        in_part: of another group, which asks for what "peer" serves alone.
+        """
+        routes = [route for name, route in registry.DEVICE.items() if name in wanted]
+        routes = [route for route in routes if route.meet and not route.on_demand]
+        routes = [route for route in routes if route.place != "levels"]
+        if routes:
+            eligibility.eligible_routes(self._found, self._forced)  # raises
+        for route in routes:
+            spare = (*route.unless, *((peer.ROUTE.name,) if in_part and route is ipc.ROUTE else ()))
+            if not any(name in self.states for name in spare):
+                self._meet_for(route)
+
+    def _meet_for(self, route: Route) -> None:
+        """Make what a route needs, or note why the ranks could not. All ranks call."""
+        assert route.meet is not None
+        made = route.meet(self)
+        if isinstance(made, str):
+            self.lost[route.name] = made
+        else:
+            self.states[route.name] = made
+
+    def _try_messages(self) -> Sequence[Capabilities]:
+        """Try what MPI claims to do with device memory, if it counts now. Return what each rank can
+        do, as tried. All ranks call.
+        """
         apart = len({own.node for own in self._found}) > 1
-        mapped = self.shared_gpu or self.ipc
-        known = [replace(own, cuda=CudaSupport.NONE, why="not tried") for own in self._found]
-        if mapped is None and (
-            forced in (None, "direct", "mpi") or (forced == "hierarchical" and apart)
+        if self._map_all or not (
+            self._forced in (None, "direct", "mpi") or (self._forced == "hierarchical" and apart)
         ):
-            # What MPI claims counts now, and has to be tried.
-            found = capabilities.exchange(group.inner, probes=True)
-            self._found = eligibility.with_used(found, self._used)
-            tried = between_nodes.try_messages(
-                group.inner, context.runtime, context.index, self._found
-            )
-            if tried != self._found:
-                self.lost["direct"] = tried[0].problem
-            self._found, known = tried, list(tried)
-        self._take(group, context, known)
+            return [replace(own, cuda=CudaSupport.NONE, why="not tried") for own in self._found]
+        context, inner = self.context, self.group.inner
+        found = capabilities.exchange(inner, probes=True)
+        self._found = eligibility.with_used(found, self._used)
+        tried = between_nodes.try_messages(inner, context.runtime, context.index, self._found)
+        if tried != self._found:
+            self.lost["direct"] = tried[0].problem
+        self._found = tried
+        return list(tried)
 
-    def _meet(
-        self, group: ProcessGroup, context: DeviceContext, wanted: Sequence[str], part: bool = False
-    ) -> None:
-        """Map what routes among those wanted need of other ranks' memory. All ranks call.
+    @property
+    def _map_all(self) -> bool:
+        """Return whether memory that the ranks map serves all calls."""
+        return shared_gpu.ROUTE.name in self.states or ipc.ROUTE.name in self.states
 
-        part: of another group, which asks for what "peer" serves alone.
-        """
-        for name in ("shared_gpu", "copy_engine", "peer", "ipc"):
-            if name in wanted:
-                eligibility.eligible_routes(self._found, self._forced)  # raises
-        if "shared_gpu" in wanted:
-            self.shared_gpu = self._had("shared_gpu", shared_gpu.meet(group, context))
-        if "copy_engine" in wanted and not self.shared_gpu:
-            self.copy_engine = self._had("copy_engine", copy_engine.meet(group, context))
-        if "peer" in wanted:
-            self.peer = self._had("peer", peer.meet(group, context))
-        if "ipc" in wanted and not (self.shared_gpu or (part and self.peer)):
-            self.ipc = self._had("ipc", ipc.meet(group, context))
-
-    def _take(
-        self, group: ProcessGroup, context: DeviceContext, known: Sequence[Capabilities]
-    ) -> None:
-        """Settle which routes the group takes. All ranks call.
-
-        known: what each rank can do, as tried: its parts try nothing anew.
-        """
+    def _settle(self) -> None:
+        """Settle which routes the group takes. All ranks call."""
         forced = self._forced
         eligible = eligibility.eligible_routes(self._found, forced)
-        if "hierarchical" in eligible:
-            made = hierarchical.meet(group, context, known, agree)
-            self.hierarchical = self._had("hierarchical", made)
+        if hierarchical.ROUTE.name in eligible:
+            self._meet_for(hierarchical.ROUTE)
         if forced in self.lost:
             raise UnsupportedError(f"{eligibility.FORCED}={forced}: {self.lost[forced]}; unset it")
-        mapped = self.shared_gpu or self.ipc
-        without = {*self.lost, *(("direct", "mpi") if mapped else ())}  # which nobody has tried
-        without |= {name for name in ("copy_engine", "ipc") if getattr(self, name) is None}
-        self.names = tuple(name for name in eligible if name not in without)
-        if self.nccl is not None and forced is None:
-            self.names = ("nccl", *self.names)
-        if self._only_enqueuing:
-            group.ask_devices = self.find_failure
+        without = {*self.lost, *(("direct", "mpi") if self._map_all else ())}  # which nobody tried
+        names = (*(() if forced else self._on_demand), *eligible)
+        self.names = tuple(
+            name
+            for name in names
+            if name not in without and (not registry.DEVICE[name].meet or name in self.states)
+        )
+        if any(state.ends_on_devices for state in self.states.values()):
+            self.group.ask_devices = self.find_failure
 
     @property
-    def _only_enqueuing(self) -> list[peer.Peers | nccl.Nccl | hierarchical.Levels]:
-        """Return what it has for calls whose hosts do not meet, so that devices may end them."""
-        parts = (self.nccl, self.hierarchical, self.peer)
-        return [part for part in parts if part is not None]
-
-    def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        """Return why devices have ended calls of the group without their results; None if they have
-        not, as far as is known.
-
-        wait: until they are done.
-        """
-        failures = (part.find_failure(wait) for part in self._only_enqueuing)
-        return next((failure for failure in failures if failure is not None), None)
-
-    @property
-    def maps(self) -> bool:
-        """Return whether the ranks map memory of each other."""
-        parts = (self.shared_gpu, self.copy_engine, self.peer, self.hierarchical, self.ipc)
-        return any(part is not None for part in parts)
-
-    def _had(self, name: str, made: T | str) -> T | None:
-        """Return what the ranks have made for a route; if it is why they could not, note that."""
-        if not isinstance(made, str):
-            return made
-        self.lost[name] = made
-        return None
+    def _on_demand(self) -> Sequence[str]:
+        """Return the routes that the program has asked for, and has."""
+        return [name for name in self.states if registry.DEVICE[name].on_demand]
 
     def warn(self) -> None:
         """Warn of ranks that share a GPU while others are idle, of a GPU that is far from the
@@ -204,91 +161,78 @@ class Agreed:
                     RuntimeWarning,
                     stacklevel=3,
                 )
-        for _, words in self._lost_in_parts if self._me == 0 else ():
+        for _, words in self.lost_in_parts if self._me == 0 else ():
             warnings.warn(f"mpicoll: arrays on GPUs: {words}", RuntimeWarning, stacklevel=3)
-
-    @property
-    def _lost_in_parts(self) -> Sequence[tuple[str, str]]:
-        return () if self.hierarchical is None else self.hierarchical.lost
 
     def describe(self) -> dict[str, str]:
         """Return of each route why the group does not take it, "" for those it takes; and why a
         part of the group, for `hierarchical`, does not.
         """
         found = eligibility.describe_routes(self.names, self._found, self._forced, self.lost)
-        for name, words in self._lost_in_parts:
+        for name, words in self.lost_in_parts:
             found[name] = "; ".join(filter(None, (found[name], f"in hierarchical {words}")))
         return found
 
     def on_host(self, kind: CallKind) -> Implementation:
-        """Return the implementation of such calls on host memory."""
+        """See there."""
         return select.choose(kind)
 
     def on_device(self, kind: CallKind) -> Implementation:
-        """Return the implementation of such calls of this group on device memory."""
+        """See there."""
         return choose(kind)
+
+    def agree_in(self, part: ProcessGroup, known: Sequence[Capabilities]) -> Agreement:
+        """See there."""
+        return agree(part, self.context, known)
 
     def leave(self, name: str, kind: CallKind, error: Exception) -> None:
         """Tell the ranks that wait for this one in a call by a route that it has failed."""
-        parts = {
-            shared_gpu.ROUTE.name: self.shared_gpu,
-            copy_engine.ROUTE.name: self.copy_engine,
-            hierarchical.ROUTE.name: self.hierarchical,
-            ipc.ROUTE.name: self.ipc,
-            peer.ROUTE.name: self.peer,
-            nccl.ROUTE.name: self.nccl,
-        }
-        part = parts.get(name)
-        if part is not None:
-            part.take_leave(kind, error)
+        state = self.states.get(name)
+        if state is not None:
+            state.take_leave(kind, error)
 
-    def break_parts(self, alone: bool) -> None:
+    def break_states(self, alone: bool) -> None:
         """Make calls in parts of the group and on devices end, this rank's alone or all: the group
         is broken.
         """
-        error = self._group.broken
+        error = self.group.broken
         if error is None:
             return
-        if self.hierarchical is not None:
-            self.hierarchical.break_with(error, alone)
-        for part in (self.peer, self.nccl):
-            if part is not None:
-                part.break_with(error)
+        for state in self.states.values():
+            state.break_with(error, alone)
 
     def abandon(self) -> None:
         """Leave the group, without waiting for other ranks: calls on devices end."""
         _abandoned.append(self)  # other ranks may map what this one has
-        self._group.broken = self._group.broken or DistBackendError(
-            f"process group {self._group.group_name!r} was aborted"
+        self.group.broken = self.group.broken or DistBackendError(
+            f"process group {self.group.group_name!r} was aborted"
         )
-        self.break_parts(alone=True)
+        self.break_states(alone=True)
 
     def close(self, limit: float) -> None:
         """Free what the routes have; all ranks call. limit: seconds to wait for them."""
-        parts = (self.shared_gpu, self.copy_engine, self.peer, self.ipc)
-        for route in (self.nccl, self.hierarchical, *parts):
-            if route is not None:
-                route.close(limit)
+        for state in self.states.values():
+            state.close(limit)
 
 
 def agree(
     group: ProcessGroup, context: DeviceContext, known: Sequence[Capabilities] | None = None
-) -> Agreed:
+) -> Agreement:
     """Return the agreement of a group's ranks, made when all call for the first time.
 
-    known: see Agreed.
+    known: see Agreement.
     """
     return group.resources.get_or_create(
         "devices",
-        lambda: Agreed(group, context, known),
-        close=Agreed.close,
-        abandon=Agreed.abandon,
-        leave=Agreed.break_parts,
+        lambda: Agreement(group, context, known),
+        close=Agreement.close,
+        abandon=Agreement.abandon,
+        leave=Agreement.break_states,
     )
 
 
 #: Of groups that were left, and whose memory others may use.
-_abandoned: list[Agreed] = []
+_abandoned: list[Agreement] = []
 
 
 def choose(kind: CallKind) -> Implementation:
@@ -297,7 +241,7 @@ def choose(kind: CallKind) -> Implementation:
     candidates: list[Candidate] = []  # those for the largest calls first
     begun = -1  # the number of the latest call that has come here
 
-    def prepare(context: DeviceContext, extent: Extent) -> tuple[Agreed, Candidate]:
+    def prepare(context: DeviceContext, extent: Extent) -> tuple[Agreement, Candidate]:
         nonlocal begun
         begun = group.sequence
         agreed = agree(group, context)
@@ -354,7 +298,7 @@ class Candidate(NamedTuple):
     least: int
 
 
-def _build(agreed: Agreed, kind: CallKind) -> list[Candidate]:
+def _build(agreed: Agreement, kind: CallKind) -> list[Candidate]:
     """Return the candidates for such calls: of the routes that serve them the first that takes
     calls of any size, and those that take large ones, the largest first.
     """

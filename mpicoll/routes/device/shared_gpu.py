@@ -19,34 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.cuda.runtime import Event
-from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels import reduction
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.jobs import Job, Placed, jobs_of
-from mpicoll.routes.device.space import at_home
-from mpicoll.routes.device.user_buffers import (
-    UserBuffers,
-    failure_of,
-    share_pages,
-    signature_of,
-)
+from mpicoll.routes.device.state import Agreed, build_at_home, failure_of
+from mpicoll.routes.device.user_buffers import UserBuffers, share_pages, signature_of
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.transfers import CARRIED
 
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-    from mpicoll.routes.device.select import Agreed
-
-__all__ = ["ROUTE", "Sharers", "meet"]
+__all__ = ["ROUTE", "Sharers"]
 
 #: Bytes of the largest array of a call up to which it goes through the host's memory.
 SMALL = 64 * 1024
@@ -59,8 +48,8 @@ class Sharers(UserBuffers):
             the rank's data or its result. None if they cannot share memory.
     """
 
-    def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:
-        super().__init__(group, context, readers=[0], steps=1)
+    def __init__(self, agreed: Agreed) -> None:
+        super().__init__(agreed, readers=[0], steps=1)
         self.halves: Any = None
         self.pinned: object = None  # their registration
         self._taken: list[Event | None] = [None, None]  # by half: the result is on the device
@@ -174,12 +163,9 @@ def _elements(memory: Any, dtype: DType, start: int, count: int) -> Any:
     return memory[start * size : (start + count) * size].view(dtype.numpy)
 
 
-def meet(group: ProcessGroup, context: DeviceContext) -> Sharers | str:
-    """Return what the group has for calls on the GPU that its ranks share, or, on all, why there is
-    nothing. All ranks call.
-    """
-    made = Sharers(group, context)
-    why = made.connect()
+def _meet(agreed: Agreed) -> Sharers | str:
+    made = Sharers(agreed)
+    group, context, why = made.group, made.context, made.connect()
     if why:
         return why
     pages = share_pages(group, 4 * SMALL)
@@ -190,26 +176,20 @@ def meet(group: ProcessGroup, context: DeviceContext) -> Sharers | str:
     return made
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
-    """Return the implementation for calls of this kind; None if the ranks share no GPU."""
-    sharers = agreed.shared_gpu
-    if sharers is None:
-        return None
+def _make(sharers: Sharers, kind: CallKind) -> Implementation:
+    def shared_gpu(
+        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+    ) -> None:
+        if isinstance(extent, int) and sharers.is_small(kind, extent):
+            sharers.meet_on_host(kind, send, recv, extent, root)
+        else:
+            sharers.work_together(kind, send, recv, extent, root)
 
-    def build(kind: CallKind) -> Implementation:
-        def shared_gpu(
-            send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
-        ) -> None:
-            if isinstance(extent, int) and sharers.is_small(kind, extent):
-                sharers.meet_on_host(kind, send, recv, extent, root)
-            else:
-                sharers.work_together(kind, send, recv, extent, root)
+    return shared_gpu
 
-        return at_home(sharers.context, shared_gpu)
 
-    if kind.op is not None and kind.op.factor is not None:
-        return premultiplied(kind, agreed.space, build)
-    return build(kind)
+def _build(kind: CallKind, agreed: Agreed) -> Implementation:
+    return build_at_home(kind, agreed, agreed.state(Sharers), _make)
 
 
 ROUTE = Route(
@@ -218,6 +198,7 @@ ROUTE = Route(
     MemoryKind.DEVICE,
     ("all_reduce", *CARRIED),
     _build,
+    _meet,
     combines=lambda op, dtype: find_loop(op, dtype) is not None,
     reproducible=(ORDER,),
     scales=True,

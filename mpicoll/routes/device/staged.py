@@ -7,7 +7,6 @@ copied to the host and the one before back to the device, on separate streams.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +18,8 @@ from mpicoll.cuda import runtime
 from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import DeviceContext, StreamOrder
 from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.routes.device.state import Agreed
 from mpicoll.routes.route import MemoryKind, Route
-
-if TYPE_CHECKING:
-    from mpicoll.routes.device.select import Agreed
 
 __all__ = ["ROUTE", "HostStaging"]
 

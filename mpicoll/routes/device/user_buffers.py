@@ -35,7 +35,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,11 +54,12 @@ from mpicoll.core.signature import (
     with_root,
 )
 from mpicoll.cuda.runtime import HANDLE, Allocation, Event, Memory
-from mpicoll.cuda.streams import DeviceContext, look_until
+from mpicoll.cuda.streams import look_until
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Placed
 from mpicoll.routes.device.mappings import keep_in_mind, open_memory
+from mpicoll.routes.device.state import Agreed, RouteState, failure_of, first_problem
 from mpicoll.routes.device.workspaces import BLOCK, TOGETHER, all_come
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.transfers import misfit
@@ -67,7 +68,7 @@ from mpicoll.watch.consistency import describe_by_rank
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["UserBuffers", "failure_of", "share_pages", "signature_of"]
+__all__ = ["UserBuffers", "share_pages", "signature_of"]
 
 #: Allocations that a reader keeps open for each rank, at least the two of a call; and handles of
 #: its own that a rank keeps.
@@ -104,21 +105,16 @@ class _CannotOpenError(DistBackendError):
         self.rank, self.buffer = rank, buffer
 
 
-class UserBuffers:
-    """What a group has for work on its ranks' arrays, as one rank sees it. Routes say what the work
-    is, in the methods that raise NotImplementedError here.
+class UserBuffers(RouteState):
+    """What a group has for work on its ranks' arrays. Routes say what the work is, in the methods
+    that raise NotImplementedError here.
 
-    context: this rank's device context.
     readers: the ranks that work on the arrays of others.
     """
 
-    def __init__(
-        self, group: ProcessGroup, context: DeviceContext, readers: Sequence[int], steps: int
-    ) -> None:
+    def __init__(self, agreed: Agreed, readers: Sequence[int], steps: int) -> None:
         """readers: of the group; steps: the most of a call."""
-        self.group = group
-        self.n, self.me = group.size(), group.rank()
-        self.context = context
+        super().__init__(agreed.group, agreed.context)
         self.readers = readers
         #: By place in a call, and by rank: this rank's events, and those that it has opened.
         self._events: list[list[Event | None]] = [[None] * self.n for _ in range(steps + 1)]
@@ -492,7 +488,7 @@ class UserBuffers:
             problem = f"cannot export events and memory (CUDA IPC): {error}"
         said: list[tuple[str, list[bytes], bytes]]
         said = self.group.inner.allgather((problem, exported, memory))
-        why = _first_problem([problem for problem, *_ in said])
+        why = first_problem([problem for problem, *_ in said])
         if not why:
             try:
                 for rank in others:
@@ -503,7 +499,7 @@ class UserBuffers:
                         open_memory(self.context, memory)
             except Exception as error:
                 problem = f"cannot map another rank's events and device memory (CUDA IPC): {error}"
-            why = _first_problem(self.group.inner.allgather(problem))
+            why = first_problem(self.group.inner.allgather(problem))
         if why:
             self._let_go_of_events(TOGETHER)
             return why
@@ -549,20 +545,6 @@ def share_pages(group: ProcessGroup, nbytes: int) -> Any:
     if segment is None:
         return None
     return np.frombuffer(segment.memory, np.uint8).reshape(group.size(), -1)[:, :nbytes]
-
-
-def failure_of(task: Callable[[], None]) -> Exception | None:
-    """Return the exception that a task raises; None if it does its work."""
-    try:
-        task()
-    except Exception as error:
-        return error
-    return None
-
-
-def _first_problem(said: Sequence[str]) -> str:
-    """Return the first problem of a rank; "" for none."""
-    return next((f"rank {rank}: {words}" for rank, words in enumerate(said) if words), "")
 
 
 def _keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> list[tuple[Any, Any]]:

@@ -10,6 +10,7 @@ from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.routes.device.mappings import open_memory
+from mpicoll.routes.device.state import first_problem
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -19,7 +20,6 @@ __all__ = [
     "TOGETHER",
     "Workspaces",
     "all_come",
-    "first_problem",
     "map_each_other",
     "mapped",
 ]
@@ -98,11 +98,6 @@ def map_each_other(
     else:
         _free_when_unmapped(group, own, TOGETHER)
     return why
-
-
-def first_problem(problems: Sequence[str]) -> str:
-    """Return the first problem of a rank; "" for none."""
-    return next((f"rank {rank}: {words}" for rank, words in enumerate(problems) if words), "")
 
 
 def _free_when_unmapped(group: ProcessGroup, own: Memory, limit: float) -> None:

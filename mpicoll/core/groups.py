@@ -203,6 +203,14 @@ class ProcessGroup(Calls):
         """Return whether asynchronous collectives are pending; a caller has to queue behind."""
         return self.worker is not None and self.worker.is_busy
 
+    def let_callbacks_end(self) -> None:
+        """Wait for a moment until the group's thread is done with what follows asynchronous
+        collectives that have ended, if no others are pending.
+        """
+        moment = time.monotonic() + _A_MOMENT
+        while not self.pending and self.busy() and time.monotonic() < moment:
+            time.sleep(10e-6)
+
     def give(self, task: Callable[[], None]) -> Worker:
         """Hand a task to the group's thread, and return that thread; see Worker."""
         with self._giving:
@@ -370,6 +378,8 @@ _left_behind: list[tuple[MPI.Request, BaseException]] = []
 #: Seconds to wait for a message that nobody has received, and those that did not come, for which
 #: MPI keeps the memory.
 _DRAIN = 0.2
+#: Seconds to wait for callbacks of collectives that have ended.
+_A_MOMENT = 0.5
 _never_came: list[tuple[MPI.Request, bytearray]] = []
 
 

@@ -80,6 +80,14 @@ class Capabilities:
         does = "sends and receives" if least is CudaSupport.TRANSFER else _EVERYTHING
         return "" if self.cuda >= least else f"an MPI that {does} device memory ({self.why})"
 
+    def lacks_gpu(self, kind: str = "") -> str:
+        """Return what lacks for work on a GPU, of a kind if one is given, in words; "" for
+        nothing.
+        """
+        if not self.gpus:
+            return f"a GPU ({self.no_gpu})"
+        return "" if kind in ("", self.kind) else f"a GPU for {kind} (its GPUs are {self.kind}'s)"
+
     def words(self) -> dict[str, Any]:
         """Return plain values, fit for JSON."""
         return asdict(self) | {

@@ -327,6 +327,7 @@ class StreamOrder(Point):
         self.asynchronous = False
         self._context: DeviceContext | None = None
         self.held = held
+        self._dropped = False
         for one in self._streams:
             runtime.check_stream(index, one, where)
         self._before = [runtime.record(index, one or LEGACY) for one in self._streams]
@@ -346,7 +347,10 @@ class StreamOrder(Point):
         streams go on after that.
         """
         self._context = context
-        self.events = (context.record(),)
+        with _dropping:
+            self.events = (context.record(),)
+            if self._dropped:
+                self._hold_while_in_use()
         if not self.asynchronous:
             self._go_on(self._streams)
             self.held = None
@@ -369,9 +373,17 @@ class StreamOrder(Point):
         return nullcontext() if context is None else self.after(context.callbacks)
 
     def drop(self) -> None:
-        """Keep the arrays for as long as the device works on them, and the caller no longer."""
+        """Keep the arrays for as long as the device works on them, and the caller no longer. The
+        call may not have begun yet.
+        """
+        with _dropping:
+            self._dropped = True
+            if self.events:
+                self._hold_while_in_use()
+
+    def _hold_while_in_use(self) -> None:
         held, self.held = self.held, None
-        if held is not None and self.events:
+        if held is not None:
             _in_use.append((self, held))
 
 
@@ -385,7 +397,7 @@ class CapturedOrder(StreamOrder):
         Point.__init__(self, runtime, index, (stream,), ())
         self._stream, self._where = stream, where
         self._capture = ExitStack()
-        self.held = None
+        self.held, self._dropped = None, False
 
     @property
     def asynchronous(self) -> bool:
@@ -420,6 +432,8 @@ class CapturedOrder(StreamOrder):
         return nullcontext()
 
 
+#: Held where a call is dropped and where it gets its events, which threads may do at a time.
+_dropping = threading.Lock()
 #: Arrays of calls that nobody has waited for, while the device may work on them.
 _in_use: deque[tuple[StreamOrder, object]] = deque()
 

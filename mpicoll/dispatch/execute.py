@@ -14,7 +14,15 @@ from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
-from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, find_short, only_enqueues
+from mpicoll.core.plan import (
+    CallKind,
+    Plan,
+    Task,
+    agreed_sizes,
+    compares_itself,
+    find_short,
+    only_enqueues,
+)
 from mpicoll.core.signature import (
     LIST,
     encode_list,
@@ -378,7 +386,7 @@ def perform(
         elif group.agree is not None and (root == LIST or not call.compares):
             if only_enqueues(call.route, None if root == LIST else how):
                 consistency.agree_later(group, call.kind, sizes, root)
-            else:
+            elif root == LIST or not compares_itself(call.route, how):
                 group.agree(with_root(call.kind, root), sizes)
         carry(send, recv, how, root)
         group.complete()

@@ -108,6 +108,7 @@ def stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrde
     if len(streams) == 1 and can_be_captured(plan.route):
         (stream,) = streams
         if cuda.is_captured(parts[0].device, stream):
+            plan.group.let_callbacks_end()  # such a call cannot queue behind them
             return CapturedOrder(cuda, parts[0].device, stream, plan.name)
     order = StreamOrder(
         cuda,

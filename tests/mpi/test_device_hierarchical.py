@@ -487,6 +487,41 @@ def test_a_rank_that_fails_along_the_rails(arrays, world, monkeypatch, mpi, plac
     dist.destroy_process_group(where.group)
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_rank_that_fails_behind_the_rails(arrays, world, monkeypatch, chunks):
+    """Fails the call on all ranks, with the next chunk; of the last one in its cluster alone. The
+    group goes on.
+    """
+    where = Where(arrays, monkeypatch, "two GPUs")
+    where.total()
+    levels = where.agreed.states["hierarchical"]
+    cluster = max(levels.clusters, key=len)
+    if len(cluster) == 1:
+        dist.destroy_process_group(where.group)
+        pytest.skip("no rank shares its GPU")
+    step, inside = hierarchical.Step.__call__, []
+
+    def fails(self, send, recv, extent, root=0, before=None):
+        inside.append(levels.inside is not None and self._part is levels.inside.group)
+        if where.me == cluster[0] and inside[-1] and inside.count(True) == 2:
+            before = lambda: 1 / 0  # noqa: E731
+        step(self, send, recv, extent, root, before)
+
+    count = chunks * (hierarchical.CHUNK // 4) - 5
+    with monkeypatch.context() as patched:
+        patched.setattr(hierarchical.Step, "__call__", fails)
+        if where.me == cluster[0]:
+            with pytest.raises(ZeroDivisionError):
+                where.total(count)
+        elif chunks > 1 or where.me in cluster:
+            with pytest.raises(DistBackendError, match="another rank failed in this call"):
+                where.total(count)
+        else:
+            where.total(count)
+    where.total(count)
+    dist.destroy_process_group(where.group)
+
+
 def test_routes_that_parts_lose(arrays, world, monkeypatch):
     """Are told by name, on the first rank, and by what ``doctor`` asks."""
 

@@ -289,6 +289,32 @@ def test_arrays_live_as_long_as_they_are_used(on, how):
 # ---- What goes wrong -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("road", ["ipc", "staged"])
+def test_a_work_that_is_dropped_before_its_call(on, monkeypatch, road):
+    """As by torch's front, which drops it at once: the arrays live until the device is done."""
+    world = on(road)
+    monkeypatch.setattr(streams, "_in_use", streams.deque())
+    gate, group = threading.Event(), dist.group.WORLD
+    world.begun(world.made(1 + world.me)).wait()
+    group.give(gate.wait)  # the group's thread is at something else
+    array = world.made(1 + world.me)
+    work, memory = dist.all_reduce(array, async_op=True), weakref.ref(array.memory)
+    (order,) = work.orders
+    work.drop()
+    work.outputs = ()
+    del array
+    gate.set()
+    while not work.has_ended() or group.busy():
+        time.sleep(1e-3)
+    gc.collect()
+    assert memory() is not None, "the device may still be at it"
+    for event in order.events:
+        world.cuda.synchronize(event)
+    streams.let_go_of_arrays()
+    gc.collect()
+    assert memory() is None
+
+
 def test_errors_come_with_the_wait(on, monkeypatch):
     """And the streams go on after what was begun."""
     world = on("ipc")

@@ -144,13 +144,21 @@ def test_two_meetings(shared, monkeypatch, small):
     """One, of small calls."""
     arrays, me, n, part = shared
     array = uploaded(arrays, np.full(100 if small else LARGE, me, np.float32))
-    met = []
+    group, met, agreed = dist.group.WORLD, [], []
     works = part._meet
     monkeypatch.setattr(part, "_meet", lambda *how: met.append(how) or works(*how))
     seen = watched(monkeypatch, arrays.cuda, "combine_for_all", "record_again")
     dist.all_reduce(array)
     assert len(met) == (1 if small else 2) and bool(seen) is not small
     assert (got(array) == sum(range(n))).all()
+    monkeypatch.setattr(consistency, "FIRST", 1)  # from then on each call is compared by itself
+    dist.all_reduce(array)
+    assert group.compared
+    agree = group.agree
+    monkeypatch.setattr(group, "agree", lambda *how: agreed.append(how) or agree(*how))
+    dist.all_reduce(array)
+    assert len(agreed) == (1 if small else 2)
+    assert (got(array) == sum(range(n)) * n**2).all()
 
 
 @pytest.mark.parametrize("slow", [0, 1])

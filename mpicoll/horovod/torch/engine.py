@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpicoll as dist
+from mpicoll.cuda.threads import attend
 from mpicoll.errors import ArgumentError, ForkedError, UsageError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.kinds import KINDS, Call, Facts, synchronize_devices
@@ -213,6 +214,7 @@ class Engine:
                     requests = dict(self._pending)
                     joined = self._join is not None
                     closing = self._closing and (self._abandons or not (requests or joined))
+                attend()
                 waited_for = self._round(requests, joined, closing)
         except BaseException as error:
             self._end(error)

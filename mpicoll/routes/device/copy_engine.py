@@ -22,6 +22,7 @@ from typing import Any
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, Placed, jobs_of
 from mpicoll.routes.device.state import Agreed, build_at_home
@@ -133,7 +134,7 @@ ROUTE = Route(
     uneven=("all_gather", *EXCHANGES),
     place="node",
     needs="all ranks on one node, and CUDA IPC between them",
-    lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
+    lacks=Capabilities.lacks_gpu,
     blocks=(
         "for the other ranks' hosts, twice, in a broadcast to several ranks three times, and not "
         "for the device"

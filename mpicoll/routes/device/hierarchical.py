@@ -395,16 +395,19 @@ def _carry_out(
     root: int,
     counts: tuple[int, int],
     prepare: Callable[[int, int], _T],
-    carry: Callable[[_T, _Check], None],
+    carry: Callable[[_T, _Check], Callable[[], None]],
 ) -> None:
     """Carry out one call, chunk by chunk.
 
     counts:  of elements, and of those of a chunk.
     prepare: takes the memory of a chunk, given its first element and count, and fills it: all that
              may fail before other ranks depend on it.
-    carry:   carries it out in that memory.
+    carry:   carries it out in that memory, along the rails and before; returns what follows in the
+             clusters.
 
-    Raises on all ranks if their calls differ, or one lacks the memory.
+    Raises on all ranks if their calls differ, or one lacks the memory. What fails behind the rails
+    is told at the next meeting, with the next chunk, as nobody outside of the cluster waits for it.
+    Of the last chunk it is an affair of the cluster's.
     """
     if not isinstance(extent, int):
         raise UnsupportedError(
@@ -414,9 +417,10 @@ def _carry_out(
     signature, number = signature_of(kind, extent, root)
     context, (count, step) = levels.context, counts
     memory: list[_T] = []
+    failed: Exception | None = None
 
     def take(start: int) -> None:
-        failure = levels.find_failure()
+        failure = failed or levels.find_failure()
         if failure is not None:
             raise failure
         memory[:] = [prepare(start, min(step, count - start))]
@@ -429,7 +433,9 @@ def _carry_out(
         context.release(mark)
         check(partial(take, start))
         if count:
-            carry(memory[0], check)
+            failed = failure_of(carry(memory[0], check))
+    if failed is not None:
+        raise failed
 
 
 def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
@@ -494,7 +500,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
                 result = _like(space, chunk.part(begin, own), dtype)
             return _Reduced(source, stripe, result, out, counts)
 
-        def carry(memory: _Reduced, check: _Check) -> None:
+        def carry(memory: _Reduced, check: _Check) -> Callable[[], None]:
             source, stripe, result, out, counts = memory
             own = stripe.count if levels.lane is not None else 0
 
@@ -513,14 +519,18 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
             if along is not None and own:
                 then = None if up is None or not gathers else (up, gathered)
                 levels.go_along(along, None, stripe, home, then)
-            if out is None:
-                return
-            if up is None:
-                finish()
-            elif one_rail:
-                up(None, out, gathered, levels.first, finish)
-            else:
-                up(result, out, gathered, 0, finish)
+
+            def last_step() -> None:
+                if out is None:
+                    return
+                if up is None:
+                    finish()
+                elif one_rail:
+                    up(None, out, gathered, levels.first, finish)
+                else:
+                    up(result, out, gathered, 0, finish)
+
+            return last_step
 
         _carry_out(levels, kind, extent, root, (recv.count, step), prepare, carry)
 
@@ -550,7 +560,9 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
             stripe = chunk.part(begin, own)
             return chunk, stripe if at_home or one_rail else _like(space, stripe, dtype), counts
 
-        def carry(memory: tuple[DeviceView, DeviceView, list[int]], check: _Check) -> None:
+        def carry(
+            memory: tuple[DeviceView, DeviceView, list[int]], check: _Check
+        ) -> Callable[[], None]:
             chunk, stripe, counts = memory
 
             def first_step() -> None:
@@ -564,12 +576,16 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
             if along is not None and own:
                 then = None if last is None or at_home else (last, gathered)
                 levels.go_along(along, None, stripe, home, then)
-            if last is None or at_home:
-                return
-            if one_rail:
-                last(None, chunk, gathered, levels.first)
-            else:
-                last(stripe, chunk, gathered)
+
+            def last_step() -> None:
+                if last is None or at_home:
+                    return
+                if one_rail:
+                    last(None, chunk, gathered, levels.first)
+                else:
+                    last(stripe, chunk, gathered)
+
+            return last_step
 
         _carry_out(levels, kind, extent, root, (recv.count, step), prepare, carry)
 
@@ -634,11 +650,11 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Imple
             by.fill(packed, source)
             return out, source, rows, space.empty(wide, count)
 
-        def carry(memory: tuple[DeviceView, ...], check: _Check) -> None:
+        def carry(memory: tuple[DeviceView, ...], check: _Check) -> Callable[[], None]:
             out, source, rows, total = memory
             check(partial(down, source, rows, rows.count))
             levels.go_along(along, rows, total)
-            by.finish(total, out)
+            return partial(by.finish, total, out)
 
         _carry_out(levels, kind, extent, root, (recv.count, step), prepare, carry)
 
@@ -659,12 +675,18 @@ def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implement
             mine = send.part(start, count)
             return mine, space.empty(dtype, many * count), space.empty(dtype, n * count)
 
-        def carry(memory: tuple[DeviceView, DeviceView, DeviceView], check: _Check) -> None:
+        def carry(
+            memory: tuple[DeviceView, DeviceView, DeviceView], check: _Check
+        ) -> Callable[[], None]:
             mine, column, packed = memory
             levels.go_along(along, mine, column, then=(up, column.count))
-            up(column, packed, column.count)
-            start = (mine.address - send.address) // dtype.itemsize
-            _blocks(levels, recv, send.count, start, packed, True)
+
+            def last_step() -> None:
+                up(column, packed, column.count)
+                start = (mine.address - send.address) // dtype.itemsize
+                _blocks(levels, recv, send.count, start, packed, True)
+
+            return last_step
 
         _carry_out(levels, kind, extent, root, (send.count, step), prepare, carry)
 
@@ -698,7 +720,7 @@ ROUTE = Route(
         "several nodes, or several GPUs on one, at least one of them with several ranks, which map "
         "memory of each other by CUDA IPC"
     ),
-    lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
+    lacks=Capabilities.lacks_gpu,
     blocks=(
         "for the other ranks' hosts, twice for each 64 MiB of the message, and for what its parts "
         "wait: `shared_gpu`, `peer` or `copy_engine` in each node or GPU, and `direct` or `staged` "

@@ -34,6 +34,7 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.runtime import Memory
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError
@@ -356,5 +357,5 @@ ROUTE = Route(
         "until the device has done what the call comes after, and all of the call but its last "
         "step; the hosts meet for each slot (8 MiB) of the message"
     ),
-    lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
+    lacks=Capabilities.lacks_gpu,
 )

@@ -9,6 +9,7 @@ groups close what they only keep for later calls, and it is tried once more.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Protocol
 
@@ -25,13 +26,15 @@ class Keeper(Protocol):
         """Close it, without waiting for a call on another thread; return whether there was any."""
 
 
-#: Those of this process.
+#: Those of this process; held where one is added, as threads may be at both at a time.
 _keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
+_adding = threading.Lock()
 
 
 def keep_in_mind(keeper: Keeper) -> None:
     """Ask a keeper to close what is unused, while it lives, when memory cannot be opened."""
-    _keepers.add(keeper)
+    with _adding:
+        _keepers.add(keeper)
 
 
 def open_memory(context: DeviceContext, handle: bytes) -> Memory:
@@ -39,7 +42,9 @@ def open_memory(context: DeviceContext, handle: bytes) -> Memory:
     try:
         return context.runtime.open(context.index, handle)
     except Exception:  # whatever the driver says
-        closed = [keeper.close_unused() for keeper in list(_keepers)]
+        with _adding:
+            keepers = list(_keepers)
+        closed = [keeper.close_unused() for keeper in keepers]
         if not any(closed):
             raise
     return context.runtime.open(context.index, handle)

@@ -25,6 +25,7 @@ from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import Event, NcclCommunicator
 from mpicoll.cuda.streams import look_until
+from mpicoll.cuda.threads import attend
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.launch.host_identity import node
@@ -144,7 +145,12 @@ class Nccl(RouteState):
 
     def _abort(self) -> None:
         """End NCCL's kernels, which may take its threads a while."""
-        thread = threading.Thread(target=self.comm.abort, name="mpicoll-nccl-abort", daemon=True)
+
+        def abort() -> None:
+            attend()
+            self.comm.abort()
+
+        thread = threading.Thread(target=abort, name="mpicoll-nccl-abort", daemon=True)
         thread.start()
         thread.join(_ABORT)
 

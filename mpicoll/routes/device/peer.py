@@ -99,11 +99,10 @@ class Peers(RouteState):
         self._failure = board[0, :8].view(np.uint64)
         self._calls: dict[int, tuple[int, int]] = {}  # by digest
         self._captured = False  # calls are in graphs, which run in streams that only users know
-        self.limit = self.group.timeout
         blocks = min(workspaces.said)
         self._peers = peers.Peers(
             tuple(memory.address for memory in workspaces.all), self.me, failure,
-            _nanoseconds(self.limit), peers.room_of(WORKSPACE, self.n, blocks), blocks,
+            _nanoseconds(self.group.timeout), peers.room_of(WORKSPACE, self.n, blocks), blocks,
         )  # fmt: skip
 
     def digest(self, kind: CallKind, extent: Extent, root: int) -> int:
@@ -120,7 +119,9 @@ class Peers(RouteState):
         capture for a kernel that is not there yet.
         """
         self.check()
-        context = self.context
+        context, limit = self.context, _nanoseconds(self.group.timeout)
+        if limit != self._peers.limit:  # which programs may set at any time
+            self._peers = self._peers._replace(limit=limit)
         if context.captured and not context.runtime.has_collective(context.index, call):
             raise UnsupportedError(
                 f"{call.name}: the current stream is being captured into a CUDA graph, and the "
@@ -161,7 +162,7 @@ class Peers(RouteState):
         if why in (LATE, DIFFERS) and call in self._calls:
             name = f"{describe(*self._calls[call])}, on rank {ranks[self.me]} of {name}"
         words = {
-            LATE: f"rank {ranks[rank]}'s GPU has waited {self.limit} s for rank {ranks[other]}'s",
+            LATE: f"rank {ranks[rank]}'s GPU has waited {self.group.timeout} s for rank {ranks[other]}'s",
             DIFFERS: f"ranks {ranks[other]} and {ranks[rank]} made calls that do not belong "
             "together",
         }.get(why) or self._said(rank)
@@ -264,10 +265,6 @@ def _meet(agreed: Agreed) -> Peers | str:
         return f"the kernels serve {RANKS} ranks at most, and the group has {n}"
 
     def prepare(own: Memory) -> int:
-        if runtime.kind() != CUDA:
-            raise UnsupportedError(
-                f"the kernels are CUDA's, and the devices are {runtime.kind()}'s"
-            )
         zeros = runtime.allocate_pinned(index, HEADER.itemsize)
         zeros.on_host()[: HEADER.itemsize] = 0
         # In a stream of its own: the host does not wait for what the call comes after.
@@ -430,7 +427,7 @@ ROUTE = Route(
     uneven=("all_gather", "reduce_scatter"),
     place="gpus",
     needs="all ranks on one node, each with a GPU of its own, and CUDA IPC between them",
-    lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
+    lacks=lambda own: own.lacks_gpu(CUDA),
     blocks="",
     captures=True,
     load=_build_loader,

@@ -15,6 +15,7 @@ from mpicoll.core.plan import (
     Extent,
     Implementation,
     add_capturable,
+    add_comparing,
     add_enqueuing,
     add_leave,
     agreed_sizes,
@@ -281,6 +282,14 @@ def choose(kind: CallKind) -> Implementation:
             for candidate in meant
         )
 
+    def compares_itself(extent: Extent) -> bool:
+        if not candidates:
+            return False
+        found = group.resources.find("devices")
+        state = found.states.get(_candidate_for(candidates, kind, extent).route.name)
+        return state is not None and state.compares
+
+    add_comparing(carry_out, compares_itself)
     add_capturable(carry_out, lambda: any(each.route.captures for each in candidates))
     return add_enqueuing(add_leave(carry_out, leave), only_enqueues)
 

@@ -25,6 +25,7 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads
 from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.runtime import Event
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels import reduction
@@ -209,5 +210,5 @@ ROUTE = Route(
         "for the other ranks' hosts, twice, and not for the device; up to 64 KiB once, and until "
         "the device has done what the call comes after"
     ),
-    lacks=lambda own: "" if own.gpus else f"a GPU ({own.no_gpu})",
+    lacks=Capabilities.lacks_gpu,
 )

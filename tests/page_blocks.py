@@ -20,13 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["IN_TURN", "PROGRAMS", "Block", "blocks"]
+__all__ = ["ENGINES", "IN_TURN", "PROGRAMS", "Block", "blocks", "engine_blocks"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Ways to execute the Python blocks of a page: one after another with the same names, or each as a
 #: program of its own.
 IN_TURN, PROGRAMS = "in turn", "programs"
+
+#: What a block has that starts ranks on the workers of an engine, and the engine.
+#: tests/clients/test_engines.py runs these blocks.
+ENGINES = {"import ray": "ray", "import spark": "spark", "import dask": "dask"}
 
 #: Seconds after which a page hangs: on a busy machine torch alone takes long to load.
 LIMIT = 150
@@ -64,6 +68,15 @@ def blocks(page: str) -> Iterator[Block]:
             re.sub(f"^{one[1]}", "", one[3], flags=re.MULTILINE),
             after[3] if after and prints else None,
         )
+
+
+def engine_blocks() -> Iterator[tuple[str, str, Block]]:
+    """The blocks of all pages that need an engine: page, engine, block."""
+    for page in sorted(ROOT.glob("docs/*.md")):
+        for block in blocks(page.read_text(encoding="utf-8")):
+            for word, engine in ENGINES.items():
+                if block.language == "python" and word in block.text:
+                    yield str(page.relative_to(ROOT)), engine, block
 
 
 def _end() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from page_blocks import IN_TURN, PROGRAMS, Block, blocks
+from page_blocks import ENGINES, IN_TURN, PROGRAMS, Block, blocks, engine_blocks
 
 import mpicoll
 from mpicoll import cli, settings
@@ -93,6 +93,9 @@ def step(state):
     return state
 """
 
+#: Why blocks that need an engine are skipped.
+ON_ENGINES = "tests/clients/test_engines.py runs it on its engine"
+
 #: Every page with Python, in the order in which they run.
 TREATMENT = {
     "README.md": How(PROGRAMS, GIVEN),
@@ -104,7 +107,7 @@ TREATMENT = {
     "docs/coming_from.md": How(PROGRAMS),
     "docs/horovod.md": How(IN_TURN, SCRIPT),
     "docs/index.md": How(PROGRAMS),
-    "docs/launching.md": How(PROGRAMS, skip={"import ray": "Ray starts the ranks itself"}),
+    "docs/launching.md": How(PROGRAMS, skip={"import ray": ON_ENGINES}),
     "docs/pytorch.md": How(
         PROGRAMS,
         skip={
@@ -115,9 +118,7 @@ TREATMENT = {
     "docs/reference.md": How(IN_TURN),
     "docs/reference_fronts.md": How(
         IN_TURN,
-        skip=dict.fromkeys(
-            ["import ray", "import spark", "import dask"], "tests/clients runs it on its engine"
-        ),
+        skip=dict.fromkeys(ENGINES, ON_ENGINES),
     ),
     "docs/reliability.md": How(
         PROGRAMS, STATE, {"grow_group": "tests/test_losses.py loses a rank before"}, grouped=True
@@ -193,6 +194,18 @@ def test_the_table_names_the_pages_with_python() -> None:
         assert bool(texts) == (name(page) in TREATMENT), name(page)
         for word in TREATMENT[name(page)].skip if texts else ():
             assert any(word in text for text in texts), f"{page}: nothing to skip has {word}"
+
+
+def test_what_needs_an_engine_is_run_on_it() -> None:
+    """What is skipped for that reason is what tests/clients runs, page by page."""
+    skipped = [
+        (page, word)
+        for page, how in TREATMENT.items()
+        for word, why in how.skip.items()
+        if why == ON_ENGINES
+    ]
+    given = [(page, engine) for page, engine, _ in engine_blocks()]
+    assert sorted(given) == sorted((page, ENGINES[word]) for page, word in skipped)
 
 
 # --- commands -----------------------------------------------------------------------------------

@@ -1,21 +1,27 @@
 """``mpicoll.launch.dask``, ``.ray`` and ``.spark`` with the engines: ``make test-clients``.
 
-Each engine runs on this machine, with three workers, once for all tests. No test may hang: if one
-does, this process says where its threads are, and ends.
+Each engine runs on this machine, with three workers, once for all tests but those of the pages'
+blocks, which start it themselves. No test may hang: if one does, this process says where its
+threads are, and ends.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpicoll.errors import ArgumentError, LaunchError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from page_blocks import Block, engine_blocks
 
 #: Seconds after which a test hangs: with two busy cores Ray takes ten to start two workers.
 LIMIT = 240
@@ -41,10 +47,14 @@ def on_ray() -> Iterator[Run]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def on_spark() -> Iterator[Run]:
+def needs_java() -> None:
     if not (shutil.which("java") or os.environ.get("JAVA_HOME")):
         pytest.skip("Spark is NOT tested: it needs Java, apt-get install default-jre-headless")
+
+
+@pytest.fixture(scope="module")
+def on_spark() -> Iterator[Run]:
+    needs_java()
     from pyspark.sql import SparkSession
 
     from mpicoll.launch.spark import run
@@ -166,3 +176,67 @@ def test_too_few_workers_of_dask(on_dask: Run) -> None:
 def test_too_few_workers_of_ray(on_ray: Run) -> None:
     with pytest.raises(LaunchError, match="did not start 4 workers within 3 s"):
         on_ray(add(1.0), 4, (5.0,), timeout=3.0)
+
+
+# --- the blocks of the pages. Last, for they start engines of their own -------------------------
+
+
+@pytest.fixture
+def ray_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What ``ray.init()`` finds: room for four ranks of two processors."""
+    import ray
+
+    ray.shutdown()
+    options = {"num_cpus": 8, "include_dashboard": False, "log_to_driver": False}
+    monkeypatch.setattr(ray, "init", functools.partial(ray.init, **options))
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def spark_alone() -> Iterator[None]:
+    needs_java()
+    from pyspark.sql import SparkSession
+
+    def stop() -> None:
+        session = SparkSession.getActiveSession()
+        if session:
+            session.stop()
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    stop()
+    yield
+    stop()
+
+
+@pytest.fixture
+def dask_alone() -> Iterator[None]:
+    yield
+    from distributed import default_client
+
+    client = default_client()
+    cluster = client.cluster
+    client.close()
+    cluster.close()
+
+
+#: By the name that a block gives to its results: what they are.
+RESULTS = {"squares": [9, 9, 9, 9], "results": [0, 100, 200, 300]}
+
+
+@pytest.mark.parametrize(
+    "engine, page, block",
+    [
+        pytest.param(engine, page, block, id=f"{engine}-{page}:{block.line}")
+        for page, engine, block in engine_blocks()
+    ],
+)
+def test_a_block_of_the_pages(
+    engine: str, page: str, block: Block, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(f"{engine}_alone")
+    # The functions of a script go to the workers by value.
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(block.lined, page, "exec"), names)
+    (found,) = names.keys() & RESULTS.keys()
+    assert names[found] == RESULTS[found]

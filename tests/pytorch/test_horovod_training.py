@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import warnings
@@ -358,6 +359,114 @@ def test_a_warning_where_gradients_are_reduced_again():
     optimizer.synchronize()
     with pytest.warns(UserWarning, match="reduced once more"):
         optimizer.step()
+
+
+#: Optimizers that take a closure: LBFGS calls it several times a step, and looks at the loss.
+CLOSURES = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "lbfgs": (torch.optim.LBFGS, {"lr": 0.2, "max_iter": 4}),
+    "search": (torch.optim.LBFGS, {"max_iter": 6, "line_search_fn": "strong_wolfe"}),
+    "loose": (torch.optim.LBFGS, {"lr": 0.5, "max_iter": 20, "tolerance_change": 1e-2}),
+}
+
+#: How closures make and reduce gradients: passes of backward, whether the program synchronizes in
+#: the closure, whether it steps in skip_synchronize.
+WAYS = {
+    "plain": (1, False, False),
+    "passes": (2, False, False),
+    "synchronized": (1, True, False),
+    "skipped": (1, False, True),
+    "both": (2, True, True),
+}
+
+
+def step_by_closure(optimizer, model, batch, passes=1, synchronize=False):
+    """Take a step; return the loss, and how often the closure was called."""
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        losses = [(model(part) - 1).square().mean() / passes for part in batch.chunk(passes)]
+        for loss in losses:
+            loss.backward()
+        if synchronize:
+            optimizer.synchronize()
+        return sum(losses).detach()
+
+    return optimizer.step(closure), calls
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", CLOSURES)
+def test_a_closure(kind, way):
+    """Whatever a rank's own loss, it calls the closure as often as the others."""
+    passes, synchronize, skip = WAYS[way]
+    make, options = CLOSURES[kind]
+    model, expected = network(), network()
+    reference = make(expected.parameters(), **options)
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters(), **options),
+        model.named_parameters(),
+        backward_passes_per_step=passes,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that gradients are reduced once more
+        for whole, own in zip(whole_batches(), own_batches(), strict=True):
+            with optimizer.skip_synchronize() if skip else contextlib.nullcontext():
+                found = step_by_closure(optimizer, model, own, passes, synchronize)
+            wanted = step_by_closure(reference, expected, whole)
+            close(found[0], wanted[0])
+            assert found[1] == wanted[1]
+            same(model, expected, 1e-8)
+
+
+@pytest.mark.parametrize("loss", [None, 0.5, np.float32(0.5), torch.tensor(0.5), "a tuple"])
+def test_what_a_closure_returns(loss):
+    """The mean of the ranks' numbers; a rank that has none keeps nobody waiting."""
+    model = network()
+    mine = loss if hvd.rank() == 0 else 1.5
+
+    def closure():
+        optimizer.zero_grad()
+        model(of(hvd.rank(), 6, 4)).square().mean().backward()
+        return mine
+
+    optimizer = distributed(model)
+    found = optimizer.step(closure)
+    if mine is None or isinstance(mine, str):
+        assert found is mine
+    else:
+        first = 0.0 if loss is None or isinstance(loss, str) else 0.5
+        assert float(found) == pytest.approx((first + 1.5 * (hvd.size() - 1)) / hvd.size())
+
+
+def test_a_closure_after_a_backward_pass():
+    """Gradients from before the closure are reduced when the optimizer begins, as SAM needs it."""
+    model, expected = network(), network()
+    optimizer = distributed(model)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for each, by, batch in (
+        (model, optimizer, own_batches()),
+        (expected, reference, whole_batches()),
+    ):
+        for x in batch:
+            by.zero_grad()
+            loss = each(x).square().mean()
+            loss.backward()
+            by.step(lambda loss=loss: loss)
+    same(model, expected)
+
+
+def test_a_closure_that_zeroes_gradients_on_their_way():
+    model = network()
+    optimizer = distributed(model)
+    model(of(0, 2, 4)).sum().backward()
+    if hvd.size() > 1:
+        with optimizer.skip_synchronize(), pytest.raises(AssertionError, match="zero_grad"):
+            step_by_closure(optimizer, model, of(0, 2, 4))
+    optimizer.synchronize()
 
 
 # --- gradients of operations ---------------------------------------------------------------------

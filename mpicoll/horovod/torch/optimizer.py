@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +150,14 @@ class _Distributed:
             self._skip = False
 
     def step(self: Any, closure: Any = None) -> Any:
-        """Step with the reduced gradients."""
+        """Step with the reduced gradients.
+
+        closure: called as often as the optimizer wants. After each call its gradients are reduced,
+            unless it has done so by synchronize(), and the loss that it returns, by the same op:
+            an optimizer that looks at the loss, such as LBFGS, decides alike on all ranks.
+
+        Returns what the optimizer does: the reduced loss of the closure's first call, or None.
+        """
         if not self._skip:
             if self._synchronized:
                 warnings.warn(
@@ -159,7 +167,30 @@ class _Distributed:
                 )
             self.synchronize()
         self._synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        if closure is not None and self._groups:
+            closure = partial(self._reduced, closure)
+        result = super().step(closure)  # type: ignore[misc]
+        self._synchronized = False
+        return result
+
+    def _reduced(self: Any, closure: Any) -> Any:
+        """Call a closure; return its loss, reduced, when its gradients are, too."""
+        self._synchronized = False
+        loss = closure()
+        number = isinstance(loss, Real) or (isinstance(loss, Tensor) and loss.numel() == 1)
+        # A rank without a loss takes part, for others may have one, and counts as zero, as its
+        # gradients do where it has none.
+        value = torch.tensor([float(loss) if number else 0.0], dtype=torch.float64)
+        name = f"loss.{next(iter(self._parameter_names.values()))}"
+        handle = allreduce_async_(value, name=name, op=self._op, process_set=self._process_set)
+        if not self._synchronized or any(
+            left != self.backward_passes_per_step for left in self._left.values()
+        ):
+            self.synchronize()
+        synchronize(handle)
+        if not number:
+            return loss
+        return torch.full_like(loss, value.item()) if isinstance(loss, Tensor) else value.item()
 
     def zero_grad(self: Any, *arguments: Any, **options: Any) -> None:
         """Zero the gradients, of which none may be on its way."""

@@ -161,8 +161,9 @@ class Peers(RouteState):
         name = f"group {whole.group_name}"
         if why in (LATE, DIFFERS) and call in self._calls:
             name = f"{describe(*self._calls[call])}, on rank {ranks[self.me]} of {name}"
+        limit = self.group.timeout
         words = {
-            LATE: f"rank {ranks[rank]}'s GPU has waited {self.group.timeout} s for rank {ranks[other]}'s",
+            LATE: f"rank {ranks[rank]}'s GPU has waited {limit} s for rank {ranks[other]}'s",
             DIFFERS: f"ranks {ranks[other]} and {ranks[rank]} made calls that do not belong "
             "together",
         }.get(why) or self._said(rank)

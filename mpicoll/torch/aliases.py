@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from mpicoll import launch
 from mpicoll.output import write_lines
 from mpicoll.torch import NAME
+from mpicoll.torch.store import open_store
 
 __all__ = ["install", "resolve_backend", "warn_if_unused"]
 
@@ -96,8 +97,6 @@ _ENVIRONMENT = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 def _rendezvous(timeout: timedelta) -> tuple[c10d.Store, int, int]:
     """Return a store, this rank and size: MPI's own, unless another launcher has set them."""
-    from mpicoll.torch.rendezvous import open_store  # which imports this module
-
     if not launch.is_started_by_mpi() and os.environ.keys() >= _ENVIRONMENT:
         store, rank, size = next(c10d.rendezvous("env://", timeout=timeout))
     else:

@@ -102,20 +102,39 @@ _LISTENERS = {
 }
 
 
+#: What starts ranks without variables of its own: how it is recognised, and what it gives.
+_OTHERS = {
+    "`torch.multiprocessing`": (
+        "a child of `multiprocessing`: what a launcher has set is for its parent",
+        "the arguments `rank` and `world_size`, of the program",
+    ),
+    "processes by hand": (
+        "`RANK` and `WORLD_SIZE`, with `MASTER_ADDR` and `MASTER_PORT` or an `init_method`; or "
+        "arguments",
+        _gives(LAUNCHERS[0]),
+    ),
+    "Ray, Spark, Dask": (
+        "as by hand: `run` takes away what makes the worker a rank of a launcher",
+        _gives(LAUNCHERS[0]),
+    ),
+}
+
+
 def launchers() -> str:
     """The table of launchers, in the order in which they are looked for."""
     rows = [
         [
-            str(number),
             each.name,
             ", ".join(f"`{mark}`" for mark in each.marks),
             _gives(each),
             _LISTENERS[each.dialect] if each.dialect else "",
         ]
-        for number, each in enumerate(LAUNCHERS, 1)
+        for each in LAUNCHERS
     ]
+    rows += [[name, *words, ""] for name, words in _OTHERS.items()]
     return table(
-        ["", "launcher", "recognised by", "what it gives", "MPI learns its ranks by"], rows
+        ["", "launcher", "recognised by", "what it gives", "MPI learns its ranks by"],
+        [[str(number), *row] for number, row in enumerate(rows, 1)],
     )
 
 

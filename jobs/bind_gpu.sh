@@ -4,13 +4,13 @@
 #     srun bind_gpu.sh python script.py        mpirun bind_gpu.sh python script.py
 #
 # Sets CUDA_VISIBLE_DEVICES to one entry of the list that it holds, else to one GPU of the node, by
-# the rank on the node. A rank that has one GPU, or GPUs of its own from Slurm, keeps them.
+# the rank on the node. A rank that has one GPU, or that srun has started and given GPUs of its own,
+# keeps them.
 
 if [ $# -eq 0 ]; then
     echo "usage: LAUNCHER bind_gpu.sh COMMAND [ARGUMENT...]" >&2
     exit 2
 fi
-[ -z "$SLURM_GPUS_PER_TASK" ] || exec "$@"
 
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     gpus=$CUDA_VISIBLE_DEVICES
@@ -31,6 +31,9 @@ for name in LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD
         *) local_rank=$value && break ;;
     esac
 done
+if [ "$name" = SLURM_LOCALID ] && [ -n "${SLURM_GPUS_PER_TASK-}" ]; then
+    exec "$@"
+fi
 if [ -z "$local_rank" ]; then
     echo "bind_gpu.sh: no launcher tells the rank on the node; set LOCAL_RANK" >&2
     exit 1

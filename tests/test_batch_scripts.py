@@ -207,7 +207,8 @@ def run(script: str, folder: Path, *words: str, **variables: str) -> list[Start]
     log = folder / "log"
     answers = {
         "flux": "[ $1 != getattr ] || { echo f7; exit; }",
-        "srun": "${STOPS:+touch $STOPS}",
+        "srun": "${STOPS:+touch $STOPS}\n"
+        '[ -z "$FAILS" ] || trap "kill -TERM $PPID; exit $FAILS" EXIT',
         "scontrol": "[ \"$1 $2\" != 'show job' ] || { echo JobState=$STATE; exit; }\n"
         "[ $1 != show ] || { echo node1; echo node2; exit; }",
     }
@@ -224,7 +225,8 @@ def run(script: str, folder: Path, *words: str, **variables: str) -> list[Start]
         ["bash", JOBS / script, *words], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
-    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    code = int(variables.get("FAILS", 0))
+    assert done.returncode == code and not done.stderr, done.stdout + done.stderr
     starts = []
     for call in log.read_text().removesuffix("\0\0").split("\0\0"):
         launcher, *rest = call.split("\0")
@@ -255,6 +257,7 @@ def test_a_script_starts_the_ranks_that_it_asks_for(script: str, tmp_path: Path)
             assert start.option("--kill-on-bad-exit") == "1"
     *shown, job = starts
     assert all(start.program[1:] == ["-m", "mpicoll", "hello", "--binding"] for start in shown)
+    assert len(shown) == (script not in ("digits_array.sbatch", "digits_requeue.sbatch"))
     assert job.program[-2:] == options
     program = ROOT / job.program[1]
     known = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', program.read_text()))
@@ -264,10 +267,13 @@ def test_a_script_starts_the_ranks_that_it_asks_for(script: str, tmp_path: Path)
 def test_one_torchrun_on_each_node(tmp_path: Path) -> None:
     """They meet on the first node; each starts the ranks of its own."""
     variables = {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "LAUNCH": "torchrun"}
-    (start,) = run("digits.sbatch", tmp_path, **variables)
+    *_, start = run("digits.sbatch", tmp_path, **variables)
     assert start.option("--ntasks") == "2" and start.option("--ntasks-per-node") == "1"
     assert start.option("--nnodes") == "2" and start.option("--nproc-per-node") == "4"
     assert start.option("--rdzv-endpoint") == "node1:20007"
+
+
+REQUEUE = Start("scontrol", ["requeue", "7"], [])
 
 
 @pytest.mark.parametrize(
@@ -285,7 +291,15 @@ def test_a_job_that_stops_early_is_requeued(
     own = {"SLURM_SUBMIT_DIR": str(tmp_path), "STOPS": stops, "STATE": state}
     step, *more = run("digits_requeue.sbatch", tmp_path, **own)
     assert step.launcher == "srun"
-    assert more == ([Start("scontrol", ["requeue", "7"], [])] if requeues else [])
+    assert more == ([REQUEUE] if requeues else [])
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_a_job_whose_ranks_could_not_save_yet_is_requeued(state: str, tmp_path: Path) -> None:
+    """Slurm's SIGTERM has come to the script, too. Without it they fail for good."""
+    own = {"SLURM_SUBMIT_DIR": str(tmp_path), "STATE": state, "FAILS": "143"}
+    _, *more = run("digits_requeue.sbatch", tmp_path, **own)
+    assert more == ([REQUEUE] if state == "RUNNING" else [])
 
 
 def test_pals_is_told_the_ranks_of_a_node(tmp_path: Path) -> None:

@@ -20,6 +20,11 @@ pytestmark = pytest.mark.any_mpi
 SCRIPT = Path(__file__).parent.parent / "jobs" / "bind_gpu.sh"
 
 
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3"}
+
+
 @pytest.mark.parametrize(
     ("local_rank", "count", "environment", "expected"),
     [
@@ -28,9 +33,13 @@ SCRIPT = Path(__file__).parent.parent / "jobs" / "bind_gpu.sh"
         (3, 1, {}, 0),
         (3, 4, {}, 3),
         (5, 4, {}, 1),
-        (3, 4, {"SLURM_GPUS_PER_TASK": "4"}, 0),
-        (3, 0, {"SLURM_GPUS_PER_TASK": "4"}, None),
-        (3, 4, {"SLURM_GPUS_PER_TASK": ""}, 3),
+        (3, 4, SRUN | {"SLURM_GPUS_PER_TASK": "4"}, 0),
+        (3, 0, SRUN | {"SLURM_GPUS_PER_TASK": "4"}, None),
+        (3, 4, SRUN | {"SLURM_GPUS_PER_TASK": ""}, 3),
+        # One torchrun, or one mpirun, on each node has the GPUs, and its ranks share them out.
+        (3, 4, SRUN | TORCHRUN | {"SLURM_GPUS_PER_TASK": "4"}, 3),
+        (3, 4, SRUN | HYDRA | {"SLURM_GPUS_PER_TASK": "4"}, 3),
+        (3, 4, {"SLURM_GPUS_PER_TASK": "4"}, 3),
     ],
 )
 def test_device_for(local_rank, count, environment, expected):
@@ -64,7 +73,9 @@ def test_bind(alone, monkeypatch):
         bind()
     monkeypatch.setenv("LOCAL_RANK", "6")
     assert bind() == 2
-    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    monkeypatch.delenv("LOCAL_RANK")
+    for name, value in (SRUN | {"SLURM_LOCALID": "1", "SLURM_GPUS_PER_TASK": "4"}).items():
+        monkeypatch.setenv(name, value)
     assert bind() == 0
     assert gpus.used == [2, 0]
 
@@ -147,8 +158,15 @@ def run(tmp_path):
         ({"LOCAL_RANK": "1"}, "", "unset"),
         ({"LOCAL_RANK": "1"}, None, "unset"),
         (
-            {"LOCAL_RANK": "1", "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, None,
+            {"SLURM_LOCALID": "1", "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, None,
             "0,1",
+        ),
+        (
+            {
+                "LOCAL_RANK": "1", "SLURM_LOCALID": "0", "SLURM_GPUS_PER_TASK": "2",
+                "CUDA_VISIBLE_DEVICES": "0,1",
+            },
+            None, "1",
         ),
         ({"LOCAL_RANK": "x", "SLURM_LOCALID": "1"}, r"0\n1\n", "1"),
         ({"LOCAL_RANK": "0", "SLURM_LOCALID": "1"}, r"0\n1\n", "0"),
@@ -171,8 +189,13 @@ def test_the_script_and_python_choose_alike(run):
     for local_rank in range(5):
         done = run({"LOCAL_RANK": str(local_rank), "CUDA_VISIBLE_DEVICES": "0,1,2"})
         assert int(done.stdout) == device_for(local_rank, 3, {})
-    for name in {launcher.own_gpus for launcher in LAUNCHERS if launcher.own_gpus}:
-        assert run({"LOCAL_RANK": "1", name: "1"}, r"0\n1\n").stdout == "unset\n"
+    for launcher in LAUNCHERS:
+        if launcher.own_gpus:
+            given = dict.fromkeys([*launcher.marks, *launcher.local_rank, launcher.own_gpus], "1")
+            assert run(given, r"0\n1\n").stdout == "unset\n" and device_for(1, 2, given) == 0
+            # Inside it, another has started the ranks.
+            given["LOCAL_RANK"] = "1"
+            assert run(given, r"0\n1\n").stdout == "1\n" and device_for(1, 2, given) == 1
 
 
 def test_the_script_starts_the_command_as_it_is(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -147,6 +148,29 @@ def test_an_exception_in_a_child_of_multiprocessing(start: str, work: str, ended
     assert ended.err.count("ZeroDivisionError") == 1, ended
     assert "rank 0: rank 1 of 2 ended the job with exit code 1" in ended.err
     assert ended.seconds < LIMIT / 2
+
+
+@mpich
+@pytest.mark.skipif(not importlib.util.find_spec("joblib"), reason="needs joblib")
+@job("""
+    def work(rank, *where):
+        try:
+            dist.init_process_group(*where)
+        except dist.CollectiveTimeoutError as error:
+            return str(error)
+        return dist.get_world_size()
+    if __name__ == "__main__":
+        from joblib import Parallel, delayed
+        where = "mpi", "tcp://127.0.0.1:$PORT", 3, 3
+        for one in Parallel(n_jobs=2)(delayed(work)(rank, *where, rank) for rank in range(3)):
+            say(one)
+        say(Parallel(n_jobs=2)([delayed(work)(0)]))
+""", by="one")  # fmt: skip
+def test_workers_of_joblib_are_fewer_than_ranks(ended: Ended) -> None:
+    """As docs/launching.md says."""
+    assert not any(ended.codes), ended
+    assert "rank 0 of 3: rank 2 did not come within 3 s" in ended.out, ended
+    assert "[1]" in ended.lines, ended
 
 
 @mpich

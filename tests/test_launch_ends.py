@@ -174,6 +174,38 @@ def test_a_hook_that_collects_what_is_printed(destroy: bool, ended: Ended) -> No
 
 
 @mpich
+@job("""
+    signal.signal(signal.SIGTERM, lambda *what: say("saves"))
+    def processes():
+        found = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                said = [open(f"/proc/{pid}/{what}").read() for what in ("environ", "cmdline")]
+            except OSError:
+                continue
+            if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in said[0]:
+                found[int(pid)] = next(word for word in said[1].split("\\0") if ".py" in word)
+        return found
+    dist.init_process_group()
+    total(1)
+    if dist.get_rank() == 0:
+        all_of_them = processes()
+        say(*sorted(map(os.path.basename, all_of_them.values())))
+        for number in signal.SIGUSR1, signal.SIGTERM:
+            for pid in all_of_them:
+                os.kill(pid, number)
+        time.sleep(1)
+        say(processes() == all_of_them)
+    dist.barrier()
+    dist.destroy_process_group()
+""", environment={"TORCH_FR_DUMP_TEMP_FILE": "$FOLDER/record_"})  # fmt: skip
+def test_a_scheduler_that_signals_every_process(ended: Ended) -> None:
+    """As Slurm does: the ranks handle it, and need what runs beside them."""
+    ended.in_good_order("True", "guard.py script.py script.py server.py", "saves", "saves")
+    assert len(list(ended.folder.glob("record_*"))) == 2, ended
+
+
+@mpich
 @pytest.mark.parametrize("end", ["pass", "dist.destroy_process_group()"])
 @job(
     SERVER

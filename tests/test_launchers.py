@@ -138,16 +138,56 @@ def test_what_a_child_gets(launcher: Launcher) -> None:
 
 
 @every_launcher
-def test_gpus_of_its_own(launcher: Launcher) -> None:
+def test_gpus_of_its_own(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_for(3, 4, simulate(launcher)) == 3
     if launcher.own_gpus:
-        assert device_for(3, 4, {launcher.own_gpus: "1"}) == 0
+        own = simulate(launcher) | {launcher.own_gpus: "4"}
+        assert device_for(3, 4, own) == 0
+        # What it has started are torchruns, or another program that starts ranks.
+        assert device_for(3, 4, own | simulate(LAUNCHERS[0])) == 3
+        assert device_for(3, 4, own | {"LOCAL_RANK": "3"}) == 3
+        monkeypatch.setattr(launch.environment, "_filled", {})
+        launch.fill_environment(3, 4, 3, 4, "here", 1, own)
+        assert device_for(3, 4, own) == 0
 
 
 @pytest.mark.parametrize("name", ["PBS_JOBID", "LSB_JOBID"])
 def test_a_batch_system_starts_no_ranks(name: str) -> None:
     assert launch.find_launcher({name: "7"}) is None
     assert launch.is_launcher_variable(name)
+
+
+FLUX = {"FLUX_TASK_RANK": "2", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "2", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+}  # fmt: skip
+PALS = {"PALS_RANKID": "2", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
+CRAY = {
+    "PALS_RANKID": "2", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "size", "dialect"),
+    [
+        (FLUX, "4", None),
+        (FLUX | {"PMI_RANK": "2", "PMI_SIZE": "4"}, "4", Dialect.PMI),
+        (FLUX | {"PMIX_RANK": "2"}, "4", Dialect.PMIX),
+        (JSRUN, "4", None),
+        (JSRUN | {"PMIX_RANK": "2"}, "4", Dialect.PMIX),
+        (PALS, "?", None),
+        (PALS | {"PMIX_RANK": "2"}, "?", Dialect.PMIX),
+        (CRAY, "4", None),
+    ],
+)
+def test_a_launcher_says_the_same_whatever_mpi_learns_its_ranks_by(
+    found: Environment, size: str, dialect: Dialect | None
+) -> None:
+    launcher = launch.find_launcher(found)
+    assert launcher is not None and launcher.dialect is dialect
+    assert launch.announced(found)[:2] == ("2", size)
+    assert launch.find_local_rank(found) == 1
 
 
 def test_a_launcher_that_announces_no_size_inside_one_that_does() -> None:

@@ -22,7 +22,9 @@ ROOMS = [
     "__main__", "cli", "horovod", "torch", "api", "dispatch", "routes", "watch", "core", "arrays",
     "cuda", "launch", "kernels", "ground",
 ]  # fmt: skip
-GROUND = {"communicators", "dtypes", "errors", "machine", "output", "primitives", "settings"}
+GROUND = {
+    "communicators", "dtypes", "errors", "machine", "output", "primitives", "settings", "signals",
+}  # fmt: skip
 
 Imports = dict[str, dict[str, bool]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpicoll.launch.environment import (
     check_world,
     fill_environment,
+    has_own_gpus,
     is_child_of_rank,
     is_started_by_mpi,
     is_started_by_torchrun,
@@ -18,7 +19,6 @@ from mpicoll.launch.launchers import (
     find_local_rank,
     find_rank,
     find_survival,
-    has_own_gpus,
     is_launcher_variable,
 )
 from mpicoll.launch.newcomers import has_grown, join

@@ -35,15 +35,16 @@ def run(
     Returns what the function returned, by rank.
 
     Raises the exception of a rank whose function raised one, with the rank's traceback as its
-    cause; the other ranks are ended. LaunchError where Dask has too few workers, and where a rank
-    ended without an exception. ArgumentError (a ValueError) for an impossible number of ranks.
+    cause; the other ranks are ended. LaunchError where Dask has too few workers, where one does not
+    answer, and where a rank ended without an exception. ArgumentError (a ValueError) for an
+    impossible number of ranks.
     """
     import cloudpickle
-    from distributed import default_client
+    import distributed
 
     check_ranks(ranks, _WHERE)
     call = dump_call(cloudpickle.dumps, function, args, kwargs)
-    used = client or default_client()
+    used = client or distributed.default_client()
     found = sorted(used.nthreads())
     if len(found) < ranks:
         raise LaunchError(
@@ -54,33 +55,46 @@ def run(
     addresses = found[:ranks]
     actors = {
         address: used.submit(
-            _Found, job, actor=True, workers=[address], allow_other_workers=False, pure=False
+            _Found,
+            job,
+            address,
+            actor=True,
+            workers=[address],
+            allow_other_workers=False,
+            pure=False,
         )
         for address in addresses
     }
 
     def ask(address: str, limit: float | None, method: str, *arguments: object) -> Any:
-        actor = actors[address].result(limit)
-        return getattr(actor, method)(*arguments).result(limit)
+        try:
+            actor = actors[address].result(limit)
+            return getattr(actor, method)(*arguments).result(limit)
+        except distributed.TimeoutError:
+            raise LaunchError(
+                f"{_WHERE}: Dask's worker {address} did not answer within {limit:g} s: see whether "
+                "it is busy with other tasks (its thread has to be free), start more workers, or "
+                "give a longer timeout"
+            ) from None
 
     def kill(address: str) -> None:
-        used.run(_kill, job, workers=[address], on_error="ignore")
+        used.run(_kill, job, address, workers=[address], on_error="ignore")
 
     return run_driven(addresses, ask, kill, call, timeout, _WHERE)
 
 
 class _Found(Worker):
-    """A worker that is found again by its job: while a method of an actor runs, no other does."""
+    """A worker that is found again: while a method of an actor runs, no other does."""
 
-    def __init__(self, job: str) -> None:
-        _workers[job] = self
-
-
-#: By their jobs.
-_workers: dict[str, Worker] = {}
+    def __init__(self, job: str, address: str) -> None:
+        _workers[job, address] = self
 
 
-def _kill(job: str) -> None:
-    worker = _workers.pop(job, None)
+#: By their jobs and the addresses of Dask's workers, several of which may be in one process.
+_workers: dict[tuple[str, str], Worker] = {}
+
+
+def _kill(job: str, address: str) -> None:
+    worker = _workers.pop((job, address), None)
     if worker is not None:
         worker.kill()

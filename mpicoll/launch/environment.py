@@ -20,6 +20,7 @@ __all__ = [
     "check_world",
     "choose_bootstrap",
     "fill_environment",
+    "has_own_gpus",
     "is_child_of_rank",
     "is_inherited",
     "is_started_by_mpi",
@@ -168,6 +169,17 @@ _filled: dict[str, str] = {}
 def was_filled(name: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Tell whether the variable has the value that fill_environment gave it."""
     return name in _filled and environment.get(name) == _filled[name]
+
+
+def has_own_gpus(environment: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the launcher has given each rank GPUs of its own.
+
+    The innermost one: what srun gives a torchrun is for all of its workers. So is what it gives any
+    other program that starts ranks of its own, as LOCAL_RANK tells.
+    """
+    launcher = launchers.find_launcher(environment)
+    is_inside = "LOCAL_RANK" in environment and not was_filled("LOCAL_RANK", environment)
+    return launcher is not None and not is_inside and bool(environment.get(launcher.own_gpus))
 
 
 def check_world(size: int, environment: Mapping[str, str] = os.environ) -> None:

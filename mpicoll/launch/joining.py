@@ -26,6 +26,7 @@ from mpicoll.launch.rendezvous import (
     ServerNotFoundError,
 )
 from mpicoll.launch.session import Session, set_current
+from mpicoll.signals import blocked_from_outside
 
 __all__ = ["SECRET", "join", "read_greeting", "read_line"]
 
@@ -177,14 +178,15 @@ def _start_server(
         "limit": limit,
         "open": bool(rendezvous.port) and not _given_secret(),
     }
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", server.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # it outlives rank 0, and Ctrl-C is for the ranks
-        cwd="/",
-    )
+    with blocked_from_outside():
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", server.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # it outlives rank 0, and Ctrl-C is for the ranks
+            cwd="/",
+        )
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(OSError):
         process.stdin.write(json.dumps(configuration).encode() + b"\n")

@@ -19,7 +19,6 @@ __all__ = [
     "find_local_rank",
     "find_rank",
     "find_survival",
-    "has_own_gpus",
     "is_bootstrap_variable",
     "is_job_variable",
     "is_launcher_variable",
@@ -49,7 +48,7 @@ class Launcher:
              MPI starts in another way.
     owned:   a pattern of the names that a process must not get if it is no rank of this job.
     job:     a pattern of those of them that tell of the whole job, to every process in it.
-    own_gpus: a variable that is set where each rank has GPUs of its own, "" without one.
+    own_gpus: a variable that is set where what it starts has GPUs of its own, "" without one.
     is_parent: the ranks are children of a process of its own on their node, which has no other name
              than the language it is written in, and end with that.
     manager: a variable that its own process manager sets for all ranks, "" without one; that can
@@ -86,10 +85,22 @@ _SRUN_REMEDY = (
     "give srun the process manager of the MPI library: --mpi=pmi2 for MPICH and its family, "
     "--mpi=pmix for Open MPI (srun --mpi=list shows what the site has)"
 )
+_FLUX_REMEDY = (
+    "give flux run the process manager of the MPI library: -o pmi=simple for MPICH and its family, "
+    "-o pmi=pmix for Open MPI"
+)
+_JSRUN_REMEDY = (
+    "jsrun starts the ranks of Spectrum MPI: let mpi4py load that (python -m mpi4py --mpi-library "
+    "shows which it loads)"
+)
 _PMI_REMEDY = (
     "start the job with the mpirun of the MPI library that mpi4py loads (Open MPI's also starts "
     "with srun --mpi=pmix), or let mpi4py load a library of the MPICH family (python -m mpi4py "
     "--mpi-library shows which it is)"
+)
+_PMIX_REMEDY = (
+    "use the launcher of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
+    "(python -m mpi4py --mpi-library shows which it is)"
 )
 
 #: The innermost launcher first: an mpirun inside a Slurm job is an mpirun.
@@ -145,6 +156,15 @@ LAUNCHERS: tuple[Launcher, ...] = (
         dialect=Dialect.PMI,
     ),
     Launcher(
+        "flux run -o pmi=simple",
+        marks=("PMI_RANK", "PMI_SIZE", "FLUX_TASK_RANK"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        remedy=_FLUX_REMEDY,
+        dialect=Dialect.PMI,
+    ),
+    Launcher(
         "srun --mpi=pmi2",
         marks=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
         rank="PMI_RANK",
@@ -184,6 +204,34 @@ LAUNCHERS: tuple[Launcher, ...] = (
         owned="MV2_COMM_WORLD_",
     ),
     Launcher(
+        "flux run -o pmi=pmix",
+        marks=("PMIX_RANK", "FLUX_TASK_RANK"),
+        rank="PMIX_RANK",
+        size="FLUX_JOB_SIZE",
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        remedy=_FLUX_REMEDY,
+        dialect=Dialect.PMIX,
+    ),
+    Launcher(
+        "PALS's mpiexec --pmi=pmix",
+        marks=("PMIX_RANK", "PALS_RANKID"),
+        rank="PMIX_RANK",
+        local_rank=("PALS_LOCAL_RANKID",),
+        local_size="PALS_LOCAL_SIZE",
+        remedy=_PMIX_REMEDY,
+        dialect=Dialect.PMIX,
+    ),
+    Launcher(
+        "jsrun with PMIx",
+        marks=("PMIX_RANK", "JSM_NAMESPACE_RANK"),
+        rank="PMIX_RANK",
+        size="JSM_NAMESPACE_SIZE",
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+        remedy=_JSRUN_REMEDY,
+        dialect=Dialect.PMIX,
+    ),
+    Launcher(
         "srun --mpi=pmix",
         marks=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
         rank="PMIX_RANK",
@@ -197,8 +245,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "a PMIx process manager",
         marks=("PMIX_RANK",),
         rank="PMIX_RANK",
-        remedy="use the launcher of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
-        "(python -m mpi4py --mpi-library shows which it is)",
+        remedy=_PMIX_REMEDY,
         dialect=Dialect.PMIX,
         bootstrap=r"PMIX_|PRTE_LAUNCHED$",
         owned=r"PMIX_(?!MCA_)",
@@ -209,9 +256,17 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="FLUX_TASK_RANK",
         size="FLUX_JOB_SIZE",
         local_rank=("FLUX_TASK_LOCAL_ID",),
-        remedy="give flux run the process manager of the MPI library: -o pmi=simple for MPICH and "
-        "its family, -o pmi=pmix for Open MPI",
+        remedy=_FLUX_REMEDY,
         owned="FLUX_",
+    ),
+    Launcher(
+        "srun --mpi=cray_shasta",
+        marks=("PALS_RANKID", "SLURM_STEP_NUM_TASKS"),
+        rank="PALS_RANKID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank=("SLURM_LOCALID",),
+        remedy=_SRUN_REMEDY,
+        own_gpus="SLURM_GPUS_PER_TASK",
     ),
     Launcher(
         "PALS (HPE Cray's mpiexec)",
@@ -228,8 +283,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="JSM_NAMESPACE_SIZE",
         local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
         local_size="JSM_NAMESPACE_LOCAL_SIZE",
-        remedy="jsrun starts the ranks of Spectrum MPI: let mpi4py load that "
-        "(python -m mpi4py --mpi-library shows which it loads)",
+        remedy=_JSRUN_REMEDY,
         owned="JSM_",
     ),
     Launcher(
@@ -301,11 +355,6 @@ def find_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
         if environment.get(name, "").isdigit():
             return int(environment[name])
     return None
-
-
-def has_own_gpus(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether a launcher has given each rank GPUs of its own."""
-    return any(environment.get(launcher.own_gpus) for launcher in LAUNCHERS)
 
 
 def is_bootstrap_variable(name: str, dialects: Collection[Dialect] = tuple(Dialect)) -> bool:

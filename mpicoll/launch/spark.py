@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from mpicoll.errors import LaunchError
 from mpicoll.launch.workers import Outcome, Ready, Worker, assign, check_ranks, collect, dump_call
 
 __all__ = ["run"]
@@ -35,16 +36,23 @@ def run(
     Returns what the function returned, by rank.
 
     Raises the exception of a rank whose function raised one, with the rank's traceback as its
-    cause; the other ranks are ended. LaunchError where a rank ended without an exception.
-    ArgumentError (a ValueError) for an impossible number of ranks. Spark's own errors, such as too
-    few slots, are not changed.
+    cause; the other ranks are ended. LaunchError where a rank ended without an exception, and for a
+    session of Spark Connect. ArgumentError (a ValueError) for an impossible number of ranks.
+    Spark's own errors, such as too few slots, are not changed.
     """
     from pyspark import cloudpickle
     from pyspark.sql import SparkSession
 
     check_ranks(ranks, _WHERE)
     call = dump_call(cloudpickle.dumps, function, args, kwargs)
-    context = (spark or SparkSession.builder.getOrCreate()).sparkContext
+    try:
+        context = (spark or SparkSession.builder.getOrCreate()).sparkContext
+    except AttributeError:
+        raise LaunchError(
+            f"{_WHERE}: the session has no sparkContext, as those of Spark Connect: barrier stages "
+            "start from one. Run this where the driver runs, with a session that is made by "
+            "SparkSession.builder.master(...) or spark-submit"
+        ) from None
 
     def task(_: Iterable[int]) -> Iterator[Outcome]:
         yield _run_rank(ranks, timeout, call)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
+from mpicoll.signals import FROM_OUTSIDE
 from mpicoll.watch.board import DONE, ENDING, LEFT, Board, Cell, parse
 
 if TYPE_CHECKING:
@@ -587,11 +588,11 @@ class Guard:
         if not lost or self._told or self._is_ending():
             return
         first = lost[0].how
-        if first == "SIGKILL" or first in _FROM_OUTSIDE:
+        if first == "SIGKILL" or first in FROM_OUTSIDE:
             lost += self._gather_ends(signal.Signals[first])
         # A launcher may have noticed sooner than this process that a rank ended by itself, and have
         # killed the others. It sends a signal from outside to all ranks.
-        own = [one for one in lost if one.how != "SIGKILL" and one.how not in _FROM_OUTSIDE]
+        own = [one for one in lost if one.how != "SIGKILL" and one.how not in FROM_OUTSIDE]
         killed = [one for one in lost if one.how == "SIGKILL"]
         if culprits := own or killed:
             lost = culprits[:1]
@@ -715,8 +716,6 @@ class Guard:
 
 #: Of Linux from 5.6 on, on x86-64 and aarch64 alike.
 _PIDFD_GETFD = 438
-#: Signals that launchers and schedulers send to all ranks at once.
-_FROM_OUTSIDE = {"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"}
 
 
 def _read_all_stacks(asked: list[_Rank]) -> dict[_Rank, str]:
@@ -775,8 +774,6 @@ def main() -> None:
         given = json.loads(memory[:])
     os.close(descriptor)
     sys.path[:] = [*sys.path, *given["path"]]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
     Guard(given).serve()
 
 

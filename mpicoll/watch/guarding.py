@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from mpicoll import launch, settings
 from mpicoll.core.groups import state
 from mpicoll.launch.host_identity import addresses, node
+from mpicoll.signals import blocked_from_outside
 from mpicoll.watch import guard, lost_ranks
 from mpicoll.watch.board import DONE, ENDING, LEFT, Board
 
@@ -154,12 +155,14 @@ def _launch_guard(
     descriptor = os.memfd_create("mpicoll-guard")
     try:
         os.write(descriptor, json.dumps(given).encode())
-        subprocess.run(
-            ["/bin/sh", "-c", 'exec "$@" &', "sh", sys.executable, "-I", "-S",
-             guard.__file__, str(descriptor)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/", start_new_session=True,
-            pass_fds=(descriptor, *([] if sock is None else [sock.fileno()])), check=False,
-        )  # fmt: skip
+        with blocked_from_outside():
+            subprocess.run(
+                ["/bin/sh", "-c", 'exec "$@" &', "sh", sys.executable, "-I", "-S",
+                 guard.__file__, str(descriptor)],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/",
+                start_new_session=True, check=False,
+                pass_fds=(descriptor, *([] if sock is None else [sock.fileno()])),
+            )  # fmt: skip
     finally:
         os.close(descriptor)
 

@@ -60,8 +60,9 @@ def on_spark() -> Iterator[Run]:
     from mpicoll.launch.spark import run
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    builder = SparkSession.builder.master("local[3]").config("spark.ui.enabled", "false")
-    session = builder.getOrCreate()
+    # Three executors, each with a core and 1024 MiB, in processes of their own.
+    builder = SparkSession.builder.master("local-cluster[3,1,1024]")
+    session = builder.config("spark.ui.enabled", "false").getOrCreate()
     yield run
     session.stop()
 
@@ -102,6 +103,8 @@ def add(factor: float, where: str = "nowhere", how: str = "") -> Callable[[], An
         here = os.environ["RANK"] == "1"
         if here and where in ("before", "apart"):
             raise ValueError(f"of rank {os.environ['RANK']}")
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if where == "apart":
             time.sleep(100_000)
         with dist.init_process_group():
@@ -171,6 +174,45 @@ def test_no_ranks(run: Run) -> None:
 def test_too_few_workers_of_dask(on_dask: Run) -> None:
     with pytest.raises(LaunchError, match="4 ranks need 4 workers, one each, and Dask has 3"):
         on_dask(add(1.0), 4, (5.0,))
+
+
+def test_a_busy_worker_of_dask(on_dask: Run) -> None:
+    from distributed import Event, default_client
+
+    free = Event("free")
+    busy = default_client().submit(lambda: Event("free").wait())
+    try:
+        with pytest.raises(LaunchError, match=r"worker \S+ did not answer within 3 s: .* busy"):
+            on_dask(add(1.0), 3, (5.0,), timeout=3.0)
+    finally:
+        free.set()
+        busy.result(LIMIT)
+
+
+def test_workers_of_dask_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that do not hear of anything are killed, each by the worker that has started it."""
+    from distributed import Client, LocalCluster
+
+    from mpicoll.launch import workers
+    from mpicoll.launch.dask import run
+
+    monkeypatch.setattr(workers, "_GRACE", 1.0)
+    with (
+        LocalCluster(
+            n_workers=3, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+        pytest.raises(ValueError, match="of rank 1"),
+    ):
+        run(add(1.0, "apart", "stop"), 3, (5.0,), client=client)
+
+
+def test_no_spark_connect() -> None:
+    pytest.importorskip("pyspark")
+    from mpicoll.launch.spark import run
+
+    with pytest.raises(LaunchError, match="no sparkContext, as those of Spark Connect"):
+        run(add(1.0), 1, (5.0,), spark=object())
 
 
 def test_too_few_workers_of_ray(on_ray: Run) -> None:

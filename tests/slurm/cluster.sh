@@ -23,6 +23,7 @@ shopt -s nullglob
 self=$(realpath "$0")
 folder=$(dirname "$self")
 subnet=10.77.0
+linked=() # what this has made in the system's folders
 isolate=(unshare --net --uts --ipc --mount --pid --fork --mount-proc --kill-child)
 
 # --- a node, from inside ------------------------------------------------------------------------
@@ -51,6 +52,22 @@ fail_node() { # NUMBER: first its cable, so that nobody hears a goodbye
 }
 
 # --- the head -----------------------------------------------------------------------------------
+
+# Slurm's plug-in opens libpmix.so, a link that only libpmix-dev brings. Where there are namespaces,
+# the link is seen in those of this cluster alone; other clusters come and go beside it.
+link_pmix() {
+    local pmix
+    for pmix in /usr/lib/*-linux-gnu/pmix2/lib; do
+        [ ! -e "$pmix/libpmix.so" ] || continue
+        if [ -z "$CLUSTER_PLAIN" ]; then
+            cp -a "$pmix" "$CLUSTER/pmix"
+            mount --bind "$CLUSTER/pmix" "$pmix"
+        else
+            linked+=("$pmix/libpmix.so")
+        fi
+        ln -s libpmix.so.2 "$pmix/libpmix.so"
+    done
+}
 
 start_network() {
     hostname head
@@ -130,6 +147,7 @@ stop() {
             sleep 0.1
         done
     done
+    rm -f "${linked[@]}"
     umount -R "$CLUSTER"/cgroup.* 2> /dev/null || true
     rm -rf --one-file-system "$CLUSTER" || true
     exit "$status"
@@ -146,12 +164,7 @@ run_head() { # NODES CPUS COMMAND...
     mkdir "$CLUSTER"/{ctld,munge}
     configure "$count" "$cpus"
 
-    # Slurm's plug-in opens libpmix.so, a link that only libpmix-dev brings.
-    local pmix
-    for pmix in /usr/lib/*-linux-gnu/pmix2/lib; do
-        [ -e "$pmix/libpmix.so" ] || ln -s libpmix.so.2 "$pmix/libpmix.so"
-    done
-
+    link_pmix
     [ -n "$CLUSTER_PLAIN" ] || start_network
     mkdir -p /run/munge
     # One for all: its socket is a file, which all nodes see.

@@ -55,7 +55,7 @@ ANSWER = 120
 class Suite:
     """Tests that are launched together.
 
-    tests:     their files.
+    tests:     their files, and what pytest takes besides.
     libraries: whose arrays they take, each with a line in the table; one may be missing.
     routes:    those that are forced on them, as far as the ranks can take them.
     ranks:     on how many, of those that are asked for; 0: plainly, and they start their own.
@@ -77,8 +77,9 @@ class Suite:
 #: The first ones show most: they run first where the time is short.
 SUITES = (
     Suite(
-        "kernels", ["tests/gpu/test_kernels.py", "tests/gpu/test_libraries.py"], ["cupy"],
-        ranks=(0,),
+        "kernels",
+        [f"tests/gpu/test_{name}.py" for name in ("kernels", "peer_kernels", "libraries")],
+        ["cupy"], ranks=(0,),
     ),
     Suite(
         "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"], ROUTES, part=MPI,
@@ -106,7 +107,10 @@ SUITES = (
         "jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True,
         host="simulated",
     ),
-    Suite("sanitizer", ["tests/gpu/test_sanitizer.py"], ["cupy"], ranks=(0,)),
+    *(
+        Suite(tool, ["tests/gpu/test_sanitizer.py", "-k", tool], ["cupy"], ranks=(0,))
+        for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+    ),
 )  # fmt: skip
 #: Without a GPU: simulated devices have all routes but NCCL's, and too few devices for a GPU each;
 #: tensors on the host have none.

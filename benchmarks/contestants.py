@@ -119,7 +119,8 @@ class World:
             api.init_process_group("mpicoll")
             if device == "cuda":
                 cuda: Any = library_of_torch.cuda
-                cuda.set_device(api.get_node_local_rank() % cuda.device_count())
+                local_rank = api.get_node_local_rank(api.get_rank())
+                cuda.set_device(local_rank % cuda.device_count())
                 settle = cuda.synchronize
             self._api, self.gloo = api, api.new_group(backend="gloo")
             of_torch = {TORCH: Torch(), GLOO: Torch(self.gloo)}

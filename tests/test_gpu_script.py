@@ -56,6 +56,38 @@ def test_what_fails_is_in_the_archive(tmp_path):
         assert "FAILED   there is no MPI: nothing can run" in each
 
 
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_measurements_go_on_piece_by_piece(tmp_path):
+    """With an environment that has no MPI: its ranks leave empty files. And no scikit-learn."""
+    root, venv = GPU.parent.parent, tmp_path / "state" / "mpich"
+    python = f'exec "{sys.executable}" "$@"'
+    program(tmp_path / "image", f'case "$*" in *no_gpu*) exit;; esac; {python}')
+    program(venv / "bin" / "python", f'case "$*" in *sklearn*) exit 1;; esac; {python}')
+    launch = f'echo "$*" >> "{tmp_path}/launched"; for last; do :; done; echo "{{}}" > "$last"'
+    program(venv / "bin" / "mpiexec", launch)
+    summed = "cat pyproject.toml mpicoll/kernels/src/* | cksum"
+    (venv / "ready").write_text(subprocess.check_output(summed, shell=True, text=True, cwd=root))
+    (tmp_path / "wheels").mkdir()
+    words = ["--wheels", tmp_path / "wheels", "--state", tmp_path / "state"]
+    for limit, code in ((45, 3), (570, 0), (570, 0)):
+        found, output = start(
+            *words, "--limit", limit, "bench-mpich", "jobs-mpich", PYTHON=str(tmp_path / "image")
+        )
+        assert found == code, output
+        assert "NOT RUN  jobs-mpich: there is no scikit-learn" in output
+    launched = (tmp_path / "launched").read_text().splitlines()
+    assert len(launched) == len(set(launched)) > 50
+    with tarfile.open(tmp_path / "state" / "on_a_gpu.tar.gz") as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {"all_reduce-bfloat16-4.json", "all_to_all_single-float-2.json"} <= names
+    assert {"training-2.json", "training-2.log", "bench-mpich.log"} <= names
+
+
 def test_the_machine_is_described():
     done = subprocess.run(
         [sys.executable, str(GPU / "machine.py")], capture_output=True, text=True, check=True

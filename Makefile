@@ -201,12 +201,10 @@ bench:  ## mpicoll beside MPI alone and Gloo, with MPICH and Open MPI, or MPI=..
 	$(PYTHON) benchmarks/compare.py $(foreach mpi,$(BENCHED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
 
-GPU_BENCH := all_reduce broadcast all_gather_single reduce_scatter_single all_to_all_single \
-    -b 4 -e 1G -f 4 --device cuda --routes all --compare copy
-bench-gpu:  ## what collectives on device memory cost by each route, on two ranks; ARGS='--help'
+bench-gpu:  ## collectives on device memory by each route, and DDP, on 2 and 4 ranks; ARGS='--help'
 	@! $(PYTHON) tests/gpu/run.py --look || { \
-	    $(MAKE) --no-print-directory gpu-environment && set -x && \
-	    $(START) -n 2 $(VENV)/bin/python -m mpicoll bench $(GPU_BENCH) $(ARGS); }
+	    $(MAKE) --no-print-directory gpu-environment && \
+	    $(VENV)/bin/python benchmarks/gpu.py --mpiexec '$(START)' $(ARGS); }
 
 docs: $(VENV)/.docs  ## write the tables of the pages, then the pages as HTML: .cache/site/index.html
 	$(VENV)/bin/python docs/support.py

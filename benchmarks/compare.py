@@ -78,7 +78,9 @@ def launches(python: Path, options: argparse.Namespace) -> Iterator[Launch]:
                 yield Launch(f"memory-{name}-{caller}", 2, [str(HERE / "host.py"), *words])
 
 
-def run(launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path) -> str:
+def run(
+    launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path, limit: float = LIMIT
+) -> str:
     """Run a launch to its end; return what went wrong, "" for nothing."""
     command = [*mpiexec, "-n", str(launch.ranks), str(python), *launch.program]
     command += ["--json", str(folder / f"{launch.name}.json")]
@@ -89,9 +91,9 @@ def run(launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path) -> s
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(LIMIT)
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            return f"no end after {LIMIT} s: {log}"
+            return f"no end after {limit:.0f} s: {log}"
         finally:
             if process.poll() is None:  # mpiexec ends its ranks
                 os.killpg(process.pid, signal.SIGTERM)

@@ -102,9 +102,12 @@ class World:
     torch: with those of torch, where it is installed.
     mpi:   a communicator of MPI with the same ranks.
     gloo:  the group of torch with the same ranks; None where there is none.
+    device: of torch's tensors: "cpu", or "cuda", which is this rank's GPU.
     """
 
-    def __init__(self, torch: bool) -> None:
+    def __init__(self, torch: bool, device: str = "cpu") -> None:
+        self.device = device
+        settle: Call | None = None
         self._api: Any = mpicoll
         self.gloo: Any = None
         of_torch: dict[str, Any] = {}
@@ -114,6 +117,11 @@ class World:
 
             library_of_torch.set_num_threads(1)
             api.init_process_group("mpicoll")
+            if device == "cuda":
+                cuda: Any = library_of_torch.cuda
+                local_rank = api.get_node_local_rank(api.get_rank())
+                cuda.set_device(local_rank % cuda.device_count())
+                settle = cuda.synchronize
             self._api, self.gloo = api, api.new_group(backend="gloo")
             of_torch = {TORCH: Torch(), GLOO: Torch(self.gloo)}
         else:
@@ -122,7 +130,7 @@ class World:
             mpicoll.barrier()
         self.mpi = comm = MPI.COMM_WORLD.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of them
-        self.timer = Timer(comm)
+        self.timer = Timer(comm, settle)
         self.contestants: dict[str, Any] = {
             MPI4PY: Mpi4py(comm, PLACE),
             FACADE: Facade(),

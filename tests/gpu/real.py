@@ -13,6 +13,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from device_arrays import OWN_GPU
 from simulated import PERIOD, laid_out
 
 from mpicoll.cuda import runtime
@@ -164,7 +165,8 @@ class Arrays:
     def __init__(self, library: str) -> None:
         self.library = library
         self.streams = library == "interface"
-        self.devices = cupy.cuda.runtime.getDeviceCount() if self.streams else 1
+        several = self.streams and not OWN_GPU
+        self.devices = cupy.cuda.runtime.getDeviceCount() if several else 1
         self.kinds = ("expandable",) if library == "torch" else ("async", "managed")
         #: torch's plain memory is of its pool.
         self.pooled = "plain" if library == "torch" else "pool"

@@ -45,7 +45,12 @@ sys.path.insert(0, str(HERE.parent))
 
 from run import ENVIRONMENT, MPI, PLAIN, TORCH, Launch, read_report  # noqa: E402
 
-ROUTES = ["auto", "shared_gpu", "peer", "copy_engine", "ipc", "staged", "direct", "mpi", "nccl"]
+ROUTES = [
+    "auto", "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "staged", "direct", "mpi",
+    "nccl",
+]  # fmt: skip
+#: Those that are for ranks with a GPU each.
+GPU_EACH = "peer", "nccl"
 RANKS = [2, 1, 4]
 #: Seconds that the ranks have to say what they can do; trying an MPI takes one minute at most.
 ANSWER = 120
@@ -55,9 +60,10 @@ ANSWER = 120
 class Suite:
     """Tests that are launched together.
 
-    tests:     their files.
+    tests:     their files, and what pytest takes besides.
     libraries: whose arrays they take, each with a line in the table; one may be missing.
     routes:    those that are forced on them, as far as the ranks can take them.
+    about:     the route that the tests force themselves, or find: --routes with it chooses them.
     ranks:     on how many, of those that are asked for; 0: plainly, and they start their own.
     part:      of tests/run.py, to which their files belong.
     alone:     they fill the GPU's memory, or measure.
@@ -68,6 +74,7 @@ class Suite:
     tests: Sequence[str]
     libraries: Sequence[str]
     routes: Sequence[str] = ("auto",)
+    about: str = ""
     ranks: Sequence[int] = (1, 2, 4)
     part: str = PLAIN
     alone: bool = False
@@ -77,25 +84,32 @@ class Suite:
 #: The first ones show most: they run first where the time is short.
 SUITES = (
     Suite(
-        "kernels", ["tests/gpu/test_kernels.py", "tests/gpu/test_libraries.py"], ["cupy"],
-        ranks=(0,),
+        "kernels",
+        [f"tests/gpu/test_{name}.py" for name in ("kernels", "peer_kernels", "libraries")],
+        ["cupy"], ranks=(0,),
     ),
     Suite(
-        "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"], ROUTES, part=MPI,
-        host="simulated",
+        "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"],
+        [name for name in ROUTES if name != "hierarchical"], part=MPI, host="simulated",
     ),
     Suite(
         "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
-        ["torch"], [name for name in ROUTES if name != "copy_engine"], host="torch",
+        ["torch"], ["auto", "shared_gpu", "ipc", "staged", "direct", "nccl"], host="torch",
     ),
     Suite(
         "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
         ["auto", "staged", "nccl"], alone=True,
     ),
     Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"], alone=True),
-    Suite("peer", ["tests/gpu/test_peer.py"], ["cupy"], ranks=(2, 4), alone=True),
-    Suite("copies", ["tests/gpu/test_copy_engine.py"], ["cupy"], ranks=(2, 4), alone=True),
-    Suite("shared", ["tests/gpu/test_shared_gpu.py"], ["cupy"], ranks=(2, 4), alone=True),
+    *(
+        Suite(
+            name, [f"tests/gpu/test_{route}.py"], ["cupy"], about=route, ranks=(2, 4), alone=True
+        )
+        for name, route in (
+            ("peer", "peer"), ("copies", "copy_engine"), ("shared", "shared_gpu"),
+            ("levels", "hierarchical"),
+        )
+    ),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
         part=MPI, alone=True, host="simulated",
@@ -106,12 +120,15 @@ SUITES = (
         "jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True,
         host="simulated",
     ),
-    Suite("sanitizer", ["tests/gpu/test_sanitizer.py"], ["cupy"], ranks=(0,)),
+    *(
+        Suite(tool, ["tests/gpu/test_sanitizer.py", "-k", tool], ["cupy"], ranks=(0,))
+        for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+    ),
 )  # fmt: skip
 #: Without a GPU: simulated devices have all routes but NCCL's, and too few devices for a GPU each;
 #: tensors on the host have none.
 HOST_ROUTES = {
-    "simulated": [name for name in ROUTES if name not in ("peer", "nccl")], "torch": ["auto"],
+    "simulated": [name for name in ROUTES if name not in GPU_EACH], "torch": ["auto"],
 }  # fmt: skip
 
 #: Lets an MPI use a UCX that is found first, by the name of its environment.
@@ -283,6 +300,7 @@ class Task:
             "TEST_MPICOLL_ROUTES": self.route,
             "TEST_MPICOLL_DEVICES": ",".join(self.libraries),
             "TEST_MPICOLL_DEVICE": "cpu" if options.host else "cuda",
+            "TEST_MPICOLL_OWN_GPU": "1" if self.route in GPU_EACH else "",
             "MPICOLL_DEVICE_ROUTE": "" if self.route == "auto" else self.route,
         }
         launch = Launch(f"gpu/{self.key}", self.ranks, self.suite.part, settings=variables)
@@ -360,7 +378,8 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
             for ranks in (0,) if 0 in suite.ranks else options.ranks:
                 for route in suite.routes:
                     task = Task(site, suite, chosen, route, ranks)
-                    if route not in options.routes or ranks not in suite.ranks:
+                    chosen_route = {route, suite.about} & {*options.routes}
+                    if not chosen_route or ranks not in suite.ranks:
                         continue
                     if lack := ask(task):
                         left_out.append(f"{task.key}: {lack}")

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from late import filled, late
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.on_a_gpu
@@ -63,9 +66,21 @@ def test_a_call(device, count, async_op, record_property):
     measure(begin, record_property, f"all_reduce of {count} elements")
 
 
-def test_a_step_of_ddp(device, record_property):
-    """Its run-ahead: backward() returns before the device has done it, where nothing blocks."""
-    model = DDP(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(device))
+def ddp(layers):
+    return DDP(layers)
+
+
+def fsdp2(layers):
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(layers, mesh=mesh)
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp2])
+def test_a_step(device, wrap, record_property):
+    """Their run-ahead: backward() returns before the device has done it, where nothing blocks."""
+    model = wrap(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(device))
     x = torch.randn(64, 1024, device=device)
 
     def begin():
@@ -73,11 +88,13 @@ def test_a_step_of_ddp(device, record_property):
         model(x).sum().backward()
 
         def check():
-            assert all(one.grad.isfinite().all() for one in model.parameters())
+            grads = (one.grad for one in model.parameters())
+            parts = (each.to_local() if isinstance(each, DTensor) else each for each in grads)
+            assert all(each.isfinite().all() for each in parts)
 
         return lambda: None, check
 
-    measure(begin, record_property, "forward and backward")
+    measure(begin, record_property, f"forward and backward of {wrap.__name__}")
 
 
 @pytest.mark.parametrize("count", [1000, 5_000_000])

@@ -93,27 +93,39 @@ with devices(LIBRARIES[0]) as arrays:
     assert (total(arrays, 10, me + 1) == n * (n + 1) / 2).all()
     say("begun")
     cuda, calls = runtime.get_runtime(), []
-    copy = cuda.copy
+    works = cuda.CALL
     def dies(*what):
         calls.append(what)
         if len(calls) == PLACE:
             os.kill(os.getpid(), signal.SIGKILL)
-        copy(*what)
-    if me == n - 1:
-        cuda.copy = dies
+        return works(*what)
+    if me == RANK % n:
+        cuda.CALL = dies
     total(arrays, 10_000_000, me, async_op=ASYNC)
     say("went on")
 """
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("place", [1, 5])
+@pytest.mark.parametrize(
+    ("route", "call", "place", "rank"),
+    [
+        # In the middle of a call of several rounds.
+        ("ipc", "copy", 1, -1),
+        ("ipc", "copy", 5, -1),
+        # Before the ranks meet; and the one that works for all, whose array the others wait for.
+        ("shared_gpu", "record_again", 1, -1),
+        ("shared_gpu", "combine_for_all", 1, 0),
+    ],
+)
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_rank_that_is_killed(tmp_path, place, async_op):
-    """In the middle of a call of several rounds: the job ends, and its memory comes back."""
+def test_a_rank_that_is_killed(tmp_path, route, call, place, rank, async_op):
+    """The job ends, and its memory comes back."""
     before = free_bytes() if ON_A_GPU else 0
-    script = KILLED.replace("PLACE", str(place)).replace("ASYNC", str(async_op))
-    code, output = run(tmp_path, script)
+    script = KILLED
+    for word, value in (("CALL", call), ("PLACE", place), ("RANK", rank), ("ASYNC", async_op)):
+        script = script.replace(word, str(value))
+    code, output = run(tmp_path, script, MPICOLL_DEVICE_ROUTE=route)
     assert code and output.count("begun") == 2 and "went on" not in output, output
     until = time.monotonic() + 20  # the driver takes a while to clear up behind a killed process
     while ON_A_GPU and free_bytes() < before - SLACK:
@@ -256,25 +268,36 @@ def test_instances_of_one_gpu(tmp_path):
 # ---- Kernels -------------------------------------------------------------------------------------
 
 UNWRITABLE = """
+import pathlib, shutil, tempfile
+kernels = pathlib.Path(tempfile.mkdtemp(dir=os.path.dirname(os.path.abspath(__file__))))
+os.environ["CUPY_CACHE_DIR"] = str(kernels)  # each rank's own, with nothing in it
 dist.init_process_group(timeout=40)
 me, n = dist.get_rank(), dist.get_world_size()
-if me == 1:
-    os.environ["CUPY_CACHE_DIR"] = "/proc/no-folder"
 with devices("cupy") as arrays:
+    array = arrays.make(np.full(1_000_000, me + 1, np.float32))
+    array.upload()
+    array.download()  # what CuPy needs of its own kernels is there
+    if me == 0:  # a file in its place, as nothing is forbidden to root; some CuPys asked before
+        shutil.rmtree(kernels)
+        kernels.touch()
     try:
-        assert (total(arrays, 1_000_000, me + 1) == n * (n + 1) / 2).all()
+        dist.all_reduce(array.given)
+        array.download()
+        assert (array.host == n * (n + 1) / 2).all()
         say("right")
     except (RuntimeError, OSError) as error:
-        say("raised", type(error).__name__)
+        say("raised", type(error).__name__, *str(error).splitlines()[:1])
 """
 
 
 @pytest.mark.on_a_gpu
 @needs_mpiexec
-def test_a_kernel_that_one_rank_cannot_keep(tmp_path):
+@pytest.mark.parametrize("route", ["shared_gpu", "ipc"])
+def test_a_kernel_that_one_rank_cannot_keep(tmp_path, route):
     """Where it cannot write the folder of compiled kernels: both ranks have the result, or both an
-    error, and neither waits for the other.
+    error, and neither waits for the other. By `shared_gpu` only the first rank compiles one.
     """
-    _, output = run(tmp_path, UNWRITABLE)
-    said = [line.split()[0] for line in output.splitlines() if line.startswith(("right", "raised"))]
-    assert said in (["right"] * 2, ["raised"] * 2), output
+    _, output = run(tmp_path, UNWRITABLE, MPICOLL_DEVICE_ROUTE=route)
+    said = [line for line in output.splitlines() if line.startswith(("right", "raised"))]
+    assert [line.split()[0] for line in said] in (["right"] * 2, ["raised"] * 2), output
+    assert "Timeout" not in output, output

@@ -92,6 +92,35 @@ def test_combine(kernels, op, dtype):
             same(given[0].got(), expected, dtype.kind, f"{what}, in place")
 
 
+@pytest.mark.parametrize(("op", "dtype"), PAIRS)
+def test_combine_for_all(kernels, op, dtype):
+    """Into arrays that lie as the sources do or otherwise, then in place, as ranks have it that
+    share a GPU.
+    """
+    by, stream = reduction.find_loop(op, dtype), cupy.cuda.Stream(non_blocking=True)
+    size = dtype.itemsize
+    for count in COUNTS:
+        for n, step, shift in ((2, 0, 0), (3, 0, size), (4, size, 0)):
+            arrays = [operands(op, dtype, count, rank) for rank in range(n)]
+            given = [OnDevice(array, step * rank) for rank, array in enumerate(arrays)]
+            outs = [
+                OnDevice(np.zeros(count, dtype.numpy), step * rank + shift) for rank in range(n)
+            ]
+            divisor = n if op is ReduceOp.AVG else 1
+            expected = np.empty(count, dtype.numpy)
+            with np.errstate(all="ignore"):
+                reduction.combine(op, dtype, arrays, expected, divisor)
+            addresses = [each.address for each in given]
+            into = [each.address for each in outs]
+            kernels.combine_for_all(by, addresses, into, count, divisor, stream.ptr)
+            kernels.combine_for_all(by, addresses, addresses, count, divisor, stream.ptr)
+            stream.synchronize()
+            for rank in range(n):
+                what = f"{count} of {n}, step {step}, rank {rank}"
+                same(outs[rank].got(), expected, dtype.kind, what)
+                same(given[rank].got(), expected, dtype.kind, f"{what}, in place")
+
+
 @pytest.mark.parametrize("dtype", NARROW, ids=repr)
 def test_narrow(kernels, dtype):
     stream = cupy.cuda.Stream(non_blocking=True)

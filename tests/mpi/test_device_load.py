@@ -249,37 +249,51 @@ def route_of(arrays, world):
 # ---- Failure -------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(SIMULATED, reason="test_device_trouble.py has it, wherever a call may fail")
-@pytest.mark.parametrize("place", [1, 3, 6])
-def test_a_rank_that_fails_in_mid_round(arrays, road, world, mpi, monkeypatch, place):
+@pytest.mark.parametrize(
+    ("route", "call", "place", "rank"),
+    [
+        ("ipc", "copy", 1, 0),
+        ("ipc", "copy", 3, 0),
+        ("ipc", "copy", 6, 0),
+        # On the way to the first meeting; and the one that works for all, on its way to the second.
+        ("shared_gpu", "record_again", 1, -1),
+        ("shared_gpu", "combine_for_all", 1, 0),
+    ],
+)
+def test_a_rank_that_fails_in_a_call(
+    arrays, road, world, mpi, monkeypatch, route, call, place, rank
+):  # fmt: skip
     """All leave the call, with an error or a right result, and the next calls are right."""
-    if road == "staged":
-        pytest.skip("its ranks wait in MPI, until the timeout, for one that has left")
+    me, n = world.me, world.size
+    if road != "auto" or n == 1:
+        pytest.skip("another route is forced here, and takes two ranks")
     cuda, calls = runtime.get_runtime(), []
-    copy, me, n = cuda.copy, world.me, world.size
-    group = dist.new_group()
-    count = 64 * MIB // 4
-    for broken in (True, False):
-        array = arrays.make(np.full(count, me, np.float32))
-        array.upload()
+    works, fails_here = getattr(cuda, call), me == rank % n
 
-        def fails(*what):
-            calls.append(what)
-            if len(calls) == place:
-                raise RuntimeError("this copy cannot be made")
-            copy(*what)
+    def fails(*what):
+        calls.append(what)
+        if len(calls) == place:
+            raise RuntimeError("this cannot be done")
+        return works(*what)
 
-        if me == 0 and broken:
-            monkeypatch.setattr(cuda, "copy", fails)
-        error = None
-        try:
-            dist.all_reduce(array.given, group=group)
-        except RuntimeError as caught:
-            error = caught
-        monkeypatch.setattr(cuda, "copy", copy)
-        failed = me == 0 and broken and len(calls) >= place
-        assert (error is not None) == failed or (broken and me), error
-        if error is None:
-            assert (got(array) == sum(range(n))).all()
-        mpi.Barrier()
-    dist.destroy_process_group(group)
+    with forced(route):
+        group = dist.new_group()
+        for broken in (False, True, False):
+            array = arrays.make(np.full(arrays.sizes[0] // 4, me, np.float32))
+            array.upload()
+            if fails_here and broken:
+                monkeypatch.setattr(cuda, call, fails)
+            error = None
+            try:
+                dist.all_reduce(array.given, group=group)
+            except RuntimeError as caught:
+                error = caught
+            monkeypatch.setattr(cuda, call, works)
+            failed = fails_here and broken
+            assert not failed or len(calls) >= place, f"{call} has not been called so often"
+            assert (error is not None) == failed or (broken and not fails_here), error
+            assert not failed or "this cannot be done" in str(error)
+            if error is None:
+                assert (got(array) == sum(range(n))).all()
+            mpi.Barrier()
+        dist.destroy_process_group(group)

@@ -1,0 +1,85 @@
+"""Several ranks on each of several GPUs: first those that share one, then a rank of each.
+
+Every rank runs every test, on its own GPU. tests/mpi/test_device_hierarchical.py has the route on
+simulated devices, and on several nodes.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+import cupy
+
+pytest.importorskip("device_arrays", reason="make test-gpu starts it, and lets it find tests/mpi")
+from device_arrays import forced
+
+import mpicoll as dist
+from mpicoll.cuda import binding
+from mpicoll.errors import UnsupportedError
+from mpicoll.routes.device.hierarchical import LEAST
+
+pytestmark = pytest.mark.on_a_gpu
+
+#: The smallest call, one with a rest, and one of several pieces of 64 MiB.
+COUNTS = [LEAST // 4, 1_000_003, 40_000_000]
+
+
+@pytest.fixture(scope="module")
+def n():
+    """The number of ranks, in a default group whose calls are forced to go so."""
+    missing = ""
+    with forced("hierarchical"):
+        dist.init_process_group(timeout=60)
+        binding.bind()
+        try:
+            dist.all_reduce(cupy.ones(LEAST, cupy.float32))
+        except UnsupportedError as error:
+            missing = str(error)
+        else:
+            yield dist.get_world_size()
+        dist.destroy_process_group()
+    if missing:
+        pytest.skip(missing)
+
+
+def ramp(count, rank):
+    return cupy.arange(count, dtype=cupy.float32) % 1009 + rank
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("count", COUNTS)
+def test_results(n, count, async_op):
+    me = dist.get_rank()
+
+    def call(function, *what, **how):
+        work = function(*what, async_op=async_op, **how)
+        if async_op:
+            work.wait()
+
+    array = ramp(count, me)
+    call(dist.all_reduce, array)
+    assert (array == n * (cupy.arange(count) % 1009) + sum(range(n))).all()
+    array = ramp(count, me)
+    call(dist.broadcast, array, src=n - 1)
+    assert (array == ramp(count, n - 1)).all()
+    array = ramp(count, me)
+    call(dist.reduce, array, dst=1)
+    if me == 1:
+        assert (array == n * (cupy.arange(count) % 1009) + sum(range(n))).all()
+
+
+@pytest.mark.parametrize("nbytes", [LEAST, 1 << 20, 1 << 24, 1 << 28])
+def test_how_long_calls_take(n, nbytes, record_property):
+    """With the wait for the stream: reported, not asserted."""
+    array, stream, took = cupy.zeros(nbytes // 4, cupy.float32), cupy.cuda.get_current_stream(), []
+    for _ in range(10):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(array)
+        stream.synchronize()
+        took.append(time.perf_counter() - begin)
+    record_property(f"all_reduce of {nbytes} B", f"{float(np.median(took)) * 1e6:.1f} us")

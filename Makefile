@@ -51,7 +51,8 @@ wheel_site :=
 venv = .venv$(patsubst %,-%,$(filter-out mpich,$1))
 VENV := $(call venv,$(ONE))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-START := $(or $(MPIEXEC),$(if $(filter site,$(ONE)),mpirun,$(VENV)/bin/mpiexec))
+# A whole path: some start ranks in folders of their own.
+START := $(or $(MPIEXEC),$(if $(filter site,$(ONE)),mpirun,$(abspath $(VENV)/bin/mpiexec)))
 
 # More ranks than cores, and root in a container: Open MPI wants to be asked; the others ignore it.
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe

@@ -204,8 +204,9 @@ class ProcessGroup(Calls):
         return self.worker is not None and self.worker.is_busy
 
     def let_callbacks_end(self) -> None:
-        """Wait for a moment until the group's thread is done with what follows asynchronous
-        collectives that have ended, if no others are pending.
+        """Wait a moment until callbacks of collectives that have ended are done.
+
+        Returns at once if others are pending.
         """
         moment = time.monotonic() + _A_MOMENT
         while not self.pending and self.busy() and time.monotonic() < moment:

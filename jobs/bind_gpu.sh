@@ -31,7 +31,7 @@ for name in LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD
         *) local_rank=$value && break ;;
     esac
 done
-if [ "$name" = SLURM_LOCALID ] && [ -n "${SLURM_GPUS_PER_TASK-}" ]; then
+if [ -n "$local_rank" ] && [ "$name" = SLURM_LOCALID ] && [ -n "${SLURM_GPUS_PER_TASK-}" ]; then
     exec "$@"
 fi
 if [ -z "$local_rank" ]; then

@@ -34,9 +34,9 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
         (OPENMPI, HYDRA, "MPICH's mpirun"),
         (OPENMPI, INTEL_MPIRUN, "Intel MPI's mpirun"),
         (MPICH, PMIX, "srun --mpi=pmix"),
-        (INTEL, PRTERUN, "a PMIx process manager"),
+        (INTEL, PRTERUN, "prterun"),
         (OPENMPI, PMI2, "srun --mpi=pmi2"),
-        (MPICH, PRTERUN, "a PMIx process manager"),
+        (MPICH, PRTERUN, "prterun"),
         (MPICH, OMPI_MPIRUN | SRUN, "Open MPI's mpirun"),
         (INTEL, OMPI_MPIRUN | SRUN, "Open MPI's mpirun"),  # its daemons are started by srun
         # What works.

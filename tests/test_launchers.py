@@ -190,6 +190,16 @@ def test_a_launcher_says_the_same_whatever_mpi_learns_its_ranks_by(
     assert launch.find_local_rank(found) == 1
 
 
+@pytest.mark.parametrize("outer", [FLUX, PALS, JSRUN, CRAY])
+def test_prterun_inside_a_step_of_another_launcher(outer: Environment) -> None:
+    """Which has started one process: its local rank is every rank's."""
+    environment = outer | {"PMIX_RANK": "3", "PRTE_LAUNCHED": "1"}
+    launcher = launch.find_launcher(environment)
+    assert launcher is not None and launcher.name == "prterun"
+    assert launch.announced(environment)[:2] == ("3", "?")
+    assert launch.find_local_rank(environment) is None
+
+
 def test_a_launcher_that_announces_no_size_inside_one_that_does() -> None:
     environment = {"PMIX_RANK": "1", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     assert launch.announced(environment) == ("1", "?", False)

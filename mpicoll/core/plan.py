@@ -25,14 +25,12 @@ __all__ = [
     "Table",
     "Task",
     "add_capturable",
-    "add_comparing",
     "add_enqueuing",
     "add_fused",
     "add_leave",
     "add_short",
     "agreed_sizes",
     "can_be_captured",
-    "compares_itself",
     "find_fused",
     "find_short",
     "only_enqueues",
@@ -156,20 +154,6 @@ def only_enqueues(route: Implementation | None, extent: Extent | None = None) ->
     of an extent, or in all.
     """
     find: Callable[[Extent | None], bool] | None = getattr(route, "only_enqueues", None)
-    return find is not None and find(extent)
-
-
-def add_comparing(route: Implementation, find: Callable[[Extent], bool]) -> Implementation:
-    """Return an implementation of which ``find`` returns whether a call of an extent compares
-    itself with the other ranks', as all of them know it.
-    """
-    route.compares_itself = find  # type: ignore[attr-defined]
-    return route
-
-
-def compares_itself(route: Implementation | None, extent: Extent) -> bool:
-    """Return whether a call of an extent needs no other comparison with the other ranks'."""
-    find: Callable[[Extent], bool] | None = getattr(route, "compares_itself", None)
     return find is not None and find(extent)
 
 

@@ -347,8 +347,9 @@ class StreamOrder(Point):
         streams go on after that.
         """
         self._context = context
+        events = (context.record(),)
         with _dropping:
-            self.events = (context.record(),)
+            self.events = events
             if self._dropped:
                 self._hold_while_in_use()
         if not self.asynchronous:
@@ -432,8 +433,9 @@ class CapturedOrder(StreamOrder):
         return nullcontext()
 
 
-#: Held where a call is dropped and where it gets its events, which threads may do at a time.
-_dropping = threading.Lock()
+#: Held where a call is dropped and where it gets its events, which threads may do at a time. By the
+#: collector of garbage a Work can be dropped anywhere, also where it is held.
+_dropping = threading.RLock()
 #: Arrays of calls that nobody has waited for, while the device may work on them.
 _in_use: deque[tuple[StreamOrder, object]] = deque()
 

@@ -14,15 +14,7 @@ from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
-from mpicoll.core.plan import (
-    CallKind,
-    Plan,
-    Task,
-    agreed_sizes,
-    compares_itself,
-    find_short,
-    only_enqueues,
-)
+from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, find_short, only_enqueues
 from mpicoll.core.signature import (
     LIST,
     encode_list,
@@ -386,7 +378,7 @@ def perform(
         elif group.agree is not None and (root == LIST or not call.compares):
             if only_enqueues(call.route, None if root == LIST else how):
                 consistency.agree_later(group, call.kind, sizes, root)
-            elif root == LIST or not compares_itself(call.route, how):
+            else:
                 group.agree(with_root(call.kind, root), sizes)
         carry(send, recv, how, root)
         group.complete()
@@ -447,11 +439,15 @@ def _plan(
     if primitive.reduces:
         assert dtype is not None
         meant = checks.check_operation(primitive, op, dtype)
+    # Ranks may give the same operation by other names: what is chosen with other ranks is one.
+    by_row = (primitive, dtype, meant, *key[3:])
+    known = group.plans.get(by_row)
     kind = CallKind(primitive, group, meant, dtype)
-    route = select.choose(kind, on_device)
+    route = select.choose(kind, on_device) if known is None else known.route
     plan = Plan(kind, on_device, route, packing.on_views(kind, route, on_device))
     if meant is None or meant.factor is None:  # every PREMUL_SUM(factor) is a new object
         group.plans[key] = plan
+        group.plans.setdefault(by_row, plan)
     return plan
 
 

@@ -204,6 +204,13 @@ LAUNCHERS: tuple[Launcher, ...] = (
         owned="MV2_COMM_WORLD_",
     ),
     Launcher(
+        "prterun",
+        marks=("PMIX_RANK", "PRTE_LAUNCHED"),
+        rank="PMIX_RANK",
+        remedy=_PMIX_REMEDY,
+        dialect=Dialect.PMIX,
+    ),
+    Launcher(
         "flux run -o pmi=pmix",
         marks=("PMIX_RANK", "FLUX_TASK_RANK"),
         rank="PMIX_RANK",

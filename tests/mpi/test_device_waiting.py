@@ -315,6 +315,44 @@ def test_a_work_that_is_dropped_before_its_call(on, monkeypatch, road):
     assert memory() is None
 
 
+def test_a_work_that_is_collected_in_a_call(on, monkeypatch):
+    """The collector of garbage drops one wherever Python allocates: in the midst of another."""
+    world = on("ipc")
+    array, record = world.made(1 + world.me), streams.DeviceContext.record
+
+    class Cycle:
+        pass
+
+    def collects(context):
+        event = record(context)
+        gc.collect()
+        return event
+
+    world.begun(array).wait()
+    gc.disable()
+    try:
+        for _ in range(3):
+            one = Cycle()
+            one.itself, one.work = one, world.begun(array)
+        del one
+        monkeypatch.setattr(streams.DeviceContext, "record", collects)
+        world.begun(array).wait(timeout=TIMEOUT / 2)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("road", ["ipc", "nccl"])
+def test_an_operation_by_other_names(on, monkeypatch, road):
+    """Ranks may name it differently, and in another order: it is the same kind of call."""
+    world = on(road)
+    monkeypatch.setattr(consistency, "FIRST", 1)
+    names = [dist.ReduceOp.SUM, MPI.SUM, dist.ReduceOp.SUM, MPI.SUM]
+    for op in names if world.me else sorted(names, key=names.index):
+        array = world.made(1 + world.me)
+        dist.all_reduce(array, op)
+        assert (got(array) == world.total).all()
+
+
 def test_errors_come_with_the_wait(on, monkeypatch):
     """And the streams go on after what was begun."""
     world = on("ipc")

@@ -442,11 +442,14 @@ def test_what_a_closure_returns(loss):
         assert float(found) == pytest.approx((first + 1.5 * (hvd.size() - 1)) / hvd.size())
 
 
-def test_a_closure_after_a_backward_pass():
-    """Gradients from before the closure are reduced when the optimizer begins, as SAM needs it."""
-    model, expected = network(), network()
-    optimizer = distributed(model)
-    reference = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_a_closure_after_a_backward_pass(op):
+    """Gradients from before the closure are reduced when the optimizer begins, as SAM needs it, and
+    no more if it makes none.
+    """
+    model, expected, n = network(), network(), 1 if op == hvd.Average else hvd.size()
+    optimizer = distributed(model, op=op)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1 * n, momentum=0.9)
     for each, by, batch in (
         (model, optimizer, own_batches()),
         (expected, reference, whole_batches()),
@@ -455,7 +458,9 @@ def test_a_closure_after_a_backward_pass():
             by.zero_grad()
             loss = each(x).square().mean()
             loss.backward()
-            by.step(lambda loss=loss: loss)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                by.step(lambda loss=loss: loss)
     same(model, expected)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mpicoll.errors import ArgumentError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.compression import Compression
-from mpicoll.horovod.torch.kinds import Adasum, Average
+from mpicoll.horovod.torch.kinds import Adasum, Average, Sum
 from mpicoll.horovod.torch.operations import (
     Handle,
     allreduce_async_,
@@ -175,17 +175,22 @@ class _Distributed:
 
     def _reduced(self: Any, closure: Any) -> Any:
         """Call a closure; return its loss, reduced, when its gradients are, too."""
-        self._synchronized = False
         loss = closure()
         number = isinstance(loss, Real) or (isinstance(loss, Tensor) and loss.numel() == 1)
         # A rank without a loss takes part, for others may have one, and counts as zero, as its
         # gradients do where it has none.
-        value = torch.tensor([float(loss) if number else 0.0], dtype=torch.float64)
+        own = loss.detach() if isinstance(loss, Tensor) else loss
+        value = torch.tensor([float(own) if number else 0.0], dtype=torch.float64)
         name = f"loss.{next(iter(self._parameter_names.values()))}"
         handle = allreduce_async_(value, name=name, op=self._op, process_set=self._process_set)
-        if not self._synchronized or any(
+        # Gradients that no pass of any rank has touched since are reduced already.
+        touched = bool(self._begun) or any(
             left != self.backward_passes_per_step for left in self._left.values()
-        ):
+        )
+        ranks = torch.tensor([int(touched)])
+        if synchronize(
+            allreduce_async_(ranks, name=f"{name}.touched", op=Sum, process_set=self._process_set)
+        ).item():
             self.synchronize()
         synchronize(handle)
         if not number:

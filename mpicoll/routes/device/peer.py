@@ -119,7 +119,8 @@ class Peers(RouteState):
         capture for a kernel that is not there yet.
         """
         self.check()
-        context, limit = self.context, _nanoseconds(self.group.timeout)
+        whole = self.group.whole or self.group
+        context, limit = self.context, _nanoseconds(whole.timeout)
         if limit != self._peers.limit:  # which programs may set at any time
             self._peers = self._peers._replace(limit=limit)
         if context.captured and not context.runtime.has_collective(context.index, call):
@@ -161,7 +162,7 @@ class Peers(RouteState):
         name = f"group {whole.group_name}"
         if why in (LATE, DIFFERS) and call in self._calls:
             name = f"{describe(*self._calls[call])}, on rank {ranks[self.me]} of {name}"
-        limit = self.group.timeout
+        limit = whole.timeout
         words = {
             LATE: f"rank {ranks[rank]}'s GPU has waited {limit} s for rank {ranks[other]}'s",
             DIFFERS: f"ranks {ranks[other]} and {ranks[rank]} made calls that do not belong "

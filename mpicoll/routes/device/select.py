@@ -15,7 +15,6 @@ from mpicoll.core.plan import (
     Extent,
     Implementation,
     add_capturable,
-    add_comparing,
     add_enqueuing,
     add_leave,
     agreed_sizes,
@@ -199,7 +198,7 @@ class Agreement(Agreed):
         error = self.group.broken
         if error is None:
             return
-        for state in self.states.values():
+        for state in reversed(self.states.values()):  # NCCL's abort, the first, may take a while
             state.break_with(error, alone)
 
     def abandon(self) -> None:
@@ -282,14 +281,6 @@ def choose(kind: CallKind) -> Implementation:
             for candidate in meant
         )
 
-    def compares_itself(extent: Extent) -> bool:
-        if not candidates:
-            return False
-        found = group.resources.find("devices")
-        state = found.states.get(_candidate_for(candidates, kind, extent).route.name)
-        return state is not None and state.compares
-
-    add_comparing(carry_out, compares_itself)
     add_capturable(carry_out, lambda: any(each.route.captures for each in candidates))
     return add_enqueuing(add_leave(carry_out, leave), only_enqueues)
 

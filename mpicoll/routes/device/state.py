@@ -28,14 +28,12 @@ class RouteState:
 
     maps:    the ranks map memory of each other.
     lost_in_parts: routes that parts of the group should have, and why they have not: names, words.
-    compares: each call is compared with the other ranks' in its first meeting.
     ends_on_devices: calls wait for other ranks on the devices alone, which may end them without a
              result: ``find_failure`` tells.
     """
 
     maps = True
     lost_in_parts: Sequence[tuple[str, str]] = ()
-    compares = False
     ends_on_devices = False
 
     def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:

@@ -24,7 +24,7 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime, streams
 from mpicoll.errors import CollectiveTimeoutError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import nccl
+from mpicoll.routes.device import ipc, nccl
 from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_3
@@ -91,6 +91,7 @@ def on(monkeypatch):
         arrays = simulated.Arrays()
         # Devices that are not there do their work when somebody asks for it; here nobody may.
         monkeypatch.setattr(nccl, "_INTERVAL", 1e9)
+        monkeypatch.setattr(ipc, "SLOT", 64 * 1024)  # dozens of groups, whose memory may stay
         if road == "nccl":
             arrays.cuda = WithNccl(MPI.COMM_WORLD.rank)
         cupy = types.ModuleType("cupy")
@@ -107,6 +108,8 @@ def on(monkeypatch):
     yield begin
     if dist.is_initialized():
         dist.destroy_process_group()
+    streams._in_use.clear()
+    gc.collect()  # the memory of devices that are not there any more
 
 
 ROADS = ["ipc", "nccl", "staged", "direct", "mpi"]

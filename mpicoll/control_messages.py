@@ -19,7 +19,16 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from mpicoll.errors import DistBackendError
 
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_MESSAGE_BYTES", "allgather", "bcast", "check_sizes", "decode", "encode"]
 
 #: Maximum length of the message of one rank.
-MAX_MESSAGE_BYTES = 4 * 2**20
+MAX_MESSAGE_BYTES = 16 * 2**20
 
 #: Sent in place of a length by a rank that could not encode its value.
 _NOT_ENCODED = -1
@@ -199,7 +208,8 @@ def _read_union(arguments: Sequence[Any], value: Any) -> Any:
             return _read(kind, value)
         except (TypeError, ValueError):
             continue
-    raise TypeError(f"expected {Union[tuple(arguments)]}, got {type(value).__name__}")
+    names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in arguments)
+    raise TypeError(f"expected {names}, got {type(value).__name__}")
 
 
 @lru_cache

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import cli, machine
+from mpicoll import cli, control_messages, machine
 from mpicoll.cli import bench_table, doctor_machine
 from mpicoll.cli.bench_calls import Buffers, Case, Place, op_name, own_call, variants
 from mpicoll.cli.bench_check import contents, expected, fill, wrong
@@ -121,7 +121,7 @@ class Bench:
             for name in (*own, *(name for name in routes if name in calls)):
                 variant = name if name in own else own[0]
                 found = count_wrong(calls[name], case, buffers, variant, self._place)
-                first[name]["wrong"] = self._comm.allreduce(found)
+                first[name]["wrong"] = sum(control_messages.allgather(self._comm, found, int))
         return [self._line(case, *line) for line in lines.items()]
 
     def _line(self, case: Case, distance: str, figures: Mapping[str, Result]) -> Result:
@@ -145,7 +145,9 @@ class Bench:
 
     def _measure(self, calls: Mapping[str, Call]) -> dict[str, Times]:
         once = {name: self._warm_up(call) for name, call in calls.items()}
-        samples, loops = self._comm.bcast(self._plan(once), 0)
+        samples, loops = control_messages.bcast(
+            self._comm, self._plan(once), 0, tuple[int, dict[str, int]]
+        )
         return self._timer.sample(calls, samples, loops, self._options.average)
 
     def _plan(self, once: Mapping[str, float]) -> tuple[int, dict[str, int]]:
@@ -178,7 +180,7 @@ class Bench:
 
     def _facts(self) -> Result:
         """Return the machine and versions of this run: rank 0's, on all ranks."""
-        nodes = self._comm.allgather(platform.node())
+        nodes = control_messages.allgather(self._comm, platform.node(), str)
         name, version = MPI.get_vendor()
         facts = {
             "command": " ".join(sys.argv[1:]),
@@ -193,11 +195,12 @@ class Bench:
             "reductions": library.describe(),
             "arrays": self._place.name,
             "crowded": doctor_machine.find_crowded(
-                self._comm.allgather(doctor_machine.Place.find())
+                control_messages.allgather(
+                    self._comm, doctor_machine.Place.find(), doctor_machine.Place
+                )
             ),
         }
-        known: Result = self._comm.bcast(facts, 0)
-        return known
+        return control_messages.bcast(self._comm, facts, 0, Result)
 
     def _header(self, facts: Result) -> list[str]:
         options, nodes = self._options, facts["nodes"]

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll import __version__, cli, machine, settings
+from mpicoll import __version__, cli, control_messages, machine, settings
 from mpicoll.cli.distance import DISTANCES, UNKNOWN
 from mpicoll.cli.tune_steps import choose_steps, find_changes, find_noise, splice
 from mpicoll.core.groups import default_group
@@ -156,7 +156,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
                 _check_files(target, mpi, options)
         except ArgumentError as error:
             wrong = str(error)
-    wrong = comm.bcast(wrong, 0)
+    wrong = control_messages.bcast(comm, wrong, 0, str)
     if not wrong and group.size() == 1 and not options.reset:
         wrong = "one rank has no choice of routes: start as many as your jobs have (mpirun -n ...)"
     if wrong:
@@ -171,7 +171,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
         return cli.refuse("tune", wrong, first, 2)
     effort = QUICK if options.quick else FULL
     effort = effort._replace(seconds=options.seconds or effort.seconds)
-    nodes = comm.allgather(platform.node())
+    nodes = control_messages.allgather(comm, platform.node(), str)
     setting = _Setting(mpi, group.size(), list(dict.fromkeys(nodes)), here)
     if first:
         print("\n".join(_header(setting, kinds, options.sizes, effort)), flush=True)
@@ -188,7 +188,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
     if target is not None:
         cli.show_progress("")
         code = _finish(setting, outcome, [kind.name for kind in kinds], options, target)
-    return int(comm.bcast(code, 0))
+    return control_messages.bcast(comm, code, 0, int)
 
 
 # --- before -------------------------------------------------------------------------------------
@@ -309,7 +309,8 @@ def _too_much(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
     most = array_bytes(kinds, n, largest)
     needed: dict[str, int] = {}
     free: dict[str, int] = {}
-    for memory, available in comm.allgather((host.memory, host.available())):
+    places = control_messages.allgather(comm, (host.memory, host.available()), tuple[str, int])
+    for memory, available in places:
         needed[memory] = needed.get(memory, 0) + most + most // n + _SCRATCH
         free[memory] = min(available, free.get(memory, available))
     for memory, nbytes in needed.items():

@@ -7,10 +7,8 @@ blocking calls become their non-blocking twins: tested under the lock, waited fo
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -201,19 +199,6 @@ class _Communicator(_Locked):
     def Bcast(self, message: object, root: int) -> None:
         for piece in _pieces(message):
             self._start(self._comm.Ibcast, piece, root).Wait()
-
-    def bcast(self, value: object, root: int) -> Any:
-        """Return the root's object. Not as mpi4py does it: where one rank has MPI_THREAD_MULTIPLE
-        and another has less, MPICH's blocking broadcasts choose different algorithms on them.
-        """
-        is_root = self._comm.Get_rank() == root
-        data = bytearray(pickle.dumps(value) if is_root else b"")
-        size = array("q", [len(data)])
-        self.Bcast(size, root)
-        if not is_root:
-            data = bytearray(size[0])
-        self.Bcast(data, root)
-        return value if is_root else pickle.loads(data)
 
     def Reduce(self, *args: object) -> None:
         self._start(self._comm.Ireduce, *args).Wait()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from mpicoll import control_messages
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
     Bootstrap,
@@ -145,8 +146,7 @@ def master_address(world: MPI.Intracomm) -> str:
     is_one_node = node.Get_size() == world.Get_size()
     node.Free()
     own = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else addresses()[0])
-    found: str = world.bcast(own, 0)
-    return found
+    return control_messages.bcast(world, own, 0, str)
 
 
 def initialize() -> ModuleType:

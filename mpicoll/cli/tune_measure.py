@@ -311,4 +311,4 @@ class _Run:
 
     def _late(self, ahead: float, end: float) -> bool:
         """Return whether ``ahead`` more seconds end after ``end``, by rank 0's clock."""
-        return control_messages.bcast(self.comm, self._spent() + ahead > end, 0, bool)
+        return control_messages.bcast(self.comm, bool(self._spent() + ahead > end), 0, bool)

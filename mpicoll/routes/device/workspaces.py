@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpicoll import control_messages
 from mpicoll.core.work import deadline
@@ -82,11 +82,8 @@ def map_each_other(
         mapped.append(own)
     except Exception as error:  # whatever the driver says: all ranks take another route then
         own, problem = None, f"no workspace: {error}"
-    said = control_messages.allgather(
-        group.inner,
-        (handle, mine, problem),
-        tuple[bytes, kind, str],  # type: ignore[valid-type]
-    )
+    what: Any = tuple[bytes, kind | None, str]  # type: ignore[valid-type]
+    said = control_messages.allgather(group.inner, (handle, mine, problem), what)
     why = first_problem([words for *_, words in said])
     if own is not None and not why:
         try:

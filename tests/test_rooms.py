@@ -24,7 +24,7 @@ ROOMS = [
 ]  # fmt: skip
 GROUND = {
     "communicators", "control_messages", "dtypes", "errors", "machine", "output", "primitives",
-    "settings", "signals",
+    "private_files", "settings", "signals",
 }  # fmt: skip
 
 Imports = dict[str, dict[str, bool]]

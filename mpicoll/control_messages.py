@@ -1,8 +1,8 @@
 """Control messages between ranks: JSON in MPI's buffer calls, never pickle.
 
-Unpickling runs code that the sender chooses. So ranks exchange what they have to know of each other
-as JSON, with a length limit, and check the types of what they receive. mpi4py's lowercase methods
-pickle: ``tests/test_control_messages.py`` rejects them. Only object collectives send pickles.
+Unpickling runs code that the sender chooses. So ranks exchange facts about each other as JSON, with
+a length limit, and check the types of the received values. mpi4py's lowercase methods pickle:
+``tests/test_control_messages.py`` rejects them. Only object collectives send pickles.
 
 A message has a ``kind``: a type as in an annotation, such as ``tuple[str, list[int]]``. It may be
 made of bool, int, float, str, bytes, None, Any (what JSON has), list, tuple, set, dict with keys of
@@ -154,7 +154,7 @@ def _to_json(value: object) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Return the value of type ``kind`` that JSON stands for; raise TypeError or ValueError."""
+    """Convert parsed JSON to a value of type ``kind``; raise TypeError or ValueError."""
     origin: Any = get_origin(kind) or kind
     arguments = get_args(kind)
     if origin in _READERS:

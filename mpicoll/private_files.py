@@ -10,10 +10,10 @@ __all__ = ["write"]
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file of mode 0600, which is there as a whole or not at all.
+    """Write a whole file of mode 0600, or no file.
 
     Folders that are missing are made with mode 0700. A file or symbolic link of this name is
-    replaced: a link is not followed, as somebody else may have made it.
+    replaced: a link is not followed, because another user may have made it.
 
     Raises OSError where the file cannot be written.
     """

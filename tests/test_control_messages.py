@@ -44,16 +44,16 @@ PICKLES = {
     "launch/dask.py": "users' functions, by Dask",
 }
 
-#: Methods of mpi4py's communicators and messages that pickle. Those that send buffers have the
-#: same names with a capital letter.
+#: Methods of mpi4py's communicators and messages that pickle. The methods that send buffers have
+#: the same names with a capital letter.
 PICKLING_METHODS = {
     "allgather", "allreduce", "alltoall", "bcast", "bsend", "exscan", "gather", "ibsend",
     "imrecv", "improbe", "irecv", "irsend", "isend", "issend", "mprobe", "mrecv", "recv", "reduce",
     "rsend", "scan", "scatter", "send", "sendrecv", "ssend",
 }  # fmt: skip
 
-#: What else has methods with such names: the expression before the dot, as the source has it, and
-#: what it is. A new one needs a line here, so that nobody overlooks a communicator.
+#: Other objects with methods of these names: the expression before the dot, as in the source, and a
+#: description. Each new expression needs a line here, so that no communicator is overlooked.
 NO_COMMUNICATORS = {
     "control_messages": "this mechanism",
     "dist": "the module mpicoll",
@@ -79,7 +79,7 @@ SELF = {"launch/session.py"}
 
 
 def find_pickling(source: str, file: str) -> list[str]:
-    """Return the places where a module may pickle what goes to other ranks."""
+    """Return the places where a module may pickle messages to other ranks."""
     found = []
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []

@@ -582,7 +582,7 @@ def test_no_more_memory_than_there_are_bytes():
 
 
 def nested(n):
-    """Pickles of ``n`` objects inside each other, by what they are made of."""
+    """Return pickles of ``n`` nested objects, by the type of the objects."""
     node = named(Config) + plain(()) + pickle.NEWOBJ
     by_memo = pickle.LONG_BINGET
     number = [struct.pack("<I", i) for i in range(n)]
@@ -628,8 +628,8 @@ def nested(n):
 
 
 def test_nesting_that_would_overflow_the_stack():
-    """In a process of its own, as no exception reports an overflow; it prints before each pickle
-    what it loads. Pickles from the outside in may be loaded: freeing them must not overflow.
+    """In a child process, because an overflow kills it. It prints the construct before it loads it.
+    Objects that are put together from the outside in are loaded: freeing them must not overflow.
     """
     code = f"""
 import sys

@@ -23,7 +23,7 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_file_and_new_folders_are_private(tmp_path):
+def test_a_file_and_new_folders_are_private(tmp_path):
     tmp_path.chmod(0o755)
     path = tmp_path / "a" / "b" / "file"
     private_files.write(path, b"one")
@@ -33,11 +33,11 @@ def test_file_and_new_folders_are_private(tmp_path):
     path.chmod(0o644)
     private_files.write(path, b"two")
     assert path.read_bytes() == b"two" and mode(path) == 0o600
-    assert os.listdir(path.parent) == ["file"]
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_link_is_replaced(tmp_path):
-    """As somebody else may make one in a folder to which all can write."""
+    """Another user can make one in a folder that all users can write to."""
     target = tmp_path / "target"
     for exists in (False, True):
         if exists:
@@ -55,4 +55,4 @@ def test_nothing_is_left_where_a_file_cannot_be_written(tmp_path):
     path.mkdir()
     with pytest.raises(OSError):
         private_files.write(path, b"record")
-    assert os.listdir(tmp_path) == ["folder"]
+    assert list(tmp_path.iterdir()) == [path]

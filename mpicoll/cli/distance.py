@@ -123,8 +123,8 @@ class Pair(NamedTuple):
 
 
 def measure_pairs(comm: MPI.Intracomm, times: int = 20, pause: float = 5e-3) -> list[Pair] | str:
-    """Return the pairs of ranks between which distances were measured, or why none could be. All
-    ranks call, with as many ``times``.
+    """Return the pairs of ranks between which distances were measured, or the reason for having
+    none. All ranks call, with the same number of ``times``.
     """
     distance, own = Distance(comm), list[dict[int, float]]()
     for _ in range(times):

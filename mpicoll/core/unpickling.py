@@ -50,7 +50,7 @@ _ATOMS = frozenset((bool, bytearray, bytes, complex, float, int, NoneType, range
 
 
 class _RestrictedUnpickler(pickle._Unpickler):
-    """An unpickler of what the receiver has named, by four rules.
+    """An unpickler of named types, by four rules.
 
     1. A name means what the receiver has named; nothing is imported or looked up.
     2. Only named classes and functions are called.

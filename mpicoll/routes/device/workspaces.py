@@ -70,7 +70,7 @@ def map_each_other(
     nbytes:  of each, rounded up to whole blocks.
     prepare: fills this rank's, and returns what the others have to know of it; called before they
              map it.
-    kind:    the type of what it returns.
+    kind:    the type of the value that ``prepare`` returns.
     """
     runtime, index, me = context.runtime, context.index, group.rank()
     own, handle, mine, problem = None, b"", None, ""

@@ -52,8 +52,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.binding:
         line += f", {_describe_binding()}"
-    lines: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
+    lines = control_messages.allgather(comm, line, str)
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
     dist.destroy_process_group()

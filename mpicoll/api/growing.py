@@ -72,7 +72,7 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
     words, folder = _meet(old, count, command, outlives)
 
     def grow() -> MPI.Intracomm:
-        inter = newcomers.start(old.messages, count, words, folder, old.timeout)
+        inter = newcomers.start(old.inner, count, words, folder, old.timeout)
         wrong, raised = "", None
         if old.rank() == 0:
             try:

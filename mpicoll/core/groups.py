@@ -26,7 +26,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
-from mpicoll.launch.serialized_mpi import plain, tested
+from mpicoll.launch.serialized_mpi import create_group, plain, tested
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -556,10 +556,10 @@ def create(
     Raises MismatchError, on all members, if ``reproducible`` is not the same.
     """
     if inner is None:
-        _meet(parent, members, name)
-        with communicators.subset(parent.inner, members) as chosen:
-            # The tag separates groups that two threads make at once out of the same parent.
-            inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
+        # The tag separates groups that two threads make at once out of the same parent. The wait
+        # for the other members raises the parent's error if that breaks.
+        tag = zlib.crc32(name.encode()) & 0x3FFF
+        inner = create_group(parent.inner, members, tag, parent.wait_for)
     try:
         levels.agree(inner, reproducible, f"group {name}")
         messages = inner.Dup()
@@ -570,28 +570,6 @@ def create(
         inner, messages, ranks, backend, timeout, name, description, given, reproducible
     )
     return register(made)
-
-
-def _meet(parent: ProcessGroup, members: Sequence[int], name: str) -> None:
-    """Return when all members of a group to be made are here, where MPI would wait for them: this
-    wait raises the parent's error if that breaks.
-
-    A dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel Programming
-    17(1), 1988) of the ranks ``members`` of the parent.
-    """
-    n, me = len(members), members.index(parent.rank())
-    tag = _MEETING | zlib.crc32(name.encode()) & _MEETING - 1
-    distance = 1
-    while distance < n:
-        came = parent.inner.Irecv(bytearray(0), members[(me - distance) % n], tag)
-        said = parent.inner.Isend(bytearray(0), members[(me + distance) % n], tag)
-        parent.wait_for(came)
-        parent.wait_for(said)
-        distance *= 2
-
-
-#: The lowest tag of these messages, above those of routes and within what every MPI has.
-_MEETING = 1 << 14
 
 
 def _registered(candidate: object, where: str) -> ProcessGroup:

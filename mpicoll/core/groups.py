@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, launch, settings
 from mpicoll.core import reproducible as levels
+from mpicoll.core.checks import check_index
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
 from mpicoll.errors import (
@@ -615,10 +616,11 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
     Returns the rank in the group.
 
-    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it.
+    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it, and
+    ArgumentTypeError (a TypeError) for a rank that is no int.
     """
     found = _registered(group, "get_group_rank")
-    rank = found.group_rank(global_rank)
+    rank = found.group_rank(check_index(global_rank, "get_group_rank: global_rank"))
     if rank is None:
         raise ArgumentError(
             f"get_group_rank: global rank {global_rank} is not in the group, which holds "
@@ -635,9 +637,11 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
     Returns the rank in the default group.
 
-    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it.
+    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it, and
+    ArgumentTypeError (a TypeError) for a rank that is no int.
     """
     found = _registered(group, "get_global_rank")
+    group_rank = check_index(group_rank, "get_global_rank: group_rank")
     if not 0 <= group_rank < found.size():
         raise ArgumentError(
             f"get_global_rank: group rank {group_rank} is not in the group; expected 0 to "

@@ -315,7 +315,7 @@ def test_mistakes_are_found_here(world, window):
         (lambda: made.put(x, n, 0, False), dist.ArgumentError, f"dst_rank: rank {n} is not in"),
         (lambda: made.put(x, -1, 0, False), dist.ArgumentError, "dst_rank: rank -1"),
         (lambda: made.put(x, "0", 0, False), dist.ArgumentTypeError, "dst_rank.*int.*str"),
-        (lambda: made.put(x, 0, 991, True), dist.ArgumentError, "10 elements from element 991"),
+        (lambda: made.put(x, 0, 991, True), dist.ArgumentError, "10 elements cannot be put at element 991"),
         (lambda: made.put(x, 0, -1, False), dist.ArgumentError, "from element -1"),
         (lambda: made.put(x, 0, 0.5, False), dist.ArgumentTypeError, "target_offset_nelems"),
         (lambda: made.put(x.astype("f4"), 0, 0, False), dist.UnsupportedError, "float64.*float32"),

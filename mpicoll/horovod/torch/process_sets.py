@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import mpicoll as dist
 from mpicoll import communicators
+from mpicoll.core.checks import check_indices
 from mpicoll.errors import (
     ArgumentError,
-    ArgumentTypeError,
     LostRankError,
     MpicollError,
     NotInitializedError,
@@ -76,10 +76,7 @@ class ProcessSet:
         if communicators.is_communicator(given):
             self.mpi_comm = cast("MPI.Intracomm", given)
             return
-        ranks = list(given)
-        if not all(isinstance(rank, int) for rank in ranks):
-            raise ArgumentTypeError(f"ProcessSet: expected ranks, which are ints, got {ranks}")
-        self.ranks = sorted(ranks)
+        self.ranks = sorted(check_indices(given, "ProcessSet: ranks_or_comm"))
 
     def size(self) -> int | None:
         """Return how many ranks it has; None before the set can be used."""

@@ -520,7 +520,9 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
 
     reduceOp: a ReduceOp.
 
-    Returns True or False. Raises ArgumentTypeError (a TypeError) for what is no ReduceOp.
+    Returns True or False.
+
+    Raises ArgumentTypeError (a TypeError) for what is no ReduceOp.
     """
     return Kind.COMPLEX in find_operation(reduceOp, "supports_complex: reduceOp").kinds
 

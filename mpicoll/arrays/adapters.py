@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpicoll.arrays import buffers, cuda_arrays, dlpack, jax_arrays, numpy_arrays, torch_tensors
-from mpicoll.arrays.views import Adapter, BuildView, FastView, View, ViewList, find_shared
+from mpicoll.arrays.views import Adapter, BuildView, FastView, View, ViewList
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.output import format_count
 
@@ -37,7 +37,7 @@ def build_view_list(arrays: object, writable: bool, where: str, length: int) -> 
     """Return the view of a list of ``length`` arrays of one dtype.
 
     Raises ArgumentTypeError if ``arrays`` is no list or tuple, ArgumentError for another length and
-    outputs that share memory, and UnsupportedError if the dtypes or devices differ.
+    UnsupportedError if the dtypes or devices differ.
     """
     if not isinstance(arrays, (list, tuple)):
         raise ArgumentTypeError(f"{where}: expected a list of arrays, got {type(arrays).__name__}")
@@ -55,11 +55,6 @@ def build_view_list(arrays: object, writable: bool, where: str, length: int) -> 
                 f"[{i}] is {one.dtype}; convert the arrays to one dtype"
             )
         check_same_device(where, f"[{i}]", one, "[0]", found[0])
-    if writable and (shared := find_shared(found)):
-        raise ArgumentError(
-            f"{where}: [{shared[0]}] and [{shared[1]}] share memory, and both are written to; pass "
-            "arrays that do not overlap"
-        )
     return ViewList(found, dtype)
 
 

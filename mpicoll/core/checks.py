@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import Arrays
-from mpicoll.arrays.views import View, ViewList
+from mpicoll.arrays.views import View, ViewList, find_shared
 from mpicoll.core.plan import Blocks, Extent
 from mpicoll.dtypes import OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
@@ -216,6 +216,14 @@ def _same_shapes(primitive: Primitive, name: str, parts: ViewList, one: View) ->
             )
 
 
+def _check_apart(where: str, outputs: ViewList) -> None:
+    if shared := find_shared(outputs.parts):
+        raise ArgumentError(
+            f"{where}: [{shared[0]}] and [{shared[1]}] share memory, and both are written to; pass "
+            "arrays that do not overlap"
+        )
+
+
 def _multiple(primitive: Primitive, whole: View, names: tuple[str, str], one: View, n: int) -> None:
     if whole.count != n * one.count:
         raise ArgumentError(
@@ -282,10 +290,13 @@ def _per_rank(
         raise ArgumentError(f"{where}: must be given on the rank that {verb}, {root}")
     listed = adapters.build_view_list(whole, gathers, where, n)
     _same_kind(primitive, *in_order(listed))
+    counts: Sequence[int] = ()
     if primitive.root:
         _same_shapes(primitive, of_whole, listed, own)
-        return *in_order(listed), own.count
-    counts = _own_fits(primitive, group, listed, where, own, of_own)
+    else:
+        counts = _own_fits(primitive, group, listed, where, own, of_own)
+    if gathers:
+        _check_apart(where, listed)
     if not counts:
         return *in_order(listed), own.count
     equal = [own.count] * n
@@ -338,6 +349,7 @@ def _exchanged(
         to = adapters.build_view_list(output, True, of_output, n)
         out = adapters.build_view_list(input, False, of_input, n)
         _same_kind(primitive, out, to)
+        _check_apart(of_output, to)
         return out, to, _agreeing(primitive, group, Blocks(out.counts, to.counts))
     recv = adapters.build_view(output, True, of_output)
     send = adapters.build_view(input, False, of_input)

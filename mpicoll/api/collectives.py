@@ -522,7 +522,7 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
 
     Returns True or False.
 
-    Raises ArgumentTypeError (a TypeError) for what is no ReduceOp.
+    Raises ArgumentTypeError (a TypeError) if it is not a ReduceOp.
     """
     return Kind.COMPLEX in find_operation(reduceOp, "supports_complex: reduceOp").kinds
 

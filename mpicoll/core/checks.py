@@ -74,11 +74,10 @@ def reads(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
 
 
 def check_index(value: object, where: str) -> int:
-    """Return an argument that stands for one integer as an int, such as a rank or a tag.
+    """Convert an argument that must be one integer, such as a rank or a tag, to an int.
 
-    value: an int, also of NumPy; an array or a tensor of one integer. As everywhere in Python, True
-        is 1.
-    where: operation and argument, for the message ("broadcast: src").
+    value: an int of Python or NumPy, or an array or tensor of one integer. True is 1, as in Python.
+    where: operation and argument, which begin the message ("broadcast: src").
 
     Raises ArgumentTypeError for anything else.
     """
@@ -91,9 +90,9 @@ def check_index(value: object, where: str) -> int:
 
 
 def check_indices(values: object, where: str) -> list[int]:
-    """Return several integers, such as ranks, as a list of ints.
+    """Convert an argument that must be a list of integers, such as ranks, to a list of ints.
 
-    values: what can be iterated over, but no text and no bytes; each item as in ``check_index``.
+    values: an iterable whose items ``check_index`` accepts; text and bytes are rejected.
 
     Raises ArgumentTypeError for anything else.
     """

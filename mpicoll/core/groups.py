@@ -558,7 +558,7 @@ def create(
     """
     if inner is None:
         # The tag separates groups that two threads make at once out of the same parent. The wait
-        # for the other members raises the parent's error if that breaks.
+        # for all members raises the parent's error if the parent breaks.
         tag = zlib.crc32(name.encode()) & 0x3FFF
         inner = create_group(parent.inner, members, tag, parent.wait_for)
     try:
@@ -617,7 +617,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Returns the rank in the group.
 
     Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it, and
-    ArgumentTypeError (a TypeError) for a rank that is no int.
+    ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
     found = _registered(group, "get_group_rank")
     rank = found.group_rank(check_index(global_rank, "get_group_rank: global_rank"))
@@ -638,7 +638,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     Returns the rank in the default group.
 
     Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it, and
-    ArgumentTypeError (a TypeError) for a rank that is no int.
+    ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
     found = _registered(group, "get_global_rank")
     group_rank = check_index(group_rank, "get_global_rank: group_rank")

@@ -84,8 +84,8 @@ class MessageWork(Work):
 
     A message that is not due is sent later, after which come those of the group behind it.
 
-    tag: of a message that matches only messages of its own dtype; None if it has another kind of
-    tag.
+    tag: the user's tag, with which a receive matches messages of its own dtype only; None for a
+    message of the library, which has a tag of its own.
     """
 
     __slots__ = (

@@ -74,7 +74,7 @@ def call_together(
 
     comm: the communicator that carries the messages before the call.
     call: what all members call; it needs no other rank and no other thread to return.
-    members: ranks in ``comm``, of this rank too; None: all of them.
+    members: ranks in ``comm``, this rank included; None: all of them.
     tag: of the messages; differs between calls that two threads make at once on ``comm``.
     wait: waits for a request, and may raise instead; None: the wait of ``comm``.
 
@@ -219,8 +219,8 @@ class _Request:
 class _Locked:
     """An object of MPI whose local calls are under the lock.
 
-    local: names of its methods that return without another rank. It has no others than these and
-           those of its class.
+    local: names of the methods that return without another rank. Any other method of the object
+           raises AttributeError, unless the class defines it.
     """
 
     local: frozenset[str]

@@ -169,7 +169,7 @@ struct side {
     size_t n;          /* arrays; 0: the argument is None */
     struct seen first; /* the first one, writable if all are */
     int alike, alike_in_shape;
-    int apart;         /* each lies before or behind all those that come before it in the list */
+    int apart; /* each block lies outside the hull of the blocks before it in the list */
     char *begin, *end; /* all lie between these */
     struct block blocks[MOST_ARRAYS];
 };

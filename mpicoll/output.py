@@ -6,7 +6,7 @@ import contextlib
 import sys
 import warnings
 
-__all__ = ["format_bytes", "warn", "write_lines"]
+__all__ = ["format_bytes", "format_count", "warn", "write_lines"]
 
 
 def write_lines(text: str) -> None:
@@ -25,6 +25,11 @@ def format_bytes(size: int) -> str:
         if size and size % (1 << exponent) == 0:
             return f"{size >> exponent} {name}"
     return f"{size} B"
+
+
+def format_count(count: object, noun: str) -> str:
+    """Return a number of things in words: "1 element", "2 elements"; ``count`` may be text."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def warn(text: str) -> None:

@@ -147,7 +147,7 @@ def test_recv_async_is_irecv() -> None:
 NO_ERRORS = {
     "is_available", "is_mpi_available", "is_gloo_available", "is_nccl_available",
     "is_ucc_available", "is_xccl_available", "is_backend_available", "is_torchelastic_launched",
-    "is_initialized", "get_pg_count", "supports_complex",
+    "is_initialized", "get_pg_count",
 }  # fmt: skip
 
 

@@ -134,3 +134,62 @@ def test_a_wait_keeps_no_other_thread_from_mpi(ended: Ended) -> None:
 def test_no_collective_keeps_the_lock(ended: Ended) -> None:
     assert ended.code == 0, ended
     assert [line for line in ended.lines if line.startswith("done")] == ["done 2.0"] * 2, ended
+
+
+@pytest.mark.parametrize("level", ["serialized", "multiple"])
+@job("""
+    import mpi4py
+    mpi4py.rc.thread_level = "$level"
+    from mpicoll.api.windows import Window
+    dist.init_process_group(timeout=15)
+    rank, world = dist.get_rank(), dist.group.WORLD
+    busy, x = dist.new_group(), np.empty(1 << 18, np.float32)
+    window = Window(world)
+    made = [dist.new_group() for _ in range(2)]
+    steps = [
+        lambda: Window(world),
+        lambda: dist.new_group(),
+        lambda: dist.new_group([1, 0], use_local_synchronization=True),
+        lambda: dist.split_group(world, [[0, 1]]),
+        lambda: world.comm,
+        lambda: window.register(np.zeros(100)),
+        lambda: window.deregister(),
+        lambda: dist.destroy_process_group(made.pop()),
+    ]
+    for first in range(2):
+        for step in steps:
+            x[:] = 1
+            work = dist.all_reduce(x, group=busy, async_op=True)
+            if rank == first:  # the other rank is in the step, and has to carry the work on
+                work.wait()
+            step()
+            work.wait()
+            assert (x == 2).all()
+    say("done")
+    dist.destroy_process_group()
+""", environment={"MPICOLL_SHARED_MEMORY": "0", "MPICOLL_TESTED_CALLS": "1"})  # fmt: skip
+def test_a_new_group_or_window_keeps_no_other_group_from_mpi(level: str, ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.lines == ["done"] * 2, ended
+
+
+@job("""
+    dist.init_process_group(timeout=15)
+    parents = [dist.new_group() for _ in range(3)]
+    def split(parent):
+        for i in range(10):
+            made = dist.split_group(parent, [[0, 1]])
+            dist.barrier(made)
+            dist.destroy_process_group(made)
+    threads = [threading.Thread(target=split, args=(one,)) for one in parents]
+    for thread in threads if dist.get_rank() == 0 else reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    say("done")
+    dist.destroy_process_group()
+""", environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"})  # fmt: skip
+def test_threads_create_groups_at_once_where_one_is_in_mpi(ended: Ended) -> None:
+    """Each rank may create them in another order."""
+    assert ended.code == 0, ended
+    assert ended.lines == ["done"] * 2, ended

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from mpicoll.arrays.protocols import AnyArray
+from mpicoll.core.checks import find_operation
 from mpicoll.core.groups import ProcessGroup, resolve
 from mpicoll.core.work import Future, Work, parse_timeout
 from mpicoll.dispatch.execute import find_root, run, run_all, run_fast, run_in_order, warn_outside
-from mpicoll.dtypes import ReduceOp
+from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
+from mpicoll.output import format_count
 from mpicoll.primitives import by_name
 
 __all__ = [
@@ -519,10 +521,10 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
     reduceOp: a ReduceOp.
 
     Returns True or False.
-    """
-    from mpicoll.dtypes import Kind
 
-    return Kind.COMPLEX in reduceOp.kinds
+    Raises ArgumentTypeError (a TypeError) if it is not a ReduceOp.
+    """
+    return Kind.COMPLEX in find_operation(reduceOp, "supports_complex: reduceOp").kinds
 
 
 # --- many at once -------------------------------------------------------------------------------
@@ -604,13 +606,14 @@ def coalesced_outputs(
     if len(output_lists) != group.size():
         raise ArgumentError(
             f"{name}: output_tensor_lists: expected one list for each of the group's "
-            f"{group.size()} ranks, got {len(output_lists)}"
+            f"{format_count(group.size(), 'rank')}, got {len(output_lists)}"
         )
     for rank, outputs in enumerate(output_lists):
+        _tensors(name, f"output_tensor_lists[{rank}]", outputs)
         if len(outputs) != len(inputs):
             raise ArgumentError(
                 f"{name}: output_tensor_lists[{rank}]: expected one array for each of the "
-                f"{len(inputs)} inputs, got {len(outputs)}"
+                f"{format_count(len(inputs), 'input')}, got {len(outputs)}"
             )
     return [[outputs[i] for outputs in output_lists] for i in range(len(inputs))]
 

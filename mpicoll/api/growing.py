@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpicoll.api import lifecycle
+from mpicoll.core.checks import check_index
 from mpicoll.core.groups import ProcessGroup, default_group, state
 from mpicoll.core.work import A_MOMENT, deadline
 from mpicoll.dispatch import execute
@@ -52,8 +53,7 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
     ranks. After these the group is as it was.
     """
     old = default_group()
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise ArgumentTypeError(f"{_WHERE}: count: expected an int, got {type(count).__name__}")
+    count = check_index(count, f"{_WHERE}: count")
     if count < 1:
         raise ArgumentError(f"{_WHERE}: count: expected at least 1, got {count}")
     if isinstance(command, str) or not (
@@ -72,7 +72,7 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
     words, folder = _meet(old, count, command, outlives)
 
     def grow() -> MPI.Intracomm:
-        inter = newcomers.start(old.messages, count, words, folder, old.timeout)
+        inter = newcomers.start(old.inner, count, words, folder, old.timeout)
         wrong, raised = "", None
         if old.rank() == 0:
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import socket
 import sys
@@ -11,20 +10,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING
 
 from mpicoll import communicators, control_messages, launch, settings
 from mpicoll.api import windows
 from mpicoll.core import backends, groups
 from mpicoll.core import reproducible as levels
 from mpicoll.core.backends import Backend
+from mpicoll.core.checks import check_index
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import point_to_point
 from mpicoll.dispatch.agreement import agree
 from mpicoll.errors import (
     ArgumentError,
-    ArgumentTypeError,
     CollectiveTimeoutError,
     DistBackendError,
     LaunchError,
@@ -98,7 +97,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     if known is not None:
         return known
     if fallback_rank is not None:
-        return int(fallback_rank)
+        return check_index(fallback_rank, "get_node_local_rank: fallback_rank")
     if _node is not None:
         return _node[0]
     raise MpicollError(
@@ -356,14 +355,9 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
     tuning.job.table = tuning_files.build_table(vendor == "Open MPI", *table)
 
 
-def _index(what: str, value: SupportsIndex) -> int | None:
+def _index(what: str, value: object) -> int | None:
     """Return a rank or size argument, None for -1; raise ArgumentTypeError for no integer."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ArgumentTypeError(
-            f"init_process_group: {what}: expected an int, got {type(value).__name__}"
-        ) from None
+    number = check_index(value, f"init_process_group: {what}")
     return None if number == -1 else number
 
 

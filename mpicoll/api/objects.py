@@ -19,6 +19,7 @@ from mpicoll.core.pickles import Bytes, decode, encode
 from mpicoll.dispatch import execute
 from mpicoll.dispatch.point_to_point import exchange_bytes
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, UnsupportedError
+from mpicoll.output import format_count
 
 __all__ = [
     "all_gather_object",
@@ -36,7 +37,8 @@ def _check_list(name: str, argument: str, value: object, length: int | None = No
         raise ArgumentTypeError(f"{name}: {argument}: expected a list, got {type(value).__name__}")
     if length is not None and len(value) < length:
         raise ArgumentError(
-            f"{name}: {argument}: expected {length} entries, one a rank, got {len(value)}"
+            f"{name}: {argument}: expected {format_count(length, 'object')}, one a rank, got "
+            f"{len(value)}"
         )
     return value
 
@@ -172,7 +174,8 @@ def broadcast_object_list(
 def _replace_entries(name: str, mine: list[Any], theirs: list[Any], source: int) -> None:
     if len(mine) != len(theirs):
         raise MismatchError(
-            f"{name}: object_list has {len(mine)} entries, rank {source} sent {len(theirs)}"
+            f"{name}: object_list has {format_count(len(mine), 'object')}, rank {source} sent "
+            f"{len(theirs)}"
         )
     mine[:] = theirs
 
@@ -218,8 +221,8 @@ def scatter_object_list(
         )
         if len(given) != member.size():
             raise ArgumentError(
-                f"{name}: scatter_object_input_list: expected {member.size()} objects, one a rank, "
-                f"got {len(given)}"
+                f"{name}: scatter_object_input_list: expected "
+                f"{format_count(member.size(), 'object')}, one a rank, got {len(given)}"
             )
         wholes = [encode(obj) for obj in given]
 

@@ -33,10 +33,10 @@ def send(
 ) -> None:
     """Send an array to another rank; return when it may be changed again.
 
-    tensor: an array of any shape; the receiver gives one of as many bytes.
+    tensor: an array of any shape; the receiver gives one of the same dtype and number of elements.
     dst: the receiver as a global rank.
     group: the process group, None for the default group.
-    tag: 0 to MPI's greatest tag less two; the receiver names the same.
+    tag: 0 to 1022, with most MPI libraries many more; the receiver gives the same.
     group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
 
     Raises ArgumentTypeError (a TypeError) for anything but an array, ArgumentError (a ValueError)
@@ -63,18 +63,19 @@ def recv(
 ) -> int:
     """Receive an array from another rank; return when it is here.
 
-    tensor: a writable array of as many bytes as the message.
+    tensor: a writable array of the dtype and number of elements of the message.
     src: the sender as a global rank.
     group: the process group, None for the default group.
-    tag: the sender's, 0 to MPI's greatest tag less two.
+    tag: the sender's.
     group_src: the sender as a rank in the group; any rank where neither src nor group_src is given.
 
     Returns the sender's global rank, and -1 on a rank outside the group.
 
     Raises ArgumentTypeError (a TypeError) for anything but an array, ArgumentError (a ValueError)
     for a read-only array, a tag out of range or a sender that is not in the group, MPIError where
-    the message has another size, DistBackendError where the sender has ended, and
-    CollectiveTimeoutError where nothing comes within the group's timeout.
+    the message has another size, MismatchError where the message that comes instead has another
+    dtype, DistBackendError where the sender has ended, and CollectiveTimeoutError where nothing
+    comes within the group's timeout.
     """
     member = resolve(group)
     if member is None:
@@ -98,7 +99,7 @@ def isend(
     tensor: an array of any shape, which must not change until the Work is done.
     dst: the receiver as a global rank.
     group: the process group, None for the default group.
-    tag: 0 to MPI's greatest tag less two; the receiver names the same.
+    tag: 0 to 1022, with most MPI libraries many more; the receiver gives the same.
     group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
 
     Returns a Work, None on a rank outside the group.
@@ -124,10 +125,11 @@ def irecv(
 ) -> Work | None:
     """Begin to receive an array from a rank.
 
-    tensor: a writable array of as many bytes as the message, filled when the Work is done.
+    tensor: a writable array of the dtype and number of elements of the message, filled when the
+        Work is done.
     src: the sender as a global rank.
     group: the process group, None for the default group.
-    tag: the sender's, 0 to MPI's greatest tag less two.
+    tag: the sender's.
     group_src: the sender as a rank in the group; any rank where neither src nor group_src is given.
 
     Returns a Work, whose ``source_rank()`` returns the sender; None on a rank outside the group.
@@ -154,7 +156,7 @@ class P2POp:
     tensor: the array to send, or a writable one to receive into.
     peer: the other rank as a global rank.
     group: the process group, None for the default group.
-    tag: 0 to MPI's greatest tag less two, the same on both ranks.
+    tag: 0 to 1022, with most MPI libraries many more; the same on both ranks.
     group_peer: the other rank as a rank in the group; one of peer and group_peer is given.
 
     Raises ArgumentError (a ValueError) for another op, a peer that is missing or not in the group,

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from mpicoll import communicators, control_messages, launch
 from mpicoll.api import lifecycle
 from mpicoll.core import groups
+from mpicoll.core.checks import check_index
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import deadline, parse_timeout
 from mpicoll.dispatch import execute
@@ -105,8 +106,7 @@ class Reconfigurable:
         """
         self.base.check_open()
         members = self._members(handles)
-        if not isinstance(uuid, int):
-            raise ArgumentTypeError(f"{_WHERE}: uuid: expected an int, got {type(uuid).__name__}")
+        uuid = check_index(uuid, f"{_WHERE}: uuid")
         if uuid in self._used:
             raise ArgumentError(f"{_WHERE}: uuid {uuid} was already used here; give a new one")
         limit = parse_timeout(timeout, self.base.timeout, _WHERE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, SupportsInt, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,12 +13,14 @@ from mpicoll import communicators
 from mpicoll.api.lifecycle import end, give_up, leave, node_size, resolve_member
 from mpicoll.core import backends, groups
 from mpicoll.core.backends import Backend
+from mpicoll.core.checks import check_index, check_indices
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
 from mpicoll.launch.serialized_mpi import plain
+from mpicoll.output import format_count
 from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ def new_group(
     else:
         members = list(range(size))
         if ranks is not None:
-            members = [_rank(r, size, where) for r in cast("Sequence[int]", ranks)]
+            members = _ranks(ranks, size, f"{where}: ranks")
     if len(set(members)) != len(members):
         raise ArgumentError(f"{where}: ranks: some rank is given twice in {members}")
     if sort_ranks:
@@ -141,15 +143,26 @@ def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
     return [member for member in found if member is not None]
 
 
-def _rank(rank: SupportsInt, size: int, where: str) -> int:
+def _ranks(ranks: object, size: int, where: str) -> list[int]:
+    """Return ranks of a group of ``size`` as ints, checked."""
+    found = check_indices(ranks, where)
+    for rank in found:
+        if not 0 <= rank < size:
+            raise ArgumentError(f"{where}: rank {rank} is out of range 0 to {size - 1}")
+    return found
+
+
+def _rank_lists(lists: object, size: int, where: str) -> list[list[int]]:
+    """Return lists of ranks of a group of ``size`` as ints, checked; at least one list."""
     try:
-        found = int(rank)
-    except (TypeError, ValueError):
+        items = list(lists)  # type: ignore[call-overload]
+    except TypeError:
         raise ArgumentTypeError(
-            f"{where}: ranks: expected ints, got {type(rank).__name__}"
+            f"{where}: expected a list of lists of ints, got {type(lists).__name__}"
         ) from None
-    if not 0 <= found < size:
-        raise ArgumentError(f"{where}: ranks: rank {found} is out of range 0 to {size - 1}")
+    found = [_ranks(ranks, size, f"{where}[{i}]") for i, ranks in enumerate(items)]
+    if not found:
+        raise ArgumentError(f"{where}: expected at least one list of ranks")
     return found
 
 
@@ -190,11 +203,13 @@ def new_subgroups(
                 "group_size"
             )
         group_size = sizes.pop()
+    group_size = check_index(group_size, f"{where}: group_size")
     if group_size <= 0:
         raise ArgumentError(f"{where}: group_size: expected more than 0, got {group_size}")
     if len(ranks) < group_size or len(ranks) % group_size:
         raise ArgumentError(
-            f"{where}: group_size: {group_size} does not divide the group's {len(ranks)} ranks"
+            f"{where}: group_size: {group_size} does not divide the group's "
+            f"{format_count(len(ranks), 'rank')}"
         )
     lists = [ranks[i : i + group_size] for i in range(0, len(ranks), group_size)]
     # The subgroups of a group are the affair of its members, who alone call.
@@ -224,11 +239,8 @@ def new_subgroups_by_enumeration(
     made, and what new_group raises.
     """
     where = "new_subgroups_by_enumeration"
-    if not ranks_per_subgroup_list:
-        raise ArgumentError(
-            f"{where}: ranks_per_subgroup_list: expected at least one list of ranks"
-        )
-    lists = ranks_per_subgroup_list
+    size = default_group().size()
+    lists = _rank_lists(ranks_per_subgroup_list, size, f"{where}: ranks_per_subgroup_list")
     return _enumerated(where, lists, timeout, backend, pg_options, group_desc, False)
 
 
@@ -241,11 +253,10 @@ def _enumerated(
     group_desc: str | None,
     local: bool,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
-    size = default_group().size()
     owner: dict[int, int] = {}
     for i, ranks in enumerate(lists):
         for rank in ranks:
-            if _rank(rank, size, where) in owner:
+            if rank in owner:
                 raise ArgumentError(f"{where}: rank {rank} is in subgroup {owner[rank]} and in {i}")
             owner[rank] = i
     mine, made = None, []
@@ -281,12 +292,11 @@ def split_group(
     """
     where = "split_group"
     parent = resolve_member(parent_pg, where)
-    if not split_ranks:
-        raise ArgumentError(f"{where}: split_ranks: expected at least one list of ranks")
+    given = [] if split_ranks is None else split_ranks
+    lists = [sorted(one) for one in _rank_lists(given, parent.size(), f"{where}: split_ranks")]
     backends.warn_about_options(pg_options, where)
     chosen = parent.backend if backend is None else backends.parse_backend(backend, where)
     limit = parse_timeout(timeout, parent.timeout, where)
-    lists = [sorted(_rank(r, parent.size(), where) for r in ranks) for ranks in split_ranks]
     everyone = [rank for ranks in lists for rank in ranks]
     if not all(lists) or len(set(everyone)) != len(everyone):
         raise ArgumentError(
@@ -355,9 +365,8 @@ def shrink_group(
     size = old.size()
     if size < 2:
         raise ArgumentError(f"{where}: a group of {size} cannot shrink")
+    ranks_to_exclude = check_indices(ranks_to_exclude, f"{where}: ranks_to_exclude")
     for rank in ranks_to_exclude:
-        if not isinstance(rank, int):
-            raise ArgumentTypeError(f"{where}: ranks_to_exclude: expected ints, got {rank!r}")
         if not 0 <= rank < size:
             raise ArgumentError(f"{where}: ranks_to_exclude: rank {rank} is not in 0 to {size - 1}")
     excluded = set(ranks_to_exclude)

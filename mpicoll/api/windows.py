@@ -10,7 +10,6 @@ put before it in place.
 from __future__ import annotations
 
 import json
-import operator
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ import numpy as np
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import AnyArray
 from mpicoll.arrays.views import Array, View
+from mpicoll.core.checks import check_index
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
@@ -28,12 +28,12 @@ from mpicoll.dispatch.point_to_point import MessageWork, in_background, look_aft
 from mpicoll.dtypes import by_name
 from mpicoll.errors import (
     ArgumentError,
-    ArgumentTypeError,
     CollectiveTimeoutError,
     DistBackendError,
     MpicollError,
     UnsupportedError,
 )
+from mpicoll.output import format_count
 
 if TYPE_CHECKING:
     import mmap
@@ -177,11 +177,11 @@ class Window:
                 f"{where}: tensor: expected {theirs.dtype}, which rank {dst} has registered, got "
                 f"{view.dtype}; convert it"
             )
-        offset = _number(where, "target_offset_nelems", offset)
+        offset = check_index(offset, f"{where}: target_offset_nelems")
         if not 0 <= offset <= theirs.count - view.count:
             raise ArgumentError(
-                f"{where}: target_offset_nelems: {view.count} elements from element {offset} on do "
-                f"not fit into the {theirs.count} that rank {dst} has registered"
+                f"{where}: target_offset_nelems: {format_count(view.count, 'element')} cannot be "
+                f"put at element {offset} of the {theirs.count} that rank {dst} has registered"
             )
         if view.buffer is None:
             view = view.contiguous()
@@ -322,21 +322,13 @@ class Window:
         return self._memory
 
     def _rank(self, where: str, argument: str, rank: SupportsIndex) -> int:
-        number, size = _number(where, argument, rank), self.group.size()
+        number, size = check_index(rank, f"{where}: {argument}"), self.group.size()
         if not 0 <= number < size:
             raise ArgumentError(
-                f"{where}: {argument}: rank {number} is not in the group of {size} ranks"
+                f"{where}: {argument}: rank {number} is not in the group of "
+                f"{format_count(size, 'rank')}"
             )
         return number
-
-
-def _number(where: str, argument: str, value: SupportsIndex) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ArgumentTypeError(
-            f"{where}: {argument}: expected an int, got {type(value).__name__}"
-        ) from None
 
 
 def _check_host(view: View, where: str) -> View:

@@ -14,6 +14,7 @@ import numpy as np
 from mpicoll.arrays import buffers, cuda_arrays, dlpack, jax_arrays, numpy_arrays, torch_tensors
 from mpicoll.arrays.views import Adapter, BuildView, FastView, View, ViewList
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpicoll.output import format_count
 
 __all__ = ["ADAPTERS", "build_view", "build_view_list", "check_same_device", "fast_views"]
 
@@ -42,7 +43,8 @@ def build_view_list(arrays: object, writable: bool, where: str, length: int) -> 
         raise ArgumentTypeError(f"{where}: expected a list of arrays, got {type(arrays).__name__}")
     if len(arrays) != length:
         raise ArgumentError(
-            f"{where}: expected one array for each of the group's {length} ranks, got {len(arrays)}"
+            f"{where}: expected one array for each of the group's "
+            f"{format_count(length, 'rank')}, got {len(arrays)}"
         )
     found = [build_view(a, writable, f"{where}[{i}]") for i, a in enumerate(arrays)]
     dtype = found[0].dtype

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,10 @@ __all__ = ["check_distinct_elements", "dtype_error", "read_only_error"]
 
 def dtype_error(dtype: np.dtype[Any], where: str) -> UnsupportedError:
     """Return the error for a NumPy dtype that is not in the dtype table."""
-    if dtype.newbyteorder("=") in by_numpy:
+    native = None
+    with suppress(TypeError):  # dtypes such as StringDType have no byte order
+        native = dtype.newbyteorder("=")
+    if native in by_numpy:
         return UnsupportedError(
             f"{where}: {dtype.str} is not in this machine's byte order; "
             "convert with array.astype(array.dtype.newbyteorder('='))"
@@ -32,10 +37,36 @@ def read_only_error(where: str) -> ArgumentError:
     )
 
 
-def check_distinct_elements(shape: Sequence[int], strides: Sequence[int], where: str) -> None:
-    """Raise ArgumentError if elements of an output share memory, as in an expanded array."""
-    if any(step == 0 and extent > 1 for extent, step in zip(shape, strides, strict=True)):
+def check_distinct_elements(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int, where: str
+) -> None:
+    """Raise ArgumentError if elements of an output share memory, as in an expanded array.
+
+    strides: between neighbours, in the unit of ``itemsize``, the size of an element.
+    """
+    if _has_overlap(shape, strides, itemsize):
         raise ArgumentError(
-            f"{where}: several elements of the output share one place in memory (an expanded or "
-            "broadcast array); pass a copy"
+            f"{where}: several elements of the output share one place in memory (an expanded, "
+            "broadcast or overlapping view); pass a copy"
         )
+
+
+def _has_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    if 0 in shape:
+        return False
+    dimensions = sorted(
+        (abs(step), extent) for extent, step in zip(shape, strides, strict=True) if extent > 1
+    )
+    span, nested = itemsize, True  # memory up to the end of the last element
+    for step, extent in dimensions:
+        nested = nested and step >= span  # its parts lie side by side, as in most arrays
+        span += (extent - 1) * step
+    if nested:
+        return False
+    if math.prod(shape) * itemsize > span:  # more elements than the memory holds
+        return True
+    starts = np.zeros(1, np.int64)
+    for step, extent in dimensions:
+        starts = np.add.outer(starts, np.arange(extent, dtype=np.int64) * step).ravel()
+    starts.sort()
+    return bool((np.diff(starts) < itemsize).any())

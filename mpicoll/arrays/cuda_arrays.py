@@ -146,5 +146,5 @@ def build_device_view(
         if read_only:
             raise read_only_error(where)
         if found.buffer is None:
-            check_distinct_elements(shape, found.strides, where)
+            check_distinct_elements(shape, found.strides, dtype.itemsize, where)
     return found

@@ -43,7 +43,7 @@ def build_view(array: Array, writable: bool, where: str) -> View:
     if writable:
         if not flags.writeable:
             raise read_only_error(where)
-        check_distinct_elements(array.shape, array.strides, where)
+        check_distinct_elements(array.shape, array.strides, dtype.itemsize, where)
     return View(array, dtype, array.size, None)
 
 

@@ -127,7 +127,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
             if tensor.is_contiguous():
                 buffer = from_address(tensor.data_ptr(), count * row.itemsize)
             elif writable:
-                check_distinct_elements(tensor.shape, tensor.stride(), where)
+                check_distinct_elements(tensor.shape, tensor.stride(), 1, where)
         else:
             row, buffer, count = seen
         held = tensor.detach()  # keeps the memory, whatever is assigned to tensor.data meanwhile

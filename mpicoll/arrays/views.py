@@ -30,6 +30,7 @@ __all__ = [
     "address",
     "empty",
     "find_overlapping",
+    "find_shared",
     "from_numpy",
     "memory_at",
     "overlaps",
@@ -336,6 +337,47 @@ def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool
         begin = address(one)
         before = bisect_left(begins, begin + one.nbytes)
         found.append(before > 0 and ends[before - 1] > begin)
+    return found
+
+
+def find_shared(views: Sequence[View]) -> tuple[int, int] | None:
+    """Return the places in the list of two views that share memory; None if there are none."""
+    spans = sorted((*_span(one), place) for place, one in enumerate(views) if one.count)
+    before: list[tuple[int, int]] = []
+    for begin, end, place in spans:
+        before = [(until, other) for until, other in before if until > begin]
+        for _, other in before:
+            one, two = views[other], views[place]
+            contiguous = one.buffer is not None and two.buffer is not None
+            if contiguous or np.shares_memory(_strided(one), _strided(two)):
+                return min(other, place), max(other, place)
+        before.append((end, place))
+    return None
+
+
+def _span(view: View) -> tuple[int, int]:
+    """Return where the memory of a view that has elements begins and ends."""
+    if view.buffer is not None:
+        begin = address(view)
+        return begin, begin + view.nbytes
+    if isinstance(view, DeviceView):
+        begin, strides = view.address, view.strides
+    else:
+        begin, strides = view.array.__array_interface__["data"][0], view.array.strides
+    steps = [(extent - 1) * step for extent, step in zip(view.shape, strides, strict=True)]
+    before, behind = (sum(f(step, 0) for step in steps) for f in (min, max))
+    return begin + before, begin + behind + view.dtype.itemsize
+
+
+def _strided(view: View) -> Array:
+    """Return a NumPy array of a view's elements, which must not be read on a device."""
+    if not isinstance(view, DeviceView):
+        return view.array
+    begin, end = _span(view)
+    memory = memory_at(begin, end - begin)
+    found: Array = np.ndarray(
+        view.shape, view.dtype.numpy, memory, view.address - begin, strides=view.strides
+    )
     return found
 
 

@@ -183,7 +183,7 @@ def is_backend_available(backend: str) -> bool:
 
     Returns True for "mpi", "mpicoll", "gloo" and "nccl" where mpi4py is installed, else False.
     """
-    return backend.lower() in Backend.backend_capability and is_mpi_available()
+    return str(backend).lower() in Backend.backend_capability and is_mpi_available()
 
 
 def is_torchelastic_launched() -> bool:

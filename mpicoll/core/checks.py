@@ -5,22 +5,34 @@ There is one function for the layouts of the table of primitives that are checke
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import Arrays
-from mpicoll.arrays.views import View, ViewList
+from mpicoll.arrays.views import View, ViewList, find_shared
 from mpicoll.core.plan import Blocks, Extent
 from mpicoll.dtypes import OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from mpicoll.output import format_count
 from mpicoll.primitives import Layout, Primitive
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Splits", "Views", "build_views", "check_operation", "find_operation", "reads", "writes"]
+__all__ = [
+    "Splits",
+    "Views",
+    "build_views",
+    "check_index",
+    "check_indices",
+    "check_operation",
+    "find_operation",
+    "reads",
+    "writes",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -59,6 +71,46 @@ def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
 def reads(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
     """Return whether this rank's array of a primitive in place is read."""
     return primitive.root != "src" or root == group.rank()
+
+
+def check_index(value: object, where: str) -> int:
+    """Convert an argument that must be one integer, such as a rank or a tag, to an int.
+
+    value: an int of Python or NumPy, or an array or tensor of one integer. True is 1, as in Python.
+    where: operation and argument, which begin the message ("broadcast: src").
+
+    Raises ArgumentTypeError for anything else.
+    """
+    try:
+        return int(operator.index(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # the last two of arrays
+        raise ArgumentTypeError(
+            f"{where}: expected an int, or an array of one integer, got {_in_words(value)}"
+        ) from None
+
+
+def check_indices(values: object, where: str) -> list[int]:
+    """Convert an argument that must be a list of integers, such as ranks, to a list of ints.
+
+    values: an iterable whose items ``check_index`` accepts; text and bytes are rejected.
+
+    Raises ArgumentTypeError for anything else.
+    """
+    try:
+        if isinstance(values, (str, bytes, bytearray, memoryview)):
+            raise TypeError
+        items = list(values)  # type: ignore[call-overload]
+    except TypeError:  # of an array without a dimension, too
+        raise ArgumentTypeError(
+            f"{where}: expected a list of ints, got {_in_words(values)}"
+        ) from None
+    return [check_index(item, f"{where}[{i}]") for i, item in enumerate(items)]
+
+
+def _in_words(value: object) -> str:
+    """Return the type of a wrong argument, with the value where that is short."""
+    kind = type(value).__name__
+    return f"{kind} {value!r}" if isinstance(value, (str, bytes, float, complex)) else kind
 
 
 #: The greatest float64.
@@ -101,8 +153,16 @@ def find_operation(op: object, where: str) -> ReduceOp:
     """
     found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op, where)
     if found is None:
-        raise ArgumentTypeError(f"{where}: expected a mpicoll.ReduceOp, got {type(op).__name__}")
+        raise ArgumentTypeError(
+            f"{where}: expected a mpicoll.ReduceOp such as {_similar(op)!r}, got {_in_words(op)}"
+        )
     return found
+
+
+def _similar(op: object) -> ReduceOp:
+    """Return the operation that a wrong argument may mean, such as "sum"; else SUM."""
+    name = op.upper() if isinstance(op, str) and op else "SUM"
+    return next((row for row in OPERATIONS if row.name.startswith(name)), ReduceOp.SUM)
 
 
 def _of_mpi(op: object, where: str) -> ReduceOp | None:
@@ -132,6 +192,10 @@ def _of_torch(op: object) -> ReduceOp | None:
     return row(op.factor) if row is ReduceOp.PREMUL_SUM and hasattr(op, "factor") else row
 
 
+#: Ends the message where arguments would fit the other way round.
+_ORDER = " (the output comes first)"
+
+
 def _same_kind(primitive: Primitive, send: View, recv: View) -> None:
     if send.dtype is not recv.dtype:
         raise UnsupportedError(
@@ -151,11 +215,20 @@ def _same_shapes(primitive: Primitive, name: str, parts: ViewList, one: View) ->
             )
 
 
+def _check_apart(where: str, outputs: ViewList) -> None:
+    if shared := find_shared(outputs.parts):
+        raise ArgumentError(
+            f"{where}: [{shared[0]}] and [{shared[1]}] share memory, and both are written to; pass "
+            "arrays that do not overlap"
+        )
+
+
 def _multiple(primitive: Primitive, whole: View, names: tuple[str, str], one: View, n: int) -> None:
     if whole.count != n * one.count:
         raise ArgumentError(
-            f"{primitive.name}: {names[0]} has {whole.count} elements, {names[1]} {one.count}; in "
-            f"a group of {n} ranks expected {n} x {one.count} = {n * one.count}"
+            f"{primitive.name}: {names[0]} has {format_count(whole.count, 'element')}, {names[1]} "
+            f"{one.count}; in a group of {format_count(n, 'rank')} expected {n} x {one.count} = "
+            f"{n * one.count}{_ORDER * (one.count == n * whole.count)}"
         )
 
 
@@ -189,11 +262,13 @@ def _per_rank(
     )
     names = primitive.output, primitive.input
     of_whole, of_own = names if gathers else names[::-1]
-    own = adapters.build_view(
-        input if gathers else output,
-        not gathers,
-        primitive.at_input if gathers else primitive.at_output,
-    )
+    block, at_block = (input, primitive.at_input) if gathers else (output, primitive.at_output)
+    if isinstance(block, (list, tuple)) and not primitive.root:
+        raise ArgumentTypeError(
+            f"{at_block}: expected an array, got {type(block).__name__}"
+            f"{_ORDER * (not isinstance(whole, (list, tuple)))}"
+        )
+    own = adapters.build_view(block, not gathers, at_block)
 
     def in_order(blocks: T) -> tuple[View | T, View | T]:
         return (own, blocks) if gathers else (blocks, own)
@@ -214,10 +289,13 @@ def _per_rank(
         raise ArgumentError(f"{where}: must be given on the rank that {verb}, {root}")
     listed = adapters.build_view_list(whole, gathers, where, n)
     _same_kind(primitive, *in_order(listed))
+    counts: Sequence[int] = ()
     if primitive.root:
         _same_shapes(primitive, of_whole, listed, own)
-        return *in_order(listed), own.count
-    counts = _own_fits(primitive, group, listed, where, own, of_own)
+    else:
+        counts = _own_fits(primitive, group, listed, where, own, of_own)
+    if gathers:
+        _check_apart(where, listed)
     if not counts:
         return *in_order(listed), own.count
     equal = [own.count] * n
@@ -250,8 +328,8 @@ def _alike(
     _same_kind(primitive, send, recv)
     if recv.count != send.count:
         raise ArgumentError(
-            f"{primitive.name}: {primitive.output} has {recv.count} elements, {primitive.input} "
-            f"{send.count}; expected as many"
+            f"{primitive.name}: {primitive.output} has {format_count(recv.count, 'element')}, "
+            f"{primitive.input} {send.count}; expected as many"
         )
     return send, recv, send.count
 
@@ -270,13 +348,20 @@ def _exchanged(
         to = adapters.build_view_list(output, True, of_output, n)
         out = adapters.build_view_list(input, False, of_input, n)
         _same_kind(primitive, out, to)
+        _check_apart(of_output, to)
         return out, to, _agreeing(primitive, group, Blocks(out.counts, to.counts))
     recv = adapters.build_view(output, True, of_output)
     send = adapters.build_view(input, False, of_input)
     _same_kind(primitive, send, recv)
     of_both = splits or (None, None)
-    receives = _blocks(recv, of_both[0], n, of_output, "output_split_sizes")
-    sends = _blocks(send, of_both[1], n, of_input, "input_split_sizes")
+    names = f"{of_output}: output_split_sizes", f"{of_input}: input_split_sizes"
+    of_recv, of_send = (
+        check_indices(() if sizes is None else sizes, name)
+        for sizes, name in zip(of_both, names, strict=True)
+    )
+    fits_swapped = (sum(of_recv), sum(of_send)) == (_rows(send), _rows(recv))
+    receives = _blocks(recv, of_recv, n, of_output, "output_split_sizes", fits_swapped)
+    sends = _blocks(send, of_send, n, of_input, "input_split_sizes", fits_swapped)
     return send, recv, _agreeing(primitive, group, Blocks(sends, receives))
 
 
@@ -284,29 +369,39 @@ def _agreeing(primitive: Primitive, group: ProcessGroup, blocks: Blocks) -> Bloc
     me = group.rank()
     if blocks.sends[me] != blocks.receives[me]:
         raise ArgumentError(
-            f"{primitive.name}: rank {me} sends itself {blocks.sends[me]} elements and expects "
-            f"{blocks.receives[me]}"
+            f"{primitive.name}: rank {me} sends itself {format_count(blocks.sends[me], 'element')} "
+            f"and expects {blocks.receives[me]}"
         )
     return blocks
 
 
-def _blocks(view: View, splits: Sequence[int] | None, n: int, where: str, name: str) -> list[int]:
-    """Return the elements for each rank, from split sizes that count rows of dimension 0."""
-    shape = view.shape
-    rows = shape[0] if shape else 1
-    if splits is None or len(splits) == 0:
+def _rows(view: View) -> int:
+    return view.shape[0] if view.shape else 1
+
+
+def _blocks(
+    view: View, sizes: list[int], n: int, where: str, name: str, fits_swapped: bool
+) -> list[int]:
+    """Return the elements for each rank, from split sizes that count rows of dimension 0.
+
+    fits_swapped: the split sizes would fit if the caller exchanged output and input.
+    """
+    rows = _rows(view)
+    if not sizes:
         if rows % n:
             raise ArgumentError(
-                f"{where}: dimension 0 has {rows} rows, which {n} ranks cannot share evenly; give "
-                f"{name}"
+                f"{where}: dimension 0 has {format_count(rows, 'row')}, which {n} ranks cannot "
+                f"share evenly; give {name}"
             )
         return [view.count // n] * n
-    sizes = [int(size) for size in splits]
     if len(sizes) != n:
-        raise ArgumentError(f"{where}: {name}: expected {n} sizes, one a rank, got {len(sizes)}")
+        raise ArgumentError(
+            f"{where}: {name}: expected {format_count(n, 'size')}, one a rank, got {len(sizes)}"
+        )
     if min(sizes) < 0 or sum(sizes) != rows:
         raise ArgumentError(
-            f"{where}: {name}: split sizes {sizes} do not add up to the {rows} rows of dimension 0"
+            f"{where}: {name}: split sizes {sizes} do not add up to the "
+            f"{format_count(rows, 'row')} of dimension 0{_ORDER * fits_swapped}"
         )
     row = view.count // rows if rows else 0
     return [size * row for size in sizes]

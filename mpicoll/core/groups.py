@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, launch, settings
 from mpicoll.core import reproducible as levels
+from mpicoll.core.checks import check_index
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
 from mpicoll.errors import (
@@ -26,7 +27,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
-from mpicoll.launch.serialized_mpi import plain, tested
+from mpicoll.launch.serialized_mpi import create_group, plain, tested
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -556,10 +557,10 @@ def create(
     Raises MismatchError, on all members, if ``reproducible`` is not the same.
     """
     if inner is None:
-        _meet(parent, members, name)
-        with communicators.subset(parent.inner, members) as chosen:
-            # The tag separates groups that two threads make at once out of the same parent.
-            inner = parent.inner.Create_group(chosen, zlib.crc32(name.encode()) & 0x7FFF)
+        # The tag separates groups that two threads make at once out of the same parent. The wait
+        # for all members raises the parent's error if the parent breaks.
+        tag = zlib.crc32(name.encode()) & 0x3FFF
+        inner = create_group(parent.inner, members, tag, parent.wait_for)
     try:
         levels.agree(inner, reproducible, f"group {name}")
         messages = inner.Dup()
@@ -570,28 +571,6 @@ def create(
         inner, messages, ranks, backend, timeout, name, description, given, reproducible
     )
     return register(made)
-
-
-def _meet(parent: ProcessGroup, members: Sequence[int], name: str) -> None:
-    """Return when all members of a group to be made are here, where MPI would wait for them: this
-    wait raises the parent's error if that breaks.
-
-    A dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel Programming
-    17(1), 1988) of the ranks ``members`` of the parent.
-    """
-    n, me = len(members), members.index(parent.rank())
-    tag = _MEETING | zlib.crc32(name.encode()) & _MEETING - 1
-    distance = 1
-    while distance < n:
-        came = parent.inner.Irecv(bytearray(0), members[(me - distance) % n], tag)
-        said = parent.inner.Isend(bytearray(0), members[(me + distance) % n], tag)
-        parent.wait_for(came)
-        parent.wait_for(said)
-        distance *= 2
-
-
-#: The lowest tag of these messages, above those of routes and within what every MPI has.
-_MEETING = 1 << 14
 
 
 def _registered(candidate: object, where: str) -> ProcessGroup:
@@ -637,10 +616,11 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
     Returns the rank in the group.
 
-    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it.
+    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it, and
+    ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
     found = _registered(group, "get_group_rank")
-    rank = found.group_rank(global_rank)
+    rank = found.group_rank(check_index(global_rank, "get_group_rank: global_rank"))
     if rank is None:
         raise ArgumentError(
             f"get_group_rank: global rank {global_rank} is not in the group, which holds "
@@ -657,9 +637,11 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
     Returns the rank in the default group.
 
-    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it.
+    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it, and
+    ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
     found = _registered(group, "get_global_rank")
+    group_rank = check_index(group_rank, "get_global_rank: group_rank")
     if not 0 <= group_rank < found.size():
         raise ArgumentError(
             f"get_global_rank: group rank {group_rank} is not in the group; expected 0 to "

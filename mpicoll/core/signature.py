@@ -207,7 +207,7 @@ def describe(kind: int, number: int) -> str:
             if sizes is None:  # several, which another process has seen
                 known = known and not number & _HASH
             size = " + ".join(map(str, sizes or (number,))) if known else "some"
-            words[0] += f" of {size} elements of {dtype}"
+            words[0] += f" of {size} element{'s' * (size != '1')} of {dtype}"
     if kind & 0xFF != _NONE:
         words.append(OPERATIONS[kind & 0xFF].name)
     if primitive.root:

@@ -34,7 +34,7 @@ from mpicoll.errors import (
     MPIError,
 )
 from mpicoll.kernels.calls import Ways, short_ways
-from mpicoll.output import warn
+from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency, flight_record, timeouts
 
@@ -588,23 +588,26 @@ def find_root(
     """Return the root's rank in the group, given as a global or as a group rank.
 
     default: the global rank if neither is given; None if one must be.
-    Raises ArgumentError (a ValueError) for both, for none, and for a rank outside of the group.
-    On a rank that is itself outside, only a rank in the group can be given, as in torch.
+    Raises ArgumentTypeError (a TypeError) for a rank that is not an int, ArgumentError (a
+    ValueError) for both, for none, and for a rank outside the group. On a rank that is itself
+    outside, only a rank in the group can be given, as in torch.
     """
     member = resolve(group)
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(f"{name}: give {argument} or group_{argument}, not both")
+        group_rank = checks.check_index(group_rank, f"{name}: group_{argument}")
         if member is not None and not 0 <= group_rank < member.size():
             raise ArgumentError(
                 f"{name}: group_{argument}: rank {group_rank} is not in the group of "
-                f"{member.size()} ranks"
+                f"{format_count(member.size(), 'rank')}"
             )
         return group_rank
     if global_rank is None:
         if default is None:
             raise ArgumentError(f"{name}: one of {argument} and group_{argument} must be given")
         global_rank = default
+    global_rank = checks.check_index(global_rank, f"{name}: {argument}")
     found = None if member is None else member.group_rank(global_rank)
     if found is None:
         ranks = "a group that this rank is not in" if member is None else list(member.ranks)

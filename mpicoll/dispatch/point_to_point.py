@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import time
@@ -15,18 +14,21 @@ import numpy as np
 from mpicoll import launch
 from mpicoll.arrays import adapters
 from mpicoll.arrays.views import DeviceView, View
+from mpicoll.core.checks import check_index
 from mpicoll.core.groups import ProcessGroup, default_group
 from mpicoll.core.pickles import Bytes
 from mpicoll.core.progress import Pollable, Poller
 from mpicoll.core.work import Work, deadline
 from mpicoll.dispatch import execute
+from mpicoll.dtypes import DTYPES, DType
 from mpicoll.errors import (
     ArgumentError,
-    ArgumentTypeError,
     CollectiveTimeoutError,
     DistBackendError,
+    MismatchError,
     MPIError,
 )
+from mpicoll.output import format_count
 from mpicoll.watch import flight_record, rank_status
 
 if TYPE_CHECKING:
@@ -54,8 +56,12 @@ _unsent: list[tuple[MPI.Request, View | None]] = []
 #: Tests without a pause before a waiting thread lets others have the core.
 _SPINS = 200
 _PAUSE = 100e-6
-#: Seconds between looks at whether the other rank has ended.
+#: Seconds between looks at whether the other rank has ended, or has sent another dtype.
 _LOOK = 0.5
+#: Tags of MPI's for each tag of users', one for each dtype: a receive matches only messages of its
+#: own dtype, which costs nothing. MPI has 32767 tags at least.
+_TAGS = 32
+assert len(DTYPES) <= _TAGS
 
 
 def stop_polling() -> None:
@@ -77,6 +83,9 @@ class MessageWork(Work):
     returns whether the array may be read or written now; None if it may.
 
     A message that is not due is sent later, after which come those of the group behind it.
+
+    tag: the user's tag, with which a receive matches messages of its own dtype only; None for a
+    message of the library, which has a tag of its own.
     """
 
     __slots__ = (
@@ -94,6 +103,7 @@ class MessageWork(Work):
         "_request",
         "_source",
         "_status",
+        "_tag",
         "_view",
         "entry",
     )
@@ -110,6 +120,7 @@ class MessageWork(Work):
         post: Callable[[list[Any]], MPI.Request],
         fill: Callable[[], None] | None = None,
         is_due: Callable[[], bool] | None = None,
+        tag: int | None = None,
     ) -> None:
         from mpi4py import MPI
 
@@ -124,6 +135,7 @@ class MessageWork(Work):
         self._nbytes = view.nbytes
         self._receives = receives
         self._peer = peer
+        self._tag = tag
         self._lock = threading.Lock()
         self._source = -1
         self._status = MPI.Status()
@@ -198,8 +210,9 @@ class MessageWork(Work):
         expected = self._nbytes
         if got != expected and not (got < 0 and expected > 2**31 - 1):
             raise MPIError(
-                f"{self.description}: the message from rank {self._source} has {got} bytes, the "
-                f"array {expected}: sender and receiver must give arrays of one size"
+                f"{self.description}: the message from rank {self._source} has "
+                f"{format_count(got, 'byte')}, the array {expected}: sender and receiver must give "
+                "arrays of one size"
             )
 
     def _end(self, error: BaseException | None) -> None:
@@ -214,8 +227,9 @@ class MessageWork(Work):
 
         if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
             return MPIError(
-                f"{self.description}: the message is longer than the array of {self._nbytes} "
-                "bytes: sender and receiver must give arrays of one size",
+                f"{self.description}: the message is longer than the array of "
+                f"{format_count(self._nbytes, 'byte')}: sender and receiver must give arrays of "
+                "one size",
                 MPI.ERR_TRUNCATE,
             )
         from mpicoll.routes.wire import translate_error
@@ -245,6 +259,7 @@ class MessageWork(Work):
         if self._group.broken is not None and not self.poll():
             self._give_up(self._group.failure())
             return
+        self._check_dtype()
         gone = rank_status.find_departed(self._group)
         everybody = len(gone) == self._group.size() - 1
         if (self._peer in gone or (self._peer < 0 and everybody)) and not self.poll():
@@ -255,6 +270,28 @@ class MessageWork(Work):
                 )
             )
         rank_status.receive(self._group)
+
+    def _check_dtype(self) -> None:
+        """End the wait for a message if one with the same tag is here that has another dtype."""
+        view = self._view
+        if not self._receives or self._tag is None or view is None:
+            return
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        for dtype in DTYPES:
+            if dtype is not view.dtype and self._group.messages.Iprobe(
+                self._peer, _with_dtype(self._tag, dtype), status
+            ):
+                sender = self._group.ranks[status.Get_source()]
+                self._give_up(
+                    MismatchError(
+                        f"{self.description}: expected a message of {view.dtype} with tag "
+                        f"{self._tag}, got one of {dtype} from rank {sender}: sender and receiver "
+                        "must give arrays of one dtype"
+                    )
+                )
+                return
 
     def _give_up(self, error: BaseException) -> None:
         """End with an error, unless the message is complete after all.
@@ -315,33 +352,41 @@ class MessageWork(Work):
 
 def check_tag(group: ProcessGroup, name: str, tag: SupportsIndex) -> int:
     """Return a tag as a number; raise where it is none that messages may have."""
-    try:
-        number = operator.index(tag)
-    except TypeError:
-        raise ArgumentTypeError(f"{name}: tag: expected an int, got {type(tag).__name__}") from None
-    if not 0 <= number < group.leave_tag:
-        raise ArgumentError(f"{name}: tag: expected 0 to {group.leave_tag - 1}, got {number}")
+    number = check_index(tag, f"{name}: tag")
+    end = group.leave_tag // _TAGS
+    if not 0 <= number < end:
+        raise ArgumentError(f"{name}: tag: expected 0 to {end - 1}, got {number}")
     return number
 
 
+def _with_dtype(tag: int, dtype: DType) -> int:
+    """Return MPI's tag of messages of one dtype with a user's tag."""
+    return tag * _TAGS + dtype.code
+
+
 def begin_message(
-    group: ProcessGroup, name: str, tensor: Any, peer: int, tag: int, receives: bool
+    group: ProcessGroup, name: str, tensor: Any, peer: int, tag: int | None, receives: bool
 ) -> MessageWork:
-    """Begin to send an array to a rank in the group, or to receive one, if the tag is right."""
+    """Begin to send an array to a rank in the group, or to receive one.
+
+    tag: as ``check_tag`` returns it; None for the messages of objects, whose tag is apart.
+    """
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
-    entry = flight_record.enter_message(group, peer, tag, receives, view)
+    shown = group.object_tag if tag is None else tag
+    entry = flight_record.enter_message(group, peer, shown, receives, view)
     work = _begin_view(group, name, view, peer, tag, receives)
     work.entry = entry
     return work
 
 
 def _begin_view(
-    group: ProcessGroup, name: str, view: View, peer: int, tag: int, receives: bool
+    group: ProcessGroup, name: str, view: View, peer: int, tag: int | None, receives: bool
 ) -> MessageWork:
     begin = group.messages.Irecv if receives else group.messages.Isend
-    make = partial(MessageWork, group, name, view)
-    rest = receives, peer, lambda what: begin(what, peer, tag)
+    make = partial(MessageWork, group, name, view, tag=tag)
+    sent = group.object_tag if tag is None else _with_dtype(tag, view.dtype)
+    rest = receives, peer, lambda what: begin(what, peer, sent)
     if isinstance(view, DeviceView):
         assert view.device is not None
         staging = _staging(group, view.device)
@@ -433,16 +478,16 @@ def exchange_bytes(
     if whole is not None:
         assert peer is not None
         for part in (np.array([whole.nbytes], np.int64), whole):
-            begin_message(group, name, part, peer, group.object_tag, False).finish_now()
+            begin_message(group, name, part, peer, None, False).finish_now()
         return whole, group.ranks[group.rank()]
     if peer is None:
         peer = find_source(name, group, None, None)
     size = np.zeros(1, np.int64)
-    work = begin_message(group, name, size, peer, group.object_tag, True)
+    work = begin_message(group, name, size, peer, None, True)
     work.finish_now()
     source = work.source_rank()
     peer = group.group_rank(source)
     assert peer is not None
     whole = np.empty(int(size[0]), np.uint8)
-    begin_message(group, name, whole, peer, group.object_tag, True).finish_now()
+    begin_message(group, name, whole, peer, None, True).finish_now()
     return whole, source

@@ -3,24 +3,46 @@
 Where MPI gives less than MPI_THREAD_MULTIPLE, one lock serves the whole process. A thread that
 blocked inside MPI would keep the lock from others whose messages it may be waiting for. So
 blocking calls become their non-blocking twins: tested under the lock, waited for outside of it.
+
+Calls that create communicators and windows have no such twin. ``call_together`` makes them when all
+ranks are ready, so that no thread holds the lock for longer than the call's own messages take.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from mpicoll.communicators import subset
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpicoll.arrays.views import Buffer
 
-__all__ = ["create_window", "plain", "serialize", "tested"]
+__all__ = [
+    "call_together",
+    "create_group",
+    "create_window",
+    "plain",
+    "serialize",
+    "tested",
+]  # fmt: skip
+
+T = TypeVar("T")
 
 _lock = threading.RLock()
+#: Held by the thread that makes a blocking call with other ranks, or is about to: see
+#: ``call_together``. Unlike the lock it does not keep other threads out of MPI.
+_turn = threading.Lock()
+#: The tag of the messages before a blocking call of all ranks of a communicator.
+_TAG = (1 << 14) - 2
+#: Most seconds until a rank asks again whether all ranks are ready for a blocking call.
+_LONGEST_RETRY = 2e-3
 #: Waits for a request, of which it calls ``Test``.
 Wait = Callable[["MPI.Request", "MPI.Status | None"], None]
 #: Most seconds between two tests of a request.
@@ -39,17 +61,98 @@ def plain(comm: MPI.Intracomm) -> MPI.Intracomm:
     return comm._comm if isinstance(comm, _Communicator) else comm
 
 
+def call_together(
+    comm: MPI.Intracomm,
+    call: Callable[[], T],
+    members: Sequence[int] | None = None,
+    tag: int = _TAG,
+    wait: Wait | None = None,
+) -> T:
+    """Return ``call()``, a blocking call of MPI, made once all its members are ready for it.
+
+    comm: the communicator that carries the messages before the call.
+    call: what all members call; it needs no other rank and no other thread to return.
+    members: ranks in ``comm``, this rank included; None: all of them.
+    tag: of the messages; differs between calls that two threads make at once on ``comm``.
+    wait: waits for a request, and may raise instead; None: the wait of ``comm``.
+
+    A rank in a blocking call keeps its other threads out of MPI, and leaves the call when all
+    members are in it. A member that cannot come, because another of its threads is in a blocking
+    call of other ranks, would make both calls wait for ever. So, once all members are here, each
+    thread takes its process's turn, and the call begins only when all of them have it. If one has
+    not, all give it back and try again, after pauses that differ at random.
+    """
+    lock = _lock_of(comm)
+    wait = wait or (comm._wait if isinstance(comm, _Communicator) else _wait)
+    ranks = range(comm.Get_size()) if members is None else members
+    _all_ready(comm, ranks, tag, wait, True)
+    if lock is not _lock:
+        return call()
+    while True:
+        ready = _turn.acquire(blocking=False)
+        try:
+            if _all_ready(comm, ranks, tag, wait, ready):
+                with lock:
+                    return call()
+        finally:
+            if ready:
+                _turn.release()
+        time.sleep(random.uniform(0, _LONGEST_RETRY))
+
+
+def _all_ready(
+    comm: MPI.Intracomm, ranks: Sequence[int], tag: int, wait: Wait, ready: bool
+) -> bool:
+    """Return, on all ``ranks``, whether each of them is ``ready``.
+
+    A dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel Programming
+    17(1), 1988) whose messages say whether the ranks so far are ready.
+    """
+    n, me = len(ranks), ranks.index(comm.Get_rank())
+    own = int(ready)
+    distance = 1
+    while distance < n:
+        theirs = bytearray(1)
+        came = comm.Irecv(theirs, ranks[(me - distance) % n], tag)
+        told = comm.Isend(bytearray([own]), ranks[(me + distance) % n], tag)
+        wait(came, None)
+        wait(told, None)
+        own &= theirs[0]
+        distance *= 2
+    return bool(own)
+
+
+def create_group(
+    comm: MPI.Intracomm, members: Sequence[int], tag: int, wait: Wait | None = None
+) -> MPI.Intracomm:
+    """Create the communicator of some ranks of ``comm``, in that order. Only they call.
+
+    tag: 0 to 2**14 - 1, another one in each thread that creates a group of ``comm`` now.
+    wait: waits for a request, and may raise instead; None: the wait of ``comm``.
+    """
+    with subset(comm, members) as chosen:
+        made = call_together(
+            comm, lambda: plain(comm).Create_group(chosen, tag), members, 1 << 14 | tag, wait
+        )
+    return _like(comm, made)
+
+
 def create_window(memory: Buffer, comm: MPI.Intracomm) -> MPI.Win:
-    """Create a window of ``memory``, in bytes, under the lock if the communicator is.
+    """Create a window of ``memory``, in bytes, whose calls are under the lock of ``comm``.
 
     A flush moves the messages that others wait for, so blocking in it holds no rank up for good.
     """
     from mpi4py import MPI
 
-    if isinstance(comm, _Communicator):
-        with _lock:
-            return cast("MPI.Win", _Locked(MPI.Win.Create(memory, 1, MPI.INFO_NULL, comm._comm)))
-    return MPI.Win.Create(memory, 1, MPI.INFO_NULL, comm)
+    made = call_together(comm, lambda: MPI.Win.Create(memory, 1, MPI.INFO_NULL, plain(comm)))
+    return cast("MPI.Win", _Window(made, comm)) if isinstance(comm, _Communicator) else made
+
+
+def _like(comm: MPI.Intracomm, made: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator derived from ``comm``, with every call under the same lock."""
+    if not isinstance(comm, _Communicator):
+        return made
+    return cast("MPI.Intracomm", _Communicator(made, comm._lock))
 
 
 def tested(comm: MPI.Intracomm, wait: Wait) -> MPI.Intracomm:
@@ -96,9 +199,7 @@ def _pieces(message: object) -> Iterator[object]:
 class _Request:
     """A request whose every call is under the lock."""
 
-    def __init__(
-        self, request: MPI.Request, lock: AbstractContextManager[Any] = _lock, wait: Wait = _wait
-    ) -> None:
+    def __init__(self, request: MPI.Request, lock: AbstractContextManager[Any], wait: Wait) -> None:
         self._request, self._lock, self._wait = request, lock, wait
 
     def Test(self, status: MPI.Status | None = None) -> bool:
@@ -114,12 +215,23 @@ class _Request:
 
 
 class _Locked:
-    """An object of MPI whose every call is under the lock, and blocks with it held."""
+    """An object of MPI whose local calls are under the lock.
 
-    def __init__(self, inner: object, lock: AbstractContextManager[Any] = _lock) -> None:
+    local: names of the methods that return without another rank. Any other method of the object
+           raises AttributeError, unless the class defines it.
+    """
+
+    local: frozenset[str]
+
+    def __init__(self, inner: object, lock: AbstractContextManager[Any]) -> None:
         self._inner, self._lock = inner, lock
 
     def __getattr__(self, name: str) -> Any:
+        if name not in self.local:
+            raise AttributeError(
+                f"{name}: mpicoll makes no such call where MPI lets one thread in at a time: it "
+                f"would block with the lock held. Add it to {type(self).__name__}"
+            )
         method = getattr(self._inner, name)
 
         def locked(*args: object, **kwargs: object) -> Any:
@@ -129,11 +241,29 @@ class _Locked:
         return locked
 
 
+class _Window(_Locked):
+    """The calls of a window that mpicoll makes."""
+
+    local = frozenset({"Flush", "Get_attr", "Lock_all", "Put", "Sync", "Unlock_all"})
+
+    def __init__(self, inner: MPI.Win, comm: _Communicator) -> None:
+        super().__init__(inner, comm._lock)
+        self._comm = cast("MPI.Intracomm", comm)
+
+    def Free(self) -> None:
+        call_together(self._comm, self._inner.Free)  # type: ignore[attr-defined]
+
+
 class _Communicator(_Locked):
     """The calls of a communicator that mpicoll makes.
 
-    A call without a twin below, such as creating a communicator, blocks with the lock held.
+    MPI_Comm_free is local in MPICH and Open MPI: it sends nothing.
     """
+
+    local = frozenset({
+        "Free", "Get_failed", "Get_group", "Get_rank", "Get_size", "Iprobe", "Is_revoked",
+        "Revoke", "Set_attr", "Set_errhandler", "Shrink",
+    })  # fmt: skip
 
     def __init__(
         self,
@@ -152,17 +282,24 @@ class _Communicator(_Locked):
         with self._lock:
             return _Request(call(*args), self._lock, self._wait)
 
-    def Create(self, group: MPI.Group) -> _Communicator:
-        with _lock:
-            return _Communicator(cast("MPI.Intracomm", self._comm.Create(group)))
+    def _together(self, call: Callable[..., MPI.Intracomm], *args: object) -> MPI.Intracomm:
+        own = cast("MPI.Intracomm", self)
+        return _like(own, call_together(own, lambda: call(*args)))
 
-    def Create_group(self, group: MPI.Group, tag: int) -> _Communicator:
-        with _lock:
-            return _Communicator(self._comm.Create_group(group, tag))
+    def Create(self, group: MPI.Group) -> MPI.Intracomm:
+        return self._together(cast("Callable[..., MPI.Intracomm]", self._comm.Create), group)
 
-    def Dup(self) -> _Communicator:
-        with _lock:
-            return _Communicator(self._comm.Dup())
+    def Dup(self) -> MPI.Intracomm:
+        return self._together(self._comm.Dup)
+
+    def Split(self, color: int) -> MPI.Intracomm:
+        return self._together(cast("Callable[..., MPI.Intracomm]", self._comm.Split), color)
+
+    def Split_type(self, kind: int) -> MPI.Intracomm:
+        return self._together(cast("Callable[..., MPI.Intracomm]", self._comm.Split_type), kind)
+
+    def Spawn(self, *args: Any) -> MPI.Intercomm:
+        return call_together(cast("MPI.Intracomm", self), lambda: self._comm.Spawn(*args))
 
     def Isend(self, *args: object) -> _Request:
         return self._start(self._comm.Isend, *args)

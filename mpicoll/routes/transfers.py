@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpicoll.core.plan import Blocks, CallKind, Extent
 from mpicoll.core.signature import encode_sizes
 from mpicoll.errors import MismatchError
+from mpicoll.output import format_count
 
 __all__ = ["CARRIED", "Get", "Put", "Transfer", "addresses", "cut", "misfit", "transfer_of"]
 
@@ -148,7 +149,7 @@ def misfit(kind: CallKind, rank: int | None, expected: int = 0, sent: int = 0) -
     words = (
         "other ranks' block sizes do not fit together"
         if rank is None
-        else f"expected {expected} elements from rank {rank}, which sends {sent}"
+        else f"expected {format_count(expected, 'element')} from rank {rank}, which sends {sent}"
     )
     group = kind.group
     return MismatchError(

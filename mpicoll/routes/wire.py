@@ -14,6 +14,7 @@ from mpicoll.core.groups import state
 from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, by_name
 from mpicoll.errors import MismatchError, MPIError
+from mpicoll.output import format_count
 from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ def exchange(
             short = source, status.Get_count(into[-1]), into[1]
     if short is not None:  # now that all others have what this rank owes
         raise MismatchError(
-            f"exchange: rank {me} of the group expected {short[2]} elements from rank {short[0]}, "
-            f"which sent {short[1]}"
+            f"exchange: rank {me} of the group expected {format_count(short[2], 'element')} from "
+            f"rank {short[0]}, which sent {short[1]}"
         )
 
 

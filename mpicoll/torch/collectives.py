@@ -22,6 +22,7 @@ from mpicoll.dispatch import execute, point_to_point
 from mpicoll.dispatch.execute import run_fast
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError
+from mpicoll.output import format_count
 from mpicoll.primitives import Primitive, by_name
 from mpicoll.torch import NAME, core_groups, profiling, sparse
 from mpicoll.torch.arguments import (
@@ -145,7 +146,7 @@ class Collectives:
         if not 0 <= root < self.core.size():
             raise ArgumentError(
                 f"{primitive.name}: {primitive.root}: invalid root rank: {root} is not in the "
-                f"group of {self.core.size()} ranks"
+                f"group of {format_count(self.core.size(), 'rank')}"
             )
         asynchronous, limit = options.asyncOp, options.timeout
         if (
@@ -190,8 +191,8 @@ class Collectives:
         """Run a primitive on each output and its input, as one call."""
         if inputs is not None and len(outputs) != len(inputs):
             raise ArgumentError(
-                f"{name}: expected one output for each of the {len(inputs)} inputs, got "
-                f"{len(outputs)}"
+                f"{name}: expected one output for each of the "
+                f"{format_count(len(inputs), 'input')}, got {len(outputs)}"
             )
         if not outputs:
             raise EmptyListError(f"{name}: requires non-empty tensor list, got an empty one")
@@ -406,8 +407,8 @@ class Collectives:
             if output.numel() != size * input.numel() or not output.is_contiguous():
                 raise ArgumentError(
                     f"gather_single: gather_tensor: expected a contiguous tensor of "
-                    f"{size * input.numel()} elements, {size} times those of tensor, got "
-                    f"{list(output.shape)} with strides {list(output.stride())}"
+                    f"{format_count(size * input.numel(), 'element')}, {size} times those of "
+                    f"tensor, got {list(output.shape)} with strides {list(output.stride())}"
                 )
             blocks = list(output.view(size, *input.shape))
         return self._call(_GATHER, opts, blocks, input, root=opts.rootRank)

@@ -28,6 +28,7 @@ from mpicoll import control_messages
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
 from mpicoll.launch.serialized_mpi import tested
+from mpicoll.output import format_count
 from mpicoll.watch.debug_level import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
@@ -177,9 +178,9 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     later = longest - same - 1
     if later > 0:
         text += (
-            f". This was found {later} calls later, and what the group's calls gave since then may "
-            "be wrong on any rank; the group cannot be used any more. MPICOLL_DEBUG=DETAIL "
-            "compares every call before it is carried out"
+            f". This was found {format_count(later, 'call')} later, and what the group's calls "
+            "gave since then may be wrong on any rank; the group cannot be used any more. "
+            "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
         )
         group.break_with(MismatchError(text))
     return text

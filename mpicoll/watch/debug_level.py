@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from mpicoll import settings
+from mpicoll.errors import ArgumentError
 
 __all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
 
@@ -50,10 +51,15 @@ def set_debug_level(level: DebugLevel) -> None:
            level in the next call that it compares, so the ranks need not set it at the same place
            in their programs.
 
-    Raises ValueError for another number.
+    Raises ArgumentError (a ValueError) for anything else.
     """
     global _level
-    _level = DebugLevel(level)
+    try:
+        _level = DebugLevel(level)
+    except ValueError:
+        raise ArgumentError(
+            f"set_debug_level: level: expected a mpicoll.DebugLevel, got {level!r}"
+        ) from None
 
 
 def set_debug_level_from_env() -> None:

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
@@ -30,13 +30,14 @@ from mpicoll.core.groups import default_group, state
 from mpicoll.core.signature import describe, read_call, with_root
 from mpicoll.errors import (
     ArgumentError,
+    ArgumentTypeError,
     CollectiveTimeoutError,
     LostRankError,
     MismatchError,
 )
 from mpicoll.kernels.calls import CallEntry
 from mpicoll.launch.host_identity import machine
-from mpicoll.output import write_lines
+from mpicoll.output import format_count, write_lines
 from mpicoll.watch import rank_status
 
 if TYPE_CHECKING:
@@ -141,9 +142,14 @@ def dump_flight_record(path: str | None = None) -> str:
     other ranks write theirs when they call this, too.
 
     Returns the path. Raises NotInitializedError (a ValueError) before init_process_group,
-    ArgumentError (a ValueError) if no record is kept (TORCH_FR_BUFFER_SIZE is 0), and what the
-    system says if the file cannot be written.
+    ArgumentError (a ValueError) if no record is kept (TORCH_FR_BUFFER_SIZE is 0),
+    ArgumentTypeError (a TypeError) for a path of another type, and what the system says if the
+    file cannot be written.
     """
+    if not isinstance(path, (str, os.PathLike, NoneType)):
+        raise ArgumentTypeError(
+            f"dump_flight_record: path: expected the path of a file, got {type(path).__name__}"
+        )
     if not default_group().message_history.maxlen:
         raise ArgumentError(
             "dump_flight_record: no record is kept, because TORCH_FR_BUFFER_SIZE is 0; expected "
@@ -393,7 +399,7 @@ class _Record:
             name=(group.group_name, group.group_desc),
             frames=[
                 {
-                    "name": f"{text}, {count} elements of {dtype}, tag {tag}",
+                    "name": f"{text}, {format_count(count, 'element')} of {dtype}, tag {tag}",
                     "filename": f"mpicoll, group {group.group_name}", "line": at,
                 },
                 *(self._program_frames(thread, message) if not completed else ()),

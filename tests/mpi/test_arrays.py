@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import itertools
 import re
 import warnings
@@ -13,6 +14,7 @@ import pytest
 from driver import DTYPES, NAMES, Call, Uneven, guarded, legal_operations
 
 import mpicoll as dist
+from mpicoll.arrays.checks import check_distinct_elements
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
 
@@ -716,3 +718,48 @@ def test_an_array_without_dimensions_after_one_with(world):
     else:
         with pytest.raises(dist.ArgumentError):
             dist.all_to_all_single(np.zeros(()), np.ones(()))
+
+
+def test_overlapping_elements_are_found():
+    """As a count of how many elements have each byte says, for any shape and strides."""
+    random, found = np.random.default_rng(1), [0, 0]
+    for _ in range(3000):
+        shape = tuple(map(int, random.integers(0, 5, random.integers(0, 4))))
+        strides = tuple(map(int, random.integers(-9, 10, len(shape))))
+        itemsize = int(random.choice([1, 2, 4]))
+        starts = np.zeros(shape, np.int64)
+        for axis, step in enumerate(strides):
+            starts += np.expand_dims(
+                np.arange(shape[axis]) * step, [i for i in range(len(shape)) if i != axis]
+            )
+        taken = (starts.reshape(-1, 1) + np.arange(itemsize)).ravel()
+        overlaps = np.unique(taken).size < taken.size
+        found[overlaps] += 1
+        with pytest.raises(dist.ArgumentError) if overlaps else contextlib.nullcontext():
+            check_distinct_elements(shape, strides, itemsize, "x")
+    assert min(found) > 300
+
+
+@pytest.mark.parametrize("kind", ["sliding", "as_strided", "strings"])
+def test_arrays_that_are_refused(world, kind):
+    stride_tricks = np.lib.stride_tricks
+    if kind == "strings" and not hasattr(np.dtypes, "StringDType"):
+        pytest.skip("NumPy 2")
+    array, error, words = {
+        "sliding": lambda: (
+            stride_tricks.sliding_window_view(np.zeros(100_000), 50_000, writeable=True),
+            dist.ArgumentError, "share one place",
+        ),
+        "as_strided": lambda: (
+            stride_tricks.as_strided(np.zeros(8), (2, 3), (16, 8)), dist.ArgumentError,
+            "share one place",
+        ),
+        "strings": lambda: (
+            np.array(["a"], np.dtypes.StringDType()), dist.UnsupportedError, "StringDType",
+        ),
+    }[kind]()  # fmt: skip
+    with pytest.raises(error, match=f"all_reduce: tensor: .*{words}"):
+        dist.all_reduce(array)
+    apart = stride_tricks.as_strided(np.ones(6), (2, 3), (8, 16))  # transposed
+    dist.all_reduce(apart)
+    assert (apart == world.size).all()

@@ -613,8 +613,8 @@ def test_refused_shrinks(world):
         (list(range(n)), ValueError, "not all of them"),
         (1, TypeError, "expected a list"),
         ((1,), TypeError, "expected a list"),
-        (["1"], TypeError, "expected ints"),
-        ([1.0], TypeError, "expected ints"),
+        (["1"], TypeError, "expected an int"),
+        ([1.0], TypeError, "expected an int"),
     ):
         with pytest.raises(error, match=word):
             dist.shrink_group(wrong, group)

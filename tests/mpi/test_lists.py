@@ -83,3 +83,41 @@ def test_outputs_among_the_inputs(small, shift):
     dist.all_gather(outputs, memory[500 + shift : 1000 + shift], small.group)
     for rank, one in enumerate(outputs):
         np.testing.assert_array_equal(one, np.arange(500.0) + 500 + shift + 10000 * rank)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "gather", "all_to_all"])
+def test_outputs_that_share_memory(world, name):
+    """They are refused, by the native fast path, too; parts that lie between each other are not."""
+    n, me = world.size, world.me
+    if n == 1:
+        pytest.skip("takes two ranks")
+
+    def run(outputs):
+        if name == "all_gather":
+            dist.all_gather(outputs, np.full(4, me, np.float32))
+        elif name == "gather":
+            dist.gather(np.full(4, me, np.float32), outputs if me == 0 else None, dst=0)
+        else:
+            dist.all_to_all(outputs, [np.full(4, me, np.float32)] * n)
+
+    one = np.zeros(4 * n, np.float32)
+    columns = np.zeros((4, n), np.float32)
+    apart = {
+        "new arrays": [np.zeros(4, np.float32) for _ in range(n)],
+        "a slice each": np.split(one, n),
+        "backwards": np.split(one, n)[::-1],
+        "columns": list(columns.T),
+    }
+    shared = [one[:4]] * n, [one[i : i + 4] for i in range(n)], [columns[:, 0]] * n
+    for _ in range(3):
+        for how, outputs in apart.items():
+            run(outputs)
+            if name != "gather" or me == 0:
+                assert all((part == r).all() for r, part in enumerate(outputs)), how
+        if name == "gather" and me != 0:
+            continue
+        for outputs in shared:
+            with pytest.raises(
+                dist.ArgumentError, match=rf"^{name}: \S+: \[0\] and \[1\] share memory"
+            ):
+                run(outputs)

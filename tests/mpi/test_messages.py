@@ -9,7 +9,6 @@ import pytest
 from driver import DTYPES, wait_for_all
 
 import mpicoll as dist
-from mpicoll.dtypes import by_name
 
 LARGE = 8 * 2**20
 
@@ -398,12 +397,36 @@ def test_wait_with_a_timeout(world, mpi):
     assert (got.astype(float) == before + 1).all()
 
 
-def test_the_dtype_is_not_part_of_a_message(world):
-    """As many bytes of another dtype arrive as bytes."""
+@pytest.mark.parametrize("count", [4, 300000])
+@pytest.mark.parametrize("how", ["recv", "irecv", "batch", "any"])
+def test_another_dtype_of_the_same_size(world, count, how):
+    """An error that names both dtypes; the message can still be received as what it is."""
+    if world.size == 1:
+        pytest.skip("takes two ranks")
     after, before = ring(world)
-    sending = dist.isend(np.arange(4, dtype=np.float32) + world.me, after)
-    got = np.zeros(16, np.uint8)
-    assert dist.irecv(got, before).wait()
+    out = np.arange(count, dtype=np.float32) + world.me
+    sending = dist.isend(out, after, tag=9)
+    wrong, got = np.zeros(count, np.int32), np.zeros(count, np.float32)
+    with pytest.raises(
+        dist.MismatchError, match=f"expected .* int32 with tag 9, got .* float32 from rank {before}"
+    ):
+        if how == "recv":
+            dist.recv(wrong, before, tag=9)
+        elif how == "batch":
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv, wrong, before, tag=9)])[0].wait()
+        else:
+            dist.irecv(wrong, before if how == "irecv" else None, tag=9).wait()
+    assert not wrong.any()
+    dist.recv(got, before, tag=9)
     sending.wait()
-    assert by_name["float32"].itemsize == 4
-    assert (got.view(np.float32) == np.arange(4) + before).all()
+    assert (got == np.arange(count) + before).all()
+
+
+@pytest.mark.parametrize("tag", [0, 1022])
+def test_the_tags_that_every_mpi_has(world, tag):
+    after, before = ring(world)
+    sending = dist.isend(np.full(3, world.me), after, tag=tag)
+    got = np.zeros(3, np.int64)
+    dist.irecv(got, before, tag=tag).wait()
+    sending.wait()
+    assert (got == before).all()

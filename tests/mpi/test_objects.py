@@ -184,7 +184,7 @@ def test_lists_of_other_lengths(world):
         if world.me == 0:
             dist.broadcast_object_list(objects)
         else:
-            with pytest.raises(dist.MismatchError, match=r"1 entries.*sent 2"):
+            with pytest.raises(dist.MismatchError, match=r"1 object.*sent 2"):
                 dist.broadcast_object_list(objects)
     objects = []
     dist.broadcast_object_list(objects)

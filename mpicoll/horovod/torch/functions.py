@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpicoll.core import pickles
+from mpicoll.core.checks import check_index
 from mpicoll.errors import ArgumentError, ArgumentTypeError
 from mpicoll.horovod.torch.operations import allgather_async, broadcast_async_
 from mpicoll.horovod.torch.process_sets import ProcessSet, global_process_set, rank
@@ -61,6 +62,7 @@ def broadcast_object(
     Returns the root's object; the root gets its own back. Raises ArgumentError (a ValueError) for a
     root outside the set.
     """
+    root_rank = check_index(root_rank, "broadcast_object: root_rank")
     prefix = None if name is None else f"{name}."
     is_root = rank() == root_rank
     data = torch.from_numpy(pickles.encode(obj)) if is_root else torch.empty(0, dtype=torch.uint8)
@@ -101,6 +103,7 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("broadcast_optimizer_state: the state of LBFGS cannot be broadcast")
+    root_rank = check_index(root_rank, "broadcast_optimizer_state: root_rank")
     is_root = rank() == root_rank
     state = broadcast_object(_on_cpu(optimizer.state_dict()) if is_root else None, root_rank)
     if is_root:

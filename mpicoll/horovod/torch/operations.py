@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpicoll.core.checks import check_index
 from mpicoll.errors import ArgumentError
 from mpicoll.horovod.torch.compression import Compression
 from mpicoll.horovod.torch.engine import Request
@@ -243,7 +244,7 @@ def grouped_allgather_async(
 
 
 def _root(root_rank: int, process_set: ProcessSet) -> int:
-    root = int(root_rank)
+    root = check_index(root_rank, "broadcast: root_rank")
     if root not in process_set.ranks:
         engine_of(process_set, "broadcast")
         raise ArgumentError(

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import mpicoll as dist
 from mpicoll import communicators, control_messages
+from mpicoll.core.checks import check_indices
 from mpicoll.dispatch import execute
 from mpicoll.errors import (
     ArgumentError,
-    ArgumentTypeError,
     LostRankError,
     MpicollError,
     NotInitializedError,
@@ -79,10 +79,7 @@ class ProcessSet:
         if communicators.is_communicator(given):
             self.mpi_comm = cast("MPI.Intracomm", given)
             return
-        ranks = list(given)
-        if not all(isinstance(rank, int) for rank in ranks):
-            raise ArgumentTypeError(f"ProcessSet: expected ranks, which are ints, got {ranks}")
-        self.ranks = sorted(ranks)
+        self.ranks = sorted(check_indices(given, "ProcessSet: ranks_or_comm"))
 
     def size(self) -> int | None:
         """Return how many ranks it has; None before the set can be used."""

@@ -169,6 +169,7 @@ struct side {
     size_t n;          /* arrays; 0: the argument is None */
     struct seen first; /* the first one, writable if all are */
     int alike, alike_in_shape;
+    int apart; /* each block lies outside the hull of the blocks before it in the list */
     char *begin, *end; /* all lie between these */
     struct block blocks[MOST_ARRAYS];
 };
@@ -207,7 +208,7 @@ static int see_list(struct side *side)
 {
     const Py_ssize_t n = PyTuple_Size(side->held);
     side->n = (size_t)n;
-    side->alike = side->alike_in_shape = 1;
+    side->alike = side->alike_in_shape = side->apart = 1;
     for (Py_ssize_t k = 0; k < n; k++) {
         struct seen one;
         if (!see(&one, PyTuple_GetItem(side->held, k)))
@@ -225,6 +226,7 @@ static int see_list(struct side *side)
         side->first.writable &= one.writable;
         side->alike &= one.count == side->first.count;
         side->alike_in_shape &= have_same_shape(&one, &side->first);
+        side->apart &= one.data >= side->end || end <= side->begin;
         side->begin = one.data < side->begin ? one.data : side->begin;
         side->end = end > side->end ? end : side->end;
     }
@@ -259,6 +261,23 @@ static int overlap(const struct side *one, const struct side *other)
         for (size_t k = 0; k < other->n; k++) {
             const struct block *a = &one->blocks[i], *b = &other->blocks[k];
             if ((uintptr_t)a->data < (uintptr_t)b->data + b->count * itemsize &&
+                (uintptr_t)b->data < (uintptr_t)a->data + a->count * itemsize)
+                return 1;
+        }
+    return 0;
+}
+
+/* Whether two blocks of a list share memory. */
+static int overlaps_itself(const struct side *side)
+{
+    const size_t itemsize = side->first.itemsize;
+    if (side->apart)
+        return 0;
+    for (size_t i = 0; i < side->n; i++)
+        for (size_t k = 0; k < i; k++) {
+            const struct block *a = &side->blocks[i], *b = &side->blocks[k];
+            if (a->count && b->count &&
+                (uintptr_t)a->data < (uintptr_t)b->data + b->count * itemsize &&
                 (uintptr_t)b->data < (uintptr_t)a->data + a->count * itemsize)
                 return 1;
         }

@@ -161,7 +161,8 @@ static int is_whole(const struct way *way, const struct side *side, int many, un
 static int lists_fit(const struct way *way, const struct side *in, const struct side *out,
                      unsigned long root)
 {
-    if (!is_whole(way, in, way->many_in, root) || !is_whole(way, out, way->many_out, root))
+    if (!is_whole(way, in, way->many_in, root) || !is_whole(way, out, way->many_out, root) ||
+        (out->held && overlaps_itself(out)))
         return 0;
     if (way->many_in && way->many_out) /* what a rank sends to itself */
         return in->blocks[way->me].count == out->blocks[way->me].count;

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.communicators import subset
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind
 from mpicoll.core.signature import describe, encode_kind
 from mpicoll.dtypes import DType, ReduceOp, by_name
 from mpicoll.errors import MismatchError
+from mpicoll.launch.serialized_mpi import create_group
 from mpicoll.routes.host import shared
 from mpicoll.routes.host.shared_segment import exchange_words
 from mpicoll.routes.transfers import Get, Put, Transfer
@@ -198,8 +198,7 @@ def make_part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
 
     Only they call (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
     """
-    with subset(group.inner, ranks) as chosen:
-        comm = group.inner.Create_group(chosen, 0)
+    comm = create_group(group.inner, ranks, 0)
     members = [group.ranks[rank] for rank in ranks]
     part = ProcessGroup(
         comm, comm, members, group.backend, group.timeout, group.group_name, group.group_desc

@@ -1,0 +1,404 @@
+"""A call that fails on its arguments raises an error of mpicoll's and leaves the group usable.
+
+One row for each public function: a good call, and wrong values for each of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpicoll as dist
+from mpicoll.api.windows import Window
+
+try:
+    import torch
+except ImportError:
+    torch = None  # type: ignore[assignment]
+
+#: No integers. (A bool is an int in Python.)
+NO_INDEX: list[Any] = [
+    "1", b"1", 0.0, 1.7, 1j, np.float32(1), np.array(0.5), np.array([0, 1]), np.array("a"), [0],
+    (0,), {0}, {}, object(), len,
+]  # fmt: skip
+#: No ranks of a group either.
+NO_RANK: list[Any] = [*NO_INDEX, -1, 99, 2**70, np.array(99)]
+NO_RANKS: list[Any] = [
+    5, "01", b"\0\1", bytearray(2), 0.5, [0.5, 1.7], ["0", "1"], [[0], [1]], [None], [0, 0], [99],
+    [-1], [2**70], np.array(1), np.array([0.5]), [np.array([0, 1])], object(),
+]  # fmt: skip
+NO_RANK_LISTS: list[Any] = [
+    5, "01", b"\0\1", [], [0, 1], ["01"], [[0.5]], [[0], [0]], [[99]], [[None]], [5], object(),
+    np.array(1),
+]  # fmt: skip
+NO_ARRAY: list[Any] = [
+    None, 5, 1.5, "text", object(), {}, len, np.float32(3), np.array(["a"]), np.array([object()]),
+    np.array([0], "datetime64[s]"), np.zeros(2, [("a", "f4")]), np.ma.array([1.0, 2.0]),
+    np.zeros(2, ">f8"), np.zeros(2, np.longdouble),
+    np.array(["a", "b"], np.dtypes.StringDType()) if hasattr(np.dtypes, "StringDType") else None,
+]  # fmt: skip
+NO_OUTPUT: list[Any] = [
+    *NO_ARRAY, bytes(8), np.broadcast_to(np.zeros(1), 2),
+    np.lib.stride_tricks.as_strided(np.zeros(3), (2, 2), (8, 8)),
+    np.lib.stride_tricks.sliding_window_view(np.zeros(4), 2, writeable=True),
+]  # fmt: skip
+NO_LIST: list[Any] = [None, 5, "ab", object(), [], [None], [5, 5], np.zeros(2)]
+NO_OBJECT_LIST: list[Any] = [None, 5, "ab", object(), (1, 2), {}]
+NO_OP: list[Any] = ["sum", None, 0, np.add, object(), [], dist.ReduceOp, dist.ReduceOp.PREMUL_SUM]
+NO_GROUP: list[Any] = [5, "world", object(), [], np.array(1), np.zeros(2)]
+NO_TAG: list[Any] = [*NO_INDEX, None, -1, 2**70]
+NO_TIMEOUT: list[Any] = ["1", -1, object(), [], 1j, float("nan"), np.zeros(2)]
+NO_SPLITS: list[Any] = [
+    5, "11", b"\1\1", [0.5, 1.5], ["1", "1"], [None, None], [2], [-1, 3], [1, 2], object(),
+]  # fmt: skip
+if torch is not None:
+    NO_INDEX += [torch.tensor(0.5), torch.tensor([0, 1]), torch.tensor([])]
+    NO_OUTPUT += [
+        torch.zeros(1, dtype=torch.float64).expand(2),
+        torch.zeros(3, dtype=torch.float64).as_strided((2, 2), (1, 1)),
+    ]
+
+ME = 0  # this rank, once the group is there
+Values = dict[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A function, its arguments in a good call, and wrong ones.
+
+    call:  of this rank: returns the function and its arguments.
+    wrong: values by argument, given on all ranks.
+    at:    the same, of arguments that this rank alone has to give.
+    check: of what the good call has returned.
+    """
+
+    call: Callable[[], tuple[Callable[..., Any], dict[str, Any]]]
+    wrong: Values
+    at: dict[int, Values] = field(default_factory=dict)
+
+
+def x() -> Any:
+    return np.full(2, 1.0 + ME)
+
+
+def pair() -> Any:
+    return [np.zeros(2), np.zeros(2)]
+
+
+def of(function: Callable[..., Any], **arguments: Callable[[], Any]) -> Any:
+    """A call with new arguments each time."""
+    return lambda: (function, {name: make() for name, make in arguments.items()})
+
+
+ROOT = {"src": NO_RANK, "group": NO_GROUP, "group_src": NO_RANK}
+TARGET = {"dst": NO_RANK, "group": NO_GROUP, "group_dst": NO_RANK}
+FROM_0 = {"src": lambda: 0}
+TO_0 = {"dst": lambda: 0}
+BOTH = {"output": lambda: np.zeros(2), "input": x}
+REDUCES: Values = {"op": NO_OP, "group": NO_GROUP}
+
+
+def other() -> int:
+    return 1 - ME
+
+
+def only_wrong(function: Callable[..., Any], **needed: Any) -> Callable[..., Any]:
+    """A function that is not called with good arguments: what it does would end the group.
+
+    needed: good ones of those that it must have.
+    """
+    return lambda **arguments: function(**{**needed, **arguments}) if arguments else None
+
+
+def message(send: Callable[..., Any], recv: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with which rank 0 sends and rank 1 receives."""
+
+    def call(peer: Any = None, group_peer: Any = None, **arguments: Any) -> None:
+        if ME == 0:
+            send(dst=peer, group_dst=group_peer, **arguments)
+        else:
+            recv(src=peer, group_src=group_peer, **arguments)
+
+    return call
+
+
+def window(name: str = "registered") -> Window:
+    """A window of all ranks, made by the first call on all of them."""
+    if name not in _windows:
+        _windows[name] = Window(dist.group.WORLD)
+        if name == "registered":
+            _windows[name].register(np.zeros(4))
+    return _windows[name]
+
+
+def windowed(name: str, **arguments: Any) -> Any:
+    """A call of a method of a window that has memory."""
+    return lambda: (getattr(window(), name), arguments)
+
+
+_windows: dict[str, Window] = {}
+
+ROWS: dict[str, Row] = {
+    "broadcast": Row(
+        of(dist.broadcast, tensor=x, **FROM_0),
+        {"tensor": NO_ARRAY, **ROOT},
+        {1: {"tensor": NO_OUTPUT}},
+    ),
+    "all_reduce": Row(of(dist.all_reduce, tensor=x), {"tensor": NO_OUTPUT, **REDUCES}),
+    "all_reduce_coalesced": Row(
+        of(dist.all_reduce_coalesced, tensors=lambda: [x(), x()]),
+        {"tensors": [*NO_LIST, [x(), np.zeros(2, np.int8)]], **REDUCES},
+    ),
+    "reduce": Row(of(dist.reduce, tensor=x, **TO_0), {"tensor": NO_ARRAY, **TARGET, **REDUCES}),
+    "all_gather": Row(
+        of(dist.all_gather, tensor_list=pair, tensor=x),
+        {"tensor_list": NO_LIST, "tensor": NO_ARRAY, "group": NO_GROUP},
+    ),
+    "all_gather_single": Row(
+        of(dist.all_gather_single, output_tensor=lambda: np.zeros(4), input_tensor=x),
+        {"output_tensor": NO_OUTPUT, "input_tensor": NO_ARRAY, "group": NO_GROUP},
+    ),
+    "all_gather_coalesced": Row(
+        of(
+            dist.all_gather_coalesced,
+            output_tensor_lists=lambda: [[np.zeros(2)] for _ in range(2)],
+            input_tensor_list=lambda: [x()],
+        ),
+        {"output_tensor_lists": NO_LIST, "input_tensor_list": NO_LIST, "group": NO_GROUP},
+    ),
+    "gather": Row(
+        of(dist.gather, tensor=x, gather_list=lambda: pair() if ME == 0 else None, **TO_0),
+        {"tensor": NO_ARRAY, **TARGET},
+        {0: {"gather_list": NO_LIST}, 1: {"gather_list": [pair(), 5]}},
+    ),
+    "scatter": Row(
+        of(dist.scatter, tensor=x, scatter_list=lambda: pair() if ME == 0 else None, **FROM_0),
+        {"tensor": NO_OUTPUT, **ROOT},
+        {0: {"scatter_list": NO_LIST}, 1: {"scatter_list": [pair(), 5]}},
+    ),
+    "reduce_scatter": Row(
+        of(dist.reduce_scatter, output=x, input_list=pair),
+        {"output": NO_OUTPUT, "input_list": NO_LIST, **REDUCES},
+    ),
+    "reduce_scatter_single": Row(
+        of(dist.reduce_scatter_single, output=x, input=lambda: np.zeros(4)),
+        {"output": NO_OUTPUT, "input": NO_ARRAY, **REDUCES},
+    ),
+    "all_to_all": Row(
+        of(dist.all_to_all, output_tensor_list=pair, input_tensor_list=pair),
+        {"output_tensor_list": NO_LIST, "input_tensor_list": NO_LIST, "group": NO_GROUP},
+    ),
+    "all_to_all_single": Row(
+        of(dist.all_to_all_single, **BOTH),
+        {
+            "output": NO_OUTPUT, "input": NO_ARRAY, "group": NO_GROUP,
+            "output_split_sizes": NO_SPLITS, "input_split_sizes": NO_SPLITS,
+        },
+    ),
+    "scan": Row(of(dist.scan, **BOTH), {"output": NO_OUTPUT, "input": NO_ARRAY, **REDUCES}),
+    "exscan": Row(of(dist.exscan, **BOTH), {"input": NO_ARRAY, **REDUCES}),
+    "barrier": Row(of(dist.barrier), {"group": NO_GROUP, "timeout": NO_TIMEOUT}),
+    "monitored_barrier": Row(
+        of(dist.monitored_barrier), {"group": NO_GROUP, "timeout": NO_TIMEOUT}
+    ),
+    "all_gather_object": Row(
+        of(dist.all_gather_object, object_list=lambda: [0, 0], obj=lambda: ME),
+        {"object_list": [*NO_OBJECT_LIST, [0]], "group": NO_GROUP},
+    ),
+    "gather_object": Row(
+        of(
+            dist.gather_object, obj=lambda: ME,
+            object_gather_list=lambda: [0, 0] if ME == 0 else None, **TO_0,
+        ),
+        TARGET,
+        {0: {"object_gather_list": NO_OBJECT_LIST}, 1: {"object_gather_list": [[0, 0], 5]}},
+    ),
+    "broadcast_object_list": Row(
+        of(dist.broadcast_object_list, object_list=lambda: [ME], **FROM_0),
+        {"object_list": NO_OBJECT_LIST, **ROOT},
+    ),
+    "scatter_object_list": Row(
+        of(
+            dist.scatter_object_list, scatter_object_output_list=lambda: [None],
+            scatter_object_input_list=lambda: [0, 1] if ME == 0 else None, **FROM_0,
+        ),
+        {"scatter_object_output_list": [*NO_OBJECT_LIST, []], **ROOT},
+        {0: {"scatter_object_input_list": [*NO_OBJECT_LIST, [0]]}},
+    ),
+    "new_group": Row(
+        of(dist.new_group, ranks=lambda: np.arange(2)),
+        {
+            "ranks": NO_RANKS, "timeout": NO_TIMEOUT, "backend": [5, "smoke"],
+            "reproducible": [5, "x"],
+        },
+    ),
+    "new_subgroups": Row(
+        of(dist.new_subgroups, group_size=lambda: np.int8(1)),
+        {"group_size": [*NO_INDEX, 0, -1, 99], "group": NO_GROUP, "timeout": NO_TIMEOUT},
+    ),
+    "new_subgroups_by_enumeration": Row(
+        of(dist.new_subgroups_by_enumeration, ranks_per_subgroup_list=lambda: [[0], [1]]),
+        {"ranks_per_subgroup_list": NO_RANK_LISTS, "timeout": NO_TIMEOUT},
+    ),
+    "split_group": Row(
+        of(dist.split_group, split_ranks=lambda: [[0], [np.int64(1)]]),
+        {"parent_pg": NO_GROUP, "split_ranks": [None, [[]], *NO_RANK_LISTS], "timeout": NO_TIMEOUT},
+    ),
+    "shrink_group": Row(
+        of(only_wrong(dist.shrink_group, ranks_to_exclude=[0])),
+        {
+            "ranks_to_exclude": [None, *NO_RANKS, [0, 1], (0,)], "group": NO_GROUP,
+            "shrink_flags": [2, "x", None],
+        },
+    ),
+    "grow_group": Row(
+        of(only_wrong(dist.grow_group)),
+        {"count": [*NO_INDEX, 0, -1], "command": ["job.py", [], [5]]},
+    ),
+    "destroy_process_group": Row(of(only_wrong(dist.destroy_process_group)), {"group": NO_GROUP}),
+    "dump_flight_record": Row(
+        of(only_wrong(dist.dump_flight_record)), {"path": [5, object(), []]}
+    ),
+    "set_debug_level": Row(
+        of(dist.set_debug_level, level=dist.get_debug_level), {"level": ["x", 99, None, object()]}
+    ),
+    "supports_complex": Row(
+        of(dist.supports_complex, reduceOp=lambda: dist.ReduceOp.SUM),
+        {"reduceOp": NO_OP[:-1]},
+    ),
+    "get_rank": Row(of(dist.get_rank), {"group": NO_GROUP}),
+    "get_world_size": Row(of(dist.get_world_size), {"group": NO_GROUP}),
+    "get_backend": Row(of(dist.get_backend), {"group": NO_GROUP}),
+    "get_process_group_ranks": Row(
+        of(dist.get_process_group_ranks, group=lambda: None), {"group": NO_GROUP}
+    ),
+    "get_group_rank": Row(
+        of(dist.get_group_rank, group=lambda: None, global_rank=lambda: np.array(1)),
+        {"group": NO_GROUP, "global_rank": [*NO_RANK, None]},
+    ),
+    "get_global_rank": Row(
+        of(dist.get_global_rank, group=lambda: None, group_rank=lambda: np.int8(1)),
+        {"group": NO_GROUP, "group_rank": [*NO_RANK, None]},
+    ),
+    "send and recv": Row(
+        of(message(dist.send, dist.recv), tensor=x, peer=other, tag=lambda: np.int16(3)),
+        {"peer": NO_RANK, "group_peer": NO_RANK, "group": NO_GROUP, "tag": NO_TAG},
+        {0: {"tensor": NO_ARRAY}, 1: {"tensor": NO_OUTPUT}},
+    ),
+    "send_object_list and recv_object_list": Row(
+        of(
+            message(dist.send_object_list, dist.recv_object_list), object_list=lambda: [ME],
+            peer=other,
+        ),
+        {
+            "peer": NO_RANK, "group_peer": NO_RANK, "group": NO_GROUP,
+            "object_list": NO_OBJECT_LIST,
+        },
+    ),
+    "isend": Row(
+        of(dist.isend, tensor=lambda: np.zeros(0), dst=lambda: ME, tag=lambda: 5),
+        {"tensor": NO_ARRAY, "tag": NO_TAG, **TARGET},
+    ),
+    "irecv": Row(
+        of(dist.irecv, tensor=lambda: np.zeros(0), src=lambda: ME, tag=lambda: 5),
+        {"tensor": NO_OUTPUT, "tag": NO_TAG, **ROOT},
+    ),
+    "P2POp": Row(
+        of(dist.P2POp, op=lambda: dist.isend, tensor=x, peer=other),
+        {
+            "op": [5, None, "isend", dist.send], "tensor": NO_ARRAY, "peer": NO_RANK,
+            "group_peer": NO_RANK, "tag": NO_TAG, "group": NO_GROUP,
+        },
+    ),
+    "batch_isend_irecv": Row(
+        of(
+            dist.batch_isend_irecv,
+            p2p_op_list=lambda: [
+                dist.P2POp(dist.isend, x(), other()), dist.P2POp(dist.irecv, x(), other())
+            ],
+        ),
+        {"p2p_op_list": [None, 5, "ab", [], [5], object()]},
+    ),
+    "put": Row(
+        windowed("put", tensor=np.ones(2), dst=0, offset=1, async_op=False),
+        {"tensor": NO_ARRAY, "dst": [*NO_RANK, None], "offset": [*NO_INDEX, None, -1, 3]},
+    ),
+    "signal": Row(
+        windowed("signal", peer=np.array(0), async_op=False), {"peer": [*NO_RANK, None]}
+    ),
+    "wait_signal": Row(
+        lambda: (only_wrong(window().wait_signal, async_op=False), {}), {"peer": [*NO_RANK, None]}
+    ),
+    "unified": Row(windowed("unified", rank=1), {"rank": [*NO_RANK, None]}),
+    "register": Row(
+        lambda: (only_wrong(window("bare").register), {}),
+        {"tensor": [*NO_OUTPUT, np.zeros((4, 4))[:, 1]]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_wrong_arguments_leave_the_group_usable(world, name):
+    global ME
+    if world.size != 2:
+        pytest.skip("takes 2 ranks")
+    ME = world.me
+    row = ROWS[name]
+    function, _ = row.call()
+    for async_op in [False, True] if "async_op" in function.__annotations__ else [None]:
+        extra = {} if async_op is None else {"async_op": async_op}
+        for _ in range(2):  # the second may take the native fast path
+            finish(function(**{**row.call()[1], **extra}))
+        for values in (row.wrong, row.at.get(ME, {})):
+            for key in values:
+                for value in values[key]:
+                    given = {**row.call()[1], **extra, key: value}
+                    if key.startswith("group_"):  # in place of a global rank
+                        given.pop(key.removeprefix("group_"), None)
+                    with pytest.raises(dist.MpicollError) as caught:
+                        finish(function(**given))
+                    what = f"{key}={value!r}: {caught.value!r}"
+                    assert isinstance(caught.value, (TypeError, ValueError)), what
+        finish(function(**{**row.call()[1], **extra}))
+    total = np.ones(3)
+    dist.all_reduce(total)
+    assert (total == 2).all()
+
+
+def finish(result: Any) -> None:
+    """Wait for what a function returns."""
+    for one in result if isinstance(result, list) else [result]:
+        if hasattr(one, "wait"):
+            one.wait()
+
+
+@pytest.mark.parametrize("root", [np.int8(1), np.array(1), np.uint64(1), True])
+def test_integers_of_numpy_are_ranks(world, root):
+    if world.size != 2:
+        pytest.skip("takes 2 ranks")
+    for given in ({"src": root}, {"group_src": root}):
+        value = np.full(2, 7.0 if world.me == 1 else 0.0)
+        dist.broadcast(value, **given)
+        assert (value == 7).all()
+    if torch is not None:
+        value = np.full(2, 7.0 if world.me == 1 else 0.0)
+        dist.broadcast(value, src=torch.tensor([3.0, 1.0]).argmin())
+        assert (value == 7).all()
+
+
+def test_an_error_on_one_rank_leaves_the_group_usable(world):
+    if world.size != 2:
+        pytest.skip("takes 2 ranks")
+    if world.me == 0:
+        for root in NO_RANK:
+            with pytest.raises(dist.MpicollError):
+                dist.broadcast(np.zeros(2), src=root)
+            with pytest.raises(dist.MpicollError):
+                dist.new_group([root])
+    value = np.full(2, world.me + 1.0)
+    dist.all_reduce(value)
+    assert (value == 3).all()

@@ -1,4 +1,4 @@
-"""Hooks in C++, such as ``NanCheckHook``, which torch attaches to a group without telling Python."""
+"""Hooks in C++, such as ``NanCheckHook``: torch attaches them to a group past its Python class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch._C._distributed_c10d
 
 __all__ = ["watch_attaching"]
 
-C: Any = torch._C._distributed_c10d  # the stubs are those of the torch that is installed
+C: Any = torch._C._distributed_c10d  # older versions lack the hooks, in their stubs as well
 
 
 def watch_attaching() -> None:

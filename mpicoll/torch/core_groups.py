@@ -130,8 +130,8 @@ def split(
     """
     if group.rank() not in ranks:
         raise ArgumentError(
-            f"split_group: rank {group.rank()} is in none of the groups; let only their members "
-            "call, or use new_group"
+            f"split_group: ranks: expected this rank, {group.rank()}, among them, got "
+            f"{list(ranks)}; let only members call, or use new_group"
         )
     global_ranks = [group.ranks[rank] for rank in ranks]
     return create_subgroup(global_ranks, limit, name, group.reproducible)
@@ -142,8 +142,8 @@ def merge(
 ) -> ProcessGroup:
     """Create the group of the processes that call with the same store; only they call.
 
-    group: a group of this process, for the level of reproducibility.
-    store: of torch, one that no other merge has used.
+    group: a group of this process, whose level of reproducibility the new one has.
+    store: of torch, not used for a merge before.
     rank:  of this process in the new group, different on each of them.
     size:  the number of processes.
     limit: seconds for the processes to come, and after which an operation of the new group has
@@ -155,8 +155,7 @@ def merge(
     if not 0 <= rank < size:
         raise ArgumentError(
             f"merge_remote_group: size: expected the number of processes that call, got {size}, "
-            f"and this is number {rank + 1}; give each merge a store of its own, for example "
-            "a PrefixStore"
+            f"and this is number {rank + 1}; pass a new store, such as a PrefixStore, to each merge"
         )
     keys = [f"{_MERGE}/{other}" for other in range(size)]
     if rank == 0:  # the first process names the group

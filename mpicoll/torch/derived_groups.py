@@ -22,7 +22,7 @@ __all__ = ["DerivedGroups"]
 
 
 class _Group(Protocol):
-    """What a process group has for its ``DerivedGroups``."""
+    """The members of a process group that ``DerivedGroups`` uses."""
 
     group_name: str
     group_desc: str
@@ -82,7 +82,7 @@ class DerivedGroups:
     ) -> Any:
         """Create one group of all members of several groups, in the order in which they call.
 
-        store: the same for all of them, and used by no other merge.
+        store: the same for all of them, not used for a merge before.
         size: the number of all members.
         timeout: for them to come, and of the new group's operations.
 

@@ -63,6 +63,6 @@ def _get_timeout(group: ProcessGroup) -> timedelta:
 
 def get_seconds(options: Backend.Options) -> float:
     """Return the timeout that torch's C++ has set in the options of a new group, in seconds."""
-    # Not options._timeout, which for GroupOptions is that of the group that they came from.
+    # Not options._timeout: GroupOptions returns the timeout of the parent group.
     timeout: timedelta = Backend.Options._timeout.__get__(options)
     return timeout.total_seconds()

@@ -178,11 +178,45 @@ def test_make_torch_adds_torch_to_what_the_demo_has(mpi: str, tmp_path: Path) ->
     venv = {"mpich": ".venv"}.get(mpi, f".venv-{mpi}")
     demo, torch = (dry(what, f"MPI={mpi}", folder=tmp_path) for what in ("demo", "torch"))
     installs = [line for line in demo.splitlines() if "pip install" in line]
-    assert len(installs) == 1 and f"{venv}/bin/python" in installs[0]
-    assert [line for line in torch.splitlines() if "pip install" in line][:1] == installs
+    assert len(installs) == 2 + (mpi != "site")
+    for line in installs:
+        assert line.startswith("echo 'installing ") and f"{venv}/bin/python" in line
+    assert [line for line in torch.splitlines() if "pip install" in line][:-1] == installs
     assert f"{venv}/bin/python -m pip install" in torch.splitlines()[-1]
     assert "'torch==" in torch.splitlines()[-1]
-    assert "-m mpicoll bench all_reduce" in demo.splitlines()[-2]
+
+
+@needs_make
+def test_make_demo_starts_no_more_ranks_than_processors() -> None:
+    ranks = min(4, max(2, len(os.sched_getaffinity(0))))
+    started = re.findall(r"/bin/mpiexec -n (\d+) ", dry("demo", "OMP_NUM_THREADS=1"))
+    assert started == [str(ranks)] * 3
+
+
+@needs_make
+def test_make_demo_says_what_it_does_and_what_to_try_next(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    said = re.findall(r"^echo '(\w+)", dry("demo", folder=tmp_path), re.MULTILINE)
+    assert said == [
+        "creating",
+        "installing",
+        "installing",
+        "installing",
+        "training",
+        "timing",
+        "Try",
+    ]
+    *_, last = dry("demo").splitlines()
+    command = last.split("Try next: ")[1].strip("'")
+    assert command.startswith(".venv/bin/mpiexec -n ") and command.endswith("-m mpicoll doctor")
+
+
+@needs_make
+def test_make_docs_says_where_the_site_is() -> None:
+    said = [line for line in dry("docs").splitlines() if line.startswith("echo")]
+    assert "file://" in said[-1] and ".cache/site/index.html" in said[-1]
+    assert "-m http.server --directory .cache/site" in said[-1]
 
 
 @needs_make

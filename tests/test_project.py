@@ -144,6 +144,32 @@ def test_nobody_is_told_to_install_mpicoll_from_pypi() -> None:
     assert [f"{path.relative_to(ROOT)}: {found[0]}" for path, found in pairs if found] == []
 
 
+# --- figures ------------------------------------------------------------------------------------
+
+FIGURES = sorted((DOCS / "figures").glob("*.svg"))
+#: The width of a page's text in the units of the figures, with a third more.
+WIDEST = 750
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
+def test_figures_fit_a_page_and_have_no_empty_panel(figure: Path) -> None:
+    text = figure.read_text()
+    width, _ = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)[0])
+    assert width <= WIDEST
+    panels = re.split(r'<g id="axes_\d+">', text)[1:]
+    assert panels or figure.stem == "summary"
+    for panel in panels:
+        assert "FillBetween" in panel, "no curve"
+
+
+def test_the_summary_has_an_axis() -> None:
+    text = (DOCS / "figures/summary.svg").read_text()
+    labels = re.findall(r">(1\d* [µm]s)</text>", text)
+    assert [label for label in labels if label[1] in "0 "] == [
+        "1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms",
+    ]  # fmt: skip
+
+
 # --- the Makefile -------------------------------------------------------------------------------
 
 

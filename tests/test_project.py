@@ -82,10 +82,11 @@ def test_nothing_of_ours_goes_over_a_communicator_of_the_program() -> None:
     assert [path.name for path in sources if ours.search(path.read_text())] == []
 
 
-@pytest.mark.parametrize("start", [README, DOCS / "index.md"], ids=lambda page: page.name)
-def test_all_pages_are_linked(start: Path) -> None:
-    found = {(start.parent / link.partition("#")[0]).resolve() for link in links(start)}
-    assert found | {start} >= set(PAGES)
+def test_all_pages_are_linked() -> None:
+    index = DOCS / "index.md"
+    assert index.resolve() in {(ROOT / link).resolve() for link in links(README)}
+    found = {(DOCS / link.partition("#")[0]).resolve() for link in links(index)}
+    assert found | {index} >= set(PAGES)
 
 
 class Links(html.parser.HTMLParser):
@@ -296,6 +297,20 @@ def test_the_recipes_have_the_version() -> None:
     (easyconfig,) = (ROOT / "packaging" / "easybuild").glob("*.eb")
     assert f"\nversion = '{mpicoll.__version__}'\n" in easyconfig.read_text()
     assert easyconfig.name.startswith(f"mpicoll-{mpicoll.__version__}-")
+
+
+def test_the_citation_has_the_version_and_the_licence() -> None:
+    """`cffconvert --validate` checks the format."""
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    given = dict(line.split(": ", 1) for line in lines if ": " in line)
+    assert given["cff-version"] == "1.2.0" and given["type"] == "software"
+    assert given["title"] == "mpicoll" and given["version"] == mpicoll.__version__
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'license = "{given["license"]}"' in project
+    assert f'Repository = "{given["repository-code"]}"' in project
+    assert {"message:", "authors:"} <= {line.split()[0] for line in lines}
+    assert "Development Status :: 3 - Alpha" in project
+    assert "**Status: alpha.**" in README.read_text()
 
 
 def test_the_installed_version_is_that_of_the_checkout() -> None:

@@ -51,7 +51,7 @@ wheel_site :=
 venv = .venv$(patsubst %,-%,$(filter-out mpich,$1))
 VENV := $(call venv,$(ONE))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-# $(call install,WHAT,ARGUMENTS) installs by pip, and says so: it may take a minute.
+# $(call install,NAMES,ARGUMENTS) prints the names and installs by pip, which may take a minute.
 install = @echo 'installing $1 into $(VENV)' && $(PIP) $2
 # A whole path: some start ranks in folders of their own.
 START := $(or $(MPIEXEC),$(if $(filter site,$(ONE)),mpirun,$(abspath $(VENV)/bin/mpiexec)))
@@ -245,15 +245,15 @@ $(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: $(BUILT) | $(VENV)/bin/python
-	$(call install,mpicoll and what its tests need,-e '.[test]' $(wheel_$(ONE)))
+	$(call install,mpicoll and the requirements of its tests,-e '.[test]' $(wheel_$(ONE)))
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.test
-	$(call install,what the measurements need,-e '.[bench]')
+	$(call install,the requirements of the measurements,-e '.[bench]')
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
-	$(call install,what the site needs,-e '.[docs]')
+	$(call install,the requirements of the site,-e '.[docs]')
 	@touch $@
 
 $(VENV)/bin/python:

@@ -220,7 +220,7 @@ def test_near_and_far(ended: Ended) -> None:
     assert f"# distance of the ranks: {'; '.join(told)}\n" in ended.out
 
 
-#: A machine on which nothing else runs, and one that is busy, whatever this one is.
+#: A quiet machine and a busy one, independent of the load of the machine that runs the tests.
 QUIET = (
     STILL
     + """

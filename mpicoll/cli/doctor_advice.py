@@ -113,7 +113,7 @@ _BIND = "bind each to a processor (mpirun --bind-to core, srun --cpu-bind=cores)
 
 
 def _unbound(seen: Findings) -> Sequence[str]:
-    """Advise to bind ranks that are not bound: those that were seen to move, and the others."""
+    """Advise to bind ranks: first the ranks that moved during the measurement."""
     moving = [rank for rank in sorted(seen.moving) if len(seen.places[rank].allowed) > 1]
     others = [rank for rank in find_unbound(seen.places) if rank not in moving]
     advice = []
@@ -125,8 +125,8 @@ def _unbound(seen: Findings) -> Sequence[str]:
         )
     if others:
         advice.append(
-            f"{name_ranks(others)}: not bound to processors, so they may move and lose what is in "
-            f"their caches: {_BIND}"
+            f"{name_ranks(others)}: not bound to processors, so they may move and lose the "
+            f"contents of their caches: {_BIND}"
         )
     return advice
 

@@ -168,9 +168,9 @@ def _crowd(ranks: Sequence[Place]) -> str:
 
 
 def find_unbound(places: Sequence[Place]) -> list[int]:
-    """Return the ranks that may move between processors which other ranks may use, too.
+    """Return the ranks that may move between processors that other ranks may also use.
 
-    Hosts on which ranks have to take turns are left out: there binding does not help.
+    Skips hosts with more ranks than processors, where binding does not help.
     """
     unbound = []
     for ranks in _hosts(places).values():

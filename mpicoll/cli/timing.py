@@ -379,7 +379,7 @@ class Timer:
 
 
 def typical_spread(figures: Iterable[Figure]) -> float:
-    """Return the median of the relative spreads; 0 for no figures."""
+    """Return the median of the relative spreads; 0 without figures."""
     spreads = [figure.relative_spread for figure in figures]
     return statistics.median(spreads) if spreads else 0.0
 

@@ -64,6 +64,11 @@ COVERED = """() => [...document.querySelectorAll("article pre")].filter(block =>
         code.getBoundingClientRect().right > button.getBoundingClientRect().left + 1;
 }).map(block => block.textContent.trim().slice(0, 60))"""
 
+#: Commands whose end lies outside of their box, by their first words.
+OUTSIDE = """() => [...document.querySelectorAll("article .language-sh code")].filter(
+    code => code.scrollWidth > code.clientWidth + 1
+).map(code => code.textContent.trim().slice(0, 60))"""
+
 #: Words that are looked for, and the page that has them.
 SEARCHED = {"reduce_scatter_single": "reference.html", "CollectiveTimeoutError": "api.html"}
 
@@ -120,6 +125,7 @@ def look(page: Page, url: str) -> Iterator[str]:
     yield from (f"no figure: {each}" for each in page.evaluate(MISSING))
     yield from (f"a figure is cut: {each}" for each in page.evaluate(CUT))
     yield from (f"code below a button: {each}" for each in page.evaluate(COVERED))
+    yield from (f"a command is cut: {each}" for each in page.evaluate(OUTSIDE))
     name = page.locator("header a.md-logo")
     if not name.is_visible():
         yield "the way home cannot be seen"

@@ -112,14 +112,21 @@ class Links(html.parser.HTMLParser):
 )
 def test_the_site(tmp_path: Path) -> None:
     """As `make docs` builds it."""
+    compiled = DOCS / "__pycache__" / "of_a_test.pyc"
+    compiled.parent.mkdir(exist_ok=True)
+    compiled.touch()
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    compiled.unlink()
     assert done.returncode == 0, done.stderr
     pages = {page.resolve(): Links(page) for page in tmp_path.glob("*.html")}
     assert {page.stem for page in PAGES} <= {page.stem for page in pages}
     navigation = {Path(link).stem for link in pages[(tmp_path / "faq.html").resolve()].links}
     assert {page.stem for page in PAGES} <= navigation, "mkdocs.yml: nav"
+    assert (tmp_path / "search/search_index.js").is_file(), "the search index for file://"
+    assert not list(tmp_path.rglob("__pycache__")) and not list(tmp_path.rglob("*.py"))
     for page, found in pages.items():
+        assert not any("unpkg.com" in link for link in found.links), page.name
         if page.name == "404.html":
             continue
         for link in found.links:

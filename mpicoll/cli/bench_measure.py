@@ -77,11 +77,13 @@ class Bench:
                 self._print(["".join(column.text(one) for column in columns) for one in found])
             self._print(bench_table.foot(results[start:], self._options.check, short))
             averages[row.name] = bench_table.averages(results[start:])
-        distance = self._timer.describe_distances()
-        self._print(self._comments([distance]))
+        distance, noise = self._timer.describe_distances(), bench_table.noise(results)
+        warning = bench_table.noise_warning(noise, facts["load"], bool(facts["crowded"]))
+        self._print(self._comments([distance, *warning]))
         return {
             **facts,
             "distance": distance,
+            "noise": noise,
             "latency": self._options.latency,
             "results": results,
             "average_busbw": averages,
@@ -138,6 +140,7 @@ class Bench:
             "redop": op_name(case.op) if case.op else "none",
             "root": case.root if case.row.root else -1,
             "distance": distance,
+            "spread": figures[first].get("spread"),
             "out_of_place": figures.get("out_of_place"),
             "in_place": figures.get("in_place"),
             "compare": {name: figures.get(name) for name in self._others},
@@ -171,6 +174,7 @@ class Bench:
             return dict(zip(PERCENTILES, percentiles, strict=True))
         took = statistics.median(every)
         found: Result = {"time": took, "algbw": None, "busbw": None, "times": every}
+        found["spread"] = times.figure.relative_spread
         if case.size:
             found["algbw"] = case.size / took / 1e3  # bytes a microsecond are MB/s
             found["busbw"] = found["algbw"] * case.row.moved(case.n)
@@ -181,6 +185,11 @@ class Bench:
     def _facts(self) -> Result:
         """Return the machine and versions of this run: rank 0's, on all ranks."""
         nodes = control_messages.allgather(self._comm, platform.node(), str)
+        load = max(
+            control_messages.allgather(
+                self._comm, os.getloadavg()[0] / (os.cpu_count() or 1), float
+            )
+        )
         name, version = MPI.get_vendor()
         facts = {
             "command": " ".join(sys.argv[1:]),
@@ -194,6 +203,7 @@ class Bench:
             "Python": platform.python_version(),
             "reductions": library.describe(),
             "arrays": self._place.name,
+            "load": load,
             "crowded": doctor_machine.find_crowded(
                 control_messages.allgather(
                     self._comm, doctor_machine.Place.find(), doctor_machine.Place

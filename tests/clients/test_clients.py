@@ -29,6 +29,7 @@ TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *RUN
 ]  # fmt: skip
 PLAIN = [sys.executable, *RUN]
+WITH_GLOO = TORCHRUN[: -len(RUN)]
 LAUNCHERS = {"mpirun": MPIRUN, "srun": SRUN, "torchrun": TORCHRUN}
 
 Outcomes = list[dict[str, Any]]
@@ -93,10 +94,15 @@ def launcher(request: pytest.FixtureRequest) -> list[str]:
 
 
 def test_accelerate(launcher: list[str], tmp_path: Path, expected: Any) -> None:
-    """It takes "mpi" where torch has it."""
     found = outcomes("accelerate", launcher, tmp_path)
-    check(found, expected, "mpi")
+    check(found, expected, "gloo")
     assert all(one["gathered"] == 2 for one in found)
+
+
+def test_accelerate_prints_what_it_prints_with_gloo(tmp_path: Path) -> None:
+    done = [start("accelerate", launcher, tmp_path) for launcher in (WITH_GLOO, MPIRUN)]
+    assert [one.returncode for one in done] == [0, 0], done
+    assert done[1].stderr.splitlines() == done[0].stderr.splitlines()
 
 
 def test_accelerate_that_looks_for_no_ranks(tmp_path: Path) -> None:
@@ -108,12 +114,12 @@ def test_accelerate_that_looks_for_no_ranks(tmp_path: Path) -> None:
 
 def test_accelerate_told_by_its_variable(tmp_path: Path, expected: Any) -> None:
     found = outcomes("accelerate", MPIRUN, tmp_path, "alone", ACCELERATE_USE_CPU="1")
-    check(found, expected, "mpi")
+    check(found, expected, "gloo")
 
 
 def test_transformers(launcher: list[str], tmp_path: Path, expected: Any) -> None:
     found = outcomes("transformers", launcher, tmp_path)
-    check(found, expected, "mpi")
+    check(found, expected, "gloo")
     for one in found:
         assert one["evaluated"] == pytest.approx(expected["error"], rel=1e-4)
 

@@ -94,8 +94,8 @@ def test_rank_and_size(launcher: Launcher) -> None:
         assert launch.find_local_rank(alone) == 3
 
 
-#: What each launcher sets on rank 3 of 5, on the second of two nodes with 2 and 3 ranks, by its own
-#: documentation, and what torchrun would have set there. "job": a port of this job.
+#: Variables that each launcher documents, on rank 3 of 5, which is local rank 1 of 3 on the second
+#: of two nodes; and the variables that torchrun sets on that rank. "job": any port of this job.
 STEP = {
     "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
     "SLURM_STEP_NUM_TASKS": "5", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2,3",
@@ -169,7 +169,7 @@ TOLD: dict[str, tuple[Environment, Environment]] = {
     ),
     "jsrun": (JSRUN_3, ALL | PLACE),
     "srun": (STEP, ALL | PLACE | {"MASTER_ADDR": "n08"}),
-    # A batch script is one process: it must not wait for the others.
+    # A batch script is one process: there is no second rank to wait for.
     "Slurm": ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "5", "SLURM_PROCID": "0"}, {}),
 }  # fmt: skip
 

@@ -541,8 +541,8 @@ def test_run(words, name, tmp_path):
     assert done.stdout == f"{SAYS}{name}\n" * 2, done.stdout + done.stderr
 
 
-#: As nanoGPT finds out whether there are other ranks, and as pytorch/examples' ddp reads what
-#: torchrun sets; with a store of its own, the choice of Accelerate, and a step of DDP.
+#: Tests for RANK like nanoGPT, reads torchrun's variables like pytorch/examples' ddp, opens its own
+#: store, chooses the backend like Accelerate, and trains one step with DDP.
 READS = """
 import os
 import torch
@@ -589,7 +589,7 @@ def expected_lines(backend: str, group: str = "mpicoll") -> list[str]:
 
 @needs_mpiexec
 def test_a_script_for_torchrun_trains_as_it_is_under_mpiexec(tmp_path):
-    """Two jobs at the same time; and without a line more on stderr than torchrun and Gloo."""
+    """Two jobs at the same time. Like torchrun with Gloo, they print nothing to stderr."""
     with ThreadPoolExecutor(2) as pool:
         jobs = [
             pool.submit(carried, READS, tmp_path, [*MPIEXEC, "-n", "2"], "train.py")
@@ -631,7 +631,7 @@ def test_a_variable_that_is_not_set_is_explained(tmp_path):
     told = "python -m mpicoll run: WORLD_SIZE is not set: no launcher started this process."
     assert done.stderr.count(told) == 1, done.stderr
     done = carried(script, tmp_path, [], "train.py", PMIX_RANK="0", PMIX_NAMESPACE="j")
-    told = "WORLD_SIZE is not set: a PMIx process manager does not tell it before"
+    told = "WORLD_SIZE is not set: a PMIx process manager does not provide it before"
     assert done.stderr.count(told) == 1, done.stderr
 
 

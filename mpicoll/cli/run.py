@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Replace this process with the script; the launcher goes on watching it.
 
-    So __main__, sys.argv, sys.path, signals and uncaught exceptions are the script's own. The
-    variables of torchrun, such as RANK, are set as far as the launcher tells them; those that are
-    set already stay as they are. Child processes inherit the variables, but not the option -X,
-    which marks this process and has what was filled in.
+    So __main__, sys.argv, sys.path, signals and uncaught exceptions are the script's own. RANK and
+    the other variables of torchrun are set from the launcher's variables, unless they are set
+    already. Child processes inherit the variables, but not the option -X, which marks this process
+    and lists the variables set here.
     """
     if not options.script:
         return refuse("run", "expected a script, or -m and a module", is_first_rank(), 2)

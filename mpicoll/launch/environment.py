@@ -39,11 +39,11 @@ __all__ = [
 
 #: Set to 1 to run a single rank on purpose where a launcher has announced more.
 SINGLETON = ALLOW_SINGLETON.name
-#: What torchrun tells the ranks.
+#: The variables that torchrun sets on each rank.
 TORCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-#: Where rank 0 is for the others if all ranks are on one node.
+#: The address of rank 0 if all ranks are on one node.
 LOOPBACK = "127.0.0.1"
 
 
@@ -170,8 +170,8 @@ def fill_environment(
 
 
 #: The -X option with which ``python -m mpicoll run`` starts the interpreter of a script. Its value
-#: has the variables that the command has filled in: NAME=VALUE,NAME=VALUE. Child processes do not
-#: inherit it.
+#: lists the variables that the command has set: NAME=VALUE,NAME=VALUE. Child processes do not
+#: inherit the option.
 RUN_OPTION = "mpicoll_run"
 
 #: The variables that fill_environment or ``python -m mpicoll run`` has set.
@@ -181,10 +181,11 @@ if isinstance(_option := sys._xoptions.get(RUN_OPTION), str):
 
 
 def find_torch_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return TORCH_VARIABLES as torchrun would set them, before MPI starts, by what the launcher
-    tells. Those that it does not tell are missing, and all of them without a launcher.
+    """Return TORCH_VARIABLES with torchrun's meaning, from the launcher's variables.
 
-    If the launcher lets ranks exchange values, and they are on several nodes, every rank must call.
+    Needs no MPI. A variable is missing if the launcher does not set its value. Without a launcher
+    all are missing. On several nodes every rank must call if the launcher has PMI-1, because the
+    ranks exchange the address of rank 0.
     """
     launcher = launchers.find_launcher(environment)
     if launcher is None or launcher.is_batch or is_inherited(environment):
@@ -207,9 +208,9 @@ def find_torch_variables(environment: Mapping[str, str] = os.environ) -> dict[st
 
 
 def _choose_port(job: str) -> int:
-    """Return a port for this job: all ranks get the same, and other jobs most likely another one.
+    """Return a port from 16384 to 32767, the same on all ranks of a job.
 
-    From 16384 to 32767, which Linux does not give to programs that ask for any free port.
+    Linux assigns ephemeral ports from 32768 up, so that these rarely collide.
     """
     return 1 << 14 | int.from_bytes(hashlib.sha256(job.encode()).digest()[:2], "big") >> 2
 

@@ -45,16 +45,17 @@ class Launcher:
     rank, size: the variables with the rank and the number of ranks, "" without one.
     local_rank: those with the rank on the node; the first that is set counts.
     local_size: the one with the number of ranks on the node, "" without one.
-    local_sizes, node_rank: those with the number of ranks on each node, as Slurm writes them, such
-             as "4(x2),3", and with the index of this node in them; "" without them.
-    node_count: the one with the number of nodes, "" without one.
-    hosts:   the one with the names of the nodes, as Slurm writes them, such as "n[1-3],m7". Rank 0
-             is on the first, unless the user has asked for another order. "" without one.
-    identity: those that have the same values on all ranks and, taken together, other values in any
-             other job. Those that are set count.
-    has_pmi_1: ranks can ask it by PMI-1, on the descriptor PMI_FD, for a name of the job, and can
+    local_sizes: the variable with the number of ranks of each node in Slurm's format, such as
+             "4(x2),3". "" without one.
+    node_rank: the variable with the index of this node in local_sizes, "" without one.
+    node_count: the variable with the number of nodes, "" without one.
+    hosts:   the variable with the names of the nodes in Slurm's format, such as "n[1-3],m7". Rank 0
+             runs on the first one by default. "" without one.
+    identity: variables whose values are the same on all ranks and differ between jobs. Unset
+             variables are skipped.
+    has_pmi_1: it answers PMI-1 on the descriptor PMI_FD: ranks can request the job's name and
              exchange values before MPI starts.
-    is_batch: it starts one process, whatever number of ranks it announces.
+    is_batch: it starts a single process and no ranks.
     remedy:  what to do when MPI does not see the ranks it started.
     dialect: what it tells MPI its ranks in; None: MPI has to learn them in another way.
     bootstrap: a pattern of the names by which an MPI library finds its ranks. They are hidden while
@@ -123,7 +124,7 @@ _PMIX_REMEDY = (
     "(python -m mpi4py --mpi-library shows which it is)"
 )
 
-#: What tells a step of Slurm from any other, and a job of a batch system.
+#: Variables that identify a step of Slurm, and a job of a batch system.
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 _BATCH_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
@@ -403,7 +404,7 @@ def announced(environment: Mapping[str, str] = os.environ) -> tuple[str, str, bo
 
 
 def find_local_size(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks on this node by the launcher; None if it does not tell."""
+    """Return the number of ranks on this node, None if the launcher does not set it."""
     launcher = find_launcher(environment)
     if launcher is None:
         return None
@@ -418,13 +419,13 @@ def find_local_size(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _expand(sizes: str) -> list[str]:
-    """Return the items of a list that Slurm writes as "4(x2),3"."""
+    """Return the items of a list in Slurm's format: "4(x2),3" is 4, 4, 3."""
     items = re.findall(r"(\d+)(?:\(x(\d+)\))?", sizes)
     return [size for size, times in items for _ in range(int(times or 1))]
 
 
 def find_first_host(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the host of rank 0 as the launcher names it, "" if it does not."""
+    """Return the name of the first host, "" if the launcher does not set a list of hosts."""
     launcher = find_launcher(environment)
     hosts = environment.get(launcher.hosts, "") if launcher is not None else ""
     first = re.match(r"([^\[,]|\[[^\]]*\])*", hosts)
@@ -432,7 +433,7 @@ def find_first_host(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def find_identity(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what tells this job from others, the same text on all ranks, "" if unknown."""
+    """Return a text that identifies this job, the same on all ranks; "" if there is none."""
     launcher = find_launcher(environment)
     names = launcher.identity if launcher is not None else ()
     return " ".join(f"{name}={environment[name]}" for name in names if name in environment)

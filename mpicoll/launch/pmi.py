@@ -1,7 +1,7 @@
-"""A client of PMI-1, for what ranks ask their process manager before MPI starts.
+"""A client of PMI-1: requests to the process manager before MPI starts.
 
-PMI-1 is a protocol of lines on a socket that the ranks inherit (PMI_FD). The MPI library begins with
-"init" again when it starts on the same socket, which process managers accept.
+PMI-1 is a protocol of lines on a socket that the ranks inherit (PMI_FD). The MPI library sends
+"init" again on that socket when it starts, which process managers accept.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class PmiClient:
 
     descriptor: the socket, PMI_FD.
 
-    Attribute ``job``: the name of the key-value space, the same on all ranks and in no other job.
+    Attribute ``job``: the name of the key-value space, the same on all ranks and unique to the job.
 
-    Raises PmiError if the process manager does not speak PMI-1.
+    Raises PmiError if the process manager does not answer in PMI-1.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -39,7 +39,7 @@ class PmiClient:
         self.job = self._ask("get_my_kvsname", "my_kvsname")["kvsname"]
 
     def broadcast(self, value: str, is_root: bool) -> str:
-        """Return the value that the root has passed. Every rank calls, and waits for the others.
+        """Return the value of the root. Every rank calls, and waits until all ranks have called.
 
         value: without whitespace; ignored unless is_root. At most 255 characters.
         """
@@ -63,7 +63,7 @@ class PmiClient:
         return words
 
     def _read_line(self, timeout: float | None) -> str:
-        """Read byte by byte: what follows the line is for the MPI library."""
+        """Read byte by byte: bytes after the line belong to the MPI library."""
         line = bytearray()
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)

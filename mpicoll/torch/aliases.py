@@ -40,8 +40,8 @@ def install(names: set[str]) -> None:
             distributed_c10d._new_process_group_helper
         )
     _aliases.update(names)
-    # Libraries that have a choice prefer "mpi" to "gloo", Accelerate for one. They handle "gloo"
-    # better: "mpi" brings warnings, and calls that torch has deprecated.
+    # Accelerate prefers "mpi" to "gloo" if it is available. With "mpi" torch prints a warning, and
+    # Accelerate calls functions that torch has deprecated.
     if "mpi" in _aliases:
         distributed_c10d._MPI_AVAILABLE = _has_own_mpi or "gloo" not in _aliases
 
@@ -109,7 +109,7 @@ def _rendezvous(timeout: timedelta) -> tuple[c10d.Store, int, int]:
 
 
 def explain_missing_variable() -> None:
-    """Say at exit, on rank 0, why a variable of torchrun that the script has read is not set."""
+    """Explain a KeyError for a variable of torchrun: print at exit, on rank 0, why it is unset."""
     error = getattr(sys, "last_value", None)
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
     if name not in launch.TORCH_VARIABLES or name in os.environ:
@@ -120,7 +120,7 @@ def explain_missing_variable() -> None:
     if launcher is None:
         why = "no launcher started this process. Start it with mpirun or torchrun, or"
     else:
-        why = f"{launcher.name} does not tell it before init_process_group:"
+        why = f"{launcher.name} does not provide it before init_process_group:"
     write_lines(f"python -m mpicoll run: {name} is not set: {why} set it for all ranks")
 
 
@@ -135,6 +135,5 @@ def warn_if_unused() -> None:
         return
     write_lines(
         f"python -m mpicoll run: warning: {size} ranks were started, and the script made no "
-        "process group: each ran it alone. Where a library is to make it, tell it so (Accelerate "
-        "on the CPU: Accelerator(cpu=True) or ACCELERATE_USE_CPU=1)"
+        "process group: each ran it alone. Where a library is to make it, tell it so"
     )

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 from mpicoll import control_messages
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
+    LOOPBACK,
     Bootstrap,
     choose_bootstrap,
     is_inherited,
     replace_bootstrap_variables,
+    was_filled,
 )
 from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.init_timeout import end_after, enforce_timeout
@@ -136,7 +138,8 @@ def warn_if_serialized(rank: int) -> None:
 
 
 def master_address(world: MPI.Intracomm) -> str:
-    """Return the address at which all ranks reach rank 0's host: rank 0's MASTER_ADDR, if set.
+    """Return the address at which all ranks reach rank 0's host: rank 0's MASTER_ADDR, if the user
+    has set it.
 
     Every rank calls.
     """
@@ -145,7 +148,9 @@ def master_address(world: MPI.Intracomm) -> str:
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     is_one_node = node.Get_size() == world.Get_size()
     node.Free()
-    own = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else addresses()[0])
+    own = LOOPBACK if is_one_node else addresses()[0]
+    if os.environ.get("MASTER_ADDR") and not was_filled("MASTER_ADDR"):
+        own = os.environ["MASTER_ADDR"]
     return control_messages.bcast(world, own, 0, str)
 
 

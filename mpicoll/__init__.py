@@ -17,6 +17,7 @@ mpicoll loads neither MPI nor NumPy, CuPy or torch.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 #: The one place that says it: pyproject.toml reads it from here.
@@ -91,6 +92,14 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
+
+#: How the names of the variables end that launchers set in each rank. (The table of launchers takes
+#: long to load.)
+_RANK_VARIABLES = ("RANK", "RANKID", "PROCID")
+
+if any(name.endswith(_RANK_VARIABLES) for name in os.environ):
+    # From here on, an error that ends this rank ends the job.
+    importlib.import_module("mpicoll.launch.exit_hooks").install_in_rank()
 
 if TYPE_CHECKING:
     from mpicoll.api.collectives import *  # noqa: F403

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,39 @@ def test_rank_and_size(launcher: Launcher) -> None:
     for name in launcher.local_rank:
         alone = dict.fromkeys(launcher.marks, "7") | {name: "3"}
         assert launch.find_local_rank(alone) == 3
+
+
+HOOKED = "import sys, mpicoll; print(sys.excepthook is not sys.__excepthook__)"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "command", "is_hooked"),
+    [
+        ("Open MPI's mpirun", 4, ["-c", HOOKED], True),
+        ("Open MPI's mpirun", 1, ["-c", HOOKED], False),
+        ("torchrun", 4, ["-c", HOOKED], False),
+        ("srun --mpi=pmix", 4, ["-c", HOOKED], True),
+        ("srun", 4, ["-c", f"import _pytest; {HOOKED}"], False),
+        ("srun", 4, ["-ic", HOOKED], False),
+        ("MPICH's mpirun", 4, ["-c", HOOKED], True),
+        ("", 4, ["-c", HOOKED], False),
+    ],
+)
+def test_import_installs_hooks_in_a_rank_of_several(
+    name: str, size: int, command: list[str], is_hooked: bool
+) -> None:
+    found = next((simulate(each, 1, size) for each in LAUNCHERS if each.name == name), {})
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | found,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(is_hooked)]
+
+
+@every_launcher
+def test_import_recognizes_a_rank(launcher: Launcher) -> None:
+    assert any(name.endswith(mpicoll._RANK_VARIABLES) for name in simulate(launcher))
 
 
 @every_launcher

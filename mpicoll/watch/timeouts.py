@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from mpicoll import launch, settings
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError
+from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 from mpicoll.watch import consistency, flight_record, lost_ranks, rank_status
 from mpicoll.watch.consistency import describe_call
-from mpicoll.watch.termination import exit_code, keep_exit_code
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup

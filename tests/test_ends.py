@@ -18,7 +18,7 @@ from mpicoll.watch import termination
 
 pytest_plugins = ["whole_jobs"]
 
-needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="there is no torch")
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 pytestmark = needs_mpiexec
 
@@ -269,7 +269,7 @@ EARLY = {
 @job("""
     $started
     if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-        time.sleep(1)  # the others are inside MPI_Init, or in the first call after it
+        time.sleep(1)  # meanwhile ranks 0 and 2 enter MPI_Init, or the first call after it
         $end
     dist.init_process_group()
     say("not reached")
@@ -314,18 +314,18 @@ MISMATCH = """
 
 
 @pytest.mark.parametrize("front", ["numpy", pytest.param("torch", marks=needs_torch)])
-@job(MISMATCH, ranks=3)
+@job(MISMATCH)
 def test_an_error_of_all_ranks_is_printed_once(front: str, ended: Ended) -> None:
-    ended.badly("MismatchError", "rank 2: all_reduce of 5 elements", "in step")
+    ended.badly("MismatchError", "rank 1: all_reduce of 4 elements", "in step")
     shown = re.split("(?m)^mpicoll: ", ended.err)[0].splitlines()
     rank = shown[0].removesuffix(" Traceback (most recent call last):")
-    assert re.fullmatch(r"\[rank [012]\]", rank), ended
+    assert re.fullmatch(r"\[rank [01]\]", rank), ended
     assert all(line.startswith(rank) for line in shown), ended
     assert "script.py" in shown[1] and len(shown) <= 7, ended  # no frame of a library
     assert ended.err.count("do not belong together") == 1, ended
 
 
-@pytest.mark.parametrize("front", ["numpy", pytest.param("torch", marks=needs_torch)])
+@pytest.mark.parametrize("front", ["numpy"])
 @job(MISMATCH, environment={"MPICOLL_DEBUG": "INFO"})
 def test_mpicoll_debug_shows_the_frames_of_mpicoll(front: str, ended: Ended) -> None:
     ended.badly("MismatchError", "consistency.py", "in step")

@@ -306,7 +306,7 @@ def begin(
             lost_ranks.stop()
             _watchdog.remove()
             _watchdog = None
-            install_in_rank()  # the error may end this process, and the others wait for it
+            install_in_rank()  # the error may end this process while other ranks wait for it
             raise
     return state.default
 

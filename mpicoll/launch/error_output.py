@@ -58,7 +58,7 @@ def format_stack(frame: FrameType | None) -> str:
 
 
 def _hide(found: traceback.TracebackException | None) -> None:
-    """Hide mpicoll's frames in an exception and those that led to it."""
+    """Hide mpicoll's frames in an exception and in its causes."""
     while found is not None:
         found.stack = traceback.StackSummary.from_list(_visible(found.stack))
         found = found.__context__ if found.__cause__ is None else found.__cause__
@@ -87,10 +87,10 @@ def print_once(error: BaseException, rank: str, last_words: Callable[[], list[st
 
     last_words: returns lines to print behind it.
 
-    The rank that prints holds an abstract socket address, which goes with its process. The other
-    ranks with this error print at most where it was raised, and wait: the rank that prints ends the
-    job. If it has not done so in time, or ends by itself, they print the error, too: no error is
-    ever printed by nobody.
+    The rank that prints holds an abstract socket address, which the system frees when the process
+    ends. Another rank with this error prints at most the place where the error was raised, and
+    waits, because the rank that prints ends the job. If that takes too long, or the printing rank
+    has ended alone, the next rank prints the error, so that at least one copy is printed.
     """
     name = type(error).__qualname__
     message = re.sub(r"\brank \d+ of ", "", f"{name}: {error}")

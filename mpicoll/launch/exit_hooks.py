@@ -1,8 +1,8 @@
 """Hooks that end the whole job when this rank fails: an uncaught exception, or sys.exit(1).
 
-A rank that ends while others wait inside MPI leaves them waiting for ever. ``import mpicoll``
-installs the hooks in each rank of a job, because the others may already wait in MPI_Init. Once
-there is a process group, a ``RankEnd`` that knows more takes over (``watch/termination.py``).
+If one rank ends while other ranks wait inside MPI, these ranks wait for ever. ``import mpicoll``
+installs the hooks in each rank of a job, because other ranks may already wait in MPI_Init. A
+process group installs another ``RankEnd`` (``watch/termination.py``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ __all__ = [
     "remove",
 ]
 
-INTERRUPTED = 130  # what a shell reports for a process that ended by SIGINT
+#: The exit code that a shell reports for a process that ended by SIGINT.
+INTERRUPTED = 130
 
 #: The variable by which a process that a rank starts learns that it is not a rank itself.
 _MARK = "_MPICOLL_RANK_PROCESS"
@@ -138,9 +139,9 @@ def _is_child_of_rank() -> bool:
 
 
 def flush_output() -> None:
-    """Pass on what this process has printed, before its job ends."""
+    """Flush the output of this process, and wait until the launcher has read it."""
     if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-        # A hook of torch's collects what other hooks print, to print it when they return.
+        # torch.distributed's hook collects the output of the hooks that it calls.
         with contextlib.suppress(OSError, ValueError):
             sys.__stderr__.write(sys.stderr.getvalue())
             sys.__stderr__.flush()
@@ -154,10 +155,13 @@ def flush_output() -> None:
 
 
 def _wait_for_launcher(seconds: float = 1.0) -> None:
-    """Wait until the launcher has read what this process wrote, for so many seconds at most.
+    """Wait until the launcher has read the output of this process.
 
-    Launchers drop what is still in the ranks' pipes when the job ends, and may print what MPI says
-    of it first. 0.1 s are left for what is no pipe, and for the launcher to print what it has read.
+    seconds: the longest wait.
+
+    Launchers drop output that is still in the ranks' pipes when the job ends, and may print MPI's
+    own message first. The final 0.1 s are for output that goes to a file, and for the launcher to
+    print its last lines.
     """
     end = time.monotonic() + seconds
     while any(_unread(file) for file in (1, 2)) and time.monotonic() < end:
@@ -179,7 +183,7 @@ def _unread(file: int) -> int:
 
 
 class RankEnd:
-    """What the hooks know of this rank and its job. This one is for a rank without a group."""
+    """The steps by which a rank ends its job. This class is for a rank without a process group."""
 
     def rank(self) -> str:
         """Return this rank for messages, "?" if it is unknown."""
@@ -203,7 +207,7 @@ class RankEnd:
 
 
 class _ExitHooks:
-    """Wrappers of sys.excepthook and sys.exit. Those that are not ``_current`` only print."""
+    """Wrappers of sys.excepthook and sys.exit. An instance other than ``_current`` only prints."""
 
     def __init__(self, end: RankEnd) -> None:
         self.end = end
@@ -227,7 +231,7 @@ class _ExitHooks:
             return False
         self.end = end
         _Exit.final_code = None
-        atexit.unregister(self._exiting)  # what is registered last is called first
+        atexit.unregister(self._exiting)  # atexit calls the latest function first
         atexit.register(self._exiting)
         return True
 
@@ -286,7 +290,7 @@ _current: _ExitHooks | None = None
 
 
 def install(end: RankEnd) -> None:
-    """Install the hooks, or let those that are installed use another RankEnd."""
+    """Install the hooks; hooks that are already installed use the new RankEnd from now on."""
     global _current
     if _current is None or not _current.take(end):
         if _current is not None:

@@ -1,5 +1,5 @@
-"""How a rank with a process group ends its job: its message first, then its flight record and what
-the node's guard has to know.
+"""How a rank with a process group ends its job. It prints its message first, then writes its flight
+record and notifies the node's guard.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def end_stuck_job(why: str, code: int, thread: int = 0) -> None:
 
 
 class GroupEnd(RankEnd):
-    """What the hooks know of this rank and its job while there is a process group.
+    """The steps by which a rank with a process group ends its job.
 
     at_exit: called when the interpreter ends with success, without a destroy.
     """

@@ -259,7 +259,7 @@ def test_after_destroy_the_process_is_its_own(ended: Ended) -> None:
 EARLY = {
     "exception": ("raise ValueError('lost my way')", 1, "[rank 1] ValueError: lost my way"),
     "bad timeout": ("dist.init_process_group(timeout='soon')", 1, "got str"),
-    "exit": ("sys.exit(3)", 3, ""),
+    "exit": ("sys.exit(3)", 3, "mpicoll: rank 1 exited with code 3"),
     "message": ("sys.exit('there is no such file')", 1, "there is no such file"),
 }
 
@@ -350,7 +350,7 @@ def test_an_error_is_printed_by_somebody(
     monkeypatch.setenv("PMIX_NAMESPACE", f"test-{os.getpid()}")
     monkeypatch.setattr(error_output, "_PRINTING_TIMEOUT_S", 0.2)
     error = ValueError("rank 1 of 3 lost its way")
-    assert error_output._claim("ValueError: lost its way")
+    assert error_output.claim("ValueError: lost its way")
     held = error_output._claims.pop("ValueError: lost its way")  # as by another process
     with held:
         error_output.print_once(error, "1", list)

@@ -22,7 +22,7 @@ from mpicoll.launch.launchers import find_launcher
 from mpicoll.output import write_lines
 from mpicoll.settings import DEBUG
 
-__all__ = ["format_error", "format_stack", "print_once", "with_rank"]
+__all__ = ["claim", "format_error", "format_stack", "print_once", "with_rank"]
 
 _HOME = str(Path(mpicoll.__file__).parent) + os.sep
 #: The files of torch's functions that call a backend, and of the decorator around them.
@@ -97,13 +97,13 @@ def print_once(error: BaseException, rank: str, last_words: Callable[[], list[st
     place = _find_place(error)
     end = time.monotonic() + _PRINTING_TIMEOUT_S
     last = last_words()
-    if _claim(message):
-        _claim(f"{message}\n{place}")
+    if claim(message):
+        claim(f"{message}\n{place}")
     else:
         time.sleep(_CHECK_INTERVAL_S)
-        if _claim(f"{message}\n{place}"):
+        if claim(f"{message}\n{place}"):
             write_lines(with_rank(rank, f"{name} {place}: another rank prints the same error"))
-        while not _claim(message) and time.monotonic() < end:
+        while not claim(message) and time.monotonic() < end:
             time.sleep(_CHECK_INTERVAL_S)
     write_lines("\n".join([with_rank(rank, format_error(error)), *last]))
 
@@ -121,7 +121,7 @@ def _find_place(error: BaseException) -> str:
 _claims: dict[str, socket.socket] = {}
 
 
-def _claim(text: str) -> bool:
+def claim(text: str) -> bool:
     """Return whether this rank is the first one of its job on this node that claims a text."""
     job = job_name()
     launcher = find_launcher()

@@ -197,8 +197,13 @@ class RankEnd:
         """Return lines to print behind an error."""
         return []
 
-    def end_job(self, code: int) -> None:
-        """End every rank of the job, if this process can."""
+    def end_job(self, code: int, explained: bool) -> None:
+        """End every rank of the job, if this process can.
+
+        explained: this rank has printed why.
+        """
+        if not explained and error_output.claim(f"exit code {code}"):
+            write_lines(f"mpicoll: rank {self.rank()} exited with code {code}; the job ends")
         flush_output()
         end_ranks(code)
 
@@ -260,14 +265,15 @@ class _ExitHooks:
                 write_lines(error_output.format_error(error))
         finally:
             if ends:
-                self.end.end_job(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+                code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+                self.end.end_job(code, explained=True)
 
     def _exiting(self) -> None:
         if os.getpid() != self._pid:
             return
         code = exit_code()
         if code:
-            self.end.end_job(code)
+            self.end.end_job(code, explained=not isinstance(_Exit.final_code, int))
         self.end.at_exit()
 
     def _child_exiting(self) -> None:
@@ -280,7 +286,7 @@ class _ExitHooks:
                 write_lines(error.code)
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             if code:
-                self.end.end_job(code)
+                self.end.end_job(code, explained=not isinstance(error.code, int))
         elif error is not None:
             self._excepthook(type(error), error, error.__traceback__)
         self._exiting()

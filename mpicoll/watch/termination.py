@@ -63,8 +63,8 @@ class GroupEnd(RankEnd):
         """Return the line that says where the flight records are."""
         return flight_record.last_words()
 
-    def end_job(self, code: int) -> None:
-        """End every rank of the job, also the node's guard."""
+    def end_job(self, code: int, explained: bool) -> None:
+        """End every rank of the job, and notify the node's guard."""
         end_job(code)
 
     def at_exit(self) -> None:

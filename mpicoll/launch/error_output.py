@@ -30,6 +30,8 @@ _WRAPPERS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_lo
 #: Seconds that a rank waits for another one, which prints the same error and then ends the job.
 _PRINTING_TIMEOUT_S = 10.0
 _CHECK_INTERVAL_S = 0.05
+#: Seconds that the job may need to end after the rank that prints.
+_ENDING_TIMEOUT_S = 2.0
 
 
 def with_rank(rank: str, text: str) -> str:
@@ -103,8 +105,12 @@ def print_once(error: BaseException, rank: str, last_words: Callable[[], list[st
         time.sleep(_CHECK_INTERVAL_S)
         if claim(f"{message}\n{place}"):
             write_lines(with_rank(rank, f"{name} {place}: another rank prints the same error"))
-        while not claim(message) and time.monotonic() < end:
+        while not claim(message):
+            if time.monotonic() > end:
+                break
             time.sleep(_CHECK_INTERVAL_S)
+        else:  # the printing rank has ended, and most often the job ends now
+            time.sleep(_ENDING_TIMEOUT_S)
     write_lines("\n".join([with_rank(rank, format_error(error)), *last]))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 #: The one place that says it: pyproject.toml reads it from here.
@@ -97,8 +98,9 @@ def __dir__() -> list[str]:
 #: long to load.)
 _RANK_VARIABLES = ("RANK", "RANKID", "PROCID")
 
-if any(name.endswith(_RANK_VARIABLES) for name in os.environ):
-    # From here on, an error that ends this rank ends the job.
+# From here on, an error that ends this rank ends the job. (The guard, a process without
+# site-packages, also has the variables of a rank, and has to start fast.)
+if not sys.flags.no_site and any(name.endswith(_RANK_VARIABLES) for name in os.environ):
     importlib.import_module("mpicoll.launch.exit_hooks").install_in_rank()
 
 if TYPE_CHECKING:

@@ -94,6 +94,7 @@ def test_rank_and_size(launcher: Launcher) -> None:
         assert launch.find_local_rank(alone) == 3
 
 
+HOME = str(Path(mpicoll.__file__).parent.parent)
 HOOKED = "import sys, mpicoll; print(sys.excepthook is not sys.__excepthook__)"
 
 
@@ -106,6 +107,7 @@ HOOKED = "import sys, mpicoll; print(sys.excepthook is not sys.__excepthook__)"
         ("srun --mpi=pmix", 4, ["-c", HOOKED], True),
         ("srun", 4, ["-c", f"import _pytest; {HOOKED}"], False),
         ("srun", 4, ["-ic", HOOKED], False),
+        ("srun", 4, ["-Sc", f"import sys; sys.path.append({HOME!r}); {HOOKED}"], False),
         ("MPICH's mpirun", 4, ["-c", HOOKED], True),
         ("", 4, ["-c", HOOKED], False),
     ],

@@ -104,6 +104,8 @@ def compare_after(error: Exception, group: ProcessGroup) -> Exception:
     """
     if not isinstance(error, MPIError) or group.size() == 1 or launch.is_serialized():
         return error
+    if lost_ranks.is_fault_tolerant():  # the error may be of a lost rank, which does not answer
+        return error
     text = rank_status.compare_after_error(group)
     if not text:
         return error

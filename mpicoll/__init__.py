@@ -17,6 +17,8 @@ mpicoll loads neither MPI nor NumPy, CuPy or torch.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 #: The one place that says it: pyproject.toml reads it from here.
@@ -91,6 +93,15 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
+
+#: How the names of the variables end that launchers set in each rank. (The table of launchers takes
+#: long to load.)
+_RANK_VARIABLES = ("RANK", "RANKID", "PROCID")
+
+# From here on, an error that ends this rank ends the job. (The guard, a process without
+# site-packages, also has the variables of a rank, and has to start fast.)
+if not sys.flags.no_site and any(name.endswith(_RANK_VARIABLES) for name in os.environ):
+    importlib.import_module("mpicoll.launch.exit_hooks").install_in_rank()
 
 if TYPE_CHECKING:
     from mpicoll.api.collectives import *  # noqa: F403

@@ -34,6 +34,7 @@ from mpicoll.cli.doctor_facts import Findings
 from mpicoll.cli.doctor_machine import Place, describe_distance, format_ranges
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.kernels.library import kernels
+from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes.registry import DEVICE
 
@@ -199,7 +200,7 @@ def interrupted(who: str) -> str:
 
 
 def check_interrupted(ended: Ended) -> None:
-    assert ended.code == cli.INTERRUPTED, ended
+    assert ended.code == INTERRUPTED, ended
     assert ended.err.count("interrupted") == 1 and "Traceback" not in ended.err, ended
     assert ended.seconds < LIMIT / 3, ended
 

@@ -6,16 +6,19 @@ import ast
 import os
 import re
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec, run
 
 import mpicoll
-from mpicoll import launch
+from mpicoll.launch import error_output, exit_hooks
 from mpicoll.watch import termination
 
 pytest_plugins = ["whole_jobs"]
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 pytestmark = needs_mpiexec
 
@@ -250,6 +253,114 @@ def test_after_destroy_the_process_is_its_own(ended: Ended) -> None:
     assert ended.lines == ["alive"]
 
 
+# --- before there is a process group --------------------------------------------------------------
+
+#: How rank 1 fails, the job's exit code, and what rank 1 prints.
+EARLY = {
+    "exception": ("raise ValueError('lost my way')", 1, "[rank 1] ValueError: lost my way"),
+    "bad timeout": ("dist.init_process_group(timeout='soon')", 1, "got str"),
+    "exit": ("sys.exit(3)", 3, "mpicoll: rank 1 exited with code 3"),
+    "message": ("sys.exit('there is no such file')", 1, "there is no such file"),
+}
+
+
+@pytest.mark.parametrize("started", ["", "from mpi4py import MPI"], ids=["no MPI", "mpi4py"])
+@pytest.mark.parametrize(("end", "code", "word"), EARLY.values(), ids=list(EARLY))
+@job("""
+    $started
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+        time.sleep(1)  # meanwhile ranks 0 and 2 enter MPI_Init, or the first call after it
+        $end
+    dist.init_process_group()
+    say("not reached")
+""", ranks=3)  # fmt: skip
+def test_a_failure_before_the_group_ends_the_job(
+    started: str, end: str, code: int, word: str, ended: Ended
+) -> None:
+    ended.badly(word)
+    assert ended.code == code and ended.out == "", ended
+    assert ended.err.count("Traceback") == ("exit" not in end), ended
+
+
+@job("""
+    import subprocess
+    for close_fds in True, False:
+        child = subprocess.run(
+            [sys.executable, "-c", "import mpicoll; raise ValueError('of a child')"],
+            close_fds=close_fds, stderr=subprocess.PIPE, text=True,
+        )
+        assert child.returncode == 1 and "ValueError: of a child" in child.stderr
+    dist.init_process_group()
+    dist.barrier()
+    say("alive")
+""")
+def test_a_failed_child_of_a_rank_does_not_end_the_job(ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["alive", "alive"]
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+MISMATCH = """
+    if "$front" == "torch":
+        import torch, torch.distributed as dist
+    else:
+        import numpy as torch
+    dist.init_process_group("mpicoll")
+    def step():
+        dist.all_reduce(torch.ones(3 + dist.get_rank()))
+    step()
+"""
+
+
+@pytest.mark.parametrize("front", ["numpy", pytest.param("torch", marks=needs_torch)])
+@job(MISMATCH)
+def test_an_error_of_all_ranks_is_printed_once(front: str, ended: Ended) -> None:
+    ended.badly("MismatchError", "rank 1: all_reduce of 4 elements", "in step")
+    shown = re.split("(?m)^mpicoll: ", ended.err)[0].splitlines()
+    rank = shown[0].removesuffix(" Traceback (most recent call last):")
+    assert re.fullmatch(r"\[rank [01]\]", rank), ended
+    assert all(line.startswith(rank) for line in shown), ended
+    assert "script.py" in shown[1] and len(shown) <= 7, ended  # no frame of a library
+    assert ended.err.count("do not belong together") == 1, ended
+
+
+@pytest.mark.parametrize("front", ["numpy"])
+@job(MISMATCH, environment={"MPICOLL_DEBUG": "INFO"})
+def test_mpicoll_debug_shows_the_frames_of_mpicoll(front: str, ended: Ended) -> None:
+    ended.badly("MismatchError", "consistency.py", "in step")
+
+
+@job("""
+    dist.init_process_group()
+    if dist.get_rank() == 0:
+        dist.all_reduce(np.ones(3))
+    dist.all_reduce(np.ones(4))
+""")
+def test_a_rank_that_fails_alike_elsewhere_says_where(ended: Ended) -> None:
+    ended.badly("MismatchError")
+    assert ended.err.count("do not belong together") == 1, ended
+    assert len({*re.findall(r"script\.py., line (\d+)", ended.err)}) == 2, ended
+
+
+def test_an_error_is_printed_by_somebody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the rank that claimed it does not end the job, the next rank prints it."""
+    monkeypatch.setenv("PMIX_NAMESPACE", f"test-{os.getpid()}")
+    monkeypatch.setattr(error_output, "_PRINTING_TIMEOUT_S", 0.2)
+    error = ValueError("rank 1 of 3 lost its way")
+    assert error_output.claim("ValueError: lost its way")
+    held = error_output._claims.pop("ValueError: lost its way")  # as by another process
+    with held:
+        error_output.print_once(error, "1", list)
+    assert "[rank 1] ValueError: rank 1 of 3 lost its way\n" in capsys.readouterr().err
+    start = time.monotonic()
+    error_output.print_once(error, "1", list)
+    assert "[rank 1] ValueError: rank 1 of 3 lost its way\n" in capsys.readouterr().err
+    assert time.monotonic() - start < 0.2  # a claim goes with its process
+
+
 # --- Ctrl-C -------------------------------------------------------------------------------------
 
 
@@ -431,7 +542,7 @@ def test_the_launcher_reads_what_was_written_before_the_job_ends(
             happened.append(os.read(read, 100).decode())
 
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(launch, "current", lambda: Aborted(happened))
+    monkeypatch.setattr(exit_hooks, "current", lambda: Aborted(happened))
     try:
         os.dup2(write, 2)
         with pytest.raises(KeyboardInterrupt):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -283,6 +285,41 @@ def test_a_manager_that_does_not_speak_pmi_1_leaves_the_place_unknown() -> None:
 def test_variables_that_are_not_for_this_process_are_ignored() -> None:
     assert launch.find_torch_variables(HYDRA | {"PMI_FD": "987"}) == {}
     assert launch.find_torch_variables({}) == {}
+
+
+HOME = str(Path(mpicoll.__file__).parent.parent)
+HOOKED = "import sys, mpicoll; print(sys.excepthook is not sys.__excepthook__)"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "command", "is_hooked"),
+    [
+        ("Open MPI's mpirun", 4, ["-c", HOOKED], True),
+        ("Open MPI's mpirun", 1, ["-c", HOOKED], False),
+        ("torchrun", 4, ["-c", HOOKED], False),
+        ("srun --mpi=pmix", 4, ["-c", HOOKED], True),
+        ("srun", 4, ["-c", f"import _pytest; {HOOKED}"], False),
+        ("srun", 4, ["-ic", HOOKED], False),
+        ("srun", 4, ["-Sc", f"import sys; sys.path.append({HOME!r}); {HOOKED}"], False),
+        ("MPICH's mpirun", 4, ["-c", HOOKED], True),
+        ("", 4, ["-c", HOOKED], False),
+    ],
+)
+def test_import_installs_hooks_in_a_rank_of_several(
+    name: str, size: int, command: list[str], is_hooked: bool
+) -> None:
+    found = next((simulate(each, 1, size) for each in LAUNCHERS if each.name == name), {})
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | found,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(is_hooked)]
+
+
+@every_launcher
+def test_import_recognizes_a_rank(launcher: Launcher) -> None:
+    assert any(name.endswith(mpicoll._RANK_VARIABLES) for name in simulate(launcher))
 
 
 @every_launcher

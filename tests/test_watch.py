@@ -85,6 +85,27 @@ def test_ranks_in_other_calls_are_told_from_those_in_this_one() -> None:
 
 
 @pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("how", "kind", "number", "words"),
+    [
+        ("code 142", 1 << 8, 7, "mpicoll: mismatch: the ranks made calls"),
+        ("code 142", 1 << 8, 9, "The last calls: rank 0: call 7 of group 0"),
+        ("code 142", 0, 7, "The last calls: ranks 0-1: call 7 of group 0"),
+        ("code 5", 1 << 8, 7, ""),
+        ("SIGKILL", 1 << 8, 7, ""),
+    ],
+)
+def test_a_rank_that_mpi_ended_is_compared_with_the_others(
+    how: str, kind: int, number: int, words: str
+) -> None:
+    lost, other = _snapshot(0, 7, True, state="gone", how=how), _snapshot(1, number, True)
+    other["calls"][0]["kind"] += kind
+    assert report.is_ended_by_mpi(lost) == bool(words)
+    if words:
+        assert words in report.describe_mismatch(lost, [lost, other])
+
+
+@pytest.mark.any_mpi
 def test_a_loss_says_who_how_and_where() -> None:
     lost = _snapshot(3, 7, True, state="gone", how="SIGKILL", pid=77)
     text = report.describe_loss([lost], 8)

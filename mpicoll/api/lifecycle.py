@@ -32,10 +32,11 @@ from mpicoll.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from mpicoll.launch.exit_hooks import exit_code, install_in_rank, keep_exit_code
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.output import write_lines
 from mpicoll.watch import guarding, lost_ranks, rank_status
-from mpicoll.watch.termination import end_job, exit_code, keep_exit_code
+from mpicoll.watch.termination import end_job
 from mpicoll.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -304,6 +305,7 @@ def begin(
             lost_ranks.stop()
             _watchdog.remove()
             _watchdog = None
+            install_in_rank()  # the error may end this process while other ranks wait for it
             raise
     return state.default
 

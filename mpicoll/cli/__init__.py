@@ -22,6 +22,8 @@ from typing import Protocol, cast
 
 from mpicoll import __version__, launch
 from mpicoll.errors import MpicollError
+from mpicoll.launch import exit_hooks
+from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.output import write_lines
 
 __all__ = [
@@ -52,12 +54,11 @@ A_MOMENT = 2.0
 LIMIT = 120.0
 #: Seconds between two lines of progress where a line cannot be replaced.
 PACE = 10.0
-#: The exit code after Ctrl-C, as shells have it.
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Exit with code 2 for a bad command line."""
+    exit_hooks.remove()  # a command ends in its own way
     _end_quietly()
     with contextlib.ExitStack() as quiet:
         if not is_first_rank():

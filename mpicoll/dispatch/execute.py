@@ -383,11 +383,12 @@ def perform(
         carry(send, recv, how, root)
         group.complete()
     except Exception as error:
-        _look_at(error, call)
         if isinstance(error, MpicollError):
+            _look_at(error, call)
             flight_record.dump_after(error, group)
             raise
-        told = _explained(error, call.name, group)
+        told = timeouts.compare_after(_explained(error, call.name, group), group)
+        _look_at(error, call)
         flight_record.dump_after(told, group)
         raise told from error
     finally:

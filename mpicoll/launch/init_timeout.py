@@ -21,7 +21,7 @@ from mpicoll.launch.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["end_after", "enforce_timeout"]
+__all__ = ["end_after", "enforce_timeout", "job_name"]
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def enforce_timeout(
         rank, size = str(rendezvous.rank), str(rendezvous.world_size)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()  # what was printed is not lost
-    job = _job_name() if on_one_node else None
+    job = job_name() if on_one_node else None
     if comm is not None:
         rank, size = str(comm.Get_rank()), str(comm.Get_size())
         job = job and _part_name(job, comm)
@@ -99,7 +99,7 @@ def _part_name(job: str, comm: MPI.Intracomm) -> str | None:
     return None if None in ranks else f"{job}/{zlib.crc32(repr(ranks).encode())}"
 
 
-def _job_name(environment: Mapping[str, str] = os.environ) -> str | None:
+def job_name(environment: Mapping[str, str] = os.environ) -> str | None:
     """Name this job among those of its node, alike on all of its ranks there; None without a name.
 
     A PMIx manager gives a job a name. A PMI manager has one process on a node, at the other end of

@@ -651,6 +651,8 @@ class Guard:
         self._told = not self._goes_on
         why = report.describe_loss(lost, self.size)
         hint = "" if self._goes_on else report.describe_survival(lost, self._given["survival"])
+        if report.is_ended_by_mpi(lost[0]):
+            hint = report.describe_mismatch(lost[0], self._gather({}))
         _say("\n".join(filter(None, [why, hint])), self._last_words)
         if self._goes_on:
             return

@@ -11,12 +11,13 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mpicoll import communicators
-from mpicoll.watch.consistency import RecordEntry, describe_call, digest
+from mpicoll.watch.consistency import RecordEntry, describe_by_rank, describe_call, digest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "CLOSED", "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "FAILED", "RUNNING",
-    "RankStatus", "compare_at_destroy", "describe_mismatch", "dumping", "find_departed",
-    "find_missing", "lock", "neighbours", "receive", "send",
+    "CLOSED", "COMPARING", "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "FAILED",
+    "RUNNING", "RankStatus", "compare_after_error", "compare_at_destroy", "describe_mismatch",
+    "dumping", "find_departed", "find_missing", "lock", "neighbours", "receive", "send",
 ]  # fmt: skip
 
 
@@ -34,7 +35,7 @@ class RankStatus(NamedTuple):
     """Where a rank is among a group's calls. All fields are sent as numbers of 64 bits.
 
     group:  a hash of the group's name: a message may be left over from a group that has ended.
-    state:  RUNNING, EXITING, DESTROYING, DUMPING, CLOSED or FAILED.
+    state:  RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, CLOSED or FAILED.
     begun, formed: collectives that the rank has begun, and those of them that are not compared.
     since:  the number of the call before which the ranks' calls were last compared.
     number, kind, sizes, root: of the rank's last call that is compared.
@@ -67,25 +68,38 @@ lock = threading.Lock()
 DESTROY_TIMEOUT = 1.0
 
 
+#: Seconds that a rank waits for the status of other ranks after MPI has reported an error. Their
+#: watchdogs answer within a second.
+ANSWER_TIMEOUT_S = 4.0
+
+
 #: What a rank does: it makes more calls in a group; it ends without destroying its groups; it
-#: destroys them; it has written its flight record, and the others should; it has closed
+#: destroys them; it has written its flight record, and the others should; MPI has reported an error
+#: in its last call, and it asks the group for the calls of that number; it has closed
 #: this group, of which a call has outlasted the timeout, or one in which it has failed alone.
-RUNNING, EXITING, DESTROYING, DUMPING, CLOSED, FAILED = range(6)
+RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, CLOSED, FAILED = range(7)
 #: Global ranks that have said the last since this set was cleared; see flight_record.py.
 dumping: set[int] = set()
 
 
-def send(group: ProcessGroup, state: int = RUNNING) -> None:
+def send(
+    group: ProcessGroup,
+    state: int = RUNNING,
+    to: Iterable[int] | None = None,
+    number: int | None = None,
+) -> None:
     """Send this rank's status to some members.
 
-    They are the ranks at distances of powers of two, both ways: few messages in a large group, all
-    others in a small one. One waiting rank that receives it is enough to end the job.
+    to:     their ranks in the group; None: those at distances of powers of two, both ways: few
+            messages in a large group, all others in a small one. One waiting rank that receives the
+            status is enough to end the job.
+    number: of the last call that the status is to include; None: of all.
     """
-    status = np.array(_build_status(group, state), np.int64)
+    status = np.array(_build_status(group, state, number), np.int64)
     with lock:
         if group.closed is not None:
             return
-        for other in neighbours(group):
+        for other in neighbours(group) if to is None else to:
             _pending_sends.append((group.messages.Isend(status, other, group.leave_tag), status))
         _pending_sends[:] = [(one, kept) for one, kept in _pending_sends if not one.Test()]
 
@@ -97,8 +111,10 @@ def neighbours(group: ProcessGroup) -> set[int]:
     return {(me + sign * distance) % n for distance in distances for sign in (1, -1)}
 
 
-def _build_status(group: ProcessGroup, state: int) -> RankStatus:
+def _build_status(group: ProcessGroup, state: int, number: int | None = None) -> RankStatus:
     calls = tuple(group.recent)  # a copy: another thread may be making calls
+    if number is not None:
+        calls = calls[:1] + tuple(call for call in calls[1:] if call[0] <= number)
     counts = group.begun, group.formed
     return RankStatus(_hash_name(group), state, *counts, calls[0][0], *calls[-1], digest(calls))
 
@@ -108,10 +124,10 @@ def _hash_name(group: ProcessGroup) -> int:
 
 
 def receive(group: ProcessGroup) -> None:
-    """Receive the status messages that have arrived."""
+    """Receive the status messages that have arrived. Answer a rank that is COMPARING."""
     from mpi4py import MPI
 
-    envelope = MPI.Status()
+    envelope, asked = MPI.Status(), []
     try:
         with lock:
             while group.closed is None and group.messages.Iprobe(
@@ -122,6 +138,8 @@ def receive(group: ProcessGroup) -> None:
                 group.messages.Irecv(buffer, source, group.leave_tag).Wait()
                 status = RankStatus(*buffer.tolist())
                 if status.group == _hash_name(group):
+                    if status.state == COMPARING:
+                        asked.append((source, status.number))
                     if status.state == DUMPING:
                         dumping.add(group.ranks[source])
                     elif (known := group.statuses.get(source)) is None or known.state < CLOSED:
@@ -129,6 +147,8 @@ def receive(group: ProcessGroup) -> None:
     except MPI.Exception as error:
         if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
             raise
+    for source, number in asked:
+        send(group, RUNNING, (source,), number)
 
 
 def find_departed(group: ProcessGroup, states: tuple[int, ...] = (EXITING, DESTROYING)) -> set[int]:
@@ -155,7 +175,7 @@ def describe_mismatch(group: ProcessGroup) -> str:
     if formed != group.formed:  # another thread makes calls just now
         return ""
     for rank, status in list(group.statuses.items()):
-        if status.since != calls[0][0]:
+        if status.since != calls[0][0] or status.state == COMPARING:  # that rank raises the error
             continue
         ahead = status.number - calls[-1][0]
         if ahead * (status.formed - formed) < 0:
@@ -197,6 +217,34 @@ def _describe_difference(
 
 def _describe_call(call: RecordEntry) -> str:
     return f"call {call[0]}, {describe_call(call)}"
+
+
+def compare_after_error(group: ProcessGroup) -> str:
+    """Compare this rank's last call with the calls of that number on all other ranks, after MPI has
+    reported an error in it. Their watchdogs answer.
+
+    Returns how the calls differ, "" if they do not, or if no rank answers in time.
+    """
+    number, me = group.recent[-1][0], group.rank()
+    others = {*range(group.size())} - {me}
+    send(group, COMPARING, others)
+    end = time.monotonic() + ANSWER_TIMEOUT_S
+    while True:
+        receive(group)
+        known = {rank: group.statuses[rank] for rank in others & group.statuses.keys()}
+        known = {rank: status for rank, status in known.items() if status.number == number}
+        if len(known) == len(others) or time.monotonic() > end:
+            break
+        time.sleep(1e-3)
+    calls = {rank: describe_call(status.last_call) for rank, status in known.items()}
+    calls[me] = describe_call(group.recent[-1])
+    if len({*calls.values()}) == 1:
+        return describe_mismatch(group)
+    texts = [calls.get(rank, "no answer") for rank in range(group.size())]
+    return (
+        f"rank {me} of group {group.group_name}: the ranks made calls that do not belong together "
+        f"as call {number} of the group: {describe_by_rank(texts)}"
+    )
 
 
 def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:

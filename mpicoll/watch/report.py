@@ -12,7 +12,8 @@ from typing import Any
 
 __all__ = [
     "LINES", "describe_call", "describe_end", "describe_hang", "describe_job", "describe_loss",
-    "describe_signal", "describe_survival", "format_ranks", "is_there", "parse_stacks",
+    "describe_mismatch", "describe_signal", "describe_survival", "format_ranks", "is_ended_by_mpi",
+    "is_there", "parse_stacks",
 ]  # fmt: skip
 
 #: One rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done, gone),
@@ -35,6 +36,9 @@ _HINTS = {
 
 #: Those that are meant for a whole job.
 _FOR_ALL = _HINTS.keys() - {"SIGKILL"}
+
+#: Added to the class of the error in the exit code with which MPICH ends a process.
+_MPI_ERROR = 128
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -142,6 +146,47 @@ def describe_survival(lost: Sequence[Snapshot], survival: str) -> str:
     if not survival or lost[0]["how"] in _FOR_ALL:
         return ""
     return f"mpicoll: what would have saved this job: {survival} (docs/reliability.md)"
+
+
+def is_ended_by_mpi(lost: Snapshot) -> bool:
+    """Return whether MPI has ended a rank after an error in a collective.
+
+    MPICH does so for a message that is too long, even if the communicator returns errors.
+    """
+    call, how = _last_call(lost), lost["how"]
+    is_error = how.startswith("code ") and int(how[5:]) >= _MPI_ERROR
+    return is_error and call is not None and bool(call["inside"])
+
+
+def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
+    """Return the line that compares the ranks' calls after MPI has ended a rank in one of them.
+
+    lost: that rank. snapshots: of all ranks.
+    """
+    call = _last_call(lost)
+    assert call is not None
+    found = {
+        snapshot["rank"]: one
+        for snapshot in snapshots
+        for one in snapshot["calls"]
+        if one["group"] == call["group"]
+    }
+    is_same_call = {each["number"] for each in found.values()} == {call["number"]}
+    is_mismatch = is_same_call and len({_words(each) for each in found.values()}) > 1
+    calls: dict[str, list[int]] = {}
+    for rank, each in found.items():
+        calls.setdefault(_words(each) if is_mismatch else describe_call(each), []).append(rank)
+    texts = "; ".join(f"{format_ranks(ranks)}: {words}" for words, ranks in calls.items())
+    detail = "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
+    if is_mismatch:
+        return (
+            f"mpicoll: mismatch: the ranks made calls that do not belong together as "
+            f"{describe_call(call).partition(':')[0]}: {texts}. MPI ended the job; {detail}"
+        )
+    return (
+        "mpicoll: MPI ends a process after an error in a call, most often because another rank "
+        f"called with other sizes. The last calls: {texts}. {detail}"
+    )
 
 
 def describe_signal(name: str, ranks: Sequence[int], size: int, host: str) -> str:

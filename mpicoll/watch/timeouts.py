@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mpicoll import launch, settings
-from mpicoll.errors import CollectiveTimeoutError, DistBackendError
+from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
+from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 from mpicoll.watch import consistency, flight_record, lost_ranks, rank_status
 from mpicoll.watch.consistency import describe_call
-from mpicoll.watch.termination import exit_code, keep_exit_code
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -94,6 +94,28 @@ def give_up(group: ProcessGroup, error: Exception) -> None:
     name = f"rank {group.ranks[group.rank()]} of group {group.group_name}"
     words = f"{name} failed in call {group.sequence}, and the group takes no more calls: {error}"
     _shut(group, group.broken or DistBackendError(words), rank_status.FAILED)
+
+
+def compare_after(error: Exception, group: ProcessGroup) -> Exception:
+    """Return a MismatchError in place of an error of MPI if the ranks have made different calls.
+
+    The group is then closed on all its ranks: MPI has carried out a part of the call. The lock of
+    the group is held.
+    """
+    if not isinstance(error, MPIError) or group.size() == 1 or launch.is_serialized():
+        return error
+    if lost_ranks.is_fault_tolerant():  # the error may be of a lost rank, which does not answer
+        return error
+    text = rank_status.compare_after_error(group)
+    if not text:
+        return error
+    found = MismatchError(
+        f"{text}. MPI reported an error in this call, and the group cannot be used any more. "
+        f"{_COMPARES}"
+    )
+    group.break_with(found)
+    give_up(group, found)
+    return found
 
 
 def hear(group: ProcessGroup, rank: int) -> None:

@@ -23,9 +23,11 @@ from mpicoll import launch, settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import attend
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
+from mpicoll.launch import exit_hooks
+from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.output import write_lines
 from mpicoll.watch import flight_record, guarding, interruptions, lost_ranks, rank_status, timeouts
-from mpicoll.watch.termination import INTERRUPTED, ExitHooks, end_job, end_stuck_job
+from mpicoll.watch.termination import GroupEnd, end_job, end_stuck_job
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -61,7 +63,7 @@ class _Wait:
 
 
 class Watchdog:
-    """The watchdog thread and the ExitHooks, from init_process_group to destroy_process_group.
+    """The watchdog thread and the exit hooks, from init_process_group to destroy_process_group.
 
     at_exit: called when the interpreter ends with success, without a destroy.
     """
@@ -76,7 +78,7 @@ class Watchdog:
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
-        self._exit_hooks = ExitHooks(at_exit)
+        exit_hooks.install(GroupEnd(at_exit))
         self._hears_signals = threading.current_thread() is threading.main_thread()
         if self._hears_signals:
             interruptions.attend()
@@ -100,7 +102,7 @@ class Watchdog:
 
     def remove(self) -> None:
         """Remove the hooks and end the thread."""
-        self._exit_hooks.remove()
+        exit_hooks.remove()
         owns_pipe = not self._hears_signals
         if threading.current_thread() is threading.main_thread():
             if self._hears_signals:

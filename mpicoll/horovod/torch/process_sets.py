@@ -26,7 +26,7 @@ from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.engine import Engine
 from mpicoll.horovod.torch.timeline import TIMELINE, start_as_told
 from mpicoll.launch import host_identity
-from mpicoll.watch.termination import exit_code
+from mpicoll.launch.exit_hooks import exit_code
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -1,0 +1,327 @@
+"""Hooks that end the whole job when this rank fails: an uncaught exception, or sys.exit(1).
+
+If one rank ends while other ranks wait inside MPI, these ranks wait for ever. ``import mpicoll``
+installs the hooks in each rank of a job, because other ranks may already wait in MPI_Init. A
+process group installs another ``RankEnd`` (``watch/termination.py``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import io
+import multiprocessing
+import multiprocessing.util
+import os
+import select
+import socket
+import stat
+import sys
+import termios
+import threading
+import time
+from types import ModuleType, TracebackType
+from typing import NoReturn
+
+from mpicoll.launch import error_output
+from mpicoll.launch.environment import is_inherited, is_started_by_torchrun
+from mpicoll.launch.init_timeout import job_name
+from mpicoll.launch.launchers import announced, find_launcher, find_rank
+from mpicoll.launch.session import current
+from mpicoll.output import write_lines
+
+__all__ = [
+    "INTERRUPTED",
+    "RankEnd",
+    "end_ranks",
+    "exit_code",
+    "flush_output",
+    "install",
+    "install_in_rank",
+    "keep_exit_code",
+    "remove",
+]
+
+#: The exit code that a shell reports for a process that ended by SIGINT.
+INTERRUPTED = 130
+
+#: The variable by which a process that a rank starts learns that it is not a rank itself.
+_MARK = "_MPICOLL_RANK_PROCESS"
+#: Seconds that a process manager has to answer before this rank asks it to end the job.
+_MANAGER_TIMEOUT_S = 2.0
+
+
+class _Exit(SystemExit):
+    """The SystemExit of sys.exit, which notices whether it ends the interpreter.
+
+    The interpreter deletes an uncaught SystemExit when no Python code runs any more, before it
+    calls the functions of atexit. A caught one is deleted by Python code.
+    """
+
+    final_code: object = None
+
+    def __del__(self) -> None:
+        try:
+            sys._getframe(1)
+        except ValueError:
+            _Exit.final_code = self.code
+
+
+def _exit(status: object = None) -> NoReturn:
+    is_main = threading.get_ident() == threading.main_thread().ident
+    raise (_Exit if is_main else SystemExit)(status)
+
+
+_is_kept = False
+
+
+def keep_exit_code() -> None:
+    """Let ``exit_code`` work even after the hooks were removed."""
+    global _is_kept
+    _is_kept = True
+
+
+def exit_code() -> int | None:
+    """Return the exit code of the sys.exit that ends the interpreter; None if it ends otherwise."""
+    code = _Exit.final_code
+    return code if code is None or isinstance(code, int) else 1
+
+
+# --- how the other ranks end ----------------------------------------------------------------------
+
+
+def end_ranks(code: int) -> None:
+    """End every rank of the job with an exit code. Returns if this process has no means to do so.
+
+    If MPI does not run in this process, its process manager is asked to end the job.
+    """
+    session = current()
+    if session is not None:
+        session.abort(code)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized():
+        _abort_by_manager(code)
+    elif not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)  # not through the lock of launch.serialized_mpi
+
+
+def _abort_by_manager(code: int) -> None:
+    """Ask the process manager to end the job, by PMI-1, before MPI has connected to it.
+
+    MPICH's mpiexec and srun take no notice of a process that exits with an error before MPI_Init,
+    and the other ranks would wait there. Open MPI's mpirun ends the job by itself.
+    """
+    descriptor = os.environ.get("PMI_FD", "")
+    if not descriptor.isdigit() or is_inherited() or _is_child_of_rank():
+        return
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as manager:
+        manager.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
+        poll = select.poll()
+        poll.register(manager, select.POLLIN)
+        if poll.poll(1000 * _MANAGER_TIMEOUT_S):
+            manager.recv(1024)
+        manager.sendall(f"cmd=abort exitcode={code & 255 or 1}\n".encode())
+
+
+def _is_child_of_rank() -> bool:
+    """Return whether a rank has started this process, which has inherited the rank's variables.
+
+    The mark names the process that is the rank, its job and its number: an mpiexec that a rank
+    starts gives its own ranks other ones. The first process that asks is the rank.
+    """
+    this = f"{job_name()} {find_rank()}"
+    process, _, marked = os.environ.get(_MARK, "").partition(" ")
+    if marked == this:
+        return process != str(os.getpid())
+    os.environ[_MARK] = f"{os.getpid()} {this}"
+    return False
+
+
+def flush_output() -> None:
+    """Flush the output of this process, and wait until the launcher has read it."""
+    if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+        # torch.distributed's hook collects the output of the hooks that it calls.
+        with contextlib.suppress(OSError, ValueError):
+            sys.__stderr__.write(sys.stderr.getvalue())
+            sys.__stderr__.flush()
+            sys.stderr.seek(0)
+            sys.stderr.truncate()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    with contextlib.suppress(KeyboardInterrupt):  # another one: it cannot end sooner
+        _wait_for_launcher()
+
+
+def _wait_for_launcher(seconds: float = 1.0) -> None:
+    """Wait until the launcher has read the output of this process.
+
+    seconds: the longest wait.
+
+    Launchers drop output that is still in the ranks' pipes when the job ends, and may print MPI's
+    own message first. The final 0.1 s are for output that goes to a file, and for the launcher to
+    print its last lines.
+    """
+    end = time.monotonic() + seconds
+    while any(_unread(file) for file in (1, 2)) and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)
+
+
+def _unread(file: int) -> int:
+    """Return how many bytes of a pipe that this process writes to are still in it."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(file).st_mode):
+            return 0
+        return int.from_bytes(fcntl.ioctl(file, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:  # it is closed, or the system cannot say
+        return 0
+
+
+# --- the hooks ------------------------------------------------------------------------------------
+
+
+class RankEnd:
+    """The steps by which a rank ends its job. This class is for a rank without a process group."""
+
+    def rank(self) -> str:
+        """Return this rank for messages, "?" if it is unknown."""
+        mpi: ModuleType | None = sys.modules.get("mpi4py.MPI")
+        rank = announced()[0]
+        if rank == "?" and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            return str(mpi.COMM_WORLD.Get_rank())
+        return rank
+
+    def last_words(self) -> list[str]:
+        """Return lines to print behind an error."""
+        return []
+
+    def end_job(self, code: int, explained: bool) -> None:
+        """End every rank of the job, if this process can.
+
+        explained: this rank has printed why.
+        """
+        if not explained and error_output.claim(f"exit code {code}"):
+            write_lines(f"mpicoll: rank {self.rank()} exited with code {code}; the job ends")
+        flush_output()
+        end_ranks(code)
+
+    def at_exit(self) -> None:
+        """Called when the interpreter ends with success."""
+
+
+class _ExitHooks:
+    """Wrappers of sys.excepthook and sys.exit. An instance other than ``_current`` only prints."""
+
+    def __init__(self, end: RankEnd) -> None:
+        self.end = end
+        self._pid = os.getpid()
+        self._previous_hook = sys.excepthook
+        self._previous_exit = sys.exit
+        sys.excepthook = self._excepthook
+        sys.exit = _exit
+        _Exit.final_code = None
+        atexit.register(self._exiting)
+        self._finalizer: multiprocessing.util.Finalize | None = None
+        if multiprocessing.parent_process() is not None:
+            # multiprocessing ends a child without sys.excepthook, and a forked one without atexit.
+            self._finalizer = multiprocessing.util.Finalize(
+                None, self._child_exiting, exitpriority=0
+            )
+
+    def take(self, end: RankEnd) -> bool:
+        """Use another RankEnd; return False if the program has put a hook over this one."""
+        if sys.excepthook != self._excepthook or self._pid != os.getpid():
+            return False
+        self.end = end
+        _Exit.final_code = None
+        atexit.unregister(self._exiting)  # atexit calls the latest function first
+        atexit.register(self._exiting)
+        return True
+
+    def remove(self) -> None:
+        """Restore the hooks of before."""
+        atexit.unregister(self._exiting)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_hook
+        if sys.exit is _exit and not _is_kept:
+            sys.exit = self._previous_exit
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        # Another hook may still call this one after it was removed, and an exception at an
+        # interactive prompt ends nothing.
+        ends = os.getpid() == self._pid and self is _current and not hasattr(sys, "ps1")
+        try:
+            if self._previous_hook is not sys.__excepthook__:
+                self._previous_hook(kind, error, trace)
+            elif ends:
+                error_output.print_once(error, self.end.rank(), self.end.last_words)
+            else:
+                write_lines(error_output.format_error(error))
+        finally:
+            if ends:
+                code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+                self.end.end_job(code, explained=True)
+
+    def _exiting(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        code = exit_code()
+        if code:
+            self.end.end_job(code, explained=not isinstance(_Exit.final_code, int))
+        self.end.at_exit()
+
+    def _child_exiting(self) -> None:
+        """End the job if an exception ends a child of multiprocessing."""
+        if os.getpid() != self._pid:
+            return
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            if isinstance(error.code, str):
+                write_lines(error.code)
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if code:
+                self.end.end_job(code, explained=not isinstance(error.code, int))
+        elif error is not None:
+            self._excepthook(type(error), error, error.__traceback__)
+        self._exiting()
+
+
+_current: _ExitHooks | None = None
+
+
+def install(end: RankEnd) -> None:
+    """Install the hooks; hooks that are already installed use the new RankEnd from now on."""
+    global _current
+    if _current is None or not _current.take(end):
+        if _current is not None:
+            _current.remove()
+        _current = _ExitHooks(end)
+
+
+def install_in_rank() -> None:
+    """Install the hooks if a launcher has started this process as one of several ranks.
+
+    Not in a test run or at an interactive prompt, which go on after an exception, and not under
+    torchrun, which ends all ranks when one has failed.
+    """
+    _, size, _ = announced()
+    if find_launcher() is None or size in ("0", "1") or is_started_by_torchrun() or is_inherited():
+        return
+    if "_pytest" in sys.modules or sys.flags.interactive or hasattr(sys, "ps1"):
+        return
+    if not _is_child_of_rank():
+        install(RankEnd())
+
+
+def remove() -> None:
+    """Restore the hooks of before ``install``."""
+    global _current
+    if _current is not None:
+        _current.remove()
+        _current = None

@@ -55,6 +55,7 @@ class Job:
 
     options:   of Python.
     interrupt: who gets SIGINT once all ranks have called ready(): "mpiexec", or a rank's number.
+    limit:     seconds after which the job counts as hanging.
     """
 
     script: str
@@ -62,6 +63,7 @@ class Job:
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     interrupt: str | int = ""
+    limit: int = LIMIT
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ def run(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
 
 def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
     script = folder / "script.py"
-    script.write_text(PREAMBLE + Template(task.script).safe_substitute(parameters))
+    preamble = PREAMBLE.replace(f"alarm({LIMIT})", f"alarm({task.limit})")
+    script.write_text(preamble + Template(task.script).safe_substitute(parameters))
     command = [*MPIEXEC, "-n", str(task.ranks), sys.executable, *task.options, script, folder]
     start = time.monotonic()
     process = subprocess.Popen(
@@ -124,7 +127,7 @@ def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
     try:
         if task.interrupt != "":
             send_interrupt(task, process, folder)
-        out, err = process.communicate(timeout=start + LIMIT + 10 - time.monotonic())
+        out, err = process.communicate(timeout=start + task.limit + 10 - time.monotonic())
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"the job did not end: {error}")
     finally:

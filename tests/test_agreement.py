@@ -205,9 +205,10 @@ dist.barrier()
 def test_sizes_that_mpi_refuses_name_the_mismatch(ranks: int, tmp_path: Path) -> None:
     ended = run(Job(SIZES, ranks, environment=APART), {}, tmp_path)
     assert ended.code != 0 and HUNG not in ended.err, ended
-    texts = [f"rank {r}: all_reduce of {3 + r}00000 elements" for r in range(ranks)]
     line = next(line for line in ended.err.splitlines() if "do not belong together" in line)
-    assert "as call 70 of " in line and all(text in line for text in texts), ended
+    named = sum(f"all_reduce of {3 + rank}00000 elements" in line for rank in range(ranks))
+    # All ranks, or two of them if one that waits has found it first.
+    assert "call 70" in line and named >= 2, ended
     assert "MPICOLL_SURVIVE" not in ended.err and "with-ft" not in ended.err, ended
 
 

@@ -314,7 +314,7 @@ MISMATCH = """
 
 
 @pytest.mark.parametrize("front", ["numpy", pytest.param("torch", marks=needs_torch)])
-@job(MISMATCH)
+@job(MISMATCH, limit=90)  # torch takes long to load
 def test_an_error_of_all_ranks_is_printed_once(front: str, ended: Ended) -> None:
     ended.badly("MismatchError", "rank 1: all_reduce of 4 elements", "in step")
     shown = re.split("(?m)^mpicoll: ", ended.err)[0].splitlines()

@@ -390,6 +390,8 @@ def perform(
         told = timeouts.compare_after(_explained(error, call.name, group), group)
         _look_at(error, call)
         flight_record.dump_after(told, group)
+        if isinstance(told, MismatchError):
+            timeouts.give_up(group, told)
         raise told from error
     finally:
         group.end()

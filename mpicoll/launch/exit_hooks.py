@@ -194,7 +194,7 @@ class RankEnd:
         return rank
 
     def last_words(self) -> list[str]:
-        """Return lines to print behind an error."""
+        """Return lines to print behind an error that is about to be printed."""
         return []
 
     def end_job(self, code: int, explained: bool) -> None:

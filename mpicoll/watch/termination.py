@@ -60,7 +60,10 @@ class GroupEnd(RankEnd):
         return super().rank() if default is None else str(default.rank())
 
     def last_words(self) -> list[str]:
-        """Return the line that says where the flight records are."""
+        """Return the line that says where the flight records are. The rank ends from here on, also
+        while it waits for another rank that prints the same error.
+        """
+        guarding.say_ending(1)
         return flight_record.last_words()
 
     def end_job(self, code: int, explained: bool) -> None:

@@ -99,8 +99,8 @@ def give_up(group: ProcessGroup, error: Exception) -> None:
 def compare_after(error: Exception, group: ProcessGroup) -> Exception:
     """Return a MismatchError in place of an error of MPI if the ranks have made different calls.
 
-    The group is then closed on all its ranks: MPI has carried out a part of the call. The lock of
-    the group is held.
+    The group is then broken, because MPI has carried out a part of the call. The caller holds the
+    group's lock, and closes the group on the other ranks.
     """
     if not isinstance(error, MPIError) or group.size() == 1 or launch.is_serialized():
         return error
@@ -114,7 +114,6 @@ def compare_after(error: Exception, group: ProcessGroup) -> Exception:
         f"{_COMPARES}"
     )
     group.break_with(found)
-    give_up(group, found)
     return found
 
 

@@ -263,8 +263,8 @@ class _Communicator(_Locked):
     """
 
     local = frozenset({
-        "Free", "Get_failed", "Get_group", "Get_rank", "Get_size", "Iprobe", "Is_revoked",
-        "Revoke", "Set_attr", "Set_errhandler", "Shrink",
+        "Free", "Get_attr", "Get_failed", "Get_group", "Get_info", "Get_rank", "Get_size", "Iprobe",
+        "Is_revoked", "Revoke", "Set_attr", "Set_errhandler", "Shrink",
     })  # fmt: skip
 
     def __init__(

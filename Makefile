@@ -51,6 +51,8 @@ wheel_site :=
 venv = .venv$(patsubst %,-%,$(filter-out mpich,$1))
 VENV := $(call venv,$(ONE))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# $(call install,NAMES,ARGUMENTS) prints the names and installs by pip, which may take a minute.
+install = @echo 'installing $1 into $(VENV)' && $(PIP) $2
 # A whole path: some start ranks in folders of their own.
 START := $(or $(MPIEXEC),$(if $(filter site,$(ONE)),mpirun,$(abspath $(VENV)/bin/mpiexec)))
 
@@ -72,13 +74,18 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
 	@echo 'Settings (see the Makefile): MPI=mpich|openmpi|impi|site MPIEXEC= TORCH= PYTHON= ARGS= CUDA= CUDA_MPI= HOROVOD='
 
-demo: $(VENV)/.demo  ## train a small network on four ranks, then compare all_reduce with MPI alone
-	$(START) -n 4 $(VENV)/bin/python jobs/train_digits.py
-	$(START) -n 4 $(VENV)/bin/python -m mpicoll bench all_reduce -b 1K -e 4M -f 64 \
+# A rank for each processor that this process may use, from 2 to 4. (nproc would say OMP_NUM_THREADS.)
+RANKS = $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_getaffinity(0)))))')
+demo: $(VENV)/.demo  ## train a small network on 2 to 4 ranks, then compare all_reduce with MPI alone
+	@echo 'training a network on $(RANKS) ranks (jobs/train_digits.py)'
+	@$(START) -n $(RANKS) $(VENV)/bin/python jobs/train_digits.py
+	@echo 'timing all_reduce on $(RANKS) ranks (python -m mpicoll bench)'
+	@$(START) -n $(RANKS) $(VENV)/bin/python -m mpicoll bench all_reduce -b 1K -e 4M -f 64 \
 	    -d float,bfloat16 --compare all --short
+	@echo 'Try next: $(patsubst $(CURDIR)/%,%,$(START)) -n $(RANKS) $(VENV)/bin/python -m mpicoll doctor'
 
 torch: $(VENV)/.demo  ## add PyTorch, which is large, to what `make demo` installs
-	$(PIP) '$(or $(TORCH),torch)'
+	$(call install,$(or $(TORCH),torch),'$(or $(TORCH),torch)')
 
 test:  ## lint, then the tests with each MPI, or with MPI=...; ARGS=--quick: 3 minutes
 	@for mpi in $(if $(findstring --quick,$(ARGS)),$(firstword $(INSTALLED)),$(INSTALLED)); do \
@@ -210,6 +217,7 @@ bench-gpu:  ## collectives on device memory by each route, and DDP, on 2 and 4 r
 docs: $(VENV)/.docs  ## write the tables of the pages, then the pages as HTML: .cache/site/index.html
 	$(VENV)/bin/python docs/support.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	@echo 'The site: file://$(CURDIR)/.cache/site/index.html; to serve it: $(PYTHON) -m http.server --directory .cache/site'
 
 # With Intel MPI the tests run without torch, as they do on a machine that has none.
 environment: $(VENV)/.test  ## what the tests need with MPI=..., and no more
@@ -231,23 +239,26 @@ gpu-environment: environment
 BUILT := pyproject.toml $(wildcard mpicoll/__init__.py mpicoll/kernels/src/*)
 
 $(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
-	$(PIP) -e . $(wheel_$(ONE)) scikit-learn
+	$(if $(wheel_$(ONE)),$(call install,$(wheel_$(ONE)),$(wheel_$(ONE))))
+	$(call install,mpicoll and its compiled C library,-e .)
+	$(call install,scikit-learn (for the demo),scikit-learn)
 	@touch $@
 
 $(VENV)/.test: $(BUILT) | $(VENV)/bin/python
-	$(PIP) -e '.[test]' $(wheel_$(ONE))
+	$(call install,mpicoll and the requirements of its tests,-e '.[test]' $(wheel_$(ONE)))
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.test
-	$(PIP) -e '.[bench]'
+	$(call install,the requirements of the measurements,-e '.[bench]')
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
-	$(PIP) -e '.[docs]'
+	$(call install,the requirements of the site,-e '.[docs]')
 	@touch $@
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo 'creating $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
 
 clean:  ## remove the environments and everything built
 	rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info mpicoll/kernels/*.so

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 from aims import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Results
@@ -67,13 +67,14 @@ def _title(results: Results) -> str:
     return f"{results.mpi}, {results.distance}" if known else results.mpi
 
 
-def _grid(rows: int, titles: Sequence[str], what: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(1 + 3.4 * len(titles), 0.6 + 2.4 * rows), layout="constrained")
+def _grid(rows: int, what: str, share: Literal["all", "col"]) -> tuple[Figure, Any]:
+    """Return a figure of two panels a row, as wide as the text of a page.
+
+    share: which panels have the same axes.
+    """
+    figure = Figure(figsize=(7.8, 0.7 + 2.4 * rows), layout="constrained")
     figure.suptitle(what)
-    axes = figure.subplots(rows, len(titles), squeeze=False, sharey="row")
-    for axis, title in zip(axes[0], titles, strict=True):
-        axis.set_title(title)
-    return figure, axes
+    return figure, figure.subplots(rows, 2, squeeze=False, sharex=share, sharey=share)
 
 
 def _by_bytes(axis: Any, unit: str) -> None:
@@ -117,31 +118,39 @@ def _legend(figure: Figure, axes: Iterable[Any], columns: int) -> None:
 
 
 def _sizes(found: Sequence[Results], primitive: str) -> Figure:
-    """Draw time and bandwidth of a collective by size."""
-    figure, axes = _grid(2, list(map(_title, found)), f"{primitive} of float32, two ranks")
-    for column, results in zip(axes.T, found, strict=True):
+    """Draw time and bandwidth of a collective by size: a row for each MPI and distance."""
+    found = [each for each in found if each.find(section="sizes", primitive=primitive)]
+    figure, axes = _grid(len(found), f"{primitive} of float32, two ranks", "col")
+    for row, results in zip(axes, found, strict=True):
         for caller, style in STYLES.items():
             times = results.by_size(section="sizes", case=caller, primitive=primitive)
-            _curve(column[0], times, _microseconds, label=caller, **style)
+            _curve(row[0], times, _microseconds, label=caller, **style)
             large = {size: each for size, each in times.items() if size >= KIB}
-            _curve(column[1], large, _gigabytes, label=caller, **style)
-        _by_bytes(column[0], "time of a call (us)")
-        _by_bytes(column[1], "bytes / time (GB/s)")
-        column[1].set_xlabel("bytes of the larger array of a rank")
+            _curve(row[1], large, _gigabytes, label=caller, **style)
+        _by_bytes(row[0], "time of a call (us)")
+        _by_bytes(row[1], "bytes / time (GB/s)")
+        for axis in row:
+            axis.set_title(_title(results))
+    for axis in axes[-1]:
+        axis.set_xlabel("bytes of the larger array of a rank")
     _legend(figure, axes.flat, 5)
     return figure
 
 
 def _dtypes(found: Sequence[Results]) -> Figure:
-    """Draw bandwidth of all_reduce by dtype."""
-    figure, axes = _grid(1, list(map(_title, found)), "all_reduce by dtype, two ranks")
-    for axis, results in zip(axes[0], found, strict=True):
+    """Draw bandwidth of all_reduce by dtype: a panel for each MPI and distance."""
+    found = [each for each in found if each.find(section="dtypes")]
+    figure, axes = _grid((len(found) + 1) // 2, "all_reduce by dtype, two ranks", "all")
+    for axis in axes.flat[len(found) :]:
+        axis.remove()
+    for axis, results in zip(axes.flat, found, strict=False):
         for caller in (MPI4PY, FACADE, GLOO):
             for dtype, line in DTYPES.items():
                 times = results.by_size(section="dtypes", case=caller, dtype=dtype)
                 style = {**STYLES[caller], "linestyle": line}
                 _curve(axis, times, _gigabytes, label=f"{caller} {dtype}", **style)
         _by_bytes(axis, "bytes / time (GB/s)")
+        axis.set_title(_title(results))
         axis.set_xlabel("bytes of the array")
     _legend(figure, axes.flat, 4)
     return figure

@@ -156,7 +156,7 @@ def overlap_table(found: Sequence[Results]) -> list[str]:
 # --- the pages ----------------------------------------------------------------------------------
 
 #: The sizes that the page shows; the figures show all.
-SHOWN = (16, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+SHOWN = (4, 16, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 
 
 def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """Draws the figure of performance.md from the tables of the pages: docs/figures/summary.svg.
 
-Time of an all_reduce on two ranks of one node, by three libraries and four sizes, as bars on a
-logarithmic scale; large enough to be read on a telephone.
+Time of an all_reduce on two ranks of one node, by three libraries and four sizes, as points on a
+logarithmic axis; large enough to be read on a telephone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FIGURE = HERE / "figures/summary.svg"
 SIZES = ("64 KiB", "1 MiB", "16 MiB", "64 MiB")
 COLOURS = {"Gloo": "#e07b39", "MPICH's own": "#7a7f87", "mpicoll": "#3f51b5"}
 
-#: The shortest and the longest bar's time in seconds, and lengths in the figure's units.
+#: The ends of the axis in seconds, and lengths in the figure's units.
 LEAST, MOST = 1e-6, 0.1
-WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 480, 70, 60, 18, 14, 36
+WIDTH, LEFT, RIGHT, ROW, GAP, TOP = 480, 70, 60, 18, 14, 40
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -64,28 +64,34 @@ def label(time: float) -> str:
 def drawn() -> str:
     """The figure as SVG."""
     parts, y = [], TOP
-    x = LEFT
+    x = float(LEFT)
     for name, colour in COLOURS.items():
-        parts.append(f'<rect x="{x}" y="8" width="14" height="14" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 20}" y="20">{name}</text>')
+        parts.append(f'<circle cx="{x + 7:g}" cy="15" r="6" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 20:g}" y="20">{name}</text>')
         x += 30 + 9 * len(name)
     scale = (WIDTH - LEFT - RIGHT) / math.log(MOST / LEAST)
     for size, found in times().items():
-        middle = y + BAR * len(COLOURS) / 2 + 5
+        middle = y + ROW * len(COLOURS) / 2 + 5
         parts.append(f'<text x="{LEFT - 8}" y="{middle:g}" text-anchor="end">{size}</text>')
         for name, colour in COLOURS.items():
-            length = math.log(found[name] / LEAST) * scale
-            parts.append(
-                f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR - 3}" '
-                f'fill="{colour}"/>'
-            )
-            parts.append(
-                f'<text x="{LEFT + length + 5:.1f}" y="{y + 13}">{label(found[name])}</text>'
-            )
-            y += BAR
+            x = LEFT + math.log(found[name] / LEAST) * scale
+            parts.append(f'<circle cx="{x:.1f}" cy="{y + 8}" r="6" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 11:.1f}" y="{y + 13}">{label(found[name])}</text>')
+            y += ROW
         y += GAP
+    axis = []
+    for decade in range(round(math.log10(MOST / LEAST)) + 1):
+        x, time = LEFT + decade * math.log(10) * scale, LEAST * 10**decade
+        axis.append(f'<path d="M{x:.1f} {TOP - 4}V{y}" stroke="#ddd"/>')
+        axis.append(f'<text x="{x:.1f}" y="{y + 15}" text-anchor="middle">{label(time)}</text>')
+    middle = (WIDTH + LEFT - RIGHT) / 2
+    axis.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="#888"/>')
+    axis.append(f'<text x="{middle:g}" y="{y + 34}" text-anchor="middle">time of a call</text>')
+    height = y + 42
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" '
-        f'height="{y}" font-family="sans-serif" font-size="13">\n'
-        f'<rect width="{WIDTH}" height="{y}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" font-family="sans-serif" font-size="13">\n'
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>\n'
+        + "\n".join(axis + parts)
+        + "\n</svg>\n"
     )

@@ -264,6 +264,24 @@ def test_a_script_starts_the_ranks_that_it_asks_for(script: str, tmp_path: Path)
     assert {word for word in job.program[2:] if word.startswith("--")} <= known
 
 
+def test_the_script_of_the_page_starts_a_rank_on_each_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of docs/clusters.md, in ten lines."""
+    page = (ROOT / "docs/clusters.md").read_text()
+    (text,) = re.findall(r"^```sh\n(#!/bin/bash\n#SBATCH .*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(text.splitlines()) <= 10
+    script = tmp_path / "train.sbatch"
+    script.write_text(text)
+    asked = ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=1", "--time=00:10:00"]
+    assert directives(str(script), "#SBATCH ") == asked
+    monkeypatch.setitem(DESCRIPTION, str(script), Request(2, 4, 1, 10))
+    (start,) = run(str(script), tmp_path)
+    assert start.launcher == "srun" and start.option("--mpi") == "pmi2"
+    assert start.option("--cpu-bind") == "cores" and start.option("--cpus-per-task") == "1"
+    assert start.options[-2:] == [".venv/bin/python", "train.py"]
+
+
 def test_one_torchrun_on_each_node(tmp_path: Path) -> None:
     """They meet on the first node; each starts the ranks of its own."""
     variables = {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "LAUNCH": "torchrun"}

@@ -220,6 +220,74 @@ def test_near_and_far(ended: Ended) -> None:
     assert f"# distance of the ranks: {'; '.join(told)}\n" in ended.out
 
 
+#: A quiet machine and a busy one, independent of the load of the machine that runs the tests.
+QUIET = (
+    STILL
+    + """
+import os
+from mpicoll.cli import bench_table
+os.getloadavg, bench_table.MAX_SPREAD = lambda: (0.0, 0.0, 0.0), float("inf")
+"""
+)
+BUSY = (
+    STILL
+    + """
+import os
+from mpicoll.cli import bench_table
+os.getloadavg, bench_table.MAX_SPREAD = lambda: (25.0 * os.cpu_count(), 0.0, 0.0), -1.0
+"""
+)
+SPREAD = "bench all_reduce scatter -b 64 -e 1K -f 16 --repetitions 5 --json $FOLDER/report.json"
+
+
+def check_spread(ended: Ended, column: int) -> None:
+    """By NumPy's percentiles."""
+    assert (ended.code, ended.err) == (0, ""), ended
+    for cells, line in zip(ended.lines, ended.report["results"], strict=True):
+        own = line["out_of_place"] or line["in_place"]
+        low, median, high = np.percentile(own["times"], [25, 50, 75])
+        assert line["spread"] == pytest.approx((high - low) / 2 / median)
+        assert cells[column] == f"{line['spread']:.0%}"
+    spreads = [line["spread"] for line in ended.report["results"]]
+    assert ended.report["noise"] == pytest.approx(statistics.median(spreads))
+
+
+@needs_mpiexec
+@job(SPREAD, ranks=2, site=QUIET)
+def test_the_table_shows_the_spread_of_times(ended: Ended) -> None:
+    check_spread(ended, -2)
+    assert "NOT RELIABLE" not in ended.out
+
+
+@needs_mpiexec
+@job(f"{SPREAD} --short --compare mpi4py", ranks=2, site=BUSY)
+def test_a_busy_machine_is_flagged(ended: Ended) -> None:
+    check_spread(ended, 4)
+    assert ended.out.count("NOT RELIABLE: times vary by ") == 1
+    assert " and the load average was 25.0 per processor before the start." in " ".join(
+        ended.out.replace("\n#", "").split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("noise", "load", "crowded", "words"),
+    [
+        (0.1, 1.0, False, []),
+        (0.11, 0.0, False, ["times vary by 11%, more than 10%.", "Stop other programs"]),
+        (0.0, 1.1, False, ["NOT RELIABLE: the load average was 1.1 per processor", "Stop other"]),
+        (
+            0.4,
+            2.0,
+            True,
+            ["40%", " and the load average was 2.0 ", "no more ranks than processors"],
+        ),
+    ],
+)
+def test_warning_of_noise(noise: float, load: float, crowded: bool, words: list[str]) -> None:
+    given = bench_table.noise_warning(noise, load, crowded)
+    assert len(given) == bool(words) and all(word in given[0] for word in words), given
+
+
 def test_a_case_at_two_distances() -> None:
     """Each has its line and its ratio; elements are checked once."""
     results = [
@@ -255,7 +323,7 @@ def test_others_in_the_same_run(ended: Ended) -> None:
                 assert told["time"] == statistics.median(told["times"])
                 assert told["ratio"] == pytest.approx(told["time"] / line[own]["time"]), name
     gloo, raw = reduced["compare"]["gloo"], scattered["compare"]["mpi4py"]
-    assert ended.lines[0][13:-1] == ["-", "-", f"{gloo['time']:.2f}", f"{gloo['ratio']:.2f}"]
+    assert ended.lines[0][13:-2] == ["-", "-", f"{gloo['time']:.2f}", f"{gloo['ratio']:.2f}"]
     assert ended.lines[1][13:15] == [f"{raw['time']:.2f}", f"{raw['ratio']:.2f}"]
 
 
@@ -271,9 +339,9 @@ def test_a_short_table(ended: Ended) -> None:
         assert line[:4] == [*size.split(), result["type"], f"{own:.2f}"]
         other = result["compare"]["mpi4py"]
         if reduces and result["type"] == "bfloat16":
-            assert other is None and line[4:] == ["refused", "-", "near"]
+            assert other is None and line[5:] == ["refused", "-", "near"]
         else:
-            assert line[4:] == [f"{other['time']:.2f}", f"{other['ratio']:.2f}", "near"]
+            assert line[5:] == [f"{other['time']:.2f}", f"{other['ratio']:.2f}", "near"]
     assert ended.out.count("# refused: MPI alone has no all_reduce of bfloat16\n") == 1
     assert "refused: MPI alone has no scatter" not in ended.out
     assert ended.out.count("0 OK") == 2 and "Avg" not in ended.out

@@ -181,6 +181,29 @@ def test_mpis_side_by_side() -> None:
     assert "left out" not in "\n".join(report.report([one, other]))
 
 
+def test_figures_have_no_panel_without_data(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import figures
+
+    near, far = {"distance": "near"}, {"distance": "far"}
+    one = results(
+        measured("mpicoll", "all_reduce", KIB, 1e-6, **near),
+        measured("mpicoll", "broadcast", KIB, 1e-6, **near),
+        measured("mpicoll", "all_reduce", KIB, 1e-6, section="many"),
+    )
+    other = results(
+        measured("mpicoll", "all_reduce", KIB, 1e-6, **near),
+        measured("mpicoll", "all_reduce", KIB, 1e-6, **far),
+        mpi="Open MPI 5.0.11",
+    )
+    assert figures.draw([one, other], tmp_path) == ["all_reduce", "broadcast"]
+    panels = [
+        (tmp_path / f"{name}.svg").read_text().count('<g id="axes_')
+        for name in ("all_reduce", "broadcast")
+    ]
+    assert panels == [6, 2], "time and bandwidth for each MPI and distance"
+
+
 def test_near_and_far() -> None:
     """Each has its rows, with an aim for each; ratios are of samples of one turn."""
     near, far = {"distance": "near"}, {"distance": "far"}

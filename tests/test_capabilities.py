@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from mpicoll import control_messages
 from mpicoll.cuda import mpi_support, probe_cache
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport, judge
 from mpicoll.cuda.probe import OK, ProbeOutcome, run_probe
@@ -90,8 +91,8 @@ def test_the_forced_route_is_that_of_all_ranks():
 
 
 @pytest.mark.parametrize("own", [rank(), rank(CudaSupport.FULL, 3, "b", problem="p", forced="ipc")])
-def test_words(own):
-    assert Capabilities.from_words(json.loads(json.dumps(own.words()))) == own
+def test_capabilities_as_control_message(own):
+    assert control_messages.decode(control_messages.encode(own), Capabilities, 0) == own
 
 
 # --- what MPI says ------------------------------------------------------------------------------

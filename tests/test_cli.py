@@ -5,6 +5,7 @@ No job may hang: a rank that is still there after LIMIT seconds prints where it 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,24 @@ def test_help_is_printed_once(words: str, ended: Ended) -> None:
     assert ended.out.count("usage: ") == 1
     for name, what in cli.COMMANDS.items():
         assert name in ended.out and what[:30] in ended.out
+
+
+def commands(parser: argparse.ArgumentParser, words: str = "") -> Iterator[str]:
+    """The words that select each command and subcommand, from the parser."""
+    yield words
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield from commands(command, f"{words} {name}".strip())
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("words", list(commands(cli._parser())))
+def test_help_of_every_command(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli._parser().parse_args([*words.split(), "--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m mpicoll {words}".strip())
 
 
 @pytest.mark.any_mpi
@@ -540,10 +559,12 @@ def test_distance_in_words(pairs: list[Pair] | str, words: str) -> None:
 
 def test_advice_to_ranks_that_move() -> None:
     seen = Findings([facts()] * 3, places=[place(0, 1), place(2), place(0, 1)], moving={0, 1})
-    ((bad, text),) = advise(seen)
-    assert not bad and text.startswith("rank 0: they move between near and far processors")
+    assert [text.partition(" processors")[0] for bad, text in advise(seen) if not bad] == [
+        "rank 0: they move between near and far",
+        "rank 2: not bound to",
+    ]
     seen.moving = {1}
-    assert not advise(seen), "it is bound"
+    assert not any("near and far" in text for _, text in advise(seen)), "it is bound"
 
 
 def test_facts_that_differ_are_told_by_rank() -> None:
@@ -560,17 +581,23 @@ def test_ranges() -> None:
     )
 
 
-def place(*allowed: int, host: str = "a", free: int | None = 1 << 30) -> Place:
-    return Place(host, 4, allowed, 1 << 30, free)
+def place(*allowed: int, host: str = "a", free: int | None = 1 << 30, threads: str = "1") -> Place:
+    return Place(host, 4, allowed, 1 << 30, free, threads)
 
 
 @pytest.mark.parametrize(
     ("places", "words"),
     [
-        ([place(0, 1, 2, 3)] * 4, ""),
+        ([place(0, 1, 2, 3)] * 4, "ranks 0-3: not bound to processors, so they may move"),
+        ([place(0, 1), place(2, 3)], ""),
+        ([place(0, 1), place(1), place(2, 3)], "rank 0: not bound"),
+        ([place(0, 1, 2, 3)], ""),
+        ([place(0, 1, 2, 3, host=host) for host in "abb"], "ranks 1-2: not bound"),
+        ([place(0, 1, threads=""), place(2, 3, threads="")], ""),
+        ([place(0, 1, 2, 3, threads="")], ""),
         ([place(0, 1, 2, 3)] * 5, "5 ranks on a, which has 4 processors: they take turns"),
         ([place(0), place(1), place(2)], ""),
-        ([place(0, 1)] * 2, ""),
+        ([place(0, 1)] * 2, "ranks 0-1: not bound"),
         ([place(0, 1)] * 3, "3 ranks on a may only run on 2 of its 4 processors (0-1): "),
         ([place(2), place(2), place(0)], "2 ranks on a may only run on 1 of its 4 processors (2)"),
         ([place(0, 1), place(1, 2), place(0, 2), place(2)], "4 ranks on a may only run on 3 of"),
@@ -585,6 +612,40 @@ def test_advice_on_the_machine(places: list[Place], words: str) -> None:
     given = advise(seen)
     assert [bad for bad, _ in given] == ([False] if words else []), given
     assert all(text.startswith(words) for _, text in given), given
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([place(0, threads=""), place(1, threads="")], ""),
+        ([place(0, 1), place(0, 1)], ""),
+        ([place(0, 1, threads="")] * 2, "the ranks on a, NumPy and PyTorch may start a thread for "
+         "every processor, 4 threads on 2 processors. Set it: export OMP_NUM_THREADS=1"),
+        ([place(*range(4), threads="")] * 2, "8 threads on 4 processors. Set it: export "
+         "OMP_NUM_THREADS=2"),
+        ([place(0, 1, threads="", host=host) for host in "aabb"], "the ranks on a (so on 1 more)"),
+    ],
+)  # fmt: skip
+def test_advice_on_threads(places: list[Place], words: str) -> None:
+    given = [text for _, text in advise(Findings([facts()] * len(places), places=places))]
+    given = [text for text in given if "OMP_NUM_THREADS" in text]
+    assert len(given) == bool(words) and all(words in text for text in given), given
+
+
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_a_place_knows_the_threads(threads: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if threads is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert Place.find().threads == (threads or "")
+
+
+def test_doctor_finds_no_problems_only_without_advice() -> None:
+    seen = Findings([facts()] * 2, places=[place(0, 1)] * 2)
+    assert "No problems found" not in doctor._text(seen, advise(seen))
+    seen.places = [place(0), place(1)]
+    assert doctor._text(seen, advise(seen)).endswith("\nNo problems found")
 
 
 @pytest.mark.parametrize(

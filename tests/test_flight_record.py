@@ -50,6 +50,7 @@ def analysed(folder: Path) -> str:
 
 
 HANG = """
+    os.umask(0o022)
     dist.init_process_group(timeout=3)
     x, rank = np.ones(4, np.float32), dist.get_rank()
     for _ in range(70):
@@ -73,6 +74,8 @@ def test_a_rank_that_never_calls(culprit: str, ended: Hung) -> None:
     assert "missing ranks: {1}" in text
     assert "collective: gloo:all_reduce" in text
     assert "script.py:" in text  # where they wait
+    modes = [path.stat().st_mode & 0o777 for path in (ended.folder, *ended.folder.iterdir())]
+    assert modes == [0o700] + [0o600] * 3
 
 
 @pytest.mark.any_mpi
@@ -230,6 +233,7 @@ def test_the_timeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         check=False, env=os.environ | {"MPICOLL_ALLOW_SINGLETON": "1"},
     )  # fmt: skip
     assert (code.returncode, code.stderr) == (0, "")
+    assert (folder / "trace.json").stat().st_mode & 0o777 == 0o600
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
     assert names == [f"rank {rank} node{rank // 2}" for rank in range(4)]

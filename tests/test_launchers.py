@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,197 @@ def test_rank_and_size(launcher: Launcher) -> None:
     for name in launcher.local_rank:
         alone = dict.fromkeys(launcher.marks, "7") | {name: "3"}
         assert launch.find_local_rank(alone) == 3
+
+
+#: Variables that each launcher documents, on rank 3 of 5, which is local rank 1 of 3 on the second
+#: of two nodes; and the variables that torchrun sets on that rank. "job": any port of this job.
+STEP = {
+    "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "5", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2,3",
+    "SLURM_STEP_NODELIST": "n[08-09]", "SLURM_NTASKS": "5",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "5", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3"}
+PMI_3 = {"PMI_RANK": "3", "PMI_SIZE": "5"}
+FLUX_3 = {
+    "FLUX_TASK_RANK": "3", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "5", "FLUX_JOB_ID": "f1",
+    "FLUX_JOB_NNODES": "2",
+}  # fmt: skip
+PALS_3 = {
+    "PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "3", "PALS_APID": "a",
+}  # fmt: skip
+JSRUN_3 = {
+    "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "5", "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "3", "LSB_JOBID": "4",
+}  # fmt: skip
+PMIX_3 = {"PMIX_RANK": "3", "PMIX_NAMESPACE": "job@1"}
+ALL = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+PLACE = {"MASTER_PORT": "job"}
+TOLD: dict[str, tuple[Environment, Environment]] = {
+    "torchrun": (
+        ALL | {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "n8", "MASTER_PORT": "29500"}, ALL
+    ),
+    "Open MPI's mpirun": (
+        PMIX_3 | {
+            "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "5",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+        },
+        ALL | PLACE,
+    ),
+    "Intel MPI's mpirun": (
+        HYDRA | {"I_MPI_HYDRA_UUID": "u", "PMI_FD": "PMI"},
+        ALL | PLACE | {"MASTER_ADDR": "10.0.0.8"},
+    ),
+    "MPICH's mpirun": (HYDRA | {"PMI_FD": "PMI"}, ALL | PLACE | {"MASTER_ADDR": "10.0.0.8"}),
+    "flux run -o pmi=simple": (
+        FLUX_3 | PMI_3 | {"PMI_FD": "PMI"},
+        {name: ALL[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | PLACE
+        | {"MASTER_ADDR": "10.0.0.8"},
+    ),
+    "srun --mpi=pmi2": (STEP | PMI_3, ALL | PLACE | {"MASTER_ADDR": "n08"}),
+    "a PMI process manager": (
+        PALS_3 | PMI_3 | {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "3"}, ALL | PLACE
+    ),
+    "MVAPICH2's mpirun_rsh": (
+        {
+            "MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "5",
+            "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "3",
+            "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "a1,a[2-3]",
+        },
+        ALL | PLACE | {"MASTER_ADDR": "a1"},
+    ),
+    "prterun": (PMIX_3 | {"PRTE_LAUNCHED": "1"}, {"RANK": "3"} | PLACE),
+    "flux run -o pmi=pmix": (
+        FLUX_3 | PMIX_3,
+        {name: ALL[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | PLACE,
+    ),
+    "PALS's mpiexec --pmi=pmix": (
+        PALS_3 | PMIX_3,
+        {name: ALL[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} | PLACE,
+    ),
+    "jsrun with PMIx": (JSRUN_3 | PMIX_3, ALL | PLACE),
+    "srun --mpi=pmix": (STEP | PMIX_3, ALL | PLACE | {"MASTER_ADDR": "n08"}),
+    "a PMIx process manager": (PMIX_3, {"RANK": "3"} | PLACE),
+    "Flux": (FLUX_3, {name: ALL[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | PLACE),
+    "srun --mpi=cray_shasta": (STEP | PALS_3, ALL | PLACE | {"MASTER_ADDR": "n08"}),
+    "PALS (HPE Cray's mpiexec)": (
+        PALS_3, {name: ALL[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} | PLACE
+    ),
+    "jsrun": (JSRUN_3, ALL | PLACE),
+    "srun": (STEP, ALL | PLACE | {"MASTER_ADDR": "n08"}),
+    # A batch script is one process: there is no second rank to wait for.
+    "Slurm": ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "5", "SLURM_PROCID": "0"}, {}),
+}  # fmt: skip
+
+
+def test_what_run_sets_is_tested_for_every_launcher() -> None:
+    assert list(TOLD) == [each.name for each in LAUNCHERS if each.marks]
+
+
+class FakeManager(threading.Thread):
+    """Answers one rank by PMI-1, as Hydra does; rank 0 of the job has published its address."""
+
+    def __init__(self, answers: bool = True) -> None:
+        super().__init__(daemon=True)
+        self.rank, self._own = socket.socketpair()
+        self._answers = answers
+        self.asked: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        for line in self._own.makefile():
+            command, _, rest = line.strip().removeprefix("cmd=").partition(" ")
+            self.asked.append(command)
+            answer = {
+                "init": "response_to_init rc=0 pmi_version=1 pmi_subversion=1",
+                "get_my_kvsname": "my_kvsname kvsname=kvs_7_0",
+                "put": "put_result rc=0",
+                "barrier_in": "barrier_out",
+                "get": "get_result rc=0 value=10.0.0.8",
+            }[command]
+            assert "kvsname" not in rest or "kvsname=kvs_7_0 " in rest, line
+            self._own.sendall(f"cmd={answer if self._answers else 'unknown'}\n".encode())
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_variables_of_torchrun(name: str) -> None:
+    environment, expected = TOLD[name]
+    manager = FakeManager()
+    if "PMI_FD" in environment:
+        environment = environment | {"PMI_FD": str(manager.rank.fileno())}
+    launcher = launch.find_launcher(environment)
+    assert launcher is not None and launcher.name == name
+    found = launch.find_torch_variables(environment)
+    if name == "torchrun":  # has set all six
+        found = {key: value for key, value in found.items() if key not in environment} | ALL
+    if "MASTER_PORT" in found:
+        assert 1 << 14 <= int(found["MASTER_PORT"]) < 1 << 15
+        assert found == launch.find_torch_variables(environment)
+        found["MASTER_PORT"] = "job"
+    assert found == expected
+
+
+def test_all_ranks_get_the_same_port_and_other_jobs_another() -> None:
+    ports = {
+        job: {
+            launch.find_torch_variables(STEP | {"SLURM_PROCID": rank, "SLURM_STEP_ID": job})[
+                "MASTER_PORT"
+            ]
+            for rank in "01234"
+        }
+        for job in "0123"
+    }
+    assert all(len(each) == 1 for each in ports.values())
+    assert len(set.union(*ports.values())) == 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("n1", "n1"), ("n[1-3,7]", "n1"), ("n[007-012],m", "n007"), ("a,b[1-2]", "a"),
+        ("r[0-1]n[2-3]-ib", "r0n2-ib"), ("", None),
+    ],
+)  # fmt: skip
+def test_rank_0_is_on_the_first_host_of_slurms_list(hosts: str, first: str | None) -> None:
+    found = launch.find_torch_variables(STEP | {"SLURM_STEP_NODELIST": hosts})
+    assert found.get("MASTER_ADDR") == first
+
+
+@pytest.mark.parametrize(
+    ("sizes", "node", "expected"),
+    [
+        ("5", "0", "5"), ("4(x2),3", "1", "4"), ("4(x2),3", "2", "3"), ("4(x2),3", "3", None),
+        ("3,2(x3)", "1", "2"), ("", "0", None),
+    ],
+)  # fmt: skip
+def test_ranks_on_a_node_by_slurms_list(sizes: str, node: str, expected: str | None) -> None:
+    environment = STEP | {"SLURM_STEP_TASKS_PER_NODE": sizes, "SLURM_NODEID": node}
+    assert launch.find_torch_variables(environment).get("LOCAL_WORLD_SIZE") == expected
+
+
+def test_ranks_of_one_node_meet_at_the_loopback_address() -> None:
+    hydra = HYDRA | {"MPI_LOCALNRANKS": "5", "PMI_FD": ""}
+    for environment in (
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"},
+        FLUX_3 | {"FLUX_JOB_NNODES": "1"},
+        hydra,
+    ):
+        found = launch.find_torch_variables(environment)
+        assert found["MASTER_ADDR"] == "127.0.0.1" and found["LOCAL_WORLD_SIZE"] == "5"
+    manager = FakeManager()
+    found = launch.find_torch_variables(hydra | {"PMI_FD": str(manager.rank.fileno())})
+    assert "MASTER_PORT" in found
+    assert manager.asked == ["init", "get_my_kvsname"]  # nothing that waits for other ranks
+
+
+def test_a_manager_that_does_not_speak_pmi_1_leaves_the_place_unknown() -> None:
+    manager = FakeManager(answers=False)
+    environment = HYDRA | {"PMI_FD": str(manager.rank.fileno())}
+    assert launch.find_torch_variables(environment) == ALL
+
+
+def test_variables_that_are_not_for_this_process_are_ignored() -> None:
+    assert launch.find_torch_variables(HYDRA | {"PMI_FD": "987"}) == {}
+    assert launch.find_torch_variables({}) == {}
 
 
 @every_launcher

@@ -212,13 +212,15 @@ def test_what_needs_an_engine_is_run_on_it() -> None:
 
 #: The programs of others, and those of their options that the pages may name.
 PROGRAMS_OF_OTHERS = {
-    "mpirun": "-n --with-ft --mca --host --map-by --oversubscribe",
+    "mpirun": "-n --with-ft --mca --host --hostfile --map-by --oversubscribe -f -hosts -ppn",
     "mpiexec": "-n -disable-auto-cleanup -genv -hosts -ppn",
-    "srun": "-n -N --mpi --ntasks --nodes --ntasks-per-node --overlap --kill-on-bad-exit --pty",
+    "srun": "-n -N --mpi --ntasks --nodes --ntasks-per-node --overlap --kill-on-bad-exit --pty "
+    "--cpu-bind --cpus-per-task --gpus-per-node",
     "sbatch": "--nodes --ntasks --ntasks-per-node --export --array",
     "torchrun": "-m --nproc-per-node --nnodes --node-rank --master-addr --master-port "
     "--rdzv-endpoint --rdzv-backend --max-restarts",
-    "pip": "-e -d --no-deps --only-binary --no-binary --python-version --platform --index-url",
+    "pip": "-e -d -w --no-deps --no-index --only-binary --no-binary --python-version --platform "
+    "--index-url",
 }
 ALSO = {"python", "make", "git", "cd", "sh", "export", "module", "torchrun", "torchfrtrace", "qsub",
         "bsub", "flux", "cat", "kill", "ulimit", "df"}  # fmt: skip
@@ -269,6 +271,8 @@ def wrong(words: list[str]) -> Iterator[str]:
             yield f"{program}: an unknown program"
         if program == "python" or program == "torchrun":
             yield from wrong_python(rest)
+        if program == "python" and rest[:2] == ["-m", "pip"]:
+            yield from wrong(["pip", *rest[2:]])
         if program == "pip":
             for extra in re.findall(r"\[(\w+)\]", " ".join(rest)):
                 if not re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M):

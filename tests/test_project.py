@@ -82,10 +82,11 @@ def test_nothing_of_ours_goes_over_a_communicator_of_the_program() -> None:
     assert [path.name for path in sources if ours.search(path.read_text())] == []
 
 
-@pytest.mark.parametrize("start", [README, DOCS / "index.md"], ids=lambda page: page.name)
-def test_all_pages_are_linked(start: Path) -> None:
-    found = {(start.parent / link.partition("#")[0]).resolve() for link in links(start)}
-    assert found | {start} >= set(PAGES)
+def test_all_pages_are_linked() -> None:
+    index = DOCS / "index.md"
+    assert index.resolve() in {(ROOT / link).resolve() for link in links(README)}
+    found = {(DOCS / link.partition("#")[0]).resolve() for link in links(index)}
+    assert found | {index} >= set(PAGES)
 
 
 class Links(html.parser.HTMLParser):
@@ -111,14 +112,21 @@ class Links(html.parser.HTMLParser):
 )
 def test_the_site(tmp_path: Path) -> None:
     """As `make docs` builds it."""
+    compiled = DOCS / "__pycache__" / "of_a_test.pyc"
+    compiled.parent.mkdir(exist_ok=True)
+    compiled.touch()
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    compiled.unlink()
     assert done.returncode == 0, done.stderr
     pages = {page.resolve(): Links(page) for page in tmp_path.glob("*.html")}
     assert {page.stem for page in PAGES} <= {page.stem for page in pages}
     navigation = {Path(link).stem for link in pages[(tmp_path / "faq.html").resolve()].links}
     assert {page.stem for page in PAGES} <= navigation, "mkdocs.yml: nav"
+    assert (tmp_path / "search/search_index.js").is_file(), "the search index for file://"
+    assert not list(tmp_path.rglob("__pycache__")) and not list(tmp_path.rglob("*.py"))
     for page, found in pages.items():
+        assert not any("unpkg.com" in link for link in found.links), page.name
         if page.name == "404.html":
             continue
         for link in found.links:
@@ -142,6 +150,32 @@ def test_nobody_is_told_to_install_mpicoll_from_pypi() -> None:
     assert len(texts) > 150
     pairs = ((path, told.search(path.read_text("utf-8", "replace"))) for path in texts)
     assert [f"{path.relative_to(ROOT)}: {found[0]}" for path, found in pairs if found] == []
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+FIGURES = sorted((DOCS / "figures").glob("*.svg"))
+#: The width of a page's text in the units of the figures, with a third more.
+WIDEST = 750
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
+def test_figures_fit_a_page_and_have_no_empty_panel(figure: Path) -> None:
+    text = figure.read_text()
+    width, _ = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)[0])
+    assert width <= WIDEST
+    panels = re.split(r'<g id="axes_\d+">', text)[1:]
+    assert panels or figure.stem == "summary"
+    for panel in panels:
+        assert "FillBetween" in panel, "no curve"
+
+
+def test_the_summary_has_an_axis() -> None:
+    text = (DOCS / "figures/summary.svg").read_text()
+    labels = re.findall(r">(1\d* [µm]s)</text>", text)
+    assert [label for label in labels if label[1] in "0 "] == [
+        "1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms",
+    ]  # fmt: skip
 
 
 # --- the Makefile -------------------------------------------------------------------------------
@@ -178,11 +212,45 @@ def test_make_torch_adds_torch_to_what_the_demo_has(mpi: str, tmp_path: Path) ->
     venv = {"mpich": ".venv"}.get(mpi, f".venv-{mpi}")
     demo, torch = (dry(what, f"MPI={mpi}", folder=tmp_path) for what in ("demo", "torch"))
     installs = [line for line in demo.splitlines() if "pip install" in line]
-    assert len(installs) == 1 and f"{venv}/bin/python" in installs[0]
-    assert [line for line in torch.splitlines() if "pip install" in line][:1] == installs
+    assert len(installs) == 2 + (mpi != "site")
+    for line in installs:
+        assert line.startswith("echo 'installing ") and f"{venv}/bin/python" in line
+    assert [line for line in torch.splitlines() if "pip install" in line][:-1] == installs
     assert f"{venv}/bin/python -m pip install" in torch.splitlines()[-1]
     assert "'torch==" in torch.splitlines()[-1]
-    assert "-m mpicoll bench all_reduce" in demo.splitlines()[-2]
+
+
+@needs_make
+def test_make_demo_starts_no_more_ranks_than_processors() -> None:
+    ranks = min(4, max(2, len(os.sched_getaffinity(0))))
+    started = re.findall(r"/bin/mpiexec -n (\d+) ", dry("demo", "OMP_NUM_THREADS=1"))
+    assert started == [str(ranks)] * 3
+
+
+@needs_make
+def test_make_demo_says_what_it_does_and_what_to_try_next(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    said = re.findall(r"^echo '(\w+)", dry("demo", folder=tmp_path), re.MULTILINE)
+    assert said == [
+        "creating",
+        "installing",
+        "installing",
+        "installing",
+        "training",
+        "timing",
+        "Try",
+    ]
+    *_, last = dry("demo").splitlines()
+    command = last.split("Try next: ")[1].strip("'")
+    assert command.startswith(".venv/bin/mpiexec -n ") and command.endswith("-m mpicoll doctor")
+
+
+@needs_make
+def test_make_docs_says_where_the_site_is() -> None:
+    said = [line for line in dry("docs").splitlines() if line.startswith("echo")]
+    assert "file://" in said[-1] and ".cache/site/index.html" in said[-1]
+    assert "-m http.server --directory .cache/site" in said[-1]
 
 
 @needs_make
@@ -236,6 +304,20 @@ def test_the_recipes_have_the_version() -> None:
     (easyconfig,) = (ROOT / "packaging" / "easybuild").glob("*.eb")
     assert f"\nversion = '{mpicoll.__version__}'\n" in easyconfig.read_text()
     assert easyconfig.name.startswith(f"mpicoll-{mpicoll.__version__}-")
+
+
+def test_the_citation_has_the_version_and_the_licence() -> None:
+    """`cffconvert --validate` checks the format."""
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    given = dict(line.split(": ", 1) for line in lines if ": " in line)
+    assert given["cff-version"] == "1.2.0" and given["type"] == "software"
+    assert given["title"] == "mpicoll" and given["version"] == mpicoll.__version__
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'license = "{given["license"]}"' in project
+    assert f'Repository = "{given["repository-code"]}"' in project
+    assert {"message:", "authors:"} <= {line.split()[0] for line in lines}
+    assert "Development Status :: 3 - Alpha" in project
+    assert "**Status: alpha.**" in README.read_text()
 
 
 def test_the_installed_version_is_that_of_the_checkout() -> None:

@@ -23,7 +23,8 @@ ROOMS = [
     "cuda", "launch", "kernels", "ground",
 ]  # fmt: skip
 GROUND = {
-    "communicators", "dtypes", "errors", "machine", "output", "primitives", "settings", "signals",
+    "communicators", "control_messages", "dtypes", "errors", "machine", "output", "primitives",
+    "private_files", "settings", "signals",
 }  # fmt: skip
 
 Imports = dict[str, dict[str, bool]]

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -536,11 +537,102 @@ SAYS = "['__main__', 'train.py', '-m', '--backend', 'x'] 2.0 gloo "
 )
 def test_run(words, name, tmp_path):
     done = carried(STOCK, tmp_path, [*MPIEXEC, "-n", "2"], *words, "-m", "--backend", "x")
-    if name == "gloo":  # torch's own finds no ranks under mpiexec
-        assert done.returncode != 0 and "environment variable RANK expected" in done.stderr, done
-        return
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == f"{SAYS}{name}\n" * 2, done.stdout + done.stderr
+
+
+#: Tests for RANK like nanoGPT, reads torchrun's variables like pytorch/examples' ddp, opens its own
+#: store, chooses the backend like Accelerate, and trains one step with DDP.
+READS = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+ddp = int(os.environ.get("RANK", -1)) != -1
+names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+rank, local_rank, size, local_size, host, port = (os.environ[name] for name in names)
+rank, size = int(rank), int(size)
+store = dist.TCPStore(host, int(port), size, rank == 0, multi_tenant=True)
+store.set(f"port {rank}", port)
+assert all(store.get(f"port {each}") == port.encode() for each in range(size))
+
+backend = "mpi" if dist.is_mpi_available() else "gloo"
+dist.init_process_group(backend, rank=rank, world_size=size)
+assert (rank, size) == (dist.get_rank(), dist.get_world_size())
+assert rank == int(os.environ["RANK"]) and size == int(os.environ["WORLD_SIZE"])
+assert (local_rank, local_size) == (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
+model = torch.nn.Linear(2, 1, bias=False)
+torch.nn.init.ones_(model.weight)
+model = DistributedDataParallel(model)
+x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]).chunk(size)[rank]
+model(x).square().mean().backward()
+torch.optim.SGD(model.parameters(), lr=0.5).step()
+if backend == "gloo":
+    parts = [torch.empty(1) for _ in range(size)]
+    dist.all_gather(parts, torch.ones(1))
+else:
+    dist.all_gather_into_tensor(torch.empty(size), torch.ones(1))
+weight = model.module.weight.tolist()[0]
+os.write(1, f"{ddp} {rank} {local_rank} {size} {local_size} {weight} ".encode()
+         + f"{backend} {dist.group.WORLD.name()}\\n".encode())
+dist.destroy_process_group()
+"""
+#: w - 0.5 * the mean over the four rows x of 2 (w x) x, with w = (1, 1).
+WEIGHT = [1 - sum((a + b) * a for a, b in ((1, 2), (3, 4), (5, 6), (7, 8))) / 4,
+          1 - sum((a + b) * b for a, b in ((1, 2), (3, 4), (5, 6), (7, 8))) / 4]  # fmt: skip
+
+
+def expected_lines(backend: str, group: str = "mpicoll") -> list[str]:
+    return [f"True {rank} {rank} 2 2 {WEIGHT} {backend} {group}" for rank in range(2)]
+
+
+@needs_mpiexec
+def test_a_script_for_torchrun_trains_as_it_is_under_mpiexec(tmp_path):
+    """Two jobs at the same time. Like torchrun with Gloo, they print nothing to stderr."""
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(carried, READS, tmp_path, [*MPIEXEC, "-n", "2"], "train.py")
+            for _ in range(2)
+        ]
+    for job in jobs:
+        done = job.result()
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert sorted(done.stdout.splitlines()) == expected_lines("gloo"), done.stdout
+        assert done.stderr == "", done.stderr
+
+
+@pytest.mark.any_mpi
+@needs_mpiexec
+def test_scripts_that_ask_find_mpi_where_gloo_is_torchs_own(tmp_path):
+    start = [*MPIEXEC, "-n", "2"]
+    done = carried(READS, tmp_path, start, "--backend", "mpi", "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == expected_lines("mpi"), done.stdout
+
+
+@needs_mpiexec
+def test_ranks_of_several_nodes_learn_where_rank_0_is(tmp_path):
+    """One machine by two names counts as two nodes."""
+    if family() != "MPICH":
+        pytest.skip("MPICH's mpiexec starts ranks on other names of this machine without ssh")
+    start = [*MPIEXEC, "-launcher", "fork", "-hosts", "127.0.0.1,localhost", "-n", "2"]
+    done = carried(READS, tmp_path, start, "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.replace("0 2 1 [", "0 2 2 [") for line in sorted(done.stdout.splitlines())]
+    assert lines == [line.replace("1 1 2", "1 0 2") for line in expected_lines("gloo")]
+
+
+@pytest.mark.any_mpi
+def test_a_variable_that_is_not_set_is_explained(tmp_path):
+    script = "import torch, os\nos.environ['WORLD_SIZE']"
+    done = carried(script, tmp_path, [], "train.py")
+    assert done.returncode == 1, done.stderr
+    told = "python -m mpicoll run: WORLD_SIZE is not set: no launcher started this process."
+    assert done.stderr.count(told) == 1, done.stderr
+    done = carried(script, tmp_path, [], "train.py", PMIX_RANK="0", PMIX_NAMESPACE="j")
+    told = "WORLD_SIZE is not set: a PMIx process manager does not provide it before"
+    assert done.stderr.count(told) == 1, done.stderr
 
 
 def test_run_under_torchrun(tmp_path):

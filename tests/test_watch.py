@@ -332,6 +332,7 @@ READS = """
             time.sleep(0.1)
         time.sleep(0.2)
         report = json.load(open(found[0]))
+        assert os.stat(found[0]).st_mode & 0o777 == 0o600
         one = report["ranks"][1]
         say(len(report["ranks"]), report["call"]["number"], one["rank"], one["state"],
             any("script.py" in frame for frames in one["stacks"].values() for frame in frames))

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mpicoll import communicators, launch, settings
+from mpicoll import communicators, control_messages, launch, settings
 from mpicoll.api import windows
 from mpicoll.core import backends, groups
 from mpicoll.core import reproducible as levels
@@ -345,7 +345,9 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
             port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
     vendor, version = MPI.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
-    port, table = comm.bcast((port, tuning_files.read(name)), 0)
+    port, table = control_messages.bcast(
+        comm, (port, tuning_files.read(name)), 0, tuple[int | str, tuning_files.Found]
+    )
     if (
         communicators.spans_world(plain(comm)) or launch.has_grown()
     ):  # the variables speak of the whole job

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll import communicators, launch
+from mpicoll import communicators, control_messages, launch
 from mpicoll.api import lifecycle
 from mpicoll.core import groups
 from mpicoll.core.checks import check_index
@@ -69,8 +69,10 @@ class Reconfigurable:
         self.group: ProcessGroup | None = None
         self._comm: MPI.Intracomm = execute.run_in_order(base, _WHERE, base.inner.Dup)
         groups.return_errors(self._comm)
-        self._job: str = execute.run_in_order(
-            base, _WHERE, lambda: base.inner.bcast(secrets.token_hex(8), 0)
+        self._job = execute.run_in_order(
+            base,
+            _WHERE,
+            lambda: control_messages.bcast(base.inner, secrets.token_hex(8), 0, str),
         )
         self._used: set[int] = set()
         self._uuid = -1  # of the current group

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpicoll import cli
+from mpicoll import cli, control_messages
 from mpicoll.primitives import PRIMITIVES, Layout, Primitive, by_name
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _with_ranks(options: argparse.Namespace) -> int:
     comm = MPI.COMM_WORLD.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # so that mpi4py raises exceptions
     first = comm.Get_rank() == 0
-    wrong = next(filter(None, comm.allgather(_obstacle(options, comm))), "")
+    wrong = next(filter(None, control_messages.allgather(comm, _obstacle(options, comm), str)), "")
     if wrong:
         return cli.refuse("bench", wrong, first, 2)
     place = PLACES[options.device]()
@@ -338,8 +338,9 @@ def _too_much(options: argparse.Namespace, comm: MPI.Intracomm, place: Place, ro
         for case in _cases(options, comm, [options.maxbytes])
     )
     users: dict[str, list[tuple[int, int, str]]] = {}
-    for memory, *use in comm.allgather((place.memory, most, place.available(), name)):
-        users.setdefault(memory, []).append(tuple(use))
+    own = place.memory, (most, place.available(), name)
+    for memory, use in control_messages.allgather(comm, own, tuple[str, tuple[int, int, str]]):
+        users.setdefault(memory, []).append(use)
     for memory, uses in users.items():
         needed, free = sum(use[0] for use in uses), min(use[1] for use in uses)
         if needed > free:

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import cli, machine
+from mpicoll import cli, control_messages, machine
 from mpicoll.cli import bench_table, doctor_machine
 from mpicoll.cli.bench_calls import Buffers, Case, Place, op_name, own_call, variants
 from mpicoll.cli.bench_check import contents, expected, fill, wrong
@@ -77,11 +77,13 @@ class Bench:
                 self._print(["".join(column.text(one) for column in columns) for one in found])
             self._print(bench_table.foot(results[start:], self._options.check, short))
             averages[row.name] = bench_table.averages(results[start:])
-        distance = self._timer.describe_distances()
-        self._print(self._comments([distance]))
+        distance, noise = self._timer.describe_distances(), bench_table.noise(results)
+        warning = bench_table.noise_warning(noise, facts["load"], bool(facts["crowded"]))
+        self._print(self._comments([distance, *warning]))
         return {
             **facts,
             "distance": distance,
+            "noise": noise,
             "latency": self._options.latency,
             "results": results,
             "average_busbw": averages,
@@ -121,7 +123,7 @@ class Bench:
             for name in (*own, *(name for name in routes if name in calls)):
                 variant = name if name in own else own[0]
                 found = count_wrong(calls[name], case, buffers, variant, self._place)
-                first[name]["wrong"] = self._comm.allreduce(found)
+                first[name]["wrong"] = sum(control_messages.allgather(self._comm, found, int))
         return [self._line(case, *line) for line in lines.items()]
 
     def _line(self, case: Case, distance: str, figures: Mapping[str, Result]) -> Result:
@@ -138,6 +140,7 @@ class Bench:
             "redop": op_name(case.op) if case.op else "none",
             "root": case.root if case.row.root else -1,
             "distance": distance,
+            "spread": figures[first].get("spread"),
             "out_of_place": figures.get("out_of_place"),
             "in_place": figures.get("in_place"),
             "compare": {name: figures.get(name) for name in self._others},
@@ -145,7 +148,9 @@ class Bench:
 
     def _measure(self, calls: Mapping[str, Call]) -> dict[str, Times]:
         once = {name: self._warm_up(call) for name, call in calls.items()}
-        samples, loops = self._comm.bcast(self._plan(once), 0)
+        samples, loops = control_messages.bcast(
+            self._comm, self._plan(once), 0, tuple[int, dict[str, int]]
+        )
         return self._timer.sample(calls, samples, loops, self._options.average)
 
     def _plan(self, once: Mapping[str, float]) -> tuple[int, dict[str, int]]:
@@ -169,6 +174,7 @@ class Bench:
             return dict(zip(PERCENTILES, percentiles, strict=True))
         took = statistics.median(every)
         found: Result = {"time": took, "algbw": None, "busbw": None, "times": every}
+        found["spread"] = times.figure.relative_spread
         if case.size:
             found["algbw"] = case.size / took / 1e3  # bytes a microsecond are MB/s
             found["busbw"] = found["algbw"] * case.row.moved(case.n)
@@ -178,7 +184,12 @@ class Bench:
 
     def _facts(self) -> Result:
         """Return the machine and versions of this run: rank 0's, on all ranks."""
-        nodes = self._comm.allgather(platform.node())
+        nodes = control_messages.allgather(self._comm, platform.node(), str)
+        load = max(
+            control_messages.allgather(
+                self._comm, os.getloadavg()[0] / (os.cpu_count() or 1), float
+            )
+        )
         name, version = MPI.get_vendor()
         facts = {
             "command": " ".join(sys.argv[1:]),
@@ -192,12 +203,14 @@ class Bench:
             "Python": platform.python_version(),
             "reductions": library.describe(),
             "arrays": self._place.name,
+            "load": load,
             "crowded": doctor_machine.find_crowded(
-                self._comm.allgather(doctor_machine.Place.find())
+                control_messages.allgather(
+                    self._comm, doctor_machine.Place.find(), doctor_machine.Place
+                )
             ),
         }
-        known: Result = self._comm.bcast(facts, 0)
-        return known
+        return control_messages.bcast(self._comm, facts, 0, Result)
 
     def _header(self, facts: Result) -> list[str]:
         options, nodes = self._options, facts["nodes"]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 import mpicoll
+from mpicoll import control_messages
 from mpicoll.cli.bench_calls import (
     Buffers,
     Case,
@@ -71,7 +72,7 @@ def works_on_all(call: Call | None, comm: MPI.Intracomm) -> bool:
             call()
     except Exception:
         works = False
-    return all(comm.allgather(works))
+    return all(control_messages.allgather(comm, works, bool))
 
 
 class Mpi4py:
@@ -161,7 +162,7 @@ class Gloo(TorchApi):
         if rank == 0:
             store = self.api.TCPStore(host, 0, n, True, wait_for_workers=False)
             port = store.port
-        port = comm.bcast(port, 0)
+        port = control_messages.bcast(comm, port, 0, int)
         if rank:
             store = self.api.TCPStore(host, port, n, False, wait_for_workers=False)
         self.api.init_process_group("gloo", store=store, rank=rank, world_size=n)
@@ -226,7 +227,9 @@ def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
         }
     comm = default_group().inner
     found = capabilities.exchange(comm, probes=True)
-    found = eligibility.with_used(found, comm.allgather(binding.bind()))
+    found = eligibility.with_used(
+        found, control_messages.allgather(comm, binding.bind(), int | None)
+    )
     reasons = {}
     for name in names:
         try:

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from mpicoll.cli.distance import DISTANCES, UNKNOWN
+from mpicoll.cli.timing import MAX_SPREAD
 from mpicoll.output import format_bytes
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "columns",
     "foot",
     "heads",
+    "noise",
+    "noise_warning",
     "short_columns",
     "wrong",
 ]
@@ -41,6 +44,10 @@ def _form(value: object) -> str:
 
 def _form_distance(value: str) -> str:
     return "-" if value == UNKNOWN else value
+
+
+def _form_share(value: float) -> str:
+    return f"{value:.0%}"
 
 
 class Column(NamedTuple):
@@ -94,6 +101,8 @@ def columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
     for name in others:
         built.append(Column(name, title, "(us)", 11, ("compare", name, title)))
         built.append(Column(name, "ratio", "", 8, ("compare", name, "ratio")))
+    if not latency:
+        built.append(Column("", "spread", "", 8, ("spread",), _form_share))
     return [*built, _DISTANCE]
 
 
@@ -103,6 +112,7 @@ def short_columns(variant: str, longest: int, others: Sequence[str]) -> list[Col
         Column("", "size", "", 10, ("size",), format_bytes),
         Column("", "type", "", max(10, longest + 2), ("type",)),
         Column("mpicoll", "time", "(us)", 12, (variant, "time")),
+        Column("mpicoll", "spread", "", 8, ("spread",), _form_share),
     ]
     for name in others:
         path = ("compare", name, "time")
@@ -153,6 +163,28 @@ def wrong(result: Result) -> int:
     """Return the number of wrong elements of a line."""
     others = [found for found in result["compare"].values() if found]
     return sum(found.get("wrong") or 0 for found in (*_own(result), *others))
+
+
+def noise(results: Sequence[Result]) -> float:
+    """Return the median of the spreads of mpicoll's times; 0 with --latency, which has none."""
+    spreads = [one["spread"] for one in results if one.get("spread") is not None]
+    return statistics.median(spreads) if spreads else 0.0
+
+
+def noise_warning(noise: float, load: float, crowded: bool) -> list[str]:
+    """Return lines that say that the times are not reliable; none if they are.
+
+    noise:   the median of the spreads.
+    load:    the load average before the start, per processor of the busiest node.
+    crowded: whether there are more ranks than processors.
+    """
+    if noise <= MAX_SPREAD and load <= 1:
+        return []
+    reasons = [f"times vary by {noise:.0%}, more than {MAX_SPREAD:.0%}"] * (noise > MAX_SPREAD)
+    if load > 1:
+        reasons.append(f"the load average was {load:.1f} per processor before the start")
+    remedy = "Start no more ranks than processors" if crowded else "Stop other programs"
+    return [f"NOT RELIABLE: {' and '.join(reasons)}. {remedy}, and run bench again"]
 
 
 def averages(results: Sequence[Result]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from mpicoll import control_messages
 from mpicoll.kernels.library import kernels
 
 if TYPE_CHECKING:
@@ -122,15 +123,16 @@ class Pair(NamedTuple):
 
 
 def measure_pairs(comm: MPI.Intracomm, times: int = 20, pause: float = 5e-3) -> list[Pair] | str:
-    """Return the pairs of ranks between which distances were measured, or why none could be. All
-    ranks call, with as many ``times``; rank 0 gets an answer.
+    """Return the pairs of ranks between which distances were measured, or the reason for having
+    none. All ranks call, with the same number of ``times``.
     """
     distance, own = Distance(comm), list[dict[int, float]]()
     for _ in range(times):
         own.append(distance.measure_partners())
         time.sleep(pause)
     found: dict[tuple[int, int], list[float]] = {}
-    for rank, measured in enumerate(comm.gather(own) or ()):
+    everybody = control_messages.allgather(comm, own, list[dict[int, float]])
+    for rank, measured in enumerate(everybody):
         for partner, latency in (item for each in measured for item in each.items()):
             if rank < partner and latency:
                 found.setdefault((rank, partner), []).append(latency)

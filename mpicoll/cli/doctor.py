@@ -99,7 +99,7 @@ def _text(seen: Findings, advice: list[tuple[bool, str]]) -> str:
         lines += [f"  {line}" for line in (*format_table(one), f"({LEGEND})")]
     lines += [
         "",
-        "What to change" if advice else "Nothing is wrong, and there is nothing to change",
+        "What to change" if advice else "No problems found",
     ]
     lines += [
         textwrap.fill(

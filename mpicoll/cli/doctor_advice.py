@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from mpicoll import settings
 from mpicoll.cli.doctor_facts import Findings
-from mpicoll.cli.doctor_machine import find_crowded, find_small_memory, name_ranks
+from mpicoll.cli.doctor_machine import (
+    find_crowded,
+    find_small_memory,
+    find_thread_excess,
+    find_unbound,
+    name_ranks,
+)
 
 __all__ = ["ADVICE", "advise"]
 
@@ -103,16 +109,26 @@ def _not_copied(seen: Findings) -> Sequence[str]:
     return [f"large messages that are only moved are copied twice, not once ({why}): {remedy}"]
 
 
-def _moving(seen: Findings) -> Sequence[str]:
-    """Advise to bind ranks that move, if they are not bound."""
-    unbound = [rank for rank in sorted(seen.moving) if len(seen.places[rank].allowed) > 1]
-    if not unbound:
-        return []
-    return [
-        f"{name_ranks(unbound)}: they move between near and far processors, and when far, calls "
-        "through shared memory take longer: bind each to a processor (mpirun --bind-to core, srun "
-        "--cpu-bind=cores); in a virtual machine its processors may move all the same"
-    ]
+_BIND = "bind each to a processor (mpirun --bind-to core, srun --cpu-bind=cores)"
+
+
+def _unbound(seen: Findings) -> Sequence[str]:
+    """Advise to bind ranks: first the ranks that moved during the measurement."""
+    moving = [rank for rank in sorted(seen.moving) if len(seen.places[rank].allowed) > 1]
+    others = [rank for rank in find_unbound(seen.places) if rank not in moving]
+    advice = []
+    if moving:
+        advice.append(
+            f"{name_ranks(moving)}: they move between near and far processors, and when far, calls "
+            f"through shared memory take longer: {_BIND}; in a virtual machine its processors may "
+            "move all the same"
+        )
+    if others:
+        advice.append(
+            f"{name_ranks(others)}: not bound to processors, so they may move and lose the "
+            f"contents of their caches: {_BIND}"
+        )
+    return advice
 
 
 def _far(seen: Findings) -> Sequence[str]:
@@ -195,7 +211,8 @@ ADVICE: tuple[Advice, ...] = (
     Advice(False, lambda seen: seen.idle),
     Advice(False, _far),
     Advice(False, lambda seen: find_crowded(seen.places)),
-    Advice(False, _moving),
+    Advice(False, _unbound),
+    Advice(False, lambda seen: find_thread_excess(seen.places)),
     Advice(False, lambda seen: find_small_memory(seen.places)),
     Advice(False, _alone),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mpicoll import settings
+from mpicoll import control_messages, settings
 from mpicoll.cli.distance import Pair, measure_pairs
 from mpicoll.cli.doctor_machine import (
     Place,
@@ -106,7 +106,7 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     names: tuple[str, ...] = ()
     try:
         seen.all_ranks = exchange(group.inner, probes=True, again=again)
-        local = group.inner.allgather(dist.get_node_local_rank())
+        local = control_messages.allgather(group.inner, dist.get_node_local_rank(), int)
         used = [
             binding.device_for(rank, len(own.gpus))
             for rank, own in zip(local, seen.all_ranks, strict=True)
@@ -126,7 +126,7 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
         memory = group.resources.find("shared")
         seen.shared, seen.clusters = bool(memory), memory.clusters if memory else []
-    seen.apart = group.inner.allgather(single_copy.find_obstacle(group))
+    seen.apart = control_messages.allgather(group.inner, single_copy.find_obstacle(group), str)
     if any(own.gpus for own in seen.all_ranks) and names:
         seen.device = {
             row.name: next((n for n in names if row.name in DEVICE[n].primitives), "refused")
@@ -136,13 +136,18 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     facts = describe_process() | before | _describe_mpi(seen, me)
     pairs = _measure_distances(group.inner)
     facts["distance"] = describe_distance(pairs)
-    seen.moving = set().union(*group.inner.allgather(find_moving(pairs)))
-    torch = group.inner.bcast(describe_torch() if me == 0 else "", 0)  # its import takes long
+    seen.moving = set().union(
+        *control_messages.allgather(group.inner, find_moving(pairs), set[int])
+    )
+    torch = control_messages.bcast(
+        group.inner, describe_torch() if me == 0 else "", 0, str
+    )  # its import takes long
     if torch.startswith(facts["torch"]):
         facts["torch"] = torch
-    seen.facts, seen.places, seen.misspelt = map(
-        list, zip(*group.inner.allgather((facts, Place.find(), misspelt)), strict=True)
+    told = control_messages.allgather(
+        group.inner, (facts, Place.find(), misspelt), tuple[Facts, Place, dict[str, str]]
     )
+    seen.facts, seen.places, seen.misspelt = map(list, zip(*told, strict=True))
     for each, shared in zip(seen.facts, describe_memory(seen.places), strict=True):
         each["/dev/shm"] = shared
     dist.destroy_process_group()
@@ -163,7 +168,7 @@ def _try_device_routes(group: ProcessGroup, index: int) -> tuple[tuple[str, ...]
         )
     except Exception as error:  # whatever CUDA says
         problem = f"GPU {index} cannot be used: {error}"
-    problems = group.inner.allgather(problem)
+    problems = control_messages.allgather(group.inner, problem, str)
     for rank, problem in enumerate(problems):
         if problem:
             raise DistBackendError(f"rank {rank}: {problem}")
@@ -176,11 +181,11 @@ def _measure_distances(comm: MPI.Intracomm) -> list[Pair] | str:
     """Return the pairs of ranks on this node between which distances were measured, or why none
     could be. All ranks call.
     """
-    nodes = comm.allgather(node())
+    nodes = control_messages.allgather(comm, node(), str)
     own = nodes[comm.Get_rank()]
     ranks = [rank for rank, name in enumerate(nodes) if name == own]
     here = cast("MPI.Intracomm", comm.Split(nodes.index(own)))
-    pairs = here.bcast(measure_pairs(here))
+    pairs = control_messages.bcast(here, measure_pairs(here), 0, str | list[Pair])
     here.Free()
     if isinstance(pairs, str):
         return pairs

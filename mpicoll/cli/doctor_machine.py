@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ __all__ = [
     "find_crowded",
     "find_moving",
     "find_small_memory",
+    "find_thread_excess",
+    "find_unbound",
     "format_ranges",
     "name_ranks",
 ]
@@ -40,6 +43,7 @@ class Place(NamedTuple):
     processors: how many the host has.
     allowed:    the numbers of those on which the rank may run.
     shared, free: bytes of /dev/shm; None where there is no such.
+    threads:    OMP_NUM_THREADS, "" if it is not set.
     """
 
     host: str
@@ -47,6 +51,7 @@ class Place(NamedTuple):
     allowed: tuple[int, ...]
     shared: int | None
     free: int | None
+    threads: str = ""
 
     @classmethod
     def find(cls) -> Place:
@@ -57,7 +62,8 @@ class Place(NamedTuple):
             shared, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
         allowed = tuple(sorted(os.sched_getaffinity(0)))
         processors = max(os.cpu_count() or 1, len(allowed))
-        return cls(socket.gethostname(), processors, allowed, shared, free)
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        return cls(socket.gethostname(), processors, allowed, shared, free, threads)
 
 
 def describe_system() -> dict[str, str]:
@@ -161,6 +167,44 @@ def _crowd(ranks: Sequence[Place]) -> str:
     )
 
 
+def find_unbound(places: Sequence[Place]) -> list[int]:
+    """Return the ranks that may move between processors that other ranks may also use.
+
+    Skips hosts with more ranks than processors, where binding does not help.
+    """
+    unbound = []
+    for ranks in _hosts(places).values():
+        if _crowd([places[rank] for rank in ranks]):
+            continue
+        users = Counter(number for rank in ranks for number in places[rank].allowed)
+        unbound += [
+            rank
+            for rank in ranks
+            if len(places[rank].allowed) > 1
+            and any(users[number] > 1 for number in places[rank].allowed)
+        ]
+    return sorted(unbound)
+
+
+def find_thread_excess(places: Sequence[Place]) -> list[str]:
+    """Report hosts where libraries start more threads than there are processors, because
+    OMP_NUM_THREADS is not set.
+    """
+
+    def excess(ranks: Sequence[Place]) -> str:
+        threads = sum(len(each.allowed) for each in ranks if not each.threads)
+        processors = len(set[int]().union(*(each.allowed for each in ranks)))
+        if threads <= processors:
+            return ""
+        return (
+            "OMP_NUM_THREADS is not set: in each of the ranks on {host}, NumPy and PyTorch may "
+            f"start a thread for every processor, {threads} threads on {_processors(processors)}. "
+            f"Set it: export OMP_NUM_THREADS={max(1, processors // len(ranks))}"
+        )
+
+    return _by_host(places, excess)
+
+
 def find_small_memory(places: Sequence[Place]) -> list[str]:
     """Report hosts with so little memory in /dev/shm that MPI may fail."""
 
@@ -179,17 +223,22 @@ def find_small_memory(places: Sequence[Place]) -> list[str]:
 
 def _by_host(places: Sequence[Place], tell: Callable[[Sequence[Place]], str]) -> list[str]:
     """What there is to tell of each host, which is {host} in it; the same of several once."""
-    hosts: dict[str, list[Place]] = {}
-    for place in places:
-        hosts.setdefault(place.host, []).append(place)
     told: dict[str, list[str]] = {}
-    for host, ranks in hosts.items():
-        told.setdefault(tell(ranks), []).append(host)
+    for host, ranks in _hosts(places).items():
+        told.setdefault(tell([places[rank] for rank in ranks]), []).append(host)
     told.pop("", None)
     return [
         text.format(host=f"{names[0]} (so on {len(names) - 1} more)" if names[1:] else names[0])
         for text, names in told.items()
     ]
+
+
+def _hosts(places: Sequence[Place]) -> dict[str, list[int]]:
+    """Return the ranks of each host."""
+    hosts: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, []).append(rank)
+    return hosts
 
 
 def _processors(n: int) -> str:

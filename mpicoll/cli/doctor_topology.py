@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mpicoll import control_messages
 from mpicoll.machine import format_ranges
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def examine_topology(
         others_seen = [gpu.partition(" ")[0] for gpu in own.gpus]
         far = topology.find_far(known, place[me], os.sched_getaffinity(0), os.environ, others_seen)
     mine = Joined(host, tuple(rows), tuple(card.name for card in known.cards))
-    said = comm.allgather((mine, far))
+    said = control_messages.allgather(comm, (mine, far), tuple[Joined, list[str]])
     nodes = [one.node for one in all_ranks]
     firsts = [said[rank][0] for rank, node in enumerate(nodes) if nodes.index(node) == rank]
     return [one for one in firsts if one.gpus], [texts for _, texts in said]

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from mpicoll import cli
+from mpicoll import cli, control_messages
 from mpicoll.machine import format_ranges
 from mpicoll.output import write_lines
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     all_ranks = exchange(comm)
     own, local = all_ranks[dist.get_rank()], dist.get_node_local_rank()
     index = device_for(local, len(own.gpus))
-    all_ranks = with_used(all_ranks, comm.allgather(index))
+    all_ranks = with_used(all_ranks, control_messages.allgather(comm, index, int | None))
     route = eligible_routes(all_ranks, forced_route(all_ranks))[0]
     gpu = "no GPU" if index is None else f"GPU {index} ({own.gpus[index]}), device route {route}"
     if index is not None:
@@ -52,8 +52,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.binding:
         line += f", {_describe_binding()}"
-    lines: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
+    lines = control_messages.allgather(comm, line, str)
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
     dist.destroy_process_group()

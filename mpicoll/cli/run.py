@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 
+from mpicoll import launch
 from mpicoll.cli import is_first_rank, refuse
 from mpicoll.settings import INSTALL_AS
-from mpicoll.torch import RUN_OPTION
 
 __all__ = ["add_arguments", "run"]
 
@@ -40,8 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Replace this process with the script; the launcher goes on watching it.
 
-    So __main__, sys.argv, sys.path, signals and uncaught exceptions are the script's own. Its child
-    processes inherit the variable, but not the option -X, which marks this process.
+    So __main__, sys.argv, sys.path, signals and uncaught exceptions are the script's own. RANK and
+    the other variables of torchrun are set from the launcher's variables, unless they are set
+    already. Child processes inherit the variables, but not the option -X, which marks this process
+    and lists the variables set here.
     """
     if not options.script:
         return refuse("run", "expected a script, or -m and a module", is_first_rank(), 2)
@@ -51,8 +53,16 @@ def run(options: argparse.Namespace) -> int:
     module = ["-m"] if options.m else []
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     unbuffered = ["-u"] if getattr(sys.stdout, "write_through", False) else []
-    words = [sys.executable, *flags, *unbuffered, "-X", RUN_OPTION, *module, *options.script]
-    os.environ[INSTALL_AS.name] = options.backend
+    filled = {
+        name: value
+        for name, value in launch.find_torch_variables().items()
+        if name not in os.environ
+    }
+    mark = launch.RUN_OPTION + (
+        "=" + ",".join("=".join(pair) for pair in filled.items()) if filled else ""
+    )
+    words = [sys.executable, *flags, *unbuffered, "-X", mark, *module, *options.script]
+    os.environ |= {INSTALL_AS.name: options.backend, **filled}
     sys.stdout.flush()
     sys.stderr.flush()
     return os.execv(sys.executable, words)

@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CALLS",
     "ENOUGH",
+    "MAX_SPREAD",
     "Call",
     "Effort",
     "Figure",
@@ -38,6 +39,7 @@ __all__ = [
     "clamp",
     "format_seconds",
     "keep",
+    "typical_spread",
 ]
 
 Call = Callable[[], object]
@@ -46,6 +48,9 @@ Call = Callable[[], object]
 CALLS = (1, 1000)
 #: The fewest samples of a distance for a figure, where as many are taken.
 ENOUGH = 5
+#: The greatest typical spread of reliable times, as a share of the median. Above it the machine is
+#: too busy to be measured.
+MAX_SPREAD = 0.1
 #: The distance of a sample during which it changed.
 _MOVED = "moved"
 #: Whose time counts: values of nccl-tests' option ``-a``.
@@ -63,6 +68,11 @@ class Figure(NamedTuple):
     def spread(self) -> float:
         """Return half the distance between the quartiles."""
         return (self.high - self.low) / 2
+
+    @property
+    def relative_spread(self) -> float:
+        """Return the spread as a share of the median."""
+        return self.spread / self.median
 
 
 class Sample(NamedTuple):
@@ -366,6 +376,12 @@ class Timer:
         calls = {name: effort.calls(took) for name, took in once.items()}
         turn = sum(took * (calls[name] + 1) for name, took in once.items())
         return self.sample(cases, effort.samples(turn), calls)
+
+
+def typical_spread(figures: Iterable[Figure]) -> float:
+    """Return the median of the relative spreads; 0 without figures."""
+    spreads = [figure.relative_spread for figure in figures]
+    return statistics.median(spreads) if spreads else 0.0
 
 
 def format_seconds(seconds: float) -> str:

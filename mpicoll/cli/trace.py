@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpicoll import cli
+from mpicoll import cli, private_files
 from mpicoll.output import write_lines
 
 __all__ = ["add_arguments", "align", "read_folder", "run", "trace_events"]
@@ -52,8 +52,12 @@ def run(options: argparse.Namespace) -> int:
     offsets = align(records)
     output = options.output or options.folder / "trace.json"
     whole = {"traceEvents": list(trace_events(records, offsets)), "displayTimeUnit": "ns"}
+    text = json.dumps(whole)
     try:
-        output.write_text(json.dumps(whole))
+        if options.output is None:
+            private_files.write(output, text.encode())
+        else:
+            output.write_text(text)
     except OSError as error:
         return cli.refuse("trace", str(error), cli.is_first_rank(), 1)
     hosts = {record.clock for record in records.values()}

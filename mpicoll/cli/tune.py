@@ -19,8 +19,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll import __version__, cli, machine, settings
+from mpicoll import __version__, cli, control_messages, machine, settings
 from mpicoll.cli.distance import DISTANCES, UNKNOWN
+from mpicoll.cli.timing import MAX_SPREAD
 from mpicoll.cli.tune_steps import choose_steps, find_changes, find_noise, splice
 from mpicoll.core.groups import default_group
 from mpicoll.errors import ArgumentError
@@ -39,8 +40,6 @@ __all__ = ["add_arguments", "run"]
 #: Bytes of a rank that routes and MPI may use beside the arrays.
 _SCRATCH = 64 << 20
 
-#: The median relative spread of times above which the machine is too busy for a table.
-_NOISIEST = 0.1
 #: The exit code for measurements that are too few or too noisy for a table.
 _UNRELIABLE = 3
 
@@ -68,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="all that was measured, as JSON")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--force", action="store_true",
-        help=f"write the table, even where times vary by more than {_NOISIEST:.0%}")  # fmt: skip
+        help=f"write the table, even where times vary by more than {MAX_SPREAD:.0%}%")  # fmt: skip
     instead.add_argument("--dry-run", action="store_true",
         help="measure, and print the table instead of writing it")  # fmt: skip
     instead.add_argument("--reset", action="store_true",
@@ -156,7 +155,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
                 _check_files(target, mpi, options)
         except ArgumentError as error:
             wrong = str(error)
-    wrong = comm.bcast(wrong, 0)
+    wrong = control_messages.bcast(comm, wrong, 0, str)
     if not wrong and group.size() == 1 and not options.reset:
         wrong = "one rank has no choice of routes: start as many as your jobs have (mpirun -n ...)"
     if wrong:
@@ -171,7 +170,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
         return cli.refuse("tune", wrong, first, 2)
     effort = QUICK if options.quick else FULL
     effort = effort._replace(seconds=options.seconds or effort.seconds)
-    nodes = comm.allgather(platform.node())
+    nodes = control_messages.allgather(comm, platform.node(), str)
     setting = _Setting(mpi, group.size(), list(dict.fromkeys(nodes)), here)
     if first:
         print("\n".join(_header(setting, kinds, options.sizes, effort)), flush=True)
@@ -188,7 +187,7 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
     if target is not None:
         cli.show_progress("")
         code = _finish(setting, outcome, [kind.name for kind in kinds], options, target)
-    return int(comm.bcast(code, 0))
+    return control_messages.bcast(comm, code, 0, int)
 
 
 # --- before -------------------------------------------------------------------------------------
@@ -309,7 +308,8 @@ def _too_much(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
     most = array_bytes(kinds, n, largest)
     needed: dict[str, int] = {}
     free: dict[str, int] = {}
-    for memory, available in comm.allgather((host.memory, host.available())):
+    places = control_messages.allgather(comm, (host.memory, host.available()), tuple[str, int])
+    for memory, available in places:
         needed[memory] = needed.get(memory, 0) + most + most // n + _SCRATCH
         free[memory] = min(available, free.get(memory, available))
     for memory, nbytes in needed.items():
@@ -370,13 +370,13 @@ def _finish(
         lines = [*_changes(setting, outcome, text, table), *_missing(outcome, kinds, options.sizes)]
         lines.append(f"# {outcome.distance}")
         print("\n".join(lines), flush=True)
-        print(f"# times vary by {noise:.1%}; {_NOISIEST:.0%} is the most for a table", flush=True)
+        print(f"# times vary by {noise:.1%}; {MAX_SPREAD:.0%} is the most for a table", flush=True)
         if options.dry_run:
             print(table, end="", flush=True)
-        if noise > _NOISIEST and not options.force:
+        if noise > MAX_SPREAD and not options.force:
             why = (
-                f"times vary by {noise:.1%}, more than {_NOISIEST:.0%}: something else is going on "
-                "here, and no table is written; tune when it is not, with no more ranks than "
+                f"times vary by {noise:.1%}, more than {MAX_SPREAD:.0%}: something else is going "
+                "on here, and no table is written; tune when it is not, with no more ranks than "
                 "processors, or for longer (--seconds); --force writes one"
             )
             return cli.refuse("tune", why, True, _UNRELIABLE)

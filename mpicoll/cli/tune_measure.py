@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpicoll import control_messages
 from mpicoll.arrays import views
 from mpicoll.cli.bench_calls import block_count
 from mpicoll.cli.timing import Call, Effort, Figure, Sample, Taken, Timer, keep
@@ -310,4 +311,4 @@ class _Run:
 
     def _late(self, ahead: float, end: float) -> bool:
         """Return whether ``ahead`` more seconds end after ``end``, by rank 0's clock."""
-        return bool(self.comm.bcast(self._spent() + ahead > end, 0))
+        return control_messages.bcast(self.comm, bool(self._spent() + ahead > end), 0, bool)

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from mpicoll.cli.timing import Figure
+from mpicoll.cli.timing import Figure, typical_spread
 from mpicoll.routes.tuning import Steps, merge_steps, route_at
 
 __all__ = [
@@ -169,11 +169,10 @@ def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
 
 def find_noise(figures: Iterable[Figures]) -> float:
     """Return the median of the relative spreads of all times; 0 for none."""
-    spreads = [
-        one.spread / one.median
+    return typical_spread(
+        one
         for by_size in figures
         for at_size in by_size.values()
         for by_route in at_size.values()
         for one in by_route.values()
-    ]
-    return statistics.median(spreads) if spreads else 0.0
+    )

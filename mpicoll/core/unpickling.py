@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from types import TracebackType
+from itertools import repeat
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -41,14 +42,24 @@ _ARRAY_NAMES: Names = {
 _SAFE_BUILTINS: Names = {(one.__module__, one.__qualname__): one for one in (complex, range, slice)}
 
 
+#: Maximum number of objects inside each other. Python's pickler, whose recursion limit is 1000
+#: too, writes no more. Hashing and freeing some types recurses in C, without any limit.
+MAX_DEPTH = 1000
+#: Types whose objects hold no others.
+_ATOMS = frozenset((bool, bytearray, bytes, complex, float, int, NoneType, range, str))
+
+
 class _RestrictedUnpickler(pickle._Unpickler):
-    """An unpickler of what the receiver has named, by three rules.
+    """An unpickler of named types, by four rules.
 
     1. A name means what the receiver has named; nothing is imported or looked up.
     2. Only named classes and functions are called.
     3. Only objects that the pickle itself has created are changed, by filling them or setting their
        state: no class, no function, and no object with other references, such as a member of an
        Enum. NumPy's objects are never changed.
+    4. Objects are nested at most MAX_DEPTH deep when they are put together. An object that is
+       changed after it was put into another one may be deeper: such an object has no hash of its
+       elements in C, and is freed without recursion.
 
     Only the opcodes of protocol 5 are allowed. An older one, for extensions, would find objects
     without asking for their names.
@@ -66,6 +77,8 @@ class _RestrictedUnpickler(pickle._Unpickler):
         self._names = allowed
         self._callable_ids = {id(one) for one in allowed.values()}
         self._created: dict[int, Any] = {}  # by id; held, so that no other object gets the id
+        self._depths: dict[int, int] = {}  # by id, of objects that hold others that hold others
+        self._deep: list[Any] = []  # these objects, held
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -83,6 +96,23 @@ class _RestrictedUnpickler(pickle._Unpickler):
             what = obj.__name__ if isinstance(obj, type) else f"an object: {type(obj).__name__}"
             raise RefusedPickleError(f"a received pickle changes {what}, which it has not made")
 
+    def nest(self, obj: object, children: Collection[Any]) -> None:
+        """Note that an object holds others. Raises RefusedPickleError if that nests too deep.
+
+        The children are complete: without recursion, an object is one deeper than the deepest.
+        """
+        deepest = max(map(self._depths.get, map(id, children), repeat(0)), default=0)
+        if not deepest:
+            deepest = int(not _ATOMS.issuperset(map(type, children)))
+        if deepest >= MAX_DEPTH:
+            raise RefusedPickleError(
+                f"a received pickle nests objects more than {MAX_DEPTH} deep, which could overflow "
+                "the stack; send a flatter object"
+            )
+        if deepest and deepest >= self._depths.get(id(obj), 0) and type(obj) not in _ATOMS:
+            self._depths[id(obj)] = deepest + 1
+            self._deep.append(obj)
+
     def call(self, named: object, function: Callable[..., Any], args: object, kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)``; ``named`` is what the pickle calls."""
         if id(named) not in self._callable_ids or type(args) is not tuple:
@@ -93,6 +123,7 @@ class _RestrictedUnpickler(pickle._Unpickler):
         result, references = _call(function, args, kwargs)
         if references <= _SOLE_REFERENCE and not isinstance(result, _NUMPY):
             self.add_created(result)
+        self.nest(result, (args, kwargs) if kwargs else (args,))
         return result
 
     def load_reduce(self) -> None:
@@ -160,12 +191,28 @@ def _build_creating(opcode: bytes) -> Opcode:
     return create
 
 
-def _build_changing(opcode: bytes, target: Callable[[_RestrictedUnpickler], Any]) -> Opcode:
-    """Build the loader of an opcode that changes an object deeper in the stack."""
+def _build_nesting(opcode: bytes) -> Opcode:
+    """Build the loader of an opcode that makes a tuple or frozenset of objects on the stack."""
+    load = _LOADERS[opcode[0]]
+
+    def create(self: _RestrictedUnpickler) -> None:
+        load(self)
+        self.nest(self.stack[-1], self.stack[-1])
+
+    return create
+
+
+def _build_changing(opcode: bytes, children: int) -> Opcode:
+    """Build the loader of an opcode that puts objects on top of the stack into the one below.
+
+    children: how many; 0: all from the last mark on.
+    """
     load = _LOADERS[opcode[0]]
 
     def change(self: _RestrictedUnpickler) -> None:
-        self.check(target(self))
+        target = self.stack[-1 - children] if children else self.metastack[-1][-1]
+        self.check(target)
+        self.nest(target, self.stack[-children:])
         load(self)
 
     return change
@@ -179,20 +226,21 @@ _SAFE_OPCODES = (
     pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8,
     pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8,
     pickle.NEXT_BUFFER, pickle.READONLY_BUFFER,
-    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
-    pickle.FROZENSET, pickle.STACK_GLOBAL,
+    pickle.EMPTY_TUPLE, pickle.STACK_GLOBAL,
 )  # fmt: skip
+_NESTING = pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET
 _CONTAINERS = pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET
 _RestrictedUnpickler.dispatch = {
     **dict.fromkeys(range(256), _RestrictedUnpickler.refuse),
     **{opcode[0]: _LOADERS[opcode[0]] for opcode in _SAFE_OPCODES},
     **{opcode[0]: _build_creating(opcode) for opcode in _CONTAINERS},
-    pickle.APPEND[0]: _build_changing(pickle.APPEND, lambda self: self.stack[-2]),
-    pickle.SETITEM[0]: _build_changing(pickle.SETITEM, lambda self: self.stack[-3]),
-    pickle.APPENDS[0]: _build_changing(pickle.APPENDS, lambda self: self.metastack[-1][-1]),
-    pickle.SETITEMS[0]: _build_changing(pickle.SETITEMS, lambda self: self.metastack[-1][-1]),
-    pickle.ADDITEMS[0]: _build_changing(pickle.ADDITEMS, lambda self: self.metastack[-1][-1]),
-    pickle.BUILD[0]: _build_changing(pickle.BUILD, lambda self: self.stack[-2]),
+    **{opcode[0]: _build_nesting(opcode) for opcode in _NESTING},
+    pickle.APPEND[0]: _build_changing(pickle.APPEND, 1),
+    pickle.SETITEM[0]: _build_changing(pickle.SETITEM, 2),
+    pickle.APPENDS[0]: _build_changing(pickle.APPENDS, 0),
+    pickle.SETITEMS[0]: _build_changing(pickle.SETITEMS, 0),
+    pickle.ADDITEMS[0]: _build_changing(pickle.ADDITEMS, 0),
+    pickle.BUILD[0]: _build_changing(pickle.BUILD, 1),
     pickle.REDUCE[0]: _RestrictedUnpickler.load_reduce,
     pickle.NEWOBJ[0]: _RestrictedUnpickler.load_newobj,
     pickle.NEWOBJ_EX[0]: _RestrictedUnpickler.load_newobj_ex,
@@ -235,8 +283,9 @@ class restricted_pickle:
     A pickle may call a named function with any arguments. It may create instances of a named class,
     with or without its constructor, and give them any state, by ``__setstate__`` if there is one.
     Other names are neither imported nor called, and the pickle changes only objects that it has
-    created: no attributes of classes, no members of an Enum. A sender can still waste the
-    receiver's time and memory.
+    created: no attributes of classes, no members of an Enum. Objects are nested at most 1000 deep,
+    so that no pickle overflows the receiver's stack. A sender can still waste the receiver's time
+    and memory.
 
     The restriction holds for all threads, until the with statement ends or ``lift()`` is called.
     Meanwhile received objects are rebuilt in Python, which takes longer, except for arrays.

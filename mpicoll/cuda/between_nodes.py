@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mpicoll import control_messages
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.cuda.probe import HUNG, OK, Place, exchange_messages
 from mpicoll.cuda.runtime import Runtime
@@ -68,7 +69,7 @@ def try_messages(
         verdict = exchange_messages(place, find_partners(nodes, comm.Get_rank()), LIMIT)
     except Exception as error:  # of MPI or of CUDA: the others hear of it
         verdict = f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
-    said = comm.allgather(verdict)
+    said = control_messages.allgather(comm, verdict, str)
     if all(one == OK for one in said):
         runtime.destroy_stream(place.stream)
         apart.Free()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import settings
+from mpicoll import control_messages, settings
 from mpicoll.cuda import mpi_support, probe, probe_cache, runtime
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import ArgumentError, UnsupportedError
@@ -95,18 +95,6 @@ class Capabilities:
             "gpus": list(self.gpus),
             "names": list(self.names),
         }
-
-    @classmethod
-    def from_words(cls, words: Mapping[str, Any]) -> Capabilities:
-        """Return what ``words`` was called on."""
-        return cls(
-            **{
-                **words,
-                "cuda": CudaSupport[words["cuda"].upper()],
-                "gpus": tuple(words["gpus"]),
-                "names": tuple(words["names"]),
-            }
-        )
 
 
 _EVERYTHING = "sends, receives and reduces"
@@ -231,13 +219,13 @@ def exchange(
         open_key = "" if own.settled else own.key
     except ArgumentError as error:
         wrong = str(error)
-    said = comm.allgather((wrong, open_key))
+    said = control_messages.allgather(comm, (wrong, open_key), tuple[str, str])
     for rank, (wrong, _) in enumerate(said):
         if wrong:
             raise ArgumentError(f"rank {rank}: {wrong}")
     if probes and open_key and said.index(("", open_key)) == me:
         own = discover(probes=True, again=again)
-    found = [Capabilities.from_words(words) for words in comm.allgather(own.words())]
+    found = control_messages.allgather(comm, own, Capabilities)
     settled = {each.key: each for each in found if each.settled and each.key}
     for rank, each in enumerate(found):
         if not each.settled and each.key in settled:

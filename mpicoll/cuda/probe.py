@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpicoll import launch
+from mpicoll import control_messages, launch
 from mpicoll.cuda import runtime
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> No
         note(OK)
         for stage, test in STAGES:  # noqa: B007 (note reads it)
             how = test(place)
-            everywhere = all(one == OK for one in world.allgather(how))
+            everywhere = all(one == OK for one in control_messages.allgather(world, how, str))
             note(how)
             if not everywhere:
                 break

@@ -6,12 +6,12 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mpicoll import private_files
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.launch import is_launcher_variable
 
@@ -68,13 +68,5 @@ def store(key: Mapping[str, Any], outcome: ProbeOutcome) -> None:
     if outcome.began != OK:
         return
     with suppress(OSError, RuntimeError):
-        path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump({"key": key, "outcome": outcome._asdict()}, file, indent=1)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        text = json.dumps({"key": key, "outcome": outcome._asdict()}, indent=1)
+        private_files.write(_path(key), text.encode())

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import mpicoll
-from mpicoll import settings
+from mpicoll import control_messages, settings
 from mpicoll.dtypes import DTYPES, OPERATIONS
 from mpicoll.errors import LaunchError
 from mpicoll.primitives import PRIMITIVES
@@ -30,8 +30,8 @@ __all__ = ["agree"]
 
 #: The modules, besides those of routes, whose constants decide how bytes go over the wire.
 _MODULES = (
-    "core.array_pickles", "core.pickles", "core.signature", "dispatch.fusing", "dispatch.packing",
-    "dtypes", "primitives",
+    "control_messages", "core.array_pickles", "core.pickles", "core.signature", "dispatch.fusing",
+    "dispatch.packing", "dtypes", "primitives",
 )  # fmt: skip
 _WATCHING = ("watch.consistency", "watch.rank_status", "watch.monitored_barrier")
 
@@ -51,7 +51,7 @@ def agree(comm: MPI.Intracomm) -> None:
     comm.Allreduce(MPI.IN_PLACE, [both, MPI.INT64_T], MPI.MAX)
     if both[0] == -both[1]:
         return
-    everybody = comm.allgather(mine)
+    everybody = control_messages.allgather(comm, mine, dict[str, str])
     names = sorted({name for facts in everybody for name in facts})
     told = [
         f"{name} is {describe_by_rank(facts.get(name, 'not there') for facts in everybody)}"

@@ -588,9 +588,9 @@ def find_root(
     """Return the root's rank in the group, given as a global or as a group rank.
 
     default: the global rank if neither is given; None if one must be.
-    Raises ArgumentTypeError (a TypeError) for a rank that is not an int, and ArgumentError (a
-    ValueError) if both are given, if none is, and for a rank outside of the group. A rank that is
-    itself outside can give only a rank in the group, as in torch.
+    Raises ArgumentTypeError (a TypeError) for a rank that is not an int, ArgumentError (a
+    ValueError) for both, for none, and for a rank outside the group. On a rank that is itself
+    outside, only a rank in the group can be given, as in torch.
     """
     member = resolve(group)
     if group_rank is not None:

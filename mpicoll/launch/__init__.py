@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from mpicoll.launch.environment import (
+    RUN_OPTION,
+    TORCH_VARIABLES,
     check_world,
     fill_environment,
+    find_torch_variables,
     has_own_gpus,
     is_child_of_rank,
     is_started_by_mpi,
@@ -35,6 +38,8 @@ from mpicoll.launch.world import (
 )
 
 __all__ = [
+    "RUN_OPTION",
+    "TORCH_VARIABLES",
     "Rendezvous",
     "announced",
     "call_before_finalize",
@@ -48,6 +53,7 @@ __all__ = [
     "find_rank",
     "find_rendezvous",
     "find_survival",
+    "find_torch_variables",
     "has_grown",
     "has_own_gpus",
     "is_child_of_rank",

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import multiprocessing
 import os
 import stat
+import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
+from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.launchers import Dialect
+from mpicoll.launch.pmi import PmiClient, PmiError
 from mpicoll.settings import ALLOW_SINGLETON
 
 __all__ = [
+    "LOOPBACK",
+    "RUN_OPTION",
     "SINGLETON",
+    "TORCH_VARIABLES",
     "Bootstrap",
     "check_world",
     "choose_bootstrap",
     "fill_environment",
+    "find_torch_variables",
     "has_own_gpus",
     "is_child_of_rank",
     "is_inherited",
@@ -31,6 +39,12 @@ __all__ = [
 
 #: Set to 1 to run a single rank on purpose where a launcher has announced more.
 SINGLETON = ALLOW_SINGLETON.name
+#: The variables that torchrun sets on each rank.
+TORCH_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+#: The address of rank 0 if all ranks are on one node.
+LOOPBACK = "127.0.0.1"
 
 
 def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
@@ -146,28 +160,63 @@ def fill_environment(
     master_port: int | str,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which many
-    libraries read, where they are missing, or this has set them before.
+    """Set TORCH_VARIABLES, which many libraries read, where they are missing, or were filled in
+    before.
     """
-    values = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": master_port,
-    }
-    for name, value in values.items():
+    values = rank, world_size, local_rank, local_world_size, master_addr, master_port
+    for name, value in zip(TORCH_VARIABLES, values, strict=True):
         if name not in environment or was_filled(name, environment):
             environment[name] = _filled[name] = str(value)
 
 
-#: The variables that fill_environment has set.
+#: The -X option with which ``python -m mpicoll run`` starts the interpreter of a script. Its value
+#: lists the variables that the command has set: NAME=VALUE,NAME=VALUE. Child processes do not
+#: inherit the option.
+RUN_OPTION = "mpicoll_run"
+
+#: The variables that fill_environment or ``python -m mpicoll run`` has set.
 _filled: dict[str, str] = {}
+if isinstance(_option := sys._xoptions.get(RUN_OPTION), str):
+    _filled.update(pair.partition("=")[::2] for pair in _option.split(","))
+
+
+def find_torch_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return TORCH_VARIABLES with torchrun's meaning, from the launcher's variables.
+
+    Needs no MPI. A variable is missing if the launcher does not set its value. Without a launcher
+    all are missing. On several nodes every rank must call if the launcher has PMI-1, because the
+    ranks exchange the address of rank 0.
+    """
+    launcher = launchers.find_launcher(environment)
+    if launcher is None or launcher.is_batch or is_inherited(environment):
+        return {}
+    rank, size, is_one_node = launchers.announced(environment)
+    job = launchers.find_identity(environment)
+    address = LOOPBACK if is_one_node else launchers.find_first_host(environment)
+    descriptor = environment.get("PMI_FD", "")
+    if launcher.has_pmi_1 and not (job and address) and descriptor.isdigit():
+        with contextlib.suppress(PmiError):
+            manager = PmiClient(int(descriptor))
+            job = job or manager.job
+            if not address:
+                own = environment.get("MASTER_ADDR") or addresses()[0]
+                address = manager.broadcast(own, rank == "0")
+    local = launchers.find_local_rank(environment), launchers.find_local_size(environment)
+    values = rank, size, *local, address, _choose_port(job) if job else None
+    found = zip(TORCH_VARIABLES, values, strict=True)
+    return {name: str(value) for name, value in found if value not in (None, "", "?")}
+
+
+def _choose_port(job: str) -> int:
+    """Return a port from 16384 to 32767, the same on all ranks of a job.
+
+    Linux assigns ephemeral ports from 32768 up, so that these rarely collide.
+    """
+    return 1 << 14 | int.from_bytes(hashlib.sha256(job.encode()).digest()[:2], "big") >> 2
 
 
 def was_filled(name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the variable has the value that fill_environment gave it."""
+    """Tell whether the variable has the value that fill_environment or ``run`` gave it."""
     return name in _filled and environment.get(name) == _filled[name]
 
 

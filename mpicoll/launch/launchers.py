@@ -13,10 +13,13 @@ __all__ = [
     "Dialect",
     "Launcher",
     "announced",
+    "find_first_host",
+    "find_identity",
     "find_job",
     "find_launcher",
     "find_launchers",
     "find_local_rank",
+    "find_local_size",
     "find_rank",
     "find_survival",
     "is_bootstrap_variable",
@@ -42,6 +45,17 @@ class Launcher:
     rank, size: the variables with the rank and the number of ranks, "" without one.
     local_rank: those with the rank on the node; the first that is set counts.
     local_size: the one with the number of ranks on the node, "" without one.
+    local_sizes: the variable with the number of ranks of each node in Slurm's format, such as
+             "4(x2),3". "" without one.
+    node_rank: the variable with the index of this node in local_sizes, "" without one.
+    node_count: the variable with the number of nodes, "" without one.
+    hosts:   the variable with the names of the nodes in Slurm's format, such as "n[1-3],m7". Rank 0
+             runs on the first one by default. "" without one.
+    identity: variables whose values are the same on all ranks and differ between jobs. Unset
+             variables are skipped.
+    has_pmi_1: it answers PMI-1 on the descriptor PMI_FD: ranks can request the job's name and
+             exchange values before MPI starts.
+    is_batch: it starts a single process and no ranks.
     remedy:  what to do when MPI does not see the ranks it started.
     dialect: what it tells MPI its ranks in; None: MPI has to learn them in another way.
     bootstrap: a pattern of the names by which an MPI library finds its ranks. They are hidden while
@@ -65,6 +79,13 @@ class Launcher:
     size: str = ""
     local_rank: tuple[str, ...] = ()
     local_size: str = ""
+    local_sizes: str = ""
+    node_rank: str = ""
+    node_count: str = ""
+    hosts: str = ""
+    identity: tuple[str, ...] = ()
+    has_pmi_1: bool = False
+    is_batch: bool = False
     remedy: str = ""
     dialect: Dialect | None = None
     bootstrap: str = ""
@@ -103,6 +124,10 @@ _PMIX_REMEDY = (
     "(python -m mpi4py --mpi-library shows which it is)"
 )
 
+#: Variables that identify a step of Slurm, and a job of a batch system.
+_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+_BATCH_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
 #: The innermost launcher first: an mpirun inside a Slurm job is an mpirun.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
@@ -127,6 +152,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="OMPI_COMM_WORLD_SIZE",
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        hosts="SLURM_JOB_NODELIST",
+        identity=("PMIX_NAMESPACE",),
         remedy="use the mpirun of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
         "(python -m mpi4py --mpi-library shows which it is)",
         dialect=Dialect.PMIX,
@@ -142,6 +169,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="PMI_SIZE",
         local_rank=("MPI_LOCALRANKID",),
         local_size="MPI_LOCALNRANKS",
+        identity=("I_MPI_HYDRA_UUID",),
+        has_pmi_1=True,
         remedy=_PMI_REMEDY,
         dialect=Dialect.PMI,
     ),
@@ -152,6 +181,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="PMI_SIZE",
         local_rank=("MPI_LOCALRANKID",),
         local_size="MPI_LOCALNRANKS",
+        has_pmi_1=True,
         remedy=_PMI_REMEDY,
         dialect=Dialect.PMI,
     ),
@@ -161,6 +191,9 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PMI_RANK",
         size="PMI_SIZE",
         local_rank=("FLUX_TASK_LOCAL_ID",),
+        node_count="FLUX_JOB_NNODES",
+        identity=("FLUX_JOB_ID",),
+        has_pmi_1=True,
         remedy=_FLUX_REMEDY,
         dialect=Dialect.PMI,
     ),
@@ -170,6 +203,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PMI_RANK",
         size="PMI_SIZE",
         local_rank=("SLURM_LOCALID",),
+        local_sizes="SLURM_STEP_TASKS_PER_NODE",
+        node_rank="SLURM_NODEID",
+        hosts="SLURM_STEP_NODELIST",
+        identity=_SLURM_STEP,
         remedy=_SRUN_REMEDY,
         dialect=Dialect.PMI,
         own_gpus="SLURM_GPUS_PER_TASK",
@@ -181,6 +218,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="PMI_SIZE",
         local_rank=("PMI_LOCAL_RANK",),
         local_size="PMI_LOCAL_SIZE",
+        identity=("PALS_APID", *_BATCH_JOB),
         remedy=_PMI_REMEDY,
         dialect=Dialect.PMI,
         bootstrap=r"PMI2?_|MPI_LOCALRANKID|MPI_LOCALNRANKS"
@@ -197,6 +235,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="MV2_COMM_WORLD_SIZE",
         local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
         local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        hosts="SLURM_JOB_NODELIST",
+        identity=_BATCH_JOB,
         remedy="let mpi4py load MVAPICH2 (python -m mpi4py --mpi-library shows which it loads), or "
         "use the mpirun of the library that it loads",
         dialect=Dialect.PMI,
@@ -207,6 +247,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "prterun",
         marks=("PMIX_RANK", "PRTE_LAUNCHED"),
         rank="PMIX_RANK",
+        identity=("PMIX_NAMESPACE",),
         remedy=_PMIX_REMEDY,
         dialect=Dialect.PMIX,
     ),
@@ -216,6 +257,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PMIX_RANK",
         size="FLUX_JOB_SIZE",
         local_rank=("FLUX_TASK_LOCAL_ID",),
+        node_count="FLUX_JOB_NNODES",
+        identity=("FLUX_JOB_ID",),
         remedy=_FLUX_REMEDY,
         dialect=Dialect.PMIX,
     ),
@@ -225,6 +268,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PMIX_RANK",
         local_rank=("PALS_LOCAL_RANKID",),
         local_size="PALS_LOCAL_SIZE",
+        identity=("PALS_APID",),
         remedy=_PMIX_REMEDY,
         dialect=Dialect.PMIX,
     ),
@@ -235,6 +279,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="JSM_NAMESPACE_SIZE",
         local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
         local_size="JSM_NAMESPACE_LOCAL_SIZE",
+        identity=("PMIX_NAMESPACE",),
         remedy=_JSRUN_REMEDY,
         dialect=Dialect.PMIX,
     ),
@@ -244,6 +289,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PMIX_RANK",
         size="SLURM_STEP_NUM_TASKS",
         local_rank=("SLURM_LOCALID",),
+        local_sizes="SLURM_STEP_TASKS_PER_NODE",
+        node_rank="SLURM_NODEID",
+        hosts="SLURM_STEP_NODELIST",
+        identity=_SLURM_STEP,
         remedy=_SRUN_REMEDY,
         dialect=Dialect.PMIX,
         own_gpus="SLURM_GPUS_PER_TASK",
@@ -252,6 +301,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "a PMIx process manager",
         marks=("PMIX_RANK",),
         rank="PMIX_RANK",
+        identity=("PMIX_NAMESPACE",),
         remedy=_PMIX_REMEDY,
         dialect=Dialect.PMIX,
         bootstrap=r"PMIX_|PRTE_LAUNCHED$",
@@ -263,6 +313,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="FLUX_TASK_RANK",
         size="FLUX_JOB_SIZE",
         local_rank=("FLUX_TASK_LOCAL_ID",),
+        node_count="FLUX_JOB_NNODES",
+        identity=("FLUX_JOB_ID",),
         remedy=_FLUX_REMEDY,
         owned="FLUX_",
     ),
@@ -272,6 +324,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PALS_RANKID",
         size="SLURM_STEP_NUM_TASKS",
         local_rank=("SLURM_LOCALID",),
+        local_sizes="SLURM_STEP_TASKS_PER_NODE",
+        node_rank="SLURM_NODEID",
+        hosts="SLURM_STEP_NODELIST",
+        identity=_SLURM_STEP,
         remedy=_SRUN_REMEDY,
         own_gpus="SLURM_GPUS_PER_TASK",
     ),
@@ -281,6 +337,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PALS_RANKID",
         local_rank=("PALS_LOCAL_RANKID",),
         local_size="PALS_LOCAL_SIZE",
+        identity=("PALS_APID",),
         owned="PALS_",
     ),
     Launcher(
@@ -290,6 +347,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="JSM_NAMESPACE_SIZE",
         local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
         local_size="JSM_NAMESPACE_LOCAL_SIZE",
+        identity=_BATCH_JOB,
         remedy=_JSRUN_REMEDY,
         owned="JSM_",
     ),
@@ -299,6 +357,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",
         local_rank=("SLURM_LOCALID",),
+        local_sizes="SLURM_STEP_TASKS_PER_NODE",
+        node_rank="SLURM_NODEID",
+        hosts="SLURM_STEP_NODELIST",
+        identity=_SLURM_STEP,
         remedy=_SRUN_REMEDY,
         survival="a checkpoint, as srun starts no rank again; or an mpirun in the allocation, with "
         "which the other ranks can go on",
@@ -312,6 +374,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="SLURM_PROCID",
         size="SLURM_NTASKS",
         local_rank=("SLURM_LOCALID",),
+        is_batch=True,
         remedy="the batch script runs once: start the program in it with srun or mpirun",
     ),
     Launcher("PBS", owned="PBS_", job=r"PBS_(JOB|NODEFILE|O_|QUEUE|ARRAY)"),
@@ -337,7 +400,43 @@ def announced(environment: Mapping[str, str] = os.environ) -> tuple[str, str, bo
     if launcher is None:
         return "?", "?", False
     rank, size = environment.get(launcher.rank, "?"), environment.get(launcher.size, "?")
-    return rank, size, size.isdigit() and environment.get(launcher.local_size) == size
+    return rank, size, size.isdigit() and find_local_size(environment) == int(size)
+
+
+def find_local_size(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of ranks on this node, None if the launcher does not set it."""
+    launcher = find_launcher(environment)
+    if launcher is None:
+        return None
+    found = environment.get(launcher.local_size, "")
+    if not found and environment.get(launcher.node_count) == "1":
+        found = environment.get(launcher.size, "")
+    if not found:
+        sizes = _expand(environment.get(launcher.local_sizes, ""))
+        node = environment.get(launcher.node_rank, "")
+        found = sizes[int(node)] if node.isdigit() and int(node) < len(sizes) else ""
+    return int(found) if found.isdigit() else None
+
+
+def _expand(sizes: str) -> list[str]:
+    """Return the items of a list in Slurm's format: "4(x2),3" is 4, 4, 3."""
+    items = re.findall(r"(\d+)(?:\(x(\d+)\))?", sizes)
+    return [size for size, times in items for _ in range(int(times or 1))]
+
+
+def find_first_host(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the first host, "" if the launcher does not set a list of hosts."""
+    launcher = find_launcher(environment)
+    hosts = environment.get(launcher.hosts, "") if launcher is not None else ""
+    first = re.match(r"([^\[,]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def find_identity(environment: Mapping[str, str] = os.environ) -> str:
+    """Return a text that identifies this job, the same on all ranks; "" if there is none."""
+    launcher = find_launcher(environment)
+    names = launcher.identity if launcher is not None else ()
+    return " ".join(f"{name}={environment[name]}" for name in names if name in environment)
 
 
 def find_survival(environment: Mapping[str, str] = os.environ) -> str:

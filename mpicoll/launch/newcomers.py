@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpicoll import settings
+from mpicoll import control_messages, settings
 from mpicoll.errors import ArgumentError, DistBackendError, LaunchError, MPIError
 from mpicoll.launch import world
 from mpicoll.launch.host_identity import node
@@ -263,7 +263,7 @@ def _merge(inter: MPI.Intercomm, is_new: bool) -> MPI.Intracomm:
         made.Set_errhandler(MPI.ERRORS_RETURN)
         inter.Free()
         # MPI_Finalize waits for all processes that are connected.
-        skips = made.allreduce(world.skips_finalize(), MPI.LOR)
+        skips = any(control_messages.allgather(made, world.skips_finalize(), bool))
     if skips:
         world.skip_finalize()
     _everybody = made

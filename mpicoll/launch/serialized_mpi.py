@@ -10,11 +10,9 @@ ranks are ready, so that no thread holds the lock for longer than the call's own
 
 from __future__ import annotations
 
-import pickle
 import random
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -339,32 +337,6 @@ class _Communicator(_Locked):
         for piece in _pieces(message):
             self._start(self._comm.Ibcast, piece, root).Wait()
 
-    def bcast(self, value: object, root: int) -> Any:
-        """Return the root's object. Not as mpi4py does it: where one rank has MPI_THREAD_MULTIPLE
-        and another has less, MPICH's blocking broadcasts choose different algorithms on them.
-        """
-        is_root = self._comm.Get_rank() == root
-        data = bytearray(pickle.dumps(value) if is_root else b"")
-        size = array("q", [len(data)])
-        self.Bcast(size, root)
-        if not is_root:
-            data = bytearray(size[0])
-        self.Bcast(data, root)
-        return value if is_root else pickle.loads(data)
-
-    def allgather(self, value: object) -> list[Any]:
-        """Return the objects of all ranks, in rank order."""
-        own = pickle.dumps(value)
-        size, n = array("q", [len(own)]), self._comm.Get_size()
-        sizes = array("q", [0] * n)
-        self.Allgather(size, sizes)
-        data = bytearray(sum(sizes))
-        self.Allgatherv(own, [data, list(sizes)])
-        starts = [sum(sizes[:rank]) for rank in range(n)]
-        return [pickle.loads(data[at : at + k]) for at, k in zip(starts, sizes, strict=True)]
-
-    gather = allgather
-
     def Reduce(self, *args: object) -> None:
         self._start(self._comm.Ireduce, *args).Wait()
 
@@ -392,8 +364,11 @@ class _Communicator(_Locked):
     def Scatter(self, *args: object) -> None:
         self._start(self._comm.Iscatter, *args).Wait()
 
+    def Iallgather(self, *args: object) -> _Request:
+        return self._start(self._comm.Iallgather, *args)
+
     def Allgather(self, *args: object) -> None:
-        self._start(self._comm.Iallgather, *args).Wait()
+        self.Iallgather(*args).Wait()
 
     def Allgatherv(self, *args: object) -> None:
         self._start(self._comm.Iallgatherv, *args).Wait()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from mpicoll import control_messages
 from mpicoll.errors import LaunchError
 from mpicoll.launch.workers import Outcome, Ready, Worker, assign, check_ranks, collect, dump_call
 
@@ -70,8 +69,8 @@ def _run_rank(size: int, limit: float, call: bytes) -> Outcome:
     worker = Worker()
     ready = worker.start(rank, size, limit)
     everybody: list[Ready] = [
-        pickle.loads(base64.b64decode(text))
-        for text in context.allGather(base64.b64encode(pickle.dumps(ready)).decode())
+        control_messages.decode(text.encode(), Ready, rank)
+        for rank, text in enumerate(context.allGather(control_messages.encode(ready).decode()))
     ]
     if any(each.failure for each in everybody):
         if ready.failure is None:

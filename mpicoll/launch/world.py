@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from mpicoll import control_messages
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
+    LOOPBACK,
     Bootstrap,
     choose_bootstrap,
     is_inherited,
     replace_bootstrap_variables,
+    was_filled,
 )
 from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.init_timeout import end_after, enforce_timeout
@@ -135,7 +138,8 @@ def warn_if_serialized(rank: int) -> None:
 
 
 def master_address(world: MPI.Intracomm) -> str:
-    """Return the address at which all ranks reach rank 0's host: rank 0's MASTER_ADDR, if set.
+    """Return the address at which all ranks reach rank 0's host: rank 0's MASTER_ADDR, if the user
+    has set it.
 
     Every rank calls.
     """
@@ -144,9 +148,10 @@ def master_address(world: MPI.Intracomm) -> str:
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     is_one_node = node.Get_size() == world.Get_size()
     node.Free()
-    own = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else addresses()[0])
-    found: str = world.bcast(own, 0)
-    return found
+    own = LOOPBACK if is_one_node else addresses()[0]
+    if os.environ.get("MASTER_ADDR") and not was_filled("MASTER_ADDR"):
+        own = os.environ["MASTER_ADDR"]
+    return control_messages.bcast(world, own, 0, str)
 
 
 def initialize() -> ModuleType:

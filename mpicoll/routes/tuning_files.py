@@ -36,6 +36,10 @@ def default_path(mpi: str) -> Path:
     return Path(base) / "mpicoll" / f"{name}.json"
 
 
+#: Maximum size of a table's file: its text, escaped, fits into a control message.
+_MAX_FILE_BYTES = 2**20
+
+
 class Found(NamedTuple):
     """A file and its text.
 
@@ -58,6 +62,8 @@ def read(mpi: str) -> Found:
         return Found()
     try:
         path = Path(named) if named else default_path(mpi)
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise OSError(f"{path} has more than {_MAX_FILE_BYTES} bytes")
         return Found(str(path), path.read_text(errors="replace"))
     except (OSError, RuntimeError) as error:
         return Found(named, problem=str(error)) if named else Found()

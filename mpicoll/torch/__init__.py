@@ -12,7 +12,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
-from mpicoll import settings
+from mpicoll import launch, settings
 from mpicoll.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -21,14 +21,12 @@ if TYPE_CHECKING:
     from mpicoll.torch.backend import BackedGroup, TorchBackend
     from mpicoll.torch.group import TorchGroup
 
-__all__ = ["NAME", "RUN_OPTION", "autoload", "install_as", "register"]
+__all__ = ["NAME", "autoload", "install_as", "register"]
 
 #: The name of the backend.
 NAME = "mpicoll"
 #: Environment variable with names for ``install_as``.
 INSTALL_AS = settings.INSTALL_AS.name
-#: The -X option with which ``python -m mpicoll run`` starts the interpreter of a script.
-RUN_OPTION = "mpicoll_run"
 
 
 def register() -> None:
@@ -47,10 +45,11 @@ def register() -> None:
     rendezvous.register()
     if os.environ.get(INSTALL_AS):
         install_as(os.environ[INSTALL_AS])
-    if RUN_OPTION in sys._xoptions:
+    if launch.RUN_OPTION in sys._xoptions:
         from mpicoll.torch import aliases
 
         atexit.register(aliases.warn_if_unused)
+        atexit.register(aliases.explain_missing_variable)
 
 
 def autoload() -> None:

@@ -23,10 +23,12 @@ from mpicoll.output import write_lines
 from mpicoll.torch import NAME
 from mpicoll.torch.store import open_store
 
-__all__ = ["install", "resolve_backend", "warn_if_unused"]
+__all__ = ["explain_missing_variable", "install", "resolve_backend", "warn_if_unused"]
 
 #: The names that mean mpicoll besides its own.
 _aliases: set[str] = set()
+#: Whether torch itself was built with MPI.
+_has_own_mpi = distributed_c10d._MPI_AVAILABLE
 #: Whether the program has made a group, of any backend.
 _is_used = False
 
@@ -38,8 +40,10 @@ def install(names: set[str]) -> None:
             distributed_c10d._new_process_group_helper
         )
     _aliases.update(names)
+    # Accelerate prefers "mpi" to "gloo" if it is available. With "mpi" torch prints a warning, and
+    # Accelerate calls functions that torch has deprecated.
     if "mpi" in _aliases:
-        distributed_c10d._MPI_AVAILABLE = True  # scripts ask, and so does init_process_group
+        distributed_c10d._MPI_AVAILABLE = _has_own_mpi or "gloo" not in _aliases
 
 
 def resolve_backend(requested: str) -> str:
@@ -92,7 +96,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 #: What env:// needs.
-_ENVIRONMENT = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_ENVIRONMENT = set(launch.TORCH_VARIABLES) - {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 
 
 def _rendezvous(timeout: timedelta) -> tuple[c10d.Store, int, int]:
@@ -102,6 +106,22 @@ def _rendezvous(timeout: timedelta) -> tuple[c10d.Store, int, int]:
     else:
         store, rank, size = open_store(timeout)
     return c10d.PrefixStore("default_pg", store), rank, size
+
+
+def explain_missing_variable() -> None:
+    """Explain a KeyError for a variable of torchrun: print at exit, on rank 0, why it is unset."""
+    error = getattr(sys, "last_value", None)
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if name not in launch.TORCH_VARIABLES or name in os.environ:
+        return
+    if launch.find_rank() not in ("", "0"):
+        return
+    launcher = launch.find_launcher()
+    if launcher is None:
+        why = "no launcher started this process. Start it with mpirun or torchrun, or"
+    else:
+        why = f"{launcher.name} does not provide it before init_process_group:"
+    write_lines(f"python -m mpicoll run: {name} is not set: {why} set it for all ranks")
 
 
 def warn_if_unused() -> None:
@@ -115,6 +135,5 @@ def warn_if_unused() -> None:
         return
     write_lines(
         f"python -m mpicoll run: warning: {size} ranks were started, and the script made no "
-        "process group: each ran it alone. Where a library is to make it, tell it so (Accelerate "
-        "on the CPU: Accelerator(cpu=True) or ACCELERATE_USE_CPU=1)"
+        "process group: each ran it alone. Where a library is to make it, tell it so"
     )

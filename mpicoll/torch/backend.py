@@ -12,7 +12,6 @@ ProcessGroup; a group of this backend alone is a ``BackedGroup``, which
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as c10d
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.work import parse_timeout
-from mpicoll.errors import ArgumentError
 from mpicoll.torch import core_groups
 from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.compilation import disable_compile
+from mpicoll.torch.derived_groups import DerivedGroups
 from mpicoll.torch.devices import device_types
+from mpicoll.torch.options import get_seconds
+from mpicoll.torch.profiling import is_recording
 from mpicoll.torch.windows import TorchWindow
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ SUCCESS = C.ErrorType.SUCCESS
 #: Whether torch supports backends in Python. 2.14 does, but recurses endlessly in ``supports_...``.
 HAS_PYTHON_BACKENDS = hasattr(C.Backend, "supports_completion_hooks")
 
-#: The calls that torch's dispatcher passes to a backend. C++ implements their older names by these.
+#: The calls that torch's dispatcher passes to a backend.
 _CALLS = (
     "all_gather_single",
     "all_gather_single_coalesced",
@@ -122,12 +121,6 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
         """Return torch's ErrorType: COMM_ERROR if the group is broken, else SUCCESS."""
         return C.ErrorType.COMM_ERROR if self.core.broken else SUCCESS
 
-    def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Do nothing: the ranks are connected when the group has been created."""
-
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: only members take part in the creation of a group."""
-
     def abort(self) -> None:
         """Run the abort hooks; end the group without waiting for pending operations."""
         self._call_abort_hooks()
@@ -148,31 +141,16 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     # The names by which C++ looks for these.
     registerAbortHook, unregisterAbortHook = register_abort_hook, unregister_abort_hook
 
-    def create_subgroup(self, ranks: Sequence[int], limit: float | None, name: str) -> TorchBackend:
-        """Create the backend of a new group of some ranks; only they call.
-
-        ranks: ranks in the group, in the order of the new one.
-        limit: seconds after which an operation has failed, None for never.
-        name:  of the new group, the same on all of them.
-
-        Raises ArgumentError if this rank is not one of them.
-        """
-        if self.core.rank() not in ranks:
-            raise ArgumentError(
-                f"split_group: rank {self.core.rank()} is in none of the groups; let only their "
-                "members call, or use new_group"
-            )
-        global_ranks = [self.core.ranks[rank] for rank in ranks]
-        return TorchBackend(
-            core_groups.create_subgroup(global_ranks, limit, name, self.core.reproducible)
-        )
-
     def split(
         self, store: c10d.Store, ranks: Sequence[int], opts: Backend.Options | None
     ) -> TorchBackend:
         """Create the backend of a new group of some ranks, for torch's split_group."""
-        limit = self.core.timeout if opts is None else opts._timeout.total_seconds()
-        return self.create_subgroup(ranks, limit, "" if opts is None else opts.group_name)
+        limit, name = (get_seconds(opts), opts.group_name) if opts else (self.core.timeout, "")
+        return TorchBackend(core_groups.split(self.core, ranks, limit, name))
+
+    def merge(self, store: c10d.Store, opts: Backend.Options, rank: int, size: int) -> TorchBackend:
+        """Create the backend of a merged group, for torch's merge_remote_group."""
+        return TorchBackend(core_groups.merge(self.core, store, rank, size, get_seconds(opts)))
 
     def shrink(
         self, excluded: Sequence[int], flags: int = 0, opts: Backend.Options | None = None
@@ -219,19 +197,21 @@ def _build_group_method(name: str) -> Callable[..., Any]:
     return method
 
 
-class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
+class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
     """A process group of one ``TorchBackend``.
 
     backend: serves all devices.
     store: torch's store of the group.
+    device: the ``device_id`` of ``init_process_group`` or ``new_group``; it has no effect.
     """
 
-    def __init__(self, backend: TorchBackend, store: c10d.Store) -> None:
+    def __init__(
+        self, backend: TorchBackend, store: c10d.Store, device: torch.device | None = None
+    ) -> None:
         super().__init__(store, backend.rank(), backend.size())
         self.backend = backend
-        # Python cannot see the hook of torch's NaN check.
-        nan = os.environ.get("TORCH_DIST_NAN_CHECK") == "1"
-        self._hooks: set[tuple[str, int]] = {("nan", 0)} if nan else set()
+        self._hooks: set[object] = set()
+        self.bound_device_id = device
         for kind in device_types():
             self._register_backend(torch.device(kind), self.BackendType.CUSTOM, backend)
         self._set_default_backend(self.BackendType.CUSTOM)
@@ -243,11 +223,18 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
 
     def is_observed(self) -> bool:
         """Return whether torch's dispatcher has to see this thread's calls of the group."""
-        return bool(
-            self._hooks
-            or torch._C._len_torch_dispatch_stack()
-            or self in distributed_c10d._world.pg_flight_recorder_hooks
-        )
+        return bool(self._hooks or is_recording() or torch._C._len_torch_dispatch_stack())
+
+    def note_hook(self, key: object) -> None:
+        """Let the dispatcher see all calls, because it calls a hook.
+
+        key: of the hook, for ``forget_hook``.
+        """
+        self._hooks.add(key)
+
+    def forget_hook(self, key: object) -> None:
+        """End what ``note_hook`` began."""
+        self._hooks.discard(key)
 
     def name(self) -> str:
         """Return the name of the backend, even if the program used an alias."""
@@ -263,9 +250,8 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
         """End the group without waiting for pending operations, which others may never join."""
         self.backend.abort()
 
-    def gather_single(self, *args: Any, **kwargs: Any) -> c10d.Work:
-        """Gather to the root into one tensor; torch's dispatcher has it for C++ backends only."""
-        return self.backend.gather_single(*args, **kwargs)
+    # It calls ``gather``: torch's dispatcher has gather_single for backends in C++ alone.
+    gather_single = gather_into_tensor = Collectives.gather_single
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -279,29 +265,8 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> c10d.Work:
         return self.backend.end_coalescing()
 
-    def gather_into_tensor(self, *args: Any, **kwargs: Any) -> c10d.Work:
-        """Call ``gather_single``, of which this is the older name."""
-        return self.backend.gather_single(*args, **kwargs)
-
-    def split_group(
-        self,
-        new_ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: Backend.Options | None = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: Sequence[torch.device] | None = None,
-    ) -> BackedGroup | None:
-        """Create the group of some ranks of this one; only they call. Returns None on others."""
-        if self.rank() not in new_ranks:
-            return None
-        limit = parse_timeout(timeout, self.core.timeout, "split_group")
-        name = group_name or f"{self.group_name}:{'-'.join(map(str, new_ranks))}"
-        store = c10d.PrefixStore(f"{name}/", self.get_group_store())
-        group = BackedGroup(self.backend.create_subgroup(new_ranks, limit, name), store)
-        group._set_group_name(name)
-        group._set_group_desc(group_desc or "undefined")
-        return group
+    def _build_group(self, core: ProcessGroup, store: c10d.Store) -> BackedGroup:
+        return BackedGroup(TorchBackend(core), store)
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: every group begins at 0."""
@@ -336,22 +301,22 @@ class BackedGroup(C.ProcessGroup):  # type: ignore[misc]
     def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
         """Call ``hook`` before each operation."""
         super().register_pre_hook(hook_id, hook)
-        self._hooks.add(("pre", hook_id))
+        self.note_hook(("pre", hook_id))
 
     def unregister_pre_hook(self, hook_id: int) -> None:
         """Remove a hook."""
         super().unregister_pre_hook(hook_id)
-        self._hooks.discard(("pre", hook_id))
+        self.forget_hook(("pre", hook_id))
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
         """Call ``hook`` after each operation has begun."""
         super().register_post_hook(hook_id, hook)
-        self._hooks.add(("post", hook_id))
+        self.note_hook(("post", hook_id))
 
     def unregister_post_hook(self, hook_id: int) -> None:
         """Remove a hook."""
         super().unregister_post_hook(hook_id)
-        self._hooks.discard(("post", hook_id))
+        self.forget_hook(("post", hook_id))
 
 
 for _name in _CALLS:
@@ -359,7 +324,8 @@ for _name in _CALLS:
 if HAS_PYTHON_BACKENDS:  # where there is no BackedGroup, torch's group may lack some of the names
     for _name in _CALLS:
         setattr(BackedGroup, _name, _build_group_method(_name))
-    # Older names that C++ does not map to the new ones.
+    # Older names that C++ does not map to the new ones. Where it does, the Work is torch's own: C++
+    # calls a method of an older name in Python instead of its dispatcher.
     BackedGroup._allgather_base = BackedGroup.all_gather_single
     BackedGroup._reduce_scatter_base = BackedGroup.reduce_scatter_single
 disable_compile(TorchBackend)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as c10d
 from torch import Tensor
-from torch.autograd import _profiler_enabled
 
 from mpicoll.api import collectives
 from mpicoll.core.groups import ProcessGroup
@@ -24,7 +23,7 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError
 from mpicoll.output import format_count
 from mpicoll.primitives import Primitive, by_name
-from mpicoll.torch import NAME, core_groups, profiling, sparse
+from mpicoll.torch import NAME, core_groups, sparse
 from mpicoll.torch.arguments import (
     OPERATION_BY_HASH,
     CallOptions,
@@ -39,6 +38,7 @@ from mpicoll.torch.arguments import (
 )
 from mpicoll.torch.compilation import disable_compile
 from mpicoll.torch.options import GroupOptions
+from mpicoll.torch.profiling import Event, is_recording
 from mpicoll.torch.works import (
     CompletedWork,
     Outputs,
@@ -49,6 +49,7 @@ from mpicoll.torch.works import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import AllgatherOptions
 
 __all__ = ["Collectives"]
@@ -106,6 +107,12 @@ class Collectives:
         """The options of the group; its timeout can be set."""
         return GroupOptions(self.core)
 
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Do nothing: the ranks are connected when the group has been created."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: only members take part in the creation of a group."""
+
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
@@ -115,6 +122,9 @@ class Collectives:
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: every group begins at 0."""
+
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing, as Gloo: no Work has a duration."""
 
     def _wait_for_pending_works(self) -> None:
         if self.core.worker is not None:
@@ -163,7 +173,7 @@ class Collectives:
             )
         with self._record_event(primitive.name, output if input is None else input):
             self._run(primitive, False, output, input, op, root, splits)
-        return _complete(output)
+        return _complete(primitive.name, output)
 
     def _run(
         self,
@@ -208,7 +218,7 @@ class Collectives:
             )
         with self._record_event(name, read):
             execute.run_all(name, primitive, self.core, False, outputs, inputs, op)
-        return _complete(list(outputs))
+        return _complete(name, list(outputs))
 
     def _begin(
         self,
@@ -227,7 +237,7 @@ class Collectives:
             assert work is not None  # None is for ranks outside, which have no group object
             if limit > _NO_TIMEOUT:
                 work.set_limit(limit.total_seconds())
-            pending = PendingWork((work,), flatten(work.outputs))
+            pending = PendingWork((work,), flatten(work.outputs), name)
             if asynchronous:
                 self._add_to_batch(pending)
             else:
@@ -235,10 +245,8 @@ class Collectives:
         return pending
 
     def _record_event(self, name: str, inputs: Outputs) -> AbstractContextManager[Any]:
-        """Return a context manager that records the call in the profiler, if there is one."""
-        if not _profiler_enabled():
-            return _NO_EVENT
-        return profiling.record(name, flatten(inputs))
+        """Return a context manager that records the call if a profiler does."""
+        return Event(name, flatten(inputs)) if is_recording() else _NO_EVENT
 
     def _add_to_batch(self, pending: PendingWork) -> None:
         """Add a call to the batch, if there is one.
@@ -290,18 +298,18 @@ class Collectives:
             opts.__class__ is _ALL_REDUCE_OPTIONS
             and not opts.asyncOp
             and len(tensors) == 1
-            and not _profiler_enabled()
+            and not is_recording()
             and not opts.timeout > _NO_TIMEOUT
         ):
             tensor, row = tensors[0], OPERATION_BY_HASH[hash(opts.reduceOp)]
             if row is not _PREMUL_SUM and not tensor.is_sparse:
                 run_fast(_ALL_REDUCE, self.core, False, tensor, None, row, 0)
-                return _complete(tensor)
+                return _complete("all_reduce", tensor)
         options = fill_options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
         tensor, row = unwrap_tensor("allreduce", tensors), convert_op(options.reduceOp)
         if tensor.is_sparse:
             return self._begin(
-                "all_reduce",
+                "sparse_all_reduce",
                 lambda: sparse.all_reduce(self.core, tensor, row),
                 options.asyncOp,
                 options.timeout,
@@ -400,8 +408,8 @@ class Collectives:
         self, output: Tensor, input: Tensor, opts: c10d.GatherOptions | None = None
     ) -> c10d.Work:
         """Gather to the root into one tensor; on other ranks the output is ignored."""
-        opts = opts or DefaultOptions()
-        blocks = None
+        opts = opts or c10d.GatherOptions()
+        blocks = []
         if opts.rootRank == self.core.rank():
             size = self.core.size()
             if output.numel() != size * input.numel() or not output.is_contiguous():
@@ -410,8 +418,8 @@ class Collectives:
                     f"{format_count(size * input.numel(), 'element')}, {size} times those of "
                     f"tensor, got {list(output.shape)} with strides {list(output.stride())}"
                 )
-            blocks = list(output.view(size, *input.shape))
-        return self._call(_GATHER, opts, blocks, input, root=opts.rootRank)
+            blocks = [list(output.view(size, *input.shape))]
+        return self.gather(blocks, [input], opts)
 
     gather_into_tensor = gather_single
 
@@ -537,13 +545,14 @@ class Collectives:
     def _post_message(self, name: str, tensor: Tensor, peer: int | None, tag: int) -> c10d.Work:
         with self._record_event(name, tensor):
             work = point_to_point.post(self.core, name, tensor, peer, tag, name != "send")
-        pending = ReceiveWork(self.core, work, work.outputs)
+        pending = ReceiveWork(self.core, work, work.outputs, name)
         self._add_to_batch(pending)
         return pending
 
 
-def _complete(output: Outputs) -> CompletedWork:
+def _complete(name: str, output: Outputs) -> CompletedWork:
     """Return the Work of a call that is complete."""
     work = CompletedWork()
+    work.name = name
     work.output = output
     return work

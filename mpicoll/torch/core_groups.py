@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as c10d
 
@@ -11,10 +13,13 @@ from mpicoll.api import lifecycle, subgroups
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.dispatch import execute
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import ArgumentError, CollectiveTimeoutError, UnsupportedError
 from mpicoll.torch import NAME, versions
+from mpicoll.torch.options import MAX_TIMEOUT_S
 
-__all__ = ["abort", "create", "create_default", "create_subgroup", "destroy", "shrink"]
+__all__ = [
+    "abort", "create", "create_default", "create_subgroup", "destroy", "merge", "shrink", "split",
+]  # fmt: skip
 
 #: The core's default group where torch's default group has another backend. No torch group stands
 #: on it, so that every group can end alone.
@@ -22,6 +27,8 @@ _base: ProcessGroup | None = None
 #: The stores of rank 0, kept until the process ends: a rank that has destroyed its groups before
 #: rank 0 may call init_process_group again at the same port, with the previous store.
 _stores: list[c10d.Store] = []
+#: The prefix of a merge's keys in its store.
+_MERGE = "mpicoll/merge"
 
 
 def create_default(
@@ -108,6 +115,68 @@ def create(
             )
         _base = create_default(store, rank, world, limit, name)
     return create_subgroup(ranks, limit, name, reproducible)
+
+
+def split(
+    group: ProcessGroup, ranks: Sequence[int], limit: float | None, name: str
+) -> ProcessGroup:
+    """Create the group of some ranks of ``group``; only they call.
+
+    ranks: ranks in the group, in the order of the new one.
+    limit: seconds after which an operation has failed, None for never.
+    name:  of the new group, the same on all of them.
+
+    Raises ArgumentError if this rank is not one of them.
+    """
+    if group.rank() not in ranks:
+        raise ArgumentError(
+            f"split_group: ranks: expected this rank, {group.rank()}, among them, got "
+            f"{list(ranks)}; let only members call, or use new_group"
+        )
+    global_ranks = [group.ranks[rank] for rank in ranks]
+    return create_subgroup(global_ranks, limit, name, group.reproducible)
+
+
+def merge(
+    group: ProcessGroup, store: c10d.Store, rank: int, size: int, limit: float | None
+) -> ProcessGroup:
+    """Create the group of the processes that call with the same store; only they call.
+
+    group: a group of this process, whose level of reproducibility the new one has.
+    store: of torch, not used for a merge before.
+    rank:  of this process in the new group, different on each of them.
+    size:  the number of processes.
+    limit: seconds for the processes to come, and after which an operation of the new group has
+           failed; None for never.
+
+    Raises ArgumentError for a rank that is not below ``size``, and for processes that are not all
+    of this job; CollectiveTimeoutError if not all of them come in time.
+    """
+    if not 0 <= rank < size:
+        raise ArgumentError(
+            f"merge_remote_group: size: expected the number of processes that call, got {size}, "
+            f"and this is number {rank + 1}; pass a new store, such as a PrefixStore, to each merge"
+        )
+    keys = [f"{_MERGE}/{other}" for other in range(size)]
+    if rank == 0:  # the first process names the group
+        store.set(f"{_MERGE}/name", secrets.token_hex(8))
+    store.set(keys[rank], str(groups.default_group().rank()))
+    waiting = timedelta(seconds=MAX_TIMEOUT_S if limit is None else limit)
+    try:
+        store.wait([*keys, f"{_MERGE}/name"], waiting)
+    except RuntimeError as error:
+        came = sum(store.check([key]) for key in keys)
+        raise CollectiveTimeoutError(
+            f"merge_remote_group: {came} of {size} processes came within {limit:g} s; let all of "
+            "them call with the same store, or give a longer timeout"
+        ) from error
+    ranks = [int(store.get(key)) for key in keys]
+    if len(set(ranks)) < size or max(ranks) >= groups.default_group().size():
+        raise ArgumentError(
+            f"merge_remote_group: expected different ranks of one MPI job, got global ranks {ranks}"
+        )
+    name = store.get(f"{_MERGE}/name").decode()
+    return create_subgroup(ranks, limit, f"{_MERGE}/{name}", group.reproducible)
 
 
 def shrink(group: ProcessGroup, excluded: Sequence[int], flags: int) -> ProcessGroup:

@@ -13,8 +13,10 @@ from mpicoll.core import backends
 from mpicoll.core.work import parse_timeout
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch import NAME, core_groups
+from mpicoll.torch.attached_hooks import watch_attaching
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS, BackedGroup, TorchBackend
 from mpicoll.torch.caller_frames import find_variable
+from mpicoll.torch.comm_hooks import replace_builtin_hook
 from mpicoll.torch.group import TorchGroup
 from mpicoll.torch.options import GroupOptions, Options
 
@@ -53,15 +55,16 @@ def create(
         core = core_groups.create(options.store, rank, ranks, limit, group, level)
     else:
         core = core_groups.create_default(options.store, rank, size, limit, group, level)
+    device = find_variable("_new_process_group_helper", "device_id")
     if not HAS_PYTHON_BACKENDS:
-        return TorchGroup(core, options.store)
+        return TorchGroup(core, options.store, device)
     if options.enable_reconfigure:
         from mpicoll.torch.reconfigure import ReconfigurableBackend, ReconfigurableGroup
 
-        return ReconfigurableGroup(ReconfigurableBackend(core), options.store)
+        return ReconfigurableGroup(ReconfigurableBackend(core), options.store, device)
     backend = TorchBackend(core)
     if not mixed:
-        return BackedGroup(backend, options.store)
+        return BackedGroup(backend, options.store, device)
     if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
         _wrapped.append(backend)
     return backend
@@ -99,3 +102,7 @@ def _is_mixed(requested: str) -> bool:
             "2.15"
         )
     return mixed
+
+
+watch_attaching()
+replace_builtin_hook()

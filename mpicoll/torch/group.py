@@ -12,6 +12,7 @@ from mpicoll.core.groups import ProcessGroup
 from mpicoll.errors import UnsupportedError
 from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.compilation import disable_compile
+from mpicoll.torch.derived_groups import DerivedGroups
 from mpicoll.torch.devices import device_types
 from mpicoll.torch.windows import TorchWindow
 
@@ -30,36 +31,44 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 @disable_compile
-class TorchGroup(Collectives, c10d.ProcessGroup):  # type: ignore[misc]
+class TorchGroup(Collectives, DerivedGroups, c10d.ProcessGroup):  # type: ignore[misc]
     """A torch process group on a group of the core.
 
     It is its own backend: torch's C++ finds no other in it.
 
     store: torch's store of the group.
-    Further arguments: as for ``Collectives``.
+    device: the ``device_id`` of ``init_process_group`` or ``new_group``; it has no effect.
     """
 
     # torch checks these before it calls more than collectives.
-    supports_splitting = supports_shrinking = supports_coalescing = False
+    supports_splitting = True
+    supports_shrinking = supports_coalescing = False
     supports_time_estimate = _supports_time_estimate = supports_tensor_alloc = False
     supports_abort_hooks = supports_completion_hooks = supports_reconfigure = False
     supports_window = True
+    #: Whether symmetric memory finds its peers through the group: torch's default.
+    use_pg_for_symm_mem_rendezvous = False
 
     # The inherited methods need a backend in C++, or store hooks that are never called.
     _register_on_completion_hook = _refusal("_register_on_completion_hook")
     register_pre_hook = _refusal("register_pre_hook")
     register_post_hook = _refusal("register_post_hook")
     register_abort_hook = _refusal("register_abort_hook")
+    note_hook = _refusal("a hook in C++")
     get_reconfigure_handle = _refusal("get_reconfigure_handle")
     reconfigure = _refusal("reconfigure")
-    split_group = _refusal("split_group")
-    merge_remote_group = _refusal("merge_remote_group")
 
-    def __init__(self, core: ProcessGroup, store: c10d.Store) -> None:
+    def __init__(
+        self, core: ProcessGroup, store: c10d.Store, device: torch.device | None = None
+    ) -> None:
         super().__init__(core)
         self.store = store
+        self.bound_device_id = device
         self._name = core.group_name
         self._description = core.group_desc
+
+    def _build_group(self, core: ProcessGroup, store: c10d.Store) -> TorchGroup:
+        return TorchGroup(core, store)
 
     def getGroupName(self) -> str:
         """Return torch's name of the group."""

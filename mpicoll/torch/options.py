@@ -11,10 +11,10 @@ from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
 from mpicoll.torch import NAME
 
-__all__ = ["GroupOptions", "Options"]
+__all__ = ["MAX_TIMEOUT_S", "GroupOptions", "Options", "get_seconds"]
 
 #: A hundred years in seconds: C++ counts milliseconds, and cannot express an infinite timeout.
-_MAX_TIMEOUT = 3e9
+MAX_TIMEOUT_S = 3e9
 
 
 class Options(Backend.Options):  # type: ignore[misc]
@@ -58,4 +58,11 @@ class GroupOptions(Backend.Options):  # type: ignore[misc]
 def _get_timeout(group: ProcessGroup) -> timedelta:
     """Return the timeout of a group as torch represents it."""
     limit = group.timeout
-    return timedelta(seconds=_MAX_TIMEOUT if limit is None else min(limit, _MAX_TIMEOUT))
+    return timedelta(seconds=MAX_TIMEOUT_S if limit is None else min(limit, MAX_TIMEOUT_S))
+
+
+def get_seconds(options: Backend.Options) -> float:
+    """Return the timeout that torch's C++ has set in the options of a new group, in seconds."""
+    # Not options._timeout: GroupOptions returns the timeout of the parent group.
+    timeout: timedelta = Backend.Options._timeout.__get__(options)
+    return timeout.total_seconds()

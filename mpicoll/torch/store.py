@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as c10d
 
-from mpicoll import launch
+from mpicoll import control_messages, launch
 from mpicoll.errors import LaunchError
 
 __all__ = ["Rendezvous", "open_store"]
@@ -49,7 +49,7 @@ def open_store(timeout: timedelta, expected: Mapping[str, list[str]] | None = No
                     port = int(os.environ.get("MASTER_PORT", "0"))
                 _store = _connect(host, port, size, True, timeout)
                 port = _store.port
-            port = world.bcast(port, 0)
+            port = control_messages.bcast(world, port, 0, int)
             if rank != 0:
                 _store = _connect(host, port, size, False, timeout)
             world.Barrier()  # a rank that fails from here on leaves no other one connecting

@@ -15,6 +15,7 @@ from torch.distributed import Work as TorchWork
 from mpicoll.core import work as core
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.torch.compilation import disable_compile
+from mpicoll.torch.options import MAX_TIMEOUT_S
 
 __all__ = ["CompletedWork", "Outputs", "PendingWork", "ReceiveWork", "flatten", "join_works"]
 
@@ -23,6 +24,35 @@ Outputs: TypeAlias = "Tensor | Sequence[Outputs] | None"
 
 _ZERO = timedelta(0)
 _WorkResult = torch._C._distributed_c10d.WorkResult
+_OpType = torch._C._distributed_c10d.OpType
+
+#: torch's OpType of each call, as a number: Gloo's, or NCCL's where Gloo has none.
+_OP_TYPES = {
+    name: int(kind)
+    for name, kind in {
+        "broadcast": _OpType.BROADCAST,
+        "all_reduce": _OpType.ALLREDUCE,
+        "sparse_all_reduce": _OpType._ALLREDUCE_SPARSE,
+        "all_reduce_coalesced": _OpType.ALLREDUCE,
+        "reduce": _OpType.REDUCE,
+        "all_gather": _OpType.ALLGATHER,
+        "all_gather_single": _OpType.ALLGATHER,
+        "all_gather_coalesced": _OpType.ALLGATHER_COALESCED,
+        "all_gather_single_coalesced": _OpType.ALLGATHER_COALESCED,
+        "gather": _OpType.GATHER,
+        "scatter": _OpType.SCATTER,
+        "reduce_scatter": _OpType.REDUCE_SCATTER,
+        "reduce_scatter_single": _OpType._REDUCE_SCATTER_BASE,
+        "reduce_scatter_single_coalesced": _OpType.REDUCE_SCATTER_TENSOR_COALESCED,
+        "all_to_all": _OpType.ALLTOALL,
+        "all_to_all_single": _OpType.ALLTOALL,
+        "barrier": _OpType.BARRIER,
+        "send": _OpType.SEND,
+        "recv": _OpType.RECV,
+        "recvAnySource": _OpType.RECVANYSOURCE,
+        "coalesced": _OpType.COALESCED,
+    }.items()
+}
 
 
 #: The latest Works that Python has dropped without waiting for them. C++ may still hold them: DDP's
@@ -33,15 +63,30 @@ _dropped: deque[PendingWork] = deque(maxlen=64)
 _SMALL = 1 << 16
 
 
+class _NamedWork(TorchWork):  # type: ignore[misc]
+    """A Work that has the name of its call."""
+
+    #: The name of the call, as a profiler records it; "" for others than collectives and messages.
+    name = ""
+
+    def _get_op_type(self) -> int:
+        """Return the number of torch's OpType of the call."""
+        return _OP_TYPES.get(self.name, int(_OpType.UNKNOWN))
+
+
 @disable_compile
-class PendingWork(TorchWork):  # type: ignore[misc]
+class PendingWork(_NamedWork):
     """A call that is under way: one Work of the core, or several that were begun together.
 
     outputs: the tensors that the call fills.
+    name: the name of the call.
     """
 
-    def __init__(self, works: Sequence[core.Work], outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, works: Sequence[core.Work], outputs: Sequence[Tensor], name: str = ""
+    ) -> None:
         super().__init__()
+        self.name = name
         self._works = works
         self._outputs = outputs
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -110,6 +155,12 @@ class PendingWork(TorchWork):  # type: ignore[misc]
         works = self._works
         return self.get_future().then(lambda _: _find_result(works))
 
+    @property
+    def timeout(self) -> timedelta:
+        """The time after which ``wait()`` raises CollectiveTimeoutError."""
+        limits = [MAX_TIMEOUT_S if work.limit is None else work.limit for work in self._works]
+        return timedelta(seconds=min(limits, default=MAX_TIMEOUT_S))
+
     def source_rank(self) -> int:
         """Return the rank that the message of a receive came from."""
         return self._works[0].source_rank()
@@ -122,8 +173,10 @@ class PendingWork(TorchWork):  # type: ignore[misc]
 class ReceiveWork(PendingWork):
     """A receive. Its source is a rank in the group, as in torch."""
 
-    def __init__(self, group: ProcessGroup, work: core.Work, outputs: Sequence[Tensor]) -> None:
-        super().__init__((work,), outputs)
+    def __init__(
+        self, group: ProcessGroup, work: core.Work, outputs: Sequence[Tensor], name: str
+    ) -> None:
+        super().__init__((work,), outputs, name)
         self._group = group
 
     def source_rank(self) -> int:
@@ -133,7 +186,7 @@ class ReceiveWork(PendingWork):
 
 
 @disable_compile
-class CompletedWork(TorchWork):  # type: ignore[misc]
+class CompletedWork(_NamedWork):
     """A synchronous call, whose result is there for what the current stream gets next."""
 
     #: The output of the call: a tensor, or a list of tensors.
@@ -181,6 +234,7 @@ def join_works(pending: Sequence[PendingWork]) -> PendingWork:
     return PendingWork(
         [work for one in pending for work in one._works],
         [tensor for one in pending for tensor in one._outputs],
+        "coalesced",
     )
 
 

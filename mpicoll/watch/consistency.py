@@ -19,15 +19,12 @@ those since the last.
 
 from __future__ import annotations
 
-import pickle
 import sys
 from array import array
 from collections.abc import Callable, Iterable
-from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from mpicoll import control_messages
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
 from mpicoll.launch.serialized_mpi import tested
@@ -165,18 +162,20 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     If more calls came after it, their results are wrong, and messages may be left in the group's
     communicator: the group cannot be used any more.
     """
-    digests = _all_gather(group, [digest(calls[: n + 1]) for n in range(len(calls))])
-    same = 0
-    while len({each[same] if same < len(each) else None for each in digests}) == 1:
+    comm = tested(group.messages, group.wait_for)
+    own = [digest(calls[: n + 1]) for n in range(len(calls))]
+    digests = control_messages.allgather(comm, own, list[int])
+    longest, same = max(map(len, digests)), 0
+    while same < longest and all(each[same : same + 1] == own[same : same + 1] for each in digests):
         same += 1
     mine = calls[same] if same < len(calls) else _NO_CALL
-    differing = _all_gather(group, (mine[0], describe_call(mine)))
+    differing = control_messages.allgather(comm, (mine[0], describe_call(mine)), tuple[int, str])
     number = max(number for number, _ in differing)
     text = (
         f"rank {group.rank()} of group {group.group_name}: the ranks made calls that do not belong "
         f"together as call {number} of the group: {describe_by_rank(text for _, text in differing)}"
     )
-    later = max(map(len, digests)) - same - 1
+    later = longest - same - 1
     if later > 0:
         text += (
             f". This was found {format_count(later, 'call')} later, and what the group's calls "
@@ -185,27 +184,6 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
         )
         group.break_with(MismatchError(text))
     return text
-
-
-def _all_gather(group: ProcessGroup, value: T) -> list[T]:
-    """Return every rank's value, a thing that can be pickled; a rank can leave this, see
-    ``ProcessGroup.wait_for``.
-    """
-    comm = tested(group.messages, group.wait_for)
-    own = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = np.empty(group.size(), np.int64)
-    comm.Allgather(np.array([own.size], np.int64), sizes)
-    counts = sizes.tolist()
-    starts = list(accumulate(counts, initial=0))
-    whole = np.empty(starts[-1], np.uint8)
-    comm.Allgatherv(own, [whole, (counts, starts[:-1])])
-    return [
-        pickle.loads(whole[at : at + size].tobytes())
-        for at, size in zip(starts, counts, strict=False)
-    ]
-
-
-T = TypeVar("T")
 
 
 def describe_call(call: RecordEntry) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import __version__, settings
+from mpicoll import __version__, private_files, settings
 from mpicoll.core import work
 from mpicoll.core.groups import default_group, state
 from mpicoll.core.signature import describe, read_call, with_root
@@ -279,11 +279,7 @@ def _write(why: str, given: str | None = None) -> Path:
     global _last
     with _lock:
         path = Path(given or f"{file_prefix()}{default_group().rank()}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # torchfrtrace reads all that have the prefix in their names, and takes the rest for a rank.
-        beside = path.with_name(f".{os.getpid()}.part")
-        beside.write_bytes(pickle.dumps(_build(why), protocol=2))
-        beside.replace(path)
+        private_files.write(path, pickle.dumps(_build(why), protocol=2))
         _last = time.monotonic()
         return path
 

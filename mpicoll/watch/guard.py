@@ -440,6 +440,7 @@ class Guard:
             self._report(call, seconds)
 
     def _report(self, call: dict[str, Any], seconds: float) -> None:
+        from mpicoll import private_files
         from mpicoll.watch import report
 
         snapshots = self._gather({"ask": "snapshots", "stacks": "missing", "call": call})
@@ -451,8 +452,7 @@ class Guard:
             path = (path if path.parts else find_folder()) / f"hang-{self.job}-{self._reports}.json"
             whole = {"job": self.job, "time": time.time(), "seconds": seconds, "call": call,
                      "words": report.describe_call(call), "ranks": snapshots}  # fmt: skip
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(whole, indent=1))
+            private_files.write(path, json.dumps(whole, indent=1).encode())
             last = f"  in full: {path} on {self.host}"
         except OSError as error:
             last = f"  not written: {error}"

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import launch, settings
+from mpicoll import control_messages, launch, settings
 from mpicoll.core.groups import state
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.signals import blocked_from_outside
@@ -99,7 +99,7 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
         }  # fmt: skip
     if not given:
         _own = None
-    ranks: list[dict[str, Any]] = here.allgather(given)
+    ranks = control_messages.allgather(here, given, dict[str, int | str])
     # What sees each other's processes has the same guard: a part of a node, if in containers.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
     first = bool(seen) and seen[0]["rank"] == world.Get_rank()
@@ -108,9 +108,10 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     sock = None
     if is_head and _own is not None and _own.guarded != (key, world.Get_size(), _own.head):
         sock = _make_head(world.Get_size() > len(seen))
-    head: dict[str, Any]
     heads = _own.head if is_head and _own is not None else {}
-    head, beginning = world.bcast((heads, secrets.randbits(64)), 0)
+    head, beginning = control_messages.bcast(
+        world, (heads, secrets.randbits(64)), 0, tuple[dict[str, Any], int]
+    )
     if _own is not None:
         _own.beginning = beginning
     if not first or _own is None or not head:

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Collection
 from typing import TYPE_CHECKING, cast
 
-from mpicoll import communicators, launch, settings
+from mpicoll import communicators, control_messages, launch, settings
 from mpicoll.core import groups
 from mpicoll.core.work import deadline
 from mpicoll.errors import ArgumentError, CollectiveTimeoutError, LostRankError
@@ -84,10 +84,14 @@ def start(world: MPI.Intracomm) -> None:
     Warns, on rank 0, where a lost rank is not survived all the same.
     """
     global _processes
-    asked = world.bcast(settings.SURVIVE.is_set_to("1"), 0)
+    asked = control_messages.bcast(world, settings.SURVIVE.is_set_to("1"), 0, bool)
     if not asked or is_ulfm():
         return
-    everybody = world.allgather((host_identity.node(), os.getpid(), hasattr(os, "pidfd_open")))
+    everybody = control_messages.allgather(
+        world,
+        (host_identity.node(), os.getpid(), hasattr(os, "pidfd_open")),
+        tuple[str, int, bool],
+    )
     nodes, pids, able = zip(*everybody, strict=True)
     if problem := _why_not(len(set(nodes)), all(able)):
         if world.Get_rank() == 0:

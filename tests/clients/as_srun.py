@@ -14,5 +14,6 @@ os.environ |= {
     "SLURM_NPROCS": size, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0",
     "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": size,
     "SLURM_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost",
+    "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": size,
 }  # fmt: skip
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

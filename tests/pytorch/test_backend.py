@@ -199,6 +199,48 @@ def test_numbers_that_are_none_are_found(world, monkeypatch):
     total(checked)
 
 
+def test_a_nan_check_that_is_attached_by_hand_finds_numbers_that_are_none(world):
+    not_gloo("is PyTorch's to test")
+    checked, n = dist.new_group(), world.size
+    hook = C.NanCheckHook.attach(checked)
+    bad, root = torch.tensor([float("nan")]), dist.GatherOptions()
+    for call in (
+        lambda: checked.allreduce([bad]),
+        lambda: checked.allgather([[torch.ones(1)] * n], [bad]),
+        lambda: checked.gather_single(torch.ones(n), bad, root),
+        lambda: dist.gather_single(bad, torch.ones(n) if world.me == 0 else None, group=checked),
+        lambda: checked.send([bad], world.me ^ 1, 1),
+    ):
+        with pytest.raises(RuntimeError, match="NaN"):
+            call()
+    total(checked)
+    output = torch.zeros(n)
+    checked.gather_single(output, torch.ones(1), root).wait()
+    assert output.tolist() == [float(world.me == 0)] * n
+    hook.remove()
+    assert not checked.is_observed()
+    dist.all_reduce(bad, group=checked)
+    total(checked)
+
+
+def test_a_flight_recorder_that_is_attached_by_hand_records(world):
+    not_gloo("is PyTorch's to test")
+    recorded = dist.new_group()
+    C._reset_fr_trace(backend="mpicoll")
+    hook = C.FlightRecorderHook.attach(recorded, list(range(world.size)))
+    dist.all_reduce(torch.ones(3, 2), group=recorded)
+    recorded.gather_single(torch.zeros(2 * world.size), torch.ones(2), dist.GatherOptions()).wait()
+    # No hook of torch's sees it, with Gloo neither.
+    recorded.monitored_barrier(timedelta(seconds=20))
+    hook.remove()
+    total(recorded)
+    entries = json.loads(C._dump_fr_trace_json(backend="mpicoll"))["entries"]
+    assert [(each["profiling_name"], each["input_sizes"]) for each in entries] == [
+        ("mpicoll:all_reduce", [[3, 2]]),
+        ("mpicoll:gather", [[2]]),
+    ]
+
+
 def test_nothing_is_kept_of_groups_that_have_ended(world, group):
     for backend in "mpicoll", "cpu:mpicoll,cuda:gloo":
         one = dist.new_group(backend=backend)

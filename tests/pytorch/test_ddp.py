@@ -267,6 +267,28 @@ def test_training_with_compression(world, dtype):
     same_on_all_ranks(model)
 
 
+@pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
+@pytest.mark.parametrize("settings", [{}, BUCKETS], ids=["plain", "buckets"])
+def test_builtin_hooks_train_as_with_gloo(world, kind, settings):
+    not_gloo("is compared with here")
+    trained = []
+    for backend in "mpicoll", "gloo":
+        model = DDP(make(), process_group=dist.new_group(backend=backend), **settings)
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+        train(model, world.me, STEPS)
+        same_on_all_ranks(model)
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        trained.append(model.module)
+    # Gloo rounds every sum of two to half, and mpicoll only the last: alike on two ranks.
+    exact = kind == "ALLREDUCE" or world.size == 2
+    tolerance = {} if exact else {"rtol": 1e-2, "atol": 1e-3}
+    same_parameters(*trained, **tolerance)
+    if kind == "FP16_COMPRESS":  # it did go through half
+        with pytest.raises(AssertionError):
+            same_parameters(trained[0], trained_alone(world.size, STEPS), rtol=0, atol=1e-6)
+
+
 def test_power_sgd_before_it_starts(world):
     """Up to start_powerSGD_iter it is a plain all_reduce."""
     model = DDP(make())

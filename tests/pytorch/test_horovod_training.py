@@ -574,6 +574,7 @@ def test_the_timeline(tmp_path):
     if hvd.rank() > 0:
         assert not file.exists()
         return
+    assert file.stat().st_mode & 0o777 == 0o600
     events = json.loads(file.read_text())
     assert events[0]["name"] == "start_time_since_epoch_in_micros"
     rows = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}

@@ -265,11 +265,9 @@ def test_what_an_older_torch_cannot_offer_is_refused_by_name(world):
     not_gloo("offers some of it")
     group = dist.distributed_c10d._get_default_group()
     asked = {name for name in dir(group) if name.lstrip("_").startswith("supports_")}
-    assert not any(getattr(group, name) for name in asked - {"supports_window"})
+    offered = {"supports_window", "supports_splitting"}
+    assert not any(getattr(group, name) for name in asked - offered)
     for kind in "pre", "post", "abort":
         name = f"register_{kind}_hook"
         with pytest.raises(RuntimeError, match=f"{name}: torch .* for backends in C.. alone"):
             getattr(group, name)(1, print)
-    for name in "split_group", "merge_remote_group":
-        with pytest.raises(RuntimeError, match=f"{name}: torch .* for backends in C.. alone"):
-            getattr(group, name)([0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 import torch.distributed as dist
 from conftest import BACKEND, not_gloo
 from models import batch, loss_of, make
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, record_function
 
 from mpicoll.torch import profiling
+from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 
 def calls(world):
@@ -110,13 +114,55 @@ def test_trace_file(world, folder):
     assert f'"{BACKEND}:all_reduce"' in path.read_text()
 
 
+def test_shows_calls_of_other_threads(world):
+    """With ``profile_all_threads``; without it, a profiler records the thread that started it."""
+    dist.barrier()
+    for everywhere in (True, False):
+        settings = _ExperimentalConfig(profile_all_threads=everywhere)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=settings) as profiler:
+            dist.all_reduce(torch.ones(4))
+            thread = threading.Thread(target=dist.broadcast, args=(torch.ones(4), 0))
+            thread.start()
+            thread.join()
+        found = names(profiler)
+        assert found.count(f"{BACKEND}:all_reduce") == 1
+        assert found.count(f"{BACKEND}:broadcast") == everywhere
+
+
+def test_an_execution_trace_has_the_nodes_of_gloos(world, folder):
+    """Alike but for the backend's name, with the same tensors; torch's own nodes from 2.15 on."""
+    not_gloo("is compared with here")
+    groups = {name: dist.new_group(backend=name) for name in ("mpicoll", "gloo")}
+    found = {}
+    for name, group in groups.items():
+        dist.all_reduce(torch.ones(3, 5), group=group)
+        observer = ExecutionTraceObserver()
+        observer.register_callback(str(folder / f"{name}-{world.me}.json"))
+        observer.start()
+        dist.all_reduce(torch.ones(3, 5), group=group)
+        dist.broadcast(torch.ones(2), 0, group=group, async_op=True).wait()
+        dist.barrier(group)
+        observer.stop()
+        observer.unregister_callback()
+        nodes = json.loads((folder / f"{name}-{world.me}.json").read_text())["nodes"]
+        found[name] = sorted(
+            (node["name"].replace(name, "backend"), node["inputs"]["shapes"])
+            for node in nodes
+            if node["name"].startswith((f"{name}:", "c10d::"))
+        )
+    calls = [node for node in found["gloo"] if node[0].startswith("backend:")]
+    assert calls and [node for node in found["mpicoll"] if node in calls] == calls
+    if HAS_PYTHON_BACKENDS:
+        assert found["mpicoll"] == found["gloo"]
+
+
 def test_an_event_by_itself():
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         for seconds in (0.03, 0.0):
-            with profiling.record("nap", [torch.ones(2, 7)]):
+            with profiling.Event("nap", [torch.ones(2, 7)]):
                 time.sleep(seconds)
             time.sleep(0.02)
-        with pytest.raises(ZeroDivisionError), profiling.record("error", []):
+        with pytest.raises(ZeroDivisionError), profiling.Event("error", []):
             _ = 1 / 0
     long, short = (event for event in profiler.events() if event.name == "mpicoll:nap")
     assert long.input_shapes == short.input_shapes == [[2, 7]]

@@ -3,9 +3,10 @@
     python tests/site/browse.py [.cache/site] [--pictures FOLDER]
 
 No page may be wider than its window; tables and code that are scroll in a box of their own. No
-figure may be missing, nothing fail to load or come from another host, no error be said on the
-console. The name of the project leads home, and the search finds a page by its words. ``make
-test-site`` runs it with the system's Chromium.
+figure may be missing or cut, no button may cover code, nothing may fail to load or come from
+another host, no error be said on the console. The name of the project leads home. The search finds
+a page by its words, from a server and from the disk. ``make test-site`` runs it with the system's
+Chromium.
 """
 
 from __future__ import annotations
@@ -51,13 +52,30 @@ MISSING = """async () => {
     return missing;
 }"""
 
+#: Figures that are wider than what holds them.
+CUT = """() => [...document.querySelectorAll("article img")].filter(
+    image => image.getBoundingClientRect().width > image.parentElement.clientWidth + 1
+).map(image => image.src)"""
+
+#: Code that lies below the button that copies it, by its first words.
+COVERED = """() => [...document.querySelectorAll("article pre")].filter(block => {
+    const code = block.querySelector("code"), button = block.querySelector("button, .md-code__nav");
+    return code && button && code.scrollWidth > code.clientWidth &&
+        code.getBoundingClientRect().right > button.getBoundingClientRect().left + 1;
+}).map(block => block.textContent.trim().slice(0, 60))"""
+
+#: Commands whose end lies outside of their box, by their first words.
+OUTSIDE = """() => [...document.querySelectorAll("article .language-sh code")].filter(
+    code => code.scrollWidth > code.clientWidth + 1
+).map(code => code.textContent.trim().slice(0, 60))"""
+
 #: Words that are looked for, and the page that has them.
 SEARCHED = {"reduce_scatter_single": "reference.html", "CollectiveTimeoutError": "api.html"}
 
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve the folder, without which the search does nothing; yields its address."""
+    """Serve the folder; yields its address."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -105,6 +123,9 @@ def look(page: Page, url: str) -> Iterator[str]:
     page.goto(url, wait_until="networkidle")
     yield from (f"too wide: {each}" for each in page.evaluate(TOO_WIDE))
     yield from (f"no figure: {each}" for each in page.evaluate(MISSING))
+    yield from (f"a figure is cut: {each}" for each in page.evaluate(CUT))
+    yield from (f"code below a button: {each}" for each in page.evaluate(COVERED))
+    yield from (f"a command is cut: {each}" for each in page.evaluate(OUTSIDE))
     name = page.locator("header a.md-logo")
     if not name.is_visible():
         yield "the way home cannot be seen"
@@ -122,6 +143,19 @@ def search(page: Page, home: str, words: str, expected: str) -> Iterator[str]:
     found = [urlsplit(str(link.get_attribute("href"))).path.rpartition("/")[2] for link in links]
     if expected not in found:
         yield f"the search for {words} finds {found}, not {expected}"
+
+
+def search_from_disk(browser: Browser, folder: Path) -> int:
+    """Search the site without a server; returns how many faults that has."""
+    home = f"{folder.resolve().as_uri()}/"
+    page = browser.new_page()
+    listener = Listener(page, home)
+    faults = [fault for item in SEARCHED.items() for fault in search(page, home, *item)]
+    faults += listener.taken()
+    page.close()
+    for fault in faults:
+        print(f"from the disk, the search: {fault}", flush=True)
+    return len(faults)
 
 
 def browse(browser: Browser, home: str, names: list[str], window: str, keep: Path | None) -> int:
@@ -164,6 +198,7 @@ def main() -> int:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         said = f"{len(names)} pages in {' and '.join(WIDTHS)} windows, Chromium {browser.version}"
         counts = [browse(browser, home, names, each, arguments.pictures) for each in WIDTHS]
+        counts.append(search_from_disk(browser, arguments.site))
         browser.close()
     print(f"{said}: {sum(counts) or 'no'} faults")
     return 1 if sum(counts) else 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jobs import (
+    LIMIT,
     MPI,
     NODES,
     RANKS,
@@ -93,6 +94,47 @@ def test_ddp(folder: Path) -> None:
     ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
     assert ended.state == "COMPLETED", ended
     assert_one_world(ended.out)
+
+
+#: Reads what torchrun would have set before it makes a group, and meets at MASTER_ADDR by itself.
+READS = """
+import os
+import torch
+import torch.distributed as dist
+names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+rank, local_rank, size, local_size = (int(os.environ[name]) for name in names)
+host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.TCPStore(host, port, size, rank == 0, multi_tenant=True)
+dist.init_process_group("gloo")
+assert rank == dist.get_rank() and size == dist.get_world_size()
+total = torch.tensor(rank)
+dist.all_reduce(total)
+line = f"{rank} {local_rank} {size} {local_size} {total} {dist.group.WORLD.name()}\\n"
+os.write(1, line.encode())
+dist.destroy_process_group()
+"""
+
+
+@needs_torch
+@pytest.mark.parametrize("launch", ["mpirun", "srun"])
+def test_a_script_for_torchrun_as_it_is(launch: str, tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text(READS)
+    words: list[str | Path] = [f"--mpi={MPI}"]
+    if launch == "mpirun":
+        words = [Path(sys.executable).with_name("mpirun"), "-n", str(RANKS)]
+    words += [sys.executable, "-m", "mpicoll", "run", tmp_path / "reads.py"]
+    if launch == "srun":
+        code, out = srun(*ALL, *words)
+    else:
+        done = subprocess.run(
+            ["salloc", *ALL[:2], *words], env=environment(), stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+        code, out = done.returncode, done.stdout
+    assert code == 0, out
+    lines = sorted(line for line in out.splitlines() if line.endswith(" mpicoll"))
+    total = RANKS * (RANKS - 1) // 2
+    assert lines == [f"{rank} {rank % 2} {RANKS} 2 {total} mpicoll" for rank in range(RANKS)], out
 
 
 @needs_torch

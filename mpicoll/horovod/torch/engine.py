@@ -14,7 +14,6 @@ have the same, as in most steps of a training, it is known without another messa
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpicoll as dist
+from mpicoll import control_messages
 from mpicoll.cuda.threads import attend
 from mpicoll.errors import ArgumentError, ForkedError, UsageError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
@@ -259,7 +259,7 @@ class Engine:
 
     def _exchange(self, own: Said) -> list[Said]:
         """Tell the other ranks; return what each of them says."""
-        text = json.dumps(own).encode()
+        text = control_messages.encode(own)
         head = np.frombuffer(
             len(text).to_bytes(8, "little") + hashlib.blake2b(text, digest_size=_DIGEST).digest(),
             np.uint8,
@@ -268,9 +268,13 @@ class Engine:
         dist.all_gather_single(heads, head, group=self.group)
         if (heads == head).all():
             return [own] * self.size
-        texts = [np.empty(int.from_bytes(each[:8].tobytes(), "little"), np.uint8) for each in heads]
+        sizes = [int.from_bytes(each[:8].tobytes(), "little") for each in heads]
+        control_messages.check_sizes(sizes)
+        texts = [np.empty(size, np.uint8) for size in sizes]
         dist.all_gather(texts, np.frombuffer(text, np.uint8), group=self.group)
-        return [Said(*json.loads(each.tobytes())) for each in texts]
+        return [
+            control_messages.decode(each.tobytes(), Said, rank) for rank, each in enumerate(texts)
+        ]
 
     def _stand_in(self, known: list[Facts | None]) -> Request:
         """Return what a rank that has joined brings to the others' operation."""

@@ -9,11 +9,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import mpicoll as dist
-from mpicoll import communicators
+from mpicoll import communicators, control_messages
 from mpicoll.core.checks import check_indices
+from mpicoll.dispatch import execute
 from mpicoll.errors import (
     ArgumentError,
     LostRankError,
@@ -51,6 +52,8 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+T = TypeVar("T")
 
 #: Horovod's operations wait without limit, as where one rank evaluates while the others go on.
 _NO_LIMIT = timedelta(days=3650)
@@ -209,9 +212,15 @@ def _begin(owns: bool) -> None:
     _job = _Job(owns, dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     global_process_set.ranks = list(range(dist.get_world_size()))
     _add(_job, global_process_set)
-    _job.nodes = [""] * dist.get_world_size()
-    assert global_process_set._engine is not None
-    dist.all_gather_object(_job.nodes, host_identity.node(), global_process_set._engine.group)
+    _job.nodes = _exchange(host_identity.node(), str)
+
+
+def _exchange(value: T, kind: type[T]) -> list[T]:
+    """Return every rank's value. All ranks call, before any begins an operation."""
+    group = engine_of(global_process_set, "init").group
+    return execute.run_in_order(  # type: ignore[no-any-return]
+        group, "init", lambda: control_messages.allgather(group.tested, value, kind)
+    )
 
 
 def _add_of_communicator(process_set: ProcessSet) -> None:
@@ -223,8 +232,7 @@ def _add_of_communicator(process_set: ProcessSet) -> None:
         for rank in communicators.translate_ranks(process_set.mpi_comm, group.messages)
         if rank is not None
     )
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, process_set.ranks, group)
+    everybody = _exchange(process_set.ranks, list[int])
     for ranks in [each for at, each in enumerate(everybody) if each not in everybody[:at]]:
         add_process_set(process_set if ranks == process_set.ranks else ProcessSet(ranks))
 

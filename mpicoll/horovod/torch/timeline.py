@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, TextIO
 
 __all__ = ["TIMELINE", "Timeline", "start_as_told"]
@@ -30,7 +29,8 @@ class Timeline:
         """Begin a file. A file that was not stopped is stopped."""
         self.stop()
         with self._lock:
-            self._file = Path(path).open("w")  # noqa: SIM115 (stop closes it)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._file = os.fdopen(file, "w")  # stop closes it
             self._mark_cycles = mark_cycles
             self._began = time.perf_counter()
             self._rows: dict[str, int] = {}

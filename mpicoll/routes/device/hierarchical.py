@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView, address
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, take_leave
 from mpicoll.core.signature import decode_primitive, describe
@@ -231,7 +232,7 @@ class Levels(RouteState):
                 "incomplete on all ranks"
             )
         if least[1] != -least[2] or least[3] != -least[4]:
-            words = self.group.tested.allgather(describe(signature, number))
+            words = control_messages.allgather(self.group.tested, describe(signature, number), str)
             raise MismatchError(
                 f"{name}: the ranks' calls do not belong together: {describe_by_rank(words)}"
             )
@@ -315,7 +316,7 @@ def _meet(agreed: Agreed) -> Levels | str:
         if not made.inside.agreed.maps:
             said = "; ".join(f"{name}: {why}" for name, why in made.inside.agreed.lost.items())
             problem = f"ranks {', '.join(map(str, made.here))} map no memory of each other ({said})"
-    why = next(filter(None, group.inner.allgather(problem)), "")
+    why = next(filter(None, control_messages.allgather(group.inner, problem, str)), "")
     if why:
         made.close(_TOGETHER)
         return why
@@ -325,7 +326,11 @@ def _meet(agreed: Agreed) -> Levels | str:
             [ranks[places[rail]] for ranks, places in zip(made.clusters, made.lanes, strict=True)]
         )
     parts = [part for part in (made.inside, made.along) if part is not None]
-    told = group.inner.allgather([lost for part in parts for lost in part.describe_lost()])
+    told = control_messages.allgather(
+        group.inner,
+        [lost for part in parts for lost in part.describe_lost()],
+        list[tuple[str, str]],
+    )
     made.lost_in_parts = list(dict.fromkeys(lost for some in told for lost in some))
     return made
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from types import NoneType
 
 import numpy as np
 from mpi4py import MPI
@@ -221,7 +222,7 @@ def _share_slot(room: int, n: int) -> int:
 
 def _meet(agreed: Agreed) -> Peers | str:
     nbytes = SLOTS * (SLOT + _share_slot(SLOT, agreed.group.size()))
-    made = map_each_other(agreed.group, agreed.context, nbytes, lambda own: None)
+    made = map_each_other(agreed.group, agreed.context, nbytes, lambda own: None, NoneType)
     return made if isinstance(made, str) else Peers(agreed, SLOT, made)
 
 

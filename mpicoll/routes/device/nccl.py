@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.signature import describe
@@ -189,16 +190,18 @@ def _meet(agreed: Agreed) -> Nccl | str:
         return f"rank {everybody.index(b'')} has no NCCL"
     if len(set(everybody)) < len(everybody):
         return "two ranks share a GPU"
-    identity: bytes | str = ""
+    identity, problem = b"", ""
     if group.rank() == 0:
         try:
             identity = runtime.nccl_unique_id()
         except Exception as error:  # whatever NCCL says: all ranks take another route then
-            identity = f"rank 0: {error}"
-    identity = group.inner.bcast(identity, 0)
-    if isinstance(identity, str):
-        return identity
-    made, problem = None, ""
+            problem = f"rank 0: {error}"
+    identity, problem = control_messages.bcast(
+        group.inner, (identity, problem), 0, tuple[bytes, str]
+    )
+    if problem:
+        return problem
+    made = None
     try:
         made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
     except Exception as error:  # whatever NCCL says

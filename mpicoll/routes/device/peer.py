@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
@@ -275,7 +276,7 @@ def _meet(agreed: Agreed) -> Peers | str:
         runtime.load_collective(index, _tried(0, 0, n))
         return min(peers.BLOCKS, runtime.multiprocessors(index))
 
-    workspaces = map_each_other(group, context, HEADER.itemsize + WORKSPACE, prepare)
+    workspaces = map_each_other(group, context, HEADER.itemsize + WORKSPACE, prepare, int)
     if isinstance(workspaces, str):
         return workspaces
     made, problem = None, ""
@@ -289,14 +290,14 @@ def _meet(agreed: Agreed) -> Peers | str:
         made = Peers(agreed, workspaces, board, pinned, failure)
     except Exception as error:
         problem = f"no memory by which kernels can be ended: {error}"
-    why = first_problem(group.inner.allgather(problem))
+    why = first_problem(control_messages.allgather(group.inner, problem, str))
     if made is not None and not why:
         try:
             problem = made.try_once()
         except Exception as error:
             problem = str(error)
             made.end_kernels(FAILED, problem)
-        why = first_problem(group.inner.allgather(problem))
+        why = first_problem(control_messages.allgather(group.inner, problem, str))
         if not why:
             return made
     workspaces.close()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import (
     CallKind,
@@ -58,7 +59,7 @@ class Agreement(Agreed):
         self._found = capabilities.exchange(group.inner)
         self._forced = forced = eligibility.forced_route(self._found)
         mine = (context.index, nccl.asked_for(group.backend))
-        said = group.inner.allgather(mine)
+        said = control_messages.allgather(group.inner, mine, tuple[int, bool])
         if len({asked for _, asked in said}) > 1:
             raise MismatchError(
                 f"group {group.group_name}: backend 'nccl' has to be asked for by all ranks, or by "

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import Blocks, CallKind, Extent, agreed_sizes
@@ -486,8 +487,9 @@ class UserBuffers(RouteState):
             _, (_, memory) = self._scratch(PIECE)
         except Exception as error:  # whatever the driver says: all ranks take another route then
             problem = f"cannot export events and memory (CUDA IPC): {error}"
-        said: list[tuple[str, list[bytes], bytes]]
-        said = self.group.inner.allgather((problem, exported, memory))
+        said = control_messages.allgather(
+            self.group.inner, (problem, exported, memory), tuple[str, list[bytes], bytes]
+        )
         why = first_problem([problem for problem, *_ in said])
         if not why:
             try:
@@ -499,7 +501,7 @@ class UserBuffers(RouteState):
                         open_memory(self.context, memory)
             except Exception as error:
                 problem = f"cannot map another rank's events and device memory (CUDA IPC): {error}"
-            why = first_problem(self.group.inner.allgather(problem))
+            why = first_problem(control_messages.allgather(self.group.inner, problem, str))
         if why:
             self._let_go_of_events(TOGETHER)
             return why

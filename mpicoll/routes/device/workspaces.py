@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from mpicoll import control_messages
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
@@ -62,12 +63,14 @@ def map_each_other(
     context: DeviceContext,
     nbytes: int,
     prepare: Callable[[Memory], T],
+    kind: type[T],
 ) -> Workspaces[T] | str:
     """Return workspaces of all ranks, or, on all, why there are none. All ranks call.
 
     nbytes:  of each, rounded up to whole blocks.
     prepare: fills this rank's, and returns what the others have to know of it; called before they
              map it.
+    kind:    the type of the value that ``prepare`` returns.
     """
     runtime, index, me = context.runtime, context.index, group.rank()
     own, handle, mine, problem = None, b"", None, ""
@@ -79,7 +82,8 @@ def map_each_other(
         mapped.append(own)
     except Exception as error:  # whatever the driver says: all ranks take another route then
         own, problem = None, f"no workspace: {error}"
-    said: list[tuple[bytes, T, str]] = group.inner.allgather((handle, mine, problem))
+    what: Any = tuple[bytes, kind | None, str]  # type: ignore[valid-type]
+    said = control_messages.allgather(group.inner, (handle, mine, problem), what)
     why = first_problem([words for *_, words in said])
     if own is not None and not why:
         try:
@@ -89,7 +93,7 @@ def map_each_other(
             )
         except Exception as error:
             problem = f"cannot map another rank's device memory (CUDA IPC): {error}"
-        why = first_problem(group.inner.allgather(problem))
+        why = first_problem(control_messages.allgather(group.inner, problem, str))
         if not why:
             return Workspaces(group, own, everybody, [words for _, words, _ in said])
     everybody.clear()

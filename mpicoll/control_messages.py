@@ -1,0 +1,230 @@
+"""Control messages between ranks: JSON in MPI's buffer calls, never pickle.
+
+Unpickling runs code that the sender chooses. So ranks exchange facts about each other as JSON, with
+a length limit, and check the types of the received values. mpi4py's lowercase methods pickle:
+``tests/test_control_messages.py`` rejects them. Only object collectives send pickles.
+
+A message has a ``kind``: a type as in an annotation, such as ``tuple[str, list[int]]``. It may be
+made of bool, int, float, str, bytes, None, Any (what JSON has), list, tuple, set, dict with keys of
+str or int, unions, enums, NamedTuples and dataclasses. The receiver gets values of these types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
+
+from mpicoll.errors import DistBackendError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MAX_MESSAGE_BYTES", "allgather", "bcast", "check_sizes", "decode", "encode"]
+
+#: Maximum length of the message of one rank.
+MAX_MESSAGE_BYTES = 16 * 2**20
+
+#: Sent in place of a length by a rank that could not encode its value.
+_NOT_ENCODED = -1
+
+T = TypeVar("T")
+
+
+@overload
+def allgather(comm: MPI.Comm, value: object, kind: type[T]) -> list[T]: ...
+@overload
+def allgather(comm: MPI.Comm, value: object, kind: UnionType) -> list[Any]: ...
+def allgather(comm: MPI.Comm, value: object, kind: object) -> list[Any]:
+    """Return every rank's value, by rank. All ranks of the communicator call, with one ``kind``.
+
+    Raises DistBackendError, on all ranks alike, if a rank's message is too long, is not JSON or is
+    not of this kind; the same where a value cannot be encoded, with the TypeError or ValueError as
+    its cause on that rank.
+    """
+    data, cause = _try_encode(value)
+    sizes = array("q", bytes(8 * comm.Get_size()))
+    comm.Allgather(array("q", [_NOT_ENCODED if data is None else len(data)]), sizes)
+    check_sizes(sizes, cause)
+    starts = list(accumulate(sizes, initial=0))
+    whole = bytearray(starts[-1])
+    comm.Allgatherv(data, [whole, (sizes.tolist(), starts[:-1])])
+    return [
+        decode(whole[start:end], kind, rank) for rank, (start, end) in enumerate(pairwise(starts))
+    ]
+
+
+@overload
+def bcast(comm: MPI.Comm, value: object, root: int, kind: type[T]) -> T: ...
+@overload
+def bcast(comm: MPI.Comm, value: object, root: int, kind: UnionType) -> Any: ...
+def bcast(comm: MPI.Comm, value: object, root: int, kind: object) -> Any:
+    """Return the root's value, also on the root. All ranks of the communicator call.
+
+    value: the other ranks' is ignored.
+
+    Raises what ``allgather`` raises.
+    """
+    is_root = comm.Get_rank() == root
+    data, cause = _try_encode(value) if is_root else (b"", None)
+    size = array("q", [_NOT_ENCODED if data is None else len(data)])
+    comm.Bcast(size, root)
+    check_sizes(size, cause, first_rank=root)
+    whole = bytearray(data) if is_root and data is not None else bytearray(size[0])
+    comm.Bcast(whole, root)
+    return decode(whole, kind, root)
+
+
+def check_sizes(
+    sizes: Iterable[int], cause: Exception | None = None, *, first_rank: int = 0
+) -> None:
+    """Raise DistBackendError for lengths, in bytes, that no control message has.
+
+    sizes: of consecutive ranks, from ``first_rank`` on. cause: why this rank's is not encoded.
+    """
+    for rank, size in enumerate(sizes, first_rank):
+        if size == _NOT_ENCODED:
+            reason = "see its error" if cause is None else f"{type(cause).__name__}: {cause}"
+            raise DistBackendError(
+                f"control message: rank {rank} cannot encode its value as JSON ({reason})"
+            ) from cause
+        if not 0 <= size <= MAX_MESSAGE_BYTES:
+            raise DistBackendError(
+                f"control message: rank {rank} announced {size} bytes; expected at most "
+                f"{MAX_MESSAGE_BYTES}. {_REMEDY}"
+            )
+
+
+def encode(value: object) -> bytes:
+    """Return a value as a control message. Raises TypeError or ValueError if it has no JSON."""
+    return json.dumps(value, default=_to_json, separators=(",", ":")).encode()
+
+
+def decode(data: bytes | bytearray, kind: object, rank: int) -> Any:
+    """Return the value of a control message, of the type ``kind``.
+
+    rank: the sender's. Raises DistBackendError for any other bytes.
+    """
+    try:
+        return _read(kind, json.loads(data))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"[:200]
+    raise DistBackendError(
+        f"control message: rank {rank} sent {len(data)} bytes that are not JSON of the expected "
+        f"type ({problem}). {_REMEDY}"
+    )
+
+
+_REMEDY = "Run the same version of mpicoll on all ranks, and only programs that you trust"
+
+
+def _try_encode(value: object) -> tuple[bytes | None, Exception | None]:
+    try:
+        return encode(value), None
+    except (TypeError, ValueError, RecursionError) as error:
+        return None, error
+
+
+def _to_json(value: object) -> Any:
+    """Return the JSON of a value that the json module does not know; see ``_read``."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    raise TypeError(f"an object of type {type(value).__name__} has no JSON")
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Convert parsed JSON to a value of type ``kind``; raise TypeError or ValueError."""
+    origin: Any = get_origin(kind) or kind
+    arguments = get_args(kind)
+    if origin in _READERS:
+        return _READERS[origin](arguments, value)
+    if origin in (bool, int, str, NoneType):
+        return _expect(value, origin)
+    if issubclass(origin, enum.Enum):
+        return origin(value)
+    hints = _hints(origin)
+    if hasattr(origin, "__dataclass_fields__"):
+        if set(_expect(value, dict)) != set(hints):
+            raise TypeError(f"expected the fields of {origin.__name__}, got {[*value]}")
+        return origin(**{name: _read(hint, value[name]) for name, hint in hints.items()})
+    return origin(*_read_each([*hints.values()], value))  # a NamedTuple
+
+
+def _expect(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _read_float(_: object, value: Any) -> float:
+    return float(value if type(value) is int else _expect(value, float))
+
+
+def _read_list(arguments: Sequence[Any], value: Any) -> list[Any]:
+    return [_read(arguments[0], each) for each in _expect(value, list)]
+
+
+def _read_tuple(arguments: Sequence[Any], value: Any) -> tuple[Any, ...]:
+    if arguments[1:] == (...,):
+        return tuple(_read_list(arguments, value))
+    return tuple(_read_each(arguments, value))
+
+
+def _read_each(kinds: Sequence[Any], value: Any) -> list[Any]:
+    if len(_expect(value, list)) != len(kinds):
+        raise TypeError(f"expected {len(kinds)} values, got {len(value)}")
+    return [_read(kind, each) for kind, each in zip(kinds, value, strict=True)]
+
+
+def _read_dict(arguments: Sequence[Any], value: Any) -> dict[Any, Any]:
+    key, of = arguments
+    return {key(name): _read(of, each) for name, each in _expect(value, dict).items()}
+
+
+def _read_union(arguments: Sequence[Any], value: Any) -> Any:
+    for kind in arguments:
+        try:
+            return _read(kind, value)
+        except (TypeError, ValueError):
+            continue
+    names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in arguments)
+    raise TypeError(f"expected {names}, got {type(value).__name__}")
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+_READERS: dict[Any, Any] = {
+    Any: lambda _, value: value,
+    float: _read_float,
+    bytes: lambda _, value: bytes.fromhex(_expect(value, str)),
+    list: _read_list,
+    set: lambda arguments, value: set(_read_list(arguments, value)),
+    tuple: _read_tuple,
+    dict: _read_dict,
+    Union: _read_union,
+    UnionType: _read_union,
+}

@@ -1,0 +1,328 @@
+"""Control messages between ranks: no pickle, limits, and what lying ranks send."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import math
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock
+
+import pytest
+from rank_scripts import job, needs_mpiexec, run
+
+import mpicoll
+from mpicoll import control_messages
+from mpicoll.errors import DistBackendError
+from mpicoll.watch import consistency
+
+pytest_plugins = ["whole_jobs"]
+
+__all__ = ["run"]  # for whole_jobs
+
+HOME = Path(mpicoll.__file__).parent
+
+# ---- the source: no pickle but of users' objects -------------------------------------------------
+
+PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+
+#: The files that may pickle, and what.
+PICKLES = {
+    "core/pickles.py": "users' objects, which object collectives send",
+    "core/unpickling.py": "the same objects, with restricted_pickle",
+    "core/array_pickles.py": "arrays inside these objects",
+    "errors.py": "the base class of RefusedPickleError",
+    "watch/flight_record.py": "writes torch's format of flight records, into a file",
+    "cli/trace.py": "reads these files, by an unpickler that allows no name",
+    "launch/workers.py": "users' functions and results, between a worker and its child process",
+    "launch/worker_rank.py": "the other end of workers.py",
+    "launch/spark.py": "users' functions, by Spark",
+    "launch/ray.py": "users' functions, by Ray",
+    "launch/dask.py": "users' functions, by Dask",
+}
+
+#: Methods of mpi4py's communicators and messages that pickle. The methods that send buffers have
+#: the same names with a capital letter.
+PICKLING_METHODS = {
+    "allgather", "allreduce", "alltoall", "bcast", "bsend", "exscan", "gather", "ibsend",
+    "imrecv", "improbe", "irecv", "irsend", "isend", "issend", "mprobe", "mrecv", "recv", "reduce",
+    "rsend", "scan", "scatter", "send", "sendrecv", "ssend",
+}  # fmt: skip
+
+OBJECT_COLLECTIVES = {
+    "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
+    "scatter_object_list", "send_object_list",
+}  # fmt: skip
+#: The files that may name these functions.
+OFFERS_THEM = {
+    "__init__.py": "the public functions",
+    "api/objects.py": "the public functions",
+    "watch/flight_record.py": "names of calls",
+}
+
+#: Other objects with methods of these names: the expression before the dot, as in the source, and a
+#: description. Each new expression needs a line here, so that no communicator is overlooked.
+NO_COMMUNICATORS = {
+    "control_messages": "this mechanism",
+    "dist": "the module mpicoll",
+    "rank_status": "a module of mpicoll, which sends integers",
+    "np.maximum": "a ufunc of NumPy",
+    "nccl.comm": "a communicator of NCCL",
+    "collective": "addresses of a call of a kernel (kernels/device_kernels.py)",
+    "below": "messages of arrays (routes/messages.py)",
+    "both": "messages of arrays (routes/messages.py)",
+    "messages": "messages of arrays (routes/messages.py)",
+    "sent": "messages of arrays (routes/messages.py)",
+    "step": "messages of arrays (routes/messages.py)",
+    "line": "a connection of node monitors (watch/guard.py), which sends JSON",
+    "session": "a connection to the launch server (launch/session.py), which sends text",
+    "joined": "a connection to the launch server (launch/session.py), which sends text",
+    "self.sock": "a socket",
+    "self._sock": "a socket",
+    "peer.sock": "a socket",
+    "sock": "a socket",
+}
+#: Where ``self`` is not a communicator.
+SELF = {"launch/session.py"}
+
+
+def find_pickling(source: str, file: str) -> list[str]:
+    """Return the places where a module may pickle messages to other ranks."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+            receiver = ast.unparse(node.value)
+            allowed = receiver in NO_COMMUNICATORS or (receiver == "self" and file in SELF)
+            if node.attr in PICKLING_METHODS and not allowed:
+                found.append(f"{file}:{node.lineno}: {receiver}.{node.attr}")
+        elif isinstance(node, ast.Name):
+            names = [node.id]
+        words = {word for name in names for word in name.split(".")}
+        refused = words & PICKLE_MODULES if file not in PICKLES else set()
+        if file not in OFFERS_THEM:
+            refused |= words & OBJECT_COLLECTIVES
+        found += [f"{file}:{node.lineno}: {word}" for word in refused]
+    return found
+
+
+@pytest.mark.any_mpi
+def test_mpicoll_pickles_only_objects_of_users():
+    modules = {path.relative_to(HOME).as_posix(): path for path in HOME.rglob("*.py")}
+    assert {*PICKLES, *SELF, *OFFERS_THEM} <= set(modules)
+    found = [
+        line for file, path in modules.items() for line in find_pickling(path.read_text(), file)
+    ]
+    assert not found, "use mpicoll.control_messages, or add a line with the reason to this test"
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from pickle import loads", "from mpi4py.MPI import pickle",
+        "import pickle as p", "MPI.pickle.loads(x)", "import cloudpickle", "import marshal",
+        "world.allgather(1)", "group.inner.bcast(x, 0)", "comm.send(x, 1)", "f = comm.recv",
+        "group.messages.isend(x, 1)", "group.tested.gather(x)", "self.comm.allreduce(1)",
+        "self.send(x)", "comm.Dup().recv()", "dist.all_gather_object(x, y)",
+        "from mpicoll import send_object_list",
+    ],
+)  # fmt: skip
+def test_pickling_is_found(source):
+    assert find_pickling(source, "watch/new.py")
+
+
+# ---- values and their types ----------------------------------------------------------------------
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Pair(NamedTuple):
+    ranks: tuple[int, int]
+    latencies: list[float]
+
+
+@dataclass
+class Place:
+    host: str
+    color: Color
+    handle: bytes
+    pairs: tuple[Pair, ...] = ()
+    free: int | None = None
+
+
+PLACE = Place("a", Color.RED, b"\x00\xff", (Pair((0, 1), [1.5, 2.0]),))
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (bool, True), (int, 2**62), (float, math.pi), (float, math.inf), (str, "é\udcff\0"),
+        (bytes, bytes(range(256))), (Any, {"a": [1, None]}), (list[int], []), (set[int], {1, 2}),
+        (dict[str, Any], {"a": 1}), (dict[int, float], {3: 1.5}), (tuple[()], ()),
+        (tuple[str, ...], ("a", "b")), (tuple[str, int, bool], ("a", 1, False)),
+        (int | None, None), (str | list[Pair], [Pair((0, 1), [2.0])]), (Pair, Pair((1, 2), [])),
+        (Place, PLACE), (list[Place], [PLACE]),
+    ],
+)  # fmt: skip
+def test_values_keep_their_types(kind, value):
+    received = control_messages.decode(control_messages.encode(value), kind, 0)
+    assert received == value and type(received) is type(value)
+    assert repr(received) == repr(value)  # the types inside, too
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (int, b"true"), (int, b"1.0"), (int, b'"1"'), (int, b""), (int, b"1 2"), (int, b"\xff"),
+        (int, b"9" * 5000), (float, b"1" * 400), (float, b"true"), (bool, b"1"), (str, b"null"),
+        (bytes, b'"0"'), (bytes, b"[1]"), (Any, b"[" * 200_000), (Any, b'{"a":' * 200_000),
+        (list[int], b"{}"), (list[int], b"[[]]"), (set[Any], b"[[]]"), (dict[str, int], b"[]"),
+        (dict[int, int], b'{"x": 1}'), (tuple[str, int], b'["a"]'), (tuple[str, int], b'["a",1,1]'),
+        (int | None, b'"a"'), (Pair, b"[[0, 1]]"), (Pair, b'{"ranks": [0, 1]}'), (Color, b'"blue"'),
+        (Color, b"[]"), (Place, b"{}"), (Place, b'{"__class__": "a"}'),
+    ],
+)  # fmt: skip
+def test_anything_else_is_an_error_that_names_the_sender(kind, text):
+    with pytest.raises(DistBackendError, match="control message: rank 3 sent") as caught:
+        control_messages.decode(text, kind, 3)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("size", [-2, -(2**63), control_messages.MAX_MESSAGE_BYTES + 1, 2**62])
+def test_lengths_that_no_message_has(size):
+    with pytest.raises(DistBackendError, match=f"rank 1 announced {size} bytes"):
+        control_messages.check_sizes([5, size, 5])
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("value", [object(), {(1, 2): 3}, 1j])
+def test_values_without_json(value):
+    with pytest.raises(TypeError):
+        control_messages.encode(value)
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+@needs_mpiexec
+@job("""
+from mpi4py import MPI
+from mpicoll import control_messages
+from mpicoll.errors import DistBackendError
+from mpicoll.watch import consistency
+from mpicoll.launch.serialized_mpi import serialize, tested
+
+world = MPI.COMM_WORLD
+me, n = world.Get_rank(), world.Get_size()
+
+def wait(request, status):
+    while not request.Test(status):
+        pass
+
+def error(function, *arguments):
+    try:
+        return function(*arguments)
+    except DistBackendError as error:
+        assert (error.__cause__ is not None) == (me == 2 and "encode" in str(error)), error
+        return str(error).partition(" (")[0]
+
+for comm in (world, serialize(world), tested(world, wait), tested(serialize(world), wait)):
+    got = control_messages.allgather(comm, ("x" * me, b"y" * me), tuple[str, bytes])
+    assert got == [("x" * rank, b"y" * rank) for rank in range(n)], got
+    for root in range(n):
+        assert control_messages.bcast(comm, me, root, int) == root
+    for value in (object(), "x" * (control_messages.MAX_MESSAGE_BYTES - 1), 5):
+        mine = value if me == 2 else "short"
+        say(error(control_messages.allgather, comm, mine, str))
+        say(error(control_messages.bcast, comm, mine, 2, str))
+""", ranks=3)  # fmt: skip
+def test_all_ranks_raise_the_same_error(ended):
+    ended.in_good_order()
+    told = [
+        "control message: rank 2 cannot encode its value as JSON",
+        "control message: rank 2 announced 16777217 bytes; expected at most 16777216. Run the same "
+        "version of mpicoll on all ranks, and only programs that you trust",
+        "control message: rank 2 sent 1 bytes that are not JSON of the expected type",
+    ]
+    assert ended.lines == sorted(told * (3 * 2 * 4))
+
+
+#: A rank that sends a pickle, which prints "attacked" where it is loaded.
+LIAR = """
+import pickle
+from mpicoll import control_messages
+
+class Attack:
+    def __reduce__(self):
+        return os.write, (1, b"attacked\\n")
+
+def lie():
+    control_messages.encode = lambda value: pickle.dumps(Attack())
+"""
+
+
+def assert_detected(ended, liar):
+    ended.badly(f"control message: rank {liar} sent", "not JSON of the expected type")
+    assert not ended.out
+
+
+@needs_mpiexec
+@job(LIAR + """
+from mpi4py import MPI
+
+if MPI.COMM_WORLD.Get_rank() == $liar:
+    lie()
+dist.init_process_group()
+say("began")
+dist.barrier()
+""", options=("-m", "mpi4py"))  # fmt: skip
+@pytest.mark.parametrize("liar", [0, 1])
+def test_a_pickle_during_init_is_not_loaded(ended, liar):
+    assert_detected(ended, liar)
+
+
+@needs_mpiexec
+@job(LIAR + """
+dist.init_process_group(timeout=600)
+dist.barrier()
+if dist.get_rank() == 1:
+    lie()
+dist.all_reduce(np.ones(3 + dist.get_rank()))
+""", environment={"MPICOLL_SHARED_MEMORY": "0"})  # fmt: skip
+def test_a_pickle_in_a_mismatch_report_is_not_loaded(ended):
+    assert_detected(ended, 1)
+
+
+@pytest.mark.any_mpi
+def test_a_mismatch_that_a_rank_denies_is_reported(monkeypatch):
+    """The ranks' digests differ, but the lists of digests that they send are equal."""
+
+    def allgather(comm, value, kind):
+        return [value] * 2
+
+    def expire(*_):
+        raise TimeoutError
+
+    monkeypatch.setattr(control_messages, "allgather", allgather)
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(10)
+    try:
+        text = consistency._describe_difference(MagicMock(), ((1, 5, 3, 0), (2, 5, 3, 0)))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert "do not belong together" in text

@@ -1,0 +1,58 @@
+"""Files that only their user may read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpicoll import private_files
+
+pytestmark = pytest.mark.any_mpi
+
+
+@pytest.fixture(autouse=True)
+def usual_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_file_and_new_folders_are_private(tmp_path):
+    tmp_path.chmod(0o755)
+    path = tmp_path / "a" / "b" / "file"
+    private_files.write(path, b"one")
+    assert path.read_bytes() == b"one" and mode(path) == 0o600
+    assert [mode(each) for each in (path.parent, path.parent.parent)] == [0o700] * 2
+    assert mode(tmp_path) == 0o755
+    path.chmod(0o644)
+    private_files.write(path, b"two")
+    assert path.read_bytes() == b"two" and mode(path) == 0o600
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_link_is_replaced(tmp_path):
+    """Another user can make one in a folder that all users can write to."""
+    target = tmp_path / "target"
+    for exists in (False, True):
+        if exists:
+            target.write_text("mine")
+        link = tmp_path / "link"
+        link.symlink_to(target)
+        private_files.write(link, b"record")
+        assert link.read_bytes() == b"record" and not link.is_symlink()
+        link.unlink()
+    assert target.read_text() == "mine"
+
+
+def test_nothing_is_left_where_a_file_cannot_be_written(tmp_path):
+    path = tmp_path / "folder"
+    path.mkdir()
+    with pytest.raises(OSError):
+        private_files.write(path, b"record")
+    assert list(tmp_path.iterdir()) == [path]

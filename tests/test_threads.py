@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from rank_scripts import Ended, job, needs_mpiexec, run
+
+import mpicoll
+from mpicoll.launch import serialized_mpi
 
 pytest_plugins = ["whole_jobs"]
 
@@ -193,3 +199,18 @@ def test_threads_create_groups_at_once_where_one_is_in_mpi(ended: Ended) -> None
     """Each rank may create them in another order."""
     assert ended.code == 0, ended
     assert ended.lines == ["done"] * 2, ended
+
+
+def test_groups_call_nothing_that_would_block_with_the_lock_held() -> None:
+    """Every method of a group's communicators that the library calls is one of the wrapper's."""
+    made = {
+        name
+        for path in Path(mpicoll.__file__).parent.rglob("*.py")
+        for name in re.findall(
+            r"\b(?:inner|tested|messages|comm|_comm|world)\.([A-Z]\w+)\(", path.read_text("utf-8")
+        )
+    }
+    # Of communicators that are not a group's, and constructors.
+    others = {"Abort", "Get_parent", "Is_inter", "Merge", "Create_group", "Get_remote_size"}
+    known = serialized_mpi._Communicator.local | set(dir(serialized_mpi._Communicator))
+    assert made - others <= known

@@ -441,6 +441,8 @@ def post(
     tag = check_tag(group, name, tag)
     if peer is None:
         peer = find_source(name, group, None, None)
+    else:
+        peer = check_index(peer, f"{name}: rank")
     return in_background(begin_message(group, name, tensor, peer, tag, receives))
 
 

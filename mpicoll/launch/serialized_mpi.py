@@ -261,8 +261,8 @@ class _Communicator(_Locked):
     """
 
     local = frozenset({
-        "Free", "Get_failed", "Get_group", "Get_rank", "Get_size", "Iprobe", "Is_revoked",
-        "Revoke", "Set_attr", "Set_errhandler", "Shrink",
+        "Free", "Get_attr", "Get_failed", "Get_group", "Get_info", "Get_rank", "Get_size", "Iprobe",
+        "Is_revoked", "Revoke", "Set_attr", "Set_errhandler", "Shrink",
     })  # fmt: skip
 
     def __init__(
@@ -364,8 +364,11 @@ class _Communicator(_Locked):
     def Scatter(self, *args: object) -> None:
         self._start(self._comm.Iscatter, *args).Wait()
 
+    def Iallgather(self, *args: object) -> _Request:
+        return self._start(self._comm.Iallgather, *args)
+
     def Allgather(self, *args: object) -> None:
-        self._start(self._comm.Iallgather, *args).Wait()
+        self.Iallgather(*args).Wait()
 
     def Allgatherv(self, *args: object) -> None:
         self._start(self._comm.Iallgatherv, *args).Wait()

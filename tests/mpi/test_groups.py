@@ -639,7 +639,7 @@ def test_a_destroyed_group_is_refused_everywhere(world):
         lambda: dist.all_reduce_coalesced([y], group=group),
         lambda: dist.broadcast(y, 0, group=group),
         lambda: dist.reduce(y, 0, group=group),
-        lambda: dist.all_gather([y] * n, y, group=group),
+        lambda: dist.all_gather([y.copy() for _ in range(n)], y, group=group),
         lambda: dist.all_gather_single(x, y, group=group),
         lambda: dist.reduce_scatter_single(y, x, group=group),
         lambda: dist.all_to_all_single(x, x.copy(), group=group),

@@ -157,6 +157,22 @@ def test_a_rank_that_begins_nothing_is_warned_of(monkeypatch):
         assert len(said) == 1 and "horovod: allreduce.late has not ended" in said[0]
 
 
+@pytest.mark.parametrize("wrong", [0.5, "0", b"0", None, torch.tensor(0.5), [0]])
+def test_ranks_that_are_no_integers(wrong):
+    """They are refused before anything is sent, and the next call works."""
+    for call in (hvd.broadcast, hvd.broadcast_):
+        with pytest.raises(TypeError, match="root_rank: expected an int"):
+            call(torch.ones(1), root_rank=wrong)
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    for call, what in ((hvd.broadcast_object, 1), (hvd.broadcast_optimizer_state, optimizer)):
+        with pytest.raises(TypeError, match="root_rank: expected an int"):
+            call(what, root_rank=wrong)
+    with pytest.raises(TypeError, match="ranks_or_comm"):
+        hvd.ProcessSet([wrong])
+    got = hvd.broadcast(torch.full((2,), float(hvd.rank())), root_rank=torch.tensor(0))
+    assert got.tolist() == [0.0, 0.0]
+
+
 def test_disagreement_fails_everywhere_and_the_next_call_works():
     if hvd.size() == 1:
         pytest.skip("one rank agrees")

@@ -199,9 +199,9 @@ def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
     assert len(rows) == 5
     for message, *told in rows:
         size, dtype = message.split(" of ")
-        key = ("all_reduce", size) if dtype == "float32" else (dtype, size)
+        key = ("all_reduce" if dtype == "float32" else dtype, size, "near")
         name = f"all_reduce {size}" + f" of {dtype}" * (dtype != "float32")
-        expected = [*own[(*key, "near")], *torch[(name, "near")]]
+        expected = own[key] + torch[name, "near"]
         for cell, source in zip(told, expected, strict=True):
             time = seconds(source)
             assert seconds(cell) == (time and pytest.approx(time, rel=0.03)), (message, source)

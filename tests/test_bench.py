@@ -237,7 +237,9 @@ from mpicoll.cli import bench_table
 os.getloadavg, bench_table.MAX_SPREAD = lambda: (25.0 * os.cpu_count(), 0.0, 0.0), -1.0
 """
 )
-SPREAD = "bench all_reduce scatter -b 64 -e 1K -f 16 --repetitions 5 --json $FOLDER/report.json"
+SPREAD = (
+    "bench all_reduce scatter -b 64 -e 1K -f 16 -n 3 --repetitions 5 --json $FOLDER/report.json"
+)
 
 
 def check_spread(ended: Ended, column: int) -> None:

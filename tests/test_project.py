@@ -178,6 +178,35 @@ def test_the_summary_has_an_axis() -> None:
     ]  # fmt: skip
 
 
+def cells(page: Path) -> Iterator[list[str]]:
+    """The rows of a page's tables."""
+    for line in page.read_text().splitlines():
+        if line.startswith("|"):
+            yield [cell.strip(" *") for cell in line.strip("|").split("|")]
+
+
+def seconds(cell: str) -> float | None:
+    """A time such as "1.67 ms 3%"."""
+    found = re.match(r"([\d.]+) ([uµm])s\b", cell)
+    return float(found[1]) * {"u": 1e-6, "µ": 1e-6, "m": 1e-3}[found[2]] if found else None
+
+
+def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
+    """Of MPICH and near ranks: MPI's own time, mpicoll's, Gloo's, and mpicoll's in PyTorch."""
+    own = {tuple(row[:3]): row[3:5] for row in cells(DOCS / "performance.md") if len(row) > 4}
+    torch = {tuple(row[:2]): row[2:4] for row in cells(DOCS / "pytorch.md") if len(row) > 3}
+    rows = [row for row in cells(README) if " of float32" in row[0] or " of bfloat16" in row[0]]
+    assert len(rows) == 5
+    for message, *told in rows:
+        size, dtype = message.split(" of ")
+        key = ("all_reduce" if dtype == "float32" else dtype, size, "near")
+        name = f"all_reduce {size}" + f" of {dtype}" * (dtype != "float32")
+        expected = own[key] + torch[name, "near"]
+        for cell, source in zip(told, expected, strict=True):
+            time = seconds(source)
+            assert seconds(cell) == (time and pytest.approx(time, rel=0.03)), (message, source)
+
+
 # --- the Makefile -------------------------------------------------------------------------------
 
 

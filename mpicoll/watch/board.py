@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import struct
+import time
 from typing import NamedTuple
 
 __all__ = ["CELLS", "DONE", "ENDING", "LEFT", "NAME", "RUNNING", "Board", "Cell", "Header"]
@@ -22,8 +23,8 @@ CELLS = 4096
 #: Bytes of a group's name.
 NAME = 48
 
-_HEADER = struct.Struct("=6Q")
-_ORDER = 512  # bytes
+_HEADER = struct.Struct("=9Q")
+_ORDER = 504  # bytes: cells begin at a multiple of 64
 _CELL = struct.Struct(f"=8Q2I{NAME}s8x")
 _FIRST = _HEADER.size + _ORDER
 _SIZE = _FIRST + CELLS * _CELL.size
@@ -35,7 +36,10 @@ class Header(NamedTuple):
     state: RUNNING, ENDING, DONE or LEFT. code: the exit code with which it ends the job. cells: the
     number of cells that have been used. thread: the main thread, as threading.get_ident has it.
     listener: the thread that is asked for stacks, as the system numbers it. signal: that has come,
-    and is for the program's handler; 0 for none.
+    and is for the program's handler; 0 for none. ending_ns: when the rank began to end the job, in
+    nanoseconds of the monotonic clock, which all processes of a node share; 0: it has not.
+    unexplained: 1 while the rank, which ends the job by an exit code, waits for the guard to report
+    it. guard: the guard's process, 0 until it runs.
     """
 
     state: int
@@ -44,6 +48,9 @@ class Header(NamedTuple):
     thread: int
     listener: int
     signal: int
+    ending_ns: int
+    unexplained: int
+    guard: int
 
 
 class Cell(NamedTuple):
@@ -82,13 +89,23 @@ class Board:
 
     # --- the rank --------------------------------------------------------------------------------
 
-    def say(self, state: int, code: int = 0) -> None:
+    def say(self, state: int) -> None:
         """Say what becomes of this rank."""
-        struct.pack_into("=2Q", self._memory, 0, state, code & 0xFF)
+        struct.pack_into("=Q", self._memory, 0, state)
+
+    def say_ending(self, code: int, explained: bool) -> None:
+        """Record that this rank ends the job with an exit code, now.
+
+        explained: it has printed why.
+        """
+        if self.header().state != ENDING:  # else it has recorded the first reason
+            now = time.monotonic_ns()
+            struct.pack_into("=2Q", self._memory, 48, now, not explained)
+            struct.pack_into("=2Q", self._memory, 0, ENDING, code & 0xFF)
 
     def begin(self, thread: int, listener: int) -> None:
         """Say that this rank runs, and which its threads are; see Header."""
-        struct.pack_into("=3Q", self._memory, 24, thread, listener, 0)
+        struct.pack_into("=5Q", self._memory, 24, thread, listener, 0, 0, 0)
         self.say(RUNNING)
         self._memory[_HEADER.size] = 0
 
@@ -121,6 +138,14 @@ class Board:
         return self._memory[_HEADER.size : _FIRST].rstrip(b"\0").decode("utf-8", "replace")
 
     # --- the guard -------------------------------------------------------------------------------
+
+    def say_guard(self, pid: int) -> None:
+        """Record which process the guard is."""
+        struct.pack_into("=Q", self._memory, 64, pid)
+
+    def set_explained(self) -> None:
+        """Record that the guard has reported why this rank ends the job."""
+        struct.pack_into("=Q", self._memory, 56, 0)
 
     def give_order(self, why: str) -> None:
         """Have this rank end, and say why."""

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
-    "LINES", "describe_call", "describe_end", "describe_hang", "describe_job", "describe_loss",
-    "describe_signal", "describe_survival", "format_ranks", "is_there", "parse_stacks",
+    "LINES", "describe_call", "describe_end", "describe_exit", "describe_hang", "describe_job",
+    "describe_loss", "describe_signal", "describe_survival", "format_ranks", "is_there",
+    "parse_stacks",
 ]  # fmt: skip
 
 #: One rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done, gone),
@@ -27,10 +28,10 @@ _FRAMES, _RUNS = 4, 8
 
 #: Where signals most likely come from.
 _HINTS = {
-    "SIGKILL": ", as by kill -9 or for want of memory",
-    "SIGTERM": ", as by kill, at a scheduler's time limit or for a preemption",
-    "SIGHUP": ", as when its terminal closes",
-    "SIGINT": ", as by Ctrl-C",
+    "SIGKILL": " (kill -9 or out of memory)",
+    "SIGTERM": " (kill, a scheduler's time limit or a preemption)",
+    "SIGHUP": " (its terminal was closed)",
+    "SIGINT": " (Ctrl-C)",
 }
 
 #: Those that are meant for a whole job.
@@ -94,8 +95,8 @@ def describe_end(how: str) -> str:
     if not how:
         return "has ended; the system does not say how"
     if how.startswith("code "):
-        return f"ended with exit code {how[5:]} and no word"
-    return f"was ended by {how}{_HINTS.get(how, '')}"
+        return f"exited with code {how[5:]} and no message"
+    return f"was killed by {how}{_HINTS.get(how, '')}"
 
 
 def _last_call(snapshot: Snapshot) -> dict[str, Any] | None:
@@ -112,24 +113,37 @@ def _where(snapshot: Snapshot) -> str:
     return f"{'in' if call['inside'] else 'after'} {describe_call(call)}"
 
 
-def describe_loss(lost: Sequence[Snapshot], size: int) -> str:
-    """Return the line that says which ranks were lost together, how, and in which call.
+def _who(ranks: Sequence[Snapshot], size: int) -> str:
+    """Return ranks of one node with the process and the host: "rank 1 of 3 (pid 77 on node)"."""
+    pid = f"pid {ranks[0]['pid']} " if len(ranks) == 1 else ""
+    return f"{format_ranks(one['rank'] for one in ranks)} of {size} ({pid}on {ranks[0]['host']})"
 
-    lost: ranks of one node, which have ended alike.
+
+def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = True) -> str:
+    """Return the line that says which rank was lost first, how, and in which call.
+
+    lost: ranks of one node, which have ended alike, in the order in which they did.
+    is_first_known: the first of them is the cause; else the line names all of them.
     """
-    first = lost[0]
-    who = format_ranks(one["rank"] for one in lost)
-    text = f"mpicoll: lost: {who} of {size}"
-    if len(lost) == 1:
-        text += f" (process {first['pid']} on {first['host']}) {describe_end(first['how'])}"
-    else:
-        text += f" (on {first['host']}), each {describe_end(first['how'])}"
+    if is_first_known or len(lost) == 1:
+        first = lost[0]
+        return f"mpicoll: lost: {_who([first], size)} {describe_end(first['how'])}, {_where(first)}"
+    text = f"mpicoll: lost together: {_who(lost, size)} {_plural(describe_end(lost[0]['how']))}"
     calls: dict[str, list[int]] = {}
     for one in lost:
         calls.setdefault(_where(one), []).append(one["rank"])
     several = len(calls) > 1
     parts = [f"{format_ranks(those)} {call}" if several else call for call, those in calls.items()]
     return f"{text}, {'; '.join(parts[:_RUNS])}{'; ...' * (len(parts) > _RUNS)}"
+
+
+def _plural(words: str) -> str:
+    return re.sub("^has ", "have ", re.sub("^was ", "were ", words))
+
+
+def describe_exit(ranks: Sequence[Snapshot], size: int, code: int) -> str:
+    """Return the line that says which ranks of one node end the job by ``sys.exit``."""
+    return f"mpicoll: {_who(ranks, size)} exited with code {code} (sys.exit); the job ends"
 
 
 def describe_survival(lost: Sequence[Snapshot], survival: str) -> str:

@@ -69,11 +69,14 @@ def exit_code() -> int | None:
     return code if code is None or isinstance(code, int) else 1
 
 
-def end_job(code: int) -> None:
-    """End every rank of the job with an exit code, after flushing the output."""
+def end_job(code: int, explained: bool = True) -> None:
+    """End every rank of the job with an exit code, after flushing the output.
+
+    explained: this rank has printed why; else the guard reports the exit code.
+    """
     for line in flight_record.last_words():
         write_lines(line)
-    guarding.say_ending(code)
+    guarding.say_ending(code, explained)
     if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
         # A hook of torch's collects what other hooks print, to print it when they return.
         with contextlib.suppress(OSError, ValueError):
@@ -191,7 +194,7 @@ class ExitHooks:
             return
         code = exit_code()
         if code:
-            end_job(code)
+            end_job(code, explained=not isinstance(_Exit.final_code, int))
         self._at_exit()
 
     def _child_exiting(self) -> None:
@@ -204,7 +207,7 @@ class ExitHooks:
                 write_lines(error.code)
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             if code:
-                end_job(code)
+                end_job(code, explained=not isinstance(error.code, int))
         elif error is not None:
             self._excepthook(type(error), error, error.__traceback__)
         self._exiting()

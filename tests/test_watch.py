@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ _KIND = encode_kind(PRIMITIVES[0], DTYPES[0], None, 0)
 def _call(number: int, inside: bool, group: int = 5) -> dict[str, Any]:
     return {
         "group": group, "name": "0", "size": 10_000, "number": number, "kind": _KIND, "sizes": 4,
-        "root": 0, "inside": int(inside), "since": 0.0,
+        "root": 0, "inside": int(inside), "since": 0.0, "messages": 0, "last_message": 0,
     }  # fmt: skip
 
 
@@ -91,12 +92,18 @@ def test_ranks_in_other_calls_are_told_from_those_in_this_one() -> None:
 def test_a_loss_says_who_how_and_where() -> None:
     lost = _snapshot(3, 7, True, state="gone", how="SIGKILL", pid=77)
     text = report.describe_loss([lost], 8)
-    assert text.startswith(
-        "mpicoll: lost: rank 3 of 8 (pid 77 on node) was killed by SIGKILL (kill -9 or out of memory)"
-    )
+    who = "mpicoll: lost: rank 3 of 8 (pid 77 on node)"
+    assert text.startswith(f"{who} was killed by SIGKILL (kill -9 or out of memory), in call 7 of")
     assert "in call 7 of group 0: " in text
     text = report.describe_loss([lost | {"how": "code 3", "calls": []}], 8)
     assert text.endswith("exited with code 3 and no message, before its first call")
+    messages = {"messages": 12, "last_message": 2 * 3 + 1}
+    only = lost | {"calls": [_call(0, False) | messages]}
+    text = report.describe_loss([only], 8)
+    assert text.endswith(", after 12 messages of group 0, the last one from rank 2")
+    text = report.describe_loss([lost | {"calls": [_call(7, False) | messages]}], 8)
+    assert ", after call 7 of group 0: " in text
+    assert text.endswith(" and 12 messages, the last one from rank 2")
     hint = report.describe_survival([lost], "a setting")
     assert hint.startswith("mpicoll: what would have saved this job: a setting")
     assert report.describe_survival([lost], "") == ""
@@ -147,9 +154,11 @@ def test_what_a_rank_writes_is_read_by_another() -> None:
         calls.begin(1, 2, 3)
         address = board.take_cell(11, 5000, 4, 2, "née")
         calls.publish(address)
+        board.say_message(address, 2, False)
+        board.say_message(address, -1, True)
         (cell,) = Board(board.descriptor).cells()
         assert cell[:8] == (11, 5000, 1, 1, 2, 3, 1, threading.get_ident())
-        assert cell[8:] == (4, 2, "née")
+        assert cell[8:] == (4, 2, "née", 2, 1)
         calls.end()
         assert not calls.lock.locked()
         calls.begin(4, 5, -1)
@@ -167,6 +176,9 @@ def test_what_a_rank_writes_is_read_by_another() -> None:
     assert board.header() == (ENDING, 3, 1, 7, 8, 15, when, 1, 9) and when <= time.monotonic_ns()
     board.set_explained()
     assert board.header().unexplained == 0
+    board.say(DONE)  # as while MPI aborts
+    assert board.header().state == ENDING
+    board.begin(7, 8)
     board.say(DONE)
     assert board.header().state == DONE
     Board(board.descriptor).give_order("ä" * 1000)
@@ -202,7 +214,7 @@ _SECRET = "s"
 
 
 class Node:
-    """Processes in place of the ranks of a node, and their guard: a thread, once ``start`` is called.
+    """Processes in place of the ranks of a node, and their guard: a thread, once it is started.
 
     first: the first rank. size: of the job.
     """
@@ -353,6 +365,7 @@ def test_ranks_that_end_after_one_has_ended_the_job_are_not_reported(
 ) -> None:
     node = nodes()
     node.boards[1].say_ending(3, explained)
+    node.boards[1].say(DONE)  # MPI_Abort may finalize MPI
     node.kill(KILL, KILL, KILL)  # rank 1 is not the first of them
     node.start()
     pid = node.processes[1].pid
@@ -646,6 +659,7 @@ def test_a_hang_is_reported_once_before_it_ends(
     head = "mpicoll: ranks 0, 2 of group 0 (3 ranks) wait for 2 s in call"
     ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM", *said)
     assert ended.err.count(head) == 1
+    assert ended.err.count(said[0]) > 1, "the timeout has the same information"
     assert ended.lines == [f"3 {calls + 1} 1 {state}"]
 
 
@@ -706,6 +720,49 @@ def test_a_lost_rank_is_named_once(end: str, how: str, ended: Ended) -> None:
     assert ended.err.count("mpicoll: what would have saved this job: ") == 1
     known = how in line or "the system does not say how" in line  # before Linux 6.15
     assert known and "rank 1 of 3 (pid " in line and ended.seconds < 20
+
+
+@needs_mpiexec
+@job("""
+    dist.init_process_group()
+    if dist.get_rank() == 0:
+        dist.recv(np.ones(4), 1)
+    elif dist.get_rank() == 1:
+        dist.send(np.ones(4), 0)
+        time.sleep(0.5)
+        os._exit(5)
+    dist.recv(np.ones(4), 1)
+""", ranks=3)  # fmt: skip
+def test_a_lost_rank_that_has_only_sent_messages_is_named_with_them(ended: Ended) -> None:
+    ended.badly("exited with code 5", "after 1 message of group 0 to rank 0")
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("sys.exit(3)", ["rank 1 of 3 (pid {} on ", " exited with code 3 (sys.exit)"]),
+        ("raise ValueError", ["ValueError"]),
+        ("os._exit(5)", ["lost: rank 1 of 3 (pid {} on ", " exited with code 5"]),
+        ("os.kill(os.getpid(), signal.SIGTERM)", ["lost: rank 1 of 3 (pid {}", "by SIGTERM"]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["lost: rank 1 of 3 (pid {}", "by SIGKILL"]),
+    ],
+)
+@job("""
+    dist.init_process_group()
+    if dist.get_rank() == 1:
+        say(os.getpid())
+        $end
+        time.sleep(20)
+    dist.barrier()
+""", ranks=3)  # fmt: skip
+def test_a_rank_that_ends_right_after_init_is_the_only_one_named(
+    end: str, said: list[str], ended: Ended
+) -> None:
+    ended.badly(*(words.format(ended.out.split()[0]) for words in said))
+    lines = [line for line in ended.err.splitlines() if line.startswith("mpicoll: ")]
+    named = {rank for line in lines for rank in re.findall(r"ranks? [\d, -]+of 3", line)}
+    assert named == (set() if "raise" in end else {"rank 1 of 3"})
 
 
 @needs_mpiexec

@@ -27,7 +27,7 @@ from mpicoll.errors import (
     DistBackendError,
     MPIError,
 )
-from mpicoll.watch import flight_record, rank_status
+from mpicoll.watch import flight_record, guarding, rank_status
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -330,6 +330,7 @@ def begin_message(
     """Begin to send an array to a rank in the group, or to receive one, if the tag is right."""
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
+    guarding.say_message(group, peer, receives)
     entry = flight_record.enter_message(group, peer, tag, receives, view)
     work = _begin_view(group, name, view, peer, tag, receives)
     work.entry = entry

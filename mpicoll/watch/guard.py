@@ -31,7 +31,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
 from mpicoll.watch.blame import Ending, Loss, build_loss, find_cause
-from mpicoll.watch.board import DONE, ENDING, LEFT, Board, Cell, parse
+from mpicoll.watch.board import CALL_BYTES, DONE, ENDING, LEFT, Board, Cell, parse
 from mpicoll.watch.json_lines import ANSWER_TIMEOUT_S, LONG_LINE_BYTES, JsonLines, prove
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class _Rank:
         self.how: str | None = None  # it has ended so
         self.sign = 0.0  # when the first sign of its end was seen, by the monotonic clock
         self.was_alone = False  # no other rank of the node was ending then
+        self.printed, self.printed_at = "", float("-inf")  # its stacks, and when it was asked
         self.seen: list[bytes] = []
         self.since: list[float] = []
 
@@ -107,7 +108,9 @@ class _Rank:
             return
         cells = self.board.raw_cells()
         self.since = [
-            self.since[k] if k < len(self.seen) and self.seen[k] == raw else now
+            self.since[k]
+            if k < len(self.seen) and self.seen[k][:CALL_BYTES] == raw[:CALL_BYTES]
+            else now
             for k, raw in enumerate(cells)
         ]
         self.seen = cells
@@ -466,9 +469,14 @@ class Guard:
             wanted = [
                 one for one in wanted if not report.is_there(one.snapshot(self.host, now, {}), call)
             ]
-        stacks = _read_all_stacks([one for one in wanted if one.ask_stacks()])
+        asked = [one for one in wanted if question["stacks"] != "known" and one.ask_stacks()]
+        for one, text in _read_all_stacks(asked).items():
+            one.printed, one.printed_at = text, now
+        known = [
+            one for one in wanted if one in asked or one.printed_at > max(one.since, default=0)
+        ]
         return [
-            one.snapshot(self.host, now, report.parse_stacks(stacks.get(one, "")))
+            one.snapshot(self.host, now, report.parse_stacks(one.printed) if one in known else {})
             for one in self._ranks
         ]
 

@@ -28,7 +28,7 @@ from mpicoll import launch, settings
 from mpicoll.core.groups import state
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.signals import blocked_from_outside
-from mpicoll.watch import guard, lost_ranks
+from mpicoll.watch import guard, json_lines, lost_ranks, report
 from mpicoll.watch.board import DONE, LEFT, Board
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["find_order", "leave", "renew", "say_ending", "say_signal", "start"]
+__all__ = [
+    "ask_about", "find_order", "leave", "renew", "say_ending", "say_message", "say_signal", "start",
+]  # fmt: skip
 
 #: Seconds of waiting after which a hang is reported, unless a setting says otherwise: at most, and
 #: as a share of the group's timeout.
@@ -406,6 +408,34 @@ def renew() -> None:
         faulthandler.unregister(old.signal)
     for descriptor in (old.board.descriptor, old.stacks, old.bell, old.rings):
         os.close(descriptor)
+
+
+def say_message(group: ProcessGroup, peer: int, receives: bool) -> None:
+    """Record a message that begins; peer: its other rank in the group, -1 for any."""
+    if _own is not None and _is_own() and (address := _own.cells.get(group, 0)):
+        _own.board.say_message(address, group.ranks[peer] if peer >= 0 else -1, receives)
+
+
+def ask_about(group: ProcessGroup) -> dict[int, str]:
+    """Return what the other ranks of a group do while this rank waits in its last call, by global
+    rank, as a report on a hang has it: of those that the guard knows, which may be none.
+    """
+    own = _own
+    address = own.cells.get(group, 0) if own is not None and _is_own() else 0
+    pid = own.board.header().guard if own is not None and address else 0
+    if own is None or not pid:
+        return {}
+    call = own.board.cell(address)._asdict()
+    question = {"ask": "snapshots", "stacks": "known", "call": call}
+    try:
+        answer = json_lines.ask(guard.find_folder() / f"{pid}{guard.SOCKETS}", question)
+        return {
+            one["rank"]: report.describe_rank(one, call)
+            for one in answer["ranks"]
+            if one["rank"] in group.ranks and one["state"] != "silent"
+        }
+    except (OSError, KeyError, TypeError):  # there is no guard any more
+        return {}
 
 
 def find_order() -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 __all__ = [
     "LINES", "describe_call", "describe_end", "describe_exit", "describe_hang", "describe_job",
-    "describe_loss", "describe_signal", "describe_survival", "format_ranks", "is_there",
-    "parse_stacks",
+    "describe_loss", "describe_rank", "describe_signal", "describe_survival", "format_ranks",
+    "is_there", "parse_stacks",
 ]  # fmt: skip
 
 #: One rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done, gone),
@@ -100,9 +100,10 @@ def describe_end(how: str) -> str:
 
 
 def _last_call(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Return the call that a rank is in, else the last one of the group in which it has made most.
+    """Return the call that a rank is in, else the last one of the group in which it has made most:
+    no call (number 0) where it has only sent and received messages.
     """  # fmt: skip
-    calls = [call for call in snapshot["calls"] if call["number"]]
+    calls = [call for call in snapshot["calls"] if call["number"] or call["messages"]]
     return max(calls, key=lambda call: (call["inside"], call["number"]), default=None)
 
 
@@ -110,7 +111,19 @@ def _where(snapshot: Snapshot) -> str:
     call = _last_call(snapshot)
     if call is None:
         return "before its first call"
-    return f"{'in' if call['inside'] else 'after'} {describe_call(call)}"
+    return f"in {describe_call(call)}" if call["inside"] else _after(call)
+
+
+def _after(call: dict[str, Any]) -> str:
+    """Return a group's last call and messages in words: "after call 3 of group 0: ..."."""
+    parts = [describe_call(call)] if call["number"] or not call["messages"] else []
+    if call["messages"]:
+        rank, receives = divmod(call["last_message"], 2)
+        many = f"{call['messages']} message{'s' * (call['messages'] > 1)}"
+        which = f"{', the last one' if call['messages'] > 1 else ''} {'from' if receives else 'to'}"
+        group = "" if parts else f" of group {call['name']}"
+        parts.append(f"{many}{group}{which} {f'rank {rank - 1}' if rank else 'any rank'}")
+    return f"after {' and '.join(parts)}"
 
 
 def _who(ranks: Sequence[Snapshot], size: int) -> str:
@@ -128,7 +141,8 @@ def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = Tr
     if is_first_known or len(lost) == 1:
         first = lost[0]
         return f"mpicoll: lost: {_who([first], size)} {describe_end(first['how'])}, {_where(first)}"
-    text = f"mpicoll: lost together: {_who(lost, size)} {_plural(describe_end(lost[0]['how']))}"
+    how = _plural(describe_end(lost[0]["how"]))
+    text = f"mpicoll: lost together: {_who(lost, size)} {how}, rank {lost[0]['rank']} first"
     calls: dict[str, list[int]] = {}
     for one in lost:
         calls.setdefault(_where(one), []).append(one["rank"])
@@ -177,7 +191,7 @@ def is_there(snapshot: Snapshot, call: dict[str, Any]) -> bool:
 def _story(snapshot: Snapshot, call: dict[str, Any] | None, frames: int) -> list[str]:
     """Return what a rank does, in lines: the first goes on after the ranks."""
     mine = [one for one in snapshot["calls"] if call and one["group"] == call["group"]]
-    last = f"after {describe_call(mine[0])}" if mine else _where(snapshot)
+    last = _after(mine[0]) if mine else _where(snapshot)
     if snapshot["state"] == "gone":
         return [f"gone: {describe_end(snapshot['how'])}, {_where(snapshot)}"]
     if snapshot["state"] == "silent":
@@ -227,6 +241,11 @@ def _fit(entries: list[tuple[list[int], list[str]]], room: int) -> list[str]:
         head, *tail = story
         lines += [f"  {format_ranks(ranks)}: {head}", *(f"  {each}" for each in tail[: left - 1])]
     return lines
+
+
+def describe_rank(snapshot: Snapshot, call: dict[str, Any]) -> str:
+    """Return in a line what a rank does while others wait in a call, as describe_hang does."""
+    return "here" if is_there(snapshot, call) else _story(snapshot, call, 0)[0]
 
 
 def describe_hang(

@@ -211,6 +211,14 @@ def test_how_a_process_has_ended() -> None:
 # --- the guard ----------------------------------------------------------------------------------
 
 _SECRET = "s"
+#: Closes its bell when it is told to, as the system does first when a process ends.
+_WAITS = """
+import os, sys, time
+if sys.stdin.readline():
+    os.close(int(sys.argv[1]))
+    print(flush=True)
+time.sleep(100)
+"""
 
 
 class Node:
@@ -227,8 +235,10 @@ class Node:
             bell, rings = os.pipe()
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-S", "-c", "import time; time.sleep(100)"],
+                    [sys.executable, "-S", "-c", _WAITS, str(rings)],
                     pass_fds=(board.descriptor, bell, rings),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
                 )
             )
             pid = self.processes[-1].pid
@@ -299,7 +309,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for one in made:
         for process in one.processes:
             process.kill()
-            process.wait()
+            process.communicate()
         if one.thread.ident is not None:
             one.thread.join(30)
 
@@ -344,6 +354,22 @@ def test_the_first_rank_that_ends_is_named_by_a_guard_that_starts_later(
     text = node.end()
     assert said.format(*(one.pid for one in node.processes)) in text, text
     assert text.count("lost") == 1
+
+
+@pytest.mark.any_mpi
+def test_a_rank_is_named_whose_end_the_system_reports_after_that_of_its_victims(
+    nodes: Callable[..., Node],
+) -> None:
+    node = nodes()
+    stdin, stdout = node.processes[1].stdin, node.processes[1].stdout
+    assert stdin is not None and stdout is not None
+    stdin.write(b"\n")
+    stdin.flush()
+    stdout.readline()
+    node.kill(KILL, 0, KILL)
+    node.kill(0, KILL, 0)
+    node.start()
+    assert node.end().startswith("mpicoll: lost: rank 1 of 3 ")
 
 
 @pytest.mark.any_mpi

@@ -1,13 +1,13 @@
-"""Why a job ends: the first cause that is known. Ranks that end after it are its victims.
+"""Find the first cause of the end of a job. Ranks that end after it are its victims.
 
-A launcher that sees one rank end kills the others within milliseconds, often before the system has
-reported the end of the first. So the monitor goes by the first sign of each end: the closing of the
-rank's bell (a pipe), which comes before the launcher can know of it, as the kernel reports events
-in their order. A rank that ends the job itself, by an exception or ``sys.exit``, writes the time
-into its board before.
+A launcher that sees one rank end kills the remaining ranks within milliseconds, often before the
+system has reported the end of the first rank. So the monitor uses the first sign of each end: the
+closing of the rank's bell (a pipe). A launcher cannot react before it, and the kernel reports such
+events in their order. A rank that ends the job itself, by an exception or ``sys.exit``, first
+writes the time into its board.
 
-A signal from outside that ends one rank has to be told from one that a launcher or a scheduler
-sends to all of them: when the first sign came, the other ranks of that node were still alive.
+The monitor has to distinguish a signal to one rank from a signal to all ranks, as by a launcher or
+a scheduler. In the first case the other ranks of the node are still alive at the first sign.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Ending(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Ranks of a node have ended without a word.
+    """Ranks of a node have ended without a message.
 
     when:   the first sign of it, in seconds on the monotonic clock of this node.
     ranks:  as snapshots, in the order of the first signs.
@@ -49,7 +49,7 @@ class Loss(NamedTuple):
 
 
 def build_loss(when: float, ranks: Sequence[Snapshot], alone: bool) -> Loss:
-    """Return what a node knows of ranks that have ended without a word, in their order.
+    """Build the loss of ranks of a node that have ended without a message, in their order.
 
     alone: when the first sign came, no other rank of the node was ending.
     """
@@ -66,8 +66,8 @@ def build_loss(when: float, ranks: Sequence[Snapshot], alone: bool) -> Loss:
 def find_cause(losses: Sequence[Loss], endings: Sequence[Ending]) -> Loss | Ending | None:
     """Return the first cause, as far as it is known.
 
-    Between nodes a loss of one rank alone counts before ranks that ended together: a launcher ends
-    those of the other nodes so.
+    A rank that ended alone counts before ranks of another node that ended together, because a
+    launcher kills the ranks of the other nodes together.
     """
     ending = min(endings, key=lambda one: one.when, default=None)
     before = [one for one in losses if ending is None or one.when < ending.when]

@@ -101,7 +101,7 @@ class Board:
     # --- the rank --------------------------------------------------------------------------------
 
     def say(self, state: int) -> None:
-        """Say what becomes of this rank. ENDING stays: MPI_Abort may finalize MPI."""
+        """Set the state. ENDING is final, because MPI_Abort may finalize MPI."""
         if self.header().state != ENDING:
             struct.pack_into("=Q", self._memory, 0, state)
 

@@ -43,9 +43,9 @@ __all__ = ["SOCKETS", "find_folder", "main", "read_start"]
 _TICK, _SHARE = 1.0, 0.2
 #: Seconds for the stacks of all ranks of a node.
 _STACKS = 2.0
-#: Seconds in which the system says how a process has ended; seconds to wait for processes that are
-#: ending, and for what the other nodes report, before the cause is decided; seconds after which a
-#: rank that was to end is killed.
+#: Seconds in which the system reports how a process has ended; seconds to wait for processes that
+#: are ending, and for reports of other nodes, before the cause is decided; seconds after which a
+#: rank that was ordered to end is killed.
 _END_TIMEOUT_S, _DYING_TIMEOUT_S, _NODES_TIMEOUT_S, _GRACE = 0.1, 2.0, 0.5, 10.0
 #: Maximum number of connections of each kind that have not identified themselves: the oldest one
 #: makes room for another.
@@ -185,7 +185,7 @@ def _state_of(pid: int) -> str:
 def _is_dying(pid: int) -> bool:
     """Return whether a process has ended, is exiting, or was sent a fatal signal.
 
-    The kernel has SIGKILL pending for each thread of a process that another signal ends, too.
+    If any fatal signal ends a process, the kernel has SIGKILL pending for each of its threads.
     """
     try:
         state = _stat(pid)
@@ -447,7 +447,7 @@ class Guard:
             self._drop(line)
         for line, message in others:
             self._handle_safely(line, message)
-        for line in list(self._nodes.values()):  # what came behind their answers
+        for line in list(self._nodes.values()):  # messages behind their answers
             self._handle_all(line)
         known = {one["rank"] for one in found}
         found += [
@@ -484,7 +484,7 @@ class Guard:
 
     @property
     def _is_head(self) -> bool:
-        """Whether there is no other guard to report to."""
+        """Whether this guard reports to the user, not to another guard."""
         return self._head is None and not self._dialing
 
     def _dial(self) -> None:
@@ -572,7 +572,7 @@ class Guard:
             self._drop(line)
 
     def _handle_safely(self, line: JsonLines, message: dict[str, Any]) -> None:
-        """Handle a message. Whatever is wrong with it ends this connection alone."""
+        """Handle a message. Any error in it closes this connection alone."""
         try:
             self._handle(line, message)
         except Exception:
@@ -664,7 +664,7 @@ class Guard:
             self._send_held()
 
     def _send_held(self) -> None:
-        """Send what the head has to know, if it is known by now whether there is one."""
+        """Send the held messages, unless the search for the head goes on."""
         if self._dialing:
             return
         held, self._held = self._held, []
@@ -698,7 +698,7 @@ class Guard:
                 self._note_sign(rank)
 
     def _note_sign(self, rank: _Rank) -> None:
-        """Note the first sign of a rank's end: whether other ranks were ending, too."""
+        """Note the first sign of a rank's end, and whether other ranks were also ending."""
         if not rank.sign:
             rank.sign = time.monotonic()
             others = [one for one in self._ranks if one is not rank and not one.is_quiet]
@@ -799,7 +799,7 @@ class Guard:
 
         self._is_decided = not self._goes_on
         several = self.size > len(self._ranks)
-        # The kernel's order of events is that of one node.
+        # The kernel's order of events is valid for one node.
         known = loss.alone or (loss.ranks[0]["how"] == "SIGKILL" and not several)
         why = report.describe_loss(loss.ranks, self.size, known)
         hint = (

@@ -265,9 +265,12 @@ class Guard:
         self._poll = select.epoll.fromfd(given["epoll"])
         self._lines: dict[int, JsonLines] = {}
         self._nodes: dict[str, JsonLines] = {}  # the other guards, on the head
-        self._far_ranks = 0  # ranks that have these
+        self._far_ranks: dict[str, int] = {}  # number of ranks of each
         self._head: JsonLines | None = None
-        self._dialing: set[JsonLines] = set()  # connections that may lead to the head
+        # Connections that may lead to the head, with the nonces from there ("" for none yet), and
+        # the one on which this guard has introduced itself.
+        self._dialing: dict[JsonLines, str] = {}
+        self._introduced: JsonLines | None = None
         self._held: list[dict[str, Any]] = []  # messages for the head until one does
         self._listeners: dict[int, socket.socket] = {}
         self._reported: set[tuple[int, int]] = set()
@@ -494,7 +497,7 @@ class Guard:
                 sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
                 sock.setblocking(False)
                 sock.connect_ex((host, port))
-                self._dialing.add(self._add_line(sock))
+                self._dialing[self._add_line(sock)] = ""
 
     def _add_line(self, sock: socket.socket) -> JsonLines:
         line = JsonLines(sock)
@@ -551,7 +554,10 @@ class Guard:
             self._head = None
         line.sock.close()
         if line in self._dialing:
-            self._dialing.remove(line)
+            del self._dialing[line]
+            if line is self._introduced:
+                self._introduced = None
+                self._introduce()
             self._send_held()
 
     def _serve_line(self, line: JsonLines) -> None:
@@ -603,8 +609,8 @@ class Guard:
         self._nodes[line.peer] = line
         proof = prove(self._secret, f"head {message['nonce']}").decode()
         self._send(line, {"proof": proof})
-        self._far_ranks += int(message["ranks"])
-        if self._far_ranks + len(self._ranks) >= self.size:
+        self._far_ranks[line.peer] = int(message["ranks"])
+        if sum(self._far_ranks.values()) + len(self._ranks) >= self.size:
             self._stop_listening()
 
     def _stop_listening(self) -> None:
@@ -615,15 +621,23 @@ class Guard:
                 del self._listeners[descriptor]
                 sock.close()
 
-    def _identify_head(self, line: JsonLines, message: dict[str, Any]) -> None:
-        if "proof" not in message:
-            proof = prove(self._secret, f"node {message['nonce']}").decode()
+    def _introduce(self) -> None:
+        """Prove, on one of the connections that may lead to the head, which guard this is."""
+        line = next((one for one, nonce in self._dialing.items() if nonce), None)
+        if self._introduced is None and line is not None and self._head is None:
+            self._introduced = line
+            proof = prove(self._secret, f"node {self._dialing[line]}").decode()
             self._send(line, {"node": self._given["node"], "nonce": line.nonce, "proof": proof,
                               "ranks": len(self._ranks)})  # fmt: skip
+
+    def _identify_head(self, line: JsonLines, message: dict[str, Any]) -> None:
+        if "proof" not in message:
+            self._dialing[line] = str(message["nonce"])
+            self._introduce()
             return
         if not line.proves(message, self._secret, "head"):
             raise ConnectionRefusedError("the peer does not know the secret")
-        self._dialing.remove(line)
+        del self._dialing[line]
         self._head, line.peer, line.max_line_bytes = line, "head", LONG_LINE_BYTES
         for other in list(self._dialing):
             self._drop(other)

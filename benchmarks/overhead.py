@@ -234,13 +234,13 @@ _GUARDED = 1 << 14
 
 def _find_guard() -> int:
     """Return the process that guards this one."""
-    from mpicoll.watch import guard
+    from mpicoll.watch import guard, json_lines
 
     end = time.monotonic() + 10  # it takes a moment to start
     while time.monotonic() < end:
         for path in guard.find_folder().glob(f"*{guard.SOCKETS}"):
             with contextlib.suppress(OSError):
-                if os.getpid() in guard.ask(path, {"ask": "job"})["pids"]:
+                if os.getpid() in json_lines.ask(path, {"ask": "job"})["pids"]:
                     return int(path.name.removesuffix(guard.SOCKETS))
         time.sleep(0.1)
     raise SystemExit("there is no guard here; expected Linux with pidfds and memfds")

@@ -37,6 +37,10 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[object, Future[cha
     pool.shutdown(cancel_futures=True)
 
 
+def lost_rank(rank: int) -> str:
+    return f"mpicoll: lost: rank {rank} of 3 (pid 7 on node) exited with code 3 and no message\n"
+
+
 @pytest.mark.parametrize("case", CASES, ids=" - ".join)
 def test_as_written(case: tuple[str, str], outcomes: dict[object, Future[chaos.Outcome]]) -> None:
     found = outcomes[case].result()
@@ -50,10 +54,13 @@ def test_as_written(case: tuple[str, str], outcomes: dict[object, Future[chaos.O
         ("late", chaos.Outcome(0, 1.0, RANKS, "", []), []),
         ("late", chaos.Outcome(0, 1.0, RANKS - 1, "", []), ["2 of 3 came through"]),
         ("late", chaos.Outcome(1, 1.0, RANKS, "", []), ["exit code 1"]),
-        ("exit", chaos.Outcome(0, 1.0, 0, "lost: rank", []), ["exit code 0"]),
+        ("exit", chaos.Outcome(0, 1.0, 0, lost_rank(2), []), ["exit code 0"]),
+        ("exit", chaos.Outcome(3, 1.0, 0, lost_rank(1), []), ["is missing", "rank 1 was"]),
+        ("exit", chaos.Outcome(3, 1.0, 0, lost_rank(2) * 2 + lost_rank(0), []), ["rank 0 was"]),
+        ("late", chaos.Outcome(0, 1.0, RANKS, lost_rank(2), []), ["rank 2 was"]),
         (
             "exit",
-            chaos.Outcome(3, 99.0, 0, "lost: rank", ["process 9: x"]),
+            chaos.Outcome(3, 99.0, 0, lost_rank(2), ["process 9: x"]),
             ["more than", "left behind"],
         ),
         ("exit", chaos.Outcome(None, 99.0, 0, "", []), ["it hung"]),

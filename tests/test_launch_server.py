@@ -141,6 +141,8 @@ def test_strangers_are_refused_and_disturb_nobody(served: int) -> None:
         "pmi 0 2 n mine 0",
         "x" * 5000,
         "\0\xff",
+        "pmi 0 2 n é",
+        "[" * 200_000,
     ):
         one = Peer(served)
         one.hear()
@@ -157,6 +159,24 @@ def test_strangers_are_refused_and_disturb_nobody(served: int) -> None:
     for peer in peers.values():
         peer.sock.close()
         peer.file.close()
+
+
+def test_a_stranger_that_never_reads_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = server.listen("127.0.0.1", 0)
+    one = server.Server(listener, "s", 2, 3.0, hands_out=True)
+    with listener, socket.create_connection(listener.getsockname(), 5) as sock, one.selector:
+        one._accept()
+        (peer,) = one.connections
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        for _ in range(100_000):
+            if not one.connections:
+                break
+            with contextlib.suppress(OSError):
+                sock.send(b"secret\n" * 100, socket.MSG_DONTWAIT)
+            one._read(peer)
+            assert len(peer.outbox) <= 2 * server._SHORT
+        assert not one.connections
 
 
 def test_a_rank_comes_once_and_agrees_on_the_size(served: int) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +41,7 @@ _KIND = encode_kind(PRIMITIVES[0], DTYPES[0], None, 0)
 def _call(number: int, inside: bool, group: int = 5) -> dict[str, Any]:
     return {
         "group": group, "name": "0", "size": 10_000, "number": number, "kind": _KIND, "sizes": 4,
-        "root": 0, "inside": int(inside), "since": 0.0,
+        "root": 0, "inside": int(inside), "since": 0.0, "messages": 0, "last_message": 0,
     }  # fmt: skip
 
 
@@ -71,7 +75,7 @@ def test_ranks_with_the_same_story_share_a_line() -> None:
     ranks[4] |= {"state": "gone", "how": "SIGSEGV"}
     text = report.describe_hang(ranks, _call(7, True), 61.2)
     assert [line.split(",")[0] for line in text.splitlines()[1:]] == [
-        "  rank 3: stopped", "  rank 4: gone: was ended by SIGSEGV", "  ranks 1-2",
+        "  rank 3: stopped", "  rank 4: gone: was killed by SIGSEGV", "  ranks 1-2",
     ]  # fmt: skip
 
 
@@ -109,10 +113,18 @@ def test_a_rank_that_mpi_ended_is_compared_with_the_others(
 def test_a_loss_says_who_how_and_where() -> None:
     lost = _snapshot(3, 7, True, state="gone", how="SIGKILL", pid=77)
     text = report.describe_loss([lost], 8)
-    assert text.startswith("mpicoll: lost: rank 3 of 8 (process 77 on node) was ended by SIGKILL")
+    who = "mpicoll: lost: rank 3 of 8 (pid 77 on node)"
+    assert text.startswith(f"{who} was killed by SIGKILL (kill -9 or out of memory), in call 7 of")
     assert "in call 7 of group 0: " in text
     text = report.describe_loss([lost | {"how": "code 3", "calls": []}], 8)
-    assert text.endswith("ended with exit code 3 and no word, before its first call")
+    assert text.endswith("exited with code 3 and no message, before its first call")
+    messages = {"messages": 12, "last_message": 2 * 3 + 1}
+    only = lost | {"calls": [_call(0, False) | messages]}
+    text = report.describe_loss([only], 8)
+    assert text.endswith(", after 12 messages of group 0, the last one from rank 2")
+    text = report.describe_loss([lost | {"calls": [_call(7, False) | messages]}], 8)
+    assert ", after call 7 of group 0: " in text
+    assert text.endswith(" and 12 messages, the last one from rank 2")
     hint = report.describe_survival([lost], "a setting")
     assert hint.startswith("mpicoll: what would have saved this job: a setting")
     assert report.describe_survival([lost], "") == ""
@@ -163,9 +175,11 @@ def test_what_a_rank_writes_is_read_by_another() -> None:
         calls.begin(1, 2, 3)
         address = board.take_cell(11, 5000, 4, 2, "née")
         calls.publish(address)
+        board.say_message(address, 2, False)
+        board.say_message(address, -1, True)
         (cell,) = Board(board.descriptor).cells()
         assert cell[:8] == (11, 5000, 1, 1, 2, 3, 1, threading.get_ident())
-        assert cell[8:] == (4, 2, "née")
+        assert cell[8:] == (4, 2, "née", 2, 1)
         calls.end()
         assert not calls.lock.locked()
         calls.begin(4, 5, -1)
@@ -175,9 +189,19 @@ def test_what_a_rank_writes_is_read_by_another() -> None:
         calls.publish(0)
         board.free_cell(address)
         assert board.cells() == [] and calls.thread == threading.get_ident()
-    board.say(DONE, 3)
     board.say_signal(15)
-    assert board.header() == (DONE, 3, 1, 7, 8, 15)
+    board.say_ending(3, explained=False)
+    board.say_ending(1, explained=True)  # the first reason counts
+    board.say_guard(9)
+    when = board.header().ending_ns
+    assert board.header() == (ENDING, 3, 1, 7, 8, 15, when, 1, 9) and when <= time.monotonic_ns()
+    board.set_explained()
+    assert board.header().unexplained == 0
+    board.say(DONE)  # as while MPI aborts
+    assert board.header().state == ENDING
+    board.begin(7, 8)
+    board.say(DONE)
+    assert board.header().state == DONE
     Board(board.descriptor).give_order("ä" * 1000)
     assert board.order().startswith("ää")
 
@@ -205,44 +229,335 @@ def test_how_a_process_has_ended() -> None:
         os.close(descriptor)
 
 
-def _given(rank: int, process: subprocess.Popen[bytes], board: Board) -> dict[str, Any]:
-    return {
-        "rank": rank, "pid": process.pid, "start": guard.read_start(process.pid), "signal": 60,
-        "board": board.descriptor, "stacks": -1, "bell": -1,
-    }  # fmt: skip
+# --- the guard ----------------------------------------------------------------------------------
+
+_SECRET = "s"
+#: Closes its bell when it is told to, as the system does first when a process ends.
+_WAITS = """
+import os, sys, time
+if sys.stdin.readline():
+    os.close(int(sys.argv[1]))
+    print(flush=True)
+time.sleep(100)
+"""
+
+
+class Node:
+    """Processes in place of the ranks of a node, and their guard: a thread, once it is started.
+
+    first: the first rank. size: of the job.
+    """
+
+    def __init__(self, first: int = 0, ranks: int = 3, size: int = 3, **given: Any) -> None:
+        self.boards = [Board() for _ in range(ranks)]
+        self.processes = []
+        known = []
+        for k, board in enumerate(self.boards):
+            bell, rings = os.pipe()
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-S", "-c", _WAITS, str(rings)],
+                    pass_fds=(board.descriptor, bell, rings),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+            pid = self.processes[-1].pid
+            known.append({"rank": first + k, "pid": pid, "start": guard.read_start(pid),
+                          "signal": 60, "board": board.descriptor, "stacks": -1,
+                          "bell": bell})  # fmt: skip
+            os.close(rings)
+        opened = guarding._Opened(known, 0, 0)
+        for each in known:
+            os.close(each["bell"])
+        self.said, stderr = os.pipe()
+        os.set_blocking(self.said, False)
+        self.guard = guard.Guard({
+            "job": "1", "size": size, "host": "here", "secret": _SECRET, "goes_on": False,
+            "node": f"node{first}", "addresses": [], "listeners": [], "names": [], "command": "",
+            "survival": "", "reports": "", "launcher": 0, "launcher_pidfd": -1,
+            "ranks": opened.ranks, "epoll": opened.epoll, "stderr": stderr, **given,
+        })  # fmt: skip
+        self._opened = opened  # which owns the descriptors that are open here
+        self.thread = threading.Thread(target=self.guard.serve)
+        self.text = ""
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def kill(self, *signals: int) -> None:
+        """Send each rank its signal, the last rank first, and wait until it has ended."""
+        for process, number in [*zip(self.processes, signals, strict=True)][::-1]:
+            if number:
+                process.send_signal(number)
+                process.wait()
+
+    def wait_for(self, words: str) -> str:
+        """Return what the guard has printed so far, once it has printed these words."""
+        end = time.monotonic() + 30
+        while words not in self.text and time.monotonic() < end:
+            self.read()
+            time.sleep(0.01)
+        assert words in self.text, self.text
+        return self.text
+
+    def read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.text += os.read(self.said, 1 << 16).decode()
+
+    def end(self) -> str:
+        """End the ranks, and so the guard; return all that it has printed."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "the guard does not end"
+        self.read()
+        return self.text
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
+    """A function that makes a Node, which ends with the test."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    made: list[Node] = []
+
+    def make(**given: Any) -> Node:
+        made.append(Node(**given))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for process in one.processes:
+            process.kill()
+            process.communicate()
+        if one.thread.ident is not None:
+            one.thread.join(30)
 
 
 @pytest.mark.any_mpi
-def test_ranks_that_are_stopped_do_not_outlive_one_that_ends_the_job() -> None:
-    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    processes = [subprocess.Popen(sleeps) for _ in range(3)]
-    boards = [Board() for _ in processes]
-    given = {
-        "job": "1", "size": 3, "host": "here", "secret": "", "goes_on": False, "prints": 0,
-        "launcher": 0, "ranks": [],
-    }  # fmt: skip
-    node = guard.Guard(given)
-    for rank, (process, board) in enumerate(zip(processes, boards, strict=True)):
-        one = guard._Rank(_given(rank, process, board))
-        one.board, one.pidfd = board, os.pidfd_open(process.pid)
-        node._ranks.append(one)
-    try:
-        processes[1].send_signal(signal.SIGSTOP)
-        node._kill_stopped()
-        assert all(process.poll() is None for process in processes)
-        boards[0].say(ENDING, 1)
-        processes[0].kill()
-        processes[0].wait()
-        node._ranks[0].pidfd = -1
-        while guard._state_of(processes[1].pid) != "stopped":
+def test_ranks_that_are_stopped_do_not_outlive_one_that_ends_the_job(
+    nodes: Callable[..., Node],
+) -> None:
+    node = nodes()
+    zero, one, two = node.processes
+    one.send_signal(signal.SIGSTOP)
+    while guard._state_of(one.pid) != "stopped":
+        time.sleep(0.01)
+    node.start()
+    node.boards[0].say_ending(1, explained=True)
+    zero.kill()
+    assert one.wait(30) == -signal.SIGKILL
+    assert two.poll() is None and node.end() == ""
+
+
+KILL, TERM, SEGV = signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("signals", "said"),
+    [
+        ((KILL, KILL, TERM), "lost: rank 2 of 3 (pid {2} on here) was killed by SIGTERM"),
+        ((KILL, KILL, SEGV), "lost: rank 2 of 3 (pid {2} on here) was killed by SIGSEGV"),
+        ((KILL, KILL, KILL), "lost: rank 2 of 3 (pid {2} on here) was killed by SIGKILL"),
+        ((TERM, TERM, SEGV), "lost: rank 2 of 3 (pid {2} on here) was killed by SIGSEGV"),
+        ((TERM, TERM, TERM), "lost together: ranks 0-2 of 3 (on here) were killed by SIGTERM"),
+    ],
+    ids=["SIGTERM", "SIGSEGV", "SIGKILL", "SIGSEGV, launcher by SIGTERM", "SIGTERM to all"],
+)
+def test_the_first_rank_that_ends_is_named_by_a_guard_that_starts_later(
+    nodes: Callable[..., Node], signals: tuple[int, ...], said: str
+) -> None:
+    node = nodes()
+    node.kill(*signals)
+    node.start()
+    text = node.end()
+    assert said.format(*(one.pid for one in node.processes)) in text, text
+    assert text.count("lost") == 1
+
+
+@pytest.mark.any_mpi
+def test_a_rank_is_named_whose_end_the_system_reports_after_that_of_its_victims(
+    nodes: Callable[..., Node],
+) -> None:
+    node = nodes()
+    stdin, stdout = node.processes[1].stdin, node.processes[1].stdout
+    assert stdin is not None and stdout is not None
+    stdin.write(b"\n")
+    stdin.flush()
+    stdout.readline()
+    node.kill(KILL, 0, KILL)
+    node.kill(0, KILL, 0)
+    node.start()
+    assert node.end().startswith("mpicoll: lost: rank 1 of 3 ")
+
+
+@pytest.mark.any_mpi
+def test_a_signal_to_one_rank_names_it_though_the_launcher_sends_the_others_the_same(
+    nodes: Callable[..., Node],
+) -> None:
+    node = nodes()
+    node.start()
+    node.kill(0, TERM, 0)
+    node.wait_for("lost: rank 1 of 3")
+    node.kill(TERM, 0, TERM)
+    assert node.end().count("lost: ") == 1
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("explained", [True, False])
+def test_ranks_that_end_after_one_has_ended_the_job_are_not_reported(
+    nodes: Callable[..., Node], explained: bool
+) -> None:
+    node = nodes()
+    node.boards[1].say_ending(3, explained)
+    node.boards[1].say(DONE)  # MPI_Abort may finalize MPI
+    node.kill(KILL, KILL, KILL)  # rank 1 is not the first of them
+    node.start()
+    pid = node.processes[1].pid
+    exited = f"mpicoll: rank 1 of 3 (pid {pid} on here) exited with code 3 (sys.exit)"
+    assert node.end().partition(";")[0] == ("" if explained else exited)
+
+
+@pytest.mark.any_mpi
+def test_a_rank_that_was_lost_before_another_ends_the_job_is_named(
+    nodes: Callable[..., Node],
+) -> None:
+    node = nodes()
+    node.start()
+    node.kill(0, 0, KILL)
+    node.wait_for("lost: rank 2 of 3")
+    node.boards[0].say_ending(1, explained=False)
+    node.kill(KILL, KILL, 0)
+    assert node.end().count("mpicoll: ") == 1
+
+
+@pytest.mark.any_mpi
+def test_each_loss_that_is_survived_has_a_line(nodes: Callable[..., Node]) -> None:
+    node = nodes(goes_on=True)
+    node.kill(0, KILL, KILL)
+    node.start()
+    node.wait_for("lost: rank 1 of 3")
+    node.wait_for("lost: rank 2 of 3")
+    node.kill(KILL, 0, 0)
+    assert node.end().count("lost: ") == 3
+
+
+def _listen() -> dict[str, Any]:
+    """Return what a head is given to listen at the loopback address."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    return {"listeners": [sock.detach()]}
+
+
+def _address(node: Node) -> list[Any]:
+    (descriptor,) = node.guard._given["listeners"]
+    with socket.socket(fileno=os.dup(descriptor)) as sock:
+        return list(sock.getsockname())
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("lost", "lost: rank 3 of 4 (pid {} on here) was killed by SIGKILL"),
+        ("ending", "rank 3 of 4 (pid {} on here) exited with code 3"),
+        ("none", "lost together: ranks 0-1 of 4 (on here) were killed by SIGKILL"),
+    ],
+)
+def test_ranks_of_other_nodes_are_victims_of_the_first(
+    nodes: Callable[..., Node], first: str, said: str
+) -> None:
+    head = nodes(ranks=2, size=4, **_listen())
+    address = _address(head)
+    # It is reached at several addresses, of which one counts.
+    other = nodes(first=2, ranks=2, size=4, addresses=[["127.0.0.1", 1], address, address])
+    for node in (head, other):
+        node.start()
+    while not head.guard._nodes:
+        time.sleep(0.01)
+    with pytest.raises(ConnectionRefusedError):  # all nodes have connected
+        socket.create_connection(address[:2])
+    pid = other.processes[1].pid
+    if first == "lost":
+        other.kill(0, KILL)
+    elif first == "ending":
+        other.boards[1].say_ending(3, explained=False)
+        other.kill(0, KILL)
+    for process in head.processes:  # as a launcher does it: all of them at once
+        os.kill(process.pid, KILL)
+    text = head.end()
+    assert said.format(pid) in text and text.count("mpicoll: ") == 1, text
+    assert other.end() == ""
+
+
+ATTACKS = {
+    "not ASCII": '{"proof": "é"}\n'.encode(),
+    "a surrogate": b'{"proof": "\\ud800"}\n',
+    "deep": b"[" * 4000 + b"\n",
+    "very deep": b"[" * 200_000 + b"\n",
+    "no object": b"[1]\n1\nnull\n",
+    "empty": b"\n\n{}\n",
+    "no JSON": b"GET / HTTP/1.1\r\n\r\n",
+    "no UTF-8": b"\xff\xfe\n",
+    "a number with many digits": b'{"proof": ' + b"9" * 4000 + b"}\n",
+    "unusual types": b'{"proof": {"a": []}, "node": 1, "nonce": null, "ranks": "x"}\n',
+    "news": b'{"lost": [], "alone": true}\n{"ask": "snapshots"}\n{"end": "now"}\n',
+    "half a line": b'{"pro',
+    "nothing": b"",
+    "a long line": b" " * 10_000_000,
+}
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=list(ATTACKS))
+def test_a_stranger_neither_ends_nor_blocks_the_guard(
+    nodes: Callable[..., Node], attack: bytes
+) -> None:
+    head = nodes(ranks=1, size=2, **_listen())
+    address = _address(head)
+    head.start()
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):  # they stay, and never read
+            sock = stack.enter_context(socket.create_connection(address[:2]))
+            sock.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(attack)
+        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+        while len(head.guard._listeners) < 2:
             time.sleep(0.01)
-        node._kill_stopped()
-        assert processes[1].wait(30) == -signal.SIGKILL
-        assert processes[2].poll() is None
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        local.connect(str(guard.find_folder() / f"{os.getpid()}{guard.SOCKETS}"))
+        with contextlib.suppress(ConnectionError):
+            local.sendall(attack)
+        other = nodes(first=1, ranks=1, size=2, addresses=[address])
+        other.start()
+        other.kill(SEGV)
+        head.wait_for(f"lost: rank 1 of 2 (pid {other.processes[0].pid} on here) was killed by")
+        assert len(head.guard._lines) <= 2 * guard._MAX_STRANGERS
+
+
+@pytest.mark.any_mpi
+def test_a_silent_connection_is_dropped_after_a_while(nodes: Callable[..., Node]) -> None:
+    head = nodes(ranks=1, size=2, **_listen())
+    address = _address(head)
+    head.start()
+    with socket.create_connection(address[:2]) as silent:
+        silent.settimeout(30)
+        while silent.recv(100):
+            pass  # the guard's nonce; then it closes the connection
+
+
+@pytest.mark.any_mpi
+def test_an_impostor_of_the_head_is_refused(nodes: Callable[..., Node]) -> None:
+    """The guard that finds no other head reports itself."""
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        node = nodes(first=1, ranks=1, size=2, addresses=[list(impostor.getsockname())])
+        node.start()
+        sock, _ = impostor.accept()
+        with sock:
+            sock.sendall('{"nonce": "é"}\n{"proof": "é"}\n{"end": "now"}\n'.encode())
+            node.kill(SEGV)
+            assert node.end().startswith("mpicoll: lost: rank 1 of 2")
 
 
 @pytest.mark.any_mpi
@@ -393,6 +708,7 @@ def test_a_hang_is_reported_once_before_it_ends(
     head = "mpicoll: ranks 0, 2 of group 0 (3 ranks) wait for 2 s in call"
     ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM", *said)
     assert ended.err.count(head) == 1
+    assert ended.err.count(said[0]) > 1, "the timeout has the same information"
     assert ended.lines == [f"3 {calls + 1} 1 {state}"]
 
 
@@ -431,9 +747,9 @@ def test_a_rank_in_another_group_is_named(ended: Ended) -> None:
 @pytest.mark.parametrize(
     ("end", "how"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGABRT)", "was ended by SIGABRT"),
-        ("os._exit(3)", "ended with exit code 3 and no word"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", "was killed by SIGABRT"),
+        ("os._exit(3)", "exited with code 3 and no message"),
     ],
 )
 @job("""
@@ -452,7 +768,50 @@ def test_a_lost_rank_is_named_once(end: str, how: str, ended: Ended) -> None:
     (line,) = [line for line in ended.err.splitlines() if "mpicoll: lost: " in line]
     assert ended.err.count("mpicoll: what would have saved this job: ") == 1
     known = how in line or "the system does not say how" in line  # before Linux 6.15
-    assert known and "rank 1 of 3 (process " in line and ended.seconds < 20
+    assert known and "rank 1 of 3 (pid " in line and ended.seconds < 20
+
+
+@needs_mpiexec
+@job("""
+    dist.init_process_group()
+    if dist.get_rank() == 0:
+        dist.recv(np.ones(4), 1)
+    elif dist.get_rank() == 1:
+        dist.send(np.ones(4), 0)
+        time.sleep(0.5)
+        os._exit(5)
+    dist.recv(np.ones(4), 1)
+""", ranks=3)  # fmt: skip
+def test_a_lost_rank_that_has_only_sent_messages_is_named_with_them(ended: Ended) -> None:
+    ended.badly("exited with code 5", "after 1 message of group 0 to rank 0")
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("sys.exit(3)", ["rank 1 of 3 (pid {} on ", " exited with code 3 (sys.exit)"]),
+        ("raise ValueError", ["ValueError"]),
+        ("os._exit(5)", ["lost: rank 1 of 3 (pid {} on ", " exited with code 5"]),
+        ("os.kill(os.getpid(), signal.SIGTERM)", ["lost: rank 1 of 3 (pid {}", "by SIGTERM"]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["lost: rank 1 of 3 (pid {}", "by SIGKILL"]),
+    ],
+)
+@job("""
+    dist.init_process_group()
+    if dist.get_rank() == 1:
+        say(os.getpid())
+        $end
+        time.sleep(20)
+    dist.barrier()
+""", ranks=3)  # fmt: skip
+def test_a_rank_that_ends_right_after_init_is_the_only_one_named(
+    end: str, said: list[str], ended: Ended
+) -> None:
+    ended.badly(*(words.format(ended.out.split()[0]) for words in said))
+    lines = [line for line in ended.err.splitlines() if line.startswith("mpicoll: ")]
+    named = {rank for line in lines for rank in re.findall(r"ranks? [\d, -]+of 3", line)}
+    assert named == (set() if "raise" in end else {"rank 1 of 3"})
 
 
 @needs_mpiexec

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicoll import cli
-from mpicoll.watch import guard, report
+from mpicoll.watch import guard, json_lines, report
 
 __all__ = ["add_arguments", "run"]
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     path, job = next(iter(heads.items()))
     try:
         # Stacks come with short reports too: they say what is done outside of calls.
-        answer = guard.ask(path, {"ask": "snapshots", "stacks": "all"})
+        answer = json_lines.ask(path, {"ask": "snapshots", "stacks": "all"})
     except OSError as error:
         return cli.refuse("watch", f"job {job['job']} does not answer: {error}", True, 1)
     if options.json:
@@ -71,7 +71,7 @@ def _find_jobs() -> dict[Path, dict[str, Any]]:
     found = {}
     for path in sorted(guard.find_folder().glob(f"*{guard.SOCKETS}")):
         try:
-            found[path] = guard.ask(path, {"ask": "job"})
+            found[path] = json_lines.ask(path, {"ask": "job"})
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)  # left over from a guard that was killed
         except OSError:

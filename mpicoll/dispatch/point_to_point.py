@@ -29,7 +29,7 @@ from mpicoll.errors import (
     MPIError,
 )
 from mpicoll.output import format_count
-from mpicoll.watch import flight_record, rank_status
+from mpicoll.watch import flight_record, guarding, rank_status
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -373,6 +373,7 @@ def begin_message(
     """
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
+    guarding.say_message(group, peer, receives)
     shown = group.object_tag if tag is None else tag
     entry = flight_record.enter_message(group, peer, shown, receives, view)
     work = _begin_view(group, name, view, peer, tag, receives)

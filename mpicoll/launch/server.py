@@ -61,8 +61,8 @@ _IDENTIFY_TIMEOUT = 10.0
 _GRACE = 3.0
 #: Most bytes of a line: before and after a connection has identified itself.
 _SHORT, _LONG = 1024, 1 << 16
-#: Most connections that are not identified, bytes that a peer has not read, and bytes that ranks
-#: have put.
+#: Most connections that are not identified, bytes that a rank has not read (others: _SHORT), and
+#: bytes that ranks have put.
 _STRANGERS, _UNREAD, _STORED = 4096, 1 << 24, 1 << 28
 
 #: PMI-1: commands with an answer that does not depend on the state.
@@ -228,7 +228,9 @@ class Server:
             self._drop(peer)
             return
         del peer.outbox[:sent]
-        if len(peer.outbox) > _UNREAD or (peer.is_closing and not peer.outbox):
+        if len(peer.outbox) > (_UNREAD if peer.role else _SHORT) or (
+            peer.is_closing and not peer.outbox
+        ):
             self._drop(peer)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
@@ -255,7 +257,7 @@ class Server:
             peer.inbox = rest
             try:
                 self._handle(peer, line.decode("ascii").rstrip("\r"))
-            except (ValueError, KeyError):  # no rank says this
+            except Exception:  # no rank says this: it ends this connection alone
                 self._drop(peer)
 
     def _drop(self, peer: _Connection) -> None:

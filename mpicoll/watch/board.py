@@ -10,9 +10,12 @@ import ctypes
 import mmap
 import os
 import struct
+import time
 from typing import NamedTuple
 
-__all__ = ["CELLS", "DONE", "ENDING", "LEFT", "NAME", "RUNNING", "Board", "Cell", "Header"]
+__all__ = [
+    "CALL_BYTES", "CELLS", "DONE", "ENDING", "LEFT", "NAME", "RUNNING", "Board", "Cell", "Header",
+]  # fmt: skip
 
 #: What becomes of a rank: it may make calls; it ends the job, for a reason that it says itself; no
 #: other rank needs it any more; it has another board, and another guard.
@@ -22,9 +25,13 @@ CELLS = 4096
 #: Bytes of a group's name.
 NAME = 48
 
-_HEADER = struct.Struct("=6Q")
-_ORDER = 512  # bytes
-_CELL = struct.Struct(f"=8Q2I{NAME}s8x")
+_HEADER = struct.Struct("=9Q")
+_ORDER = 504  # bytes: cells begin at a multiple of 64
+_CELL = struct.Struct(f"=8Q2I{NAME}s2I")
+#: Bytes of a cell that a collective call changes: the first ones.
+CALL_BYTES = 64
+#: Where a cell has its messages.
+_MESSAGES = _CELL.size - 8
 _FIRST = _HEADER.size + _ORDER
 _SIZE = _FIRST + CELLS * _CELL.size
 
@@ -35,7 +42,10 @@ class Header(NamedTuple):
     state: RUNNING, ENDING, DONE or LEFT. code: the exit code with which it ends the job. cells: the
     number of cells that have been used. thread: the main thread, as threading.get_ident has it.
     listener: the thread that is asked for stacks, as the system numbers it. signal: that has come,
-    and is for the program's handler; 0 for none.
+    and is for the program's handler; 0 for none. ending_ns: when the rank began to end the job, in
+    nanoseconds of the monotonic clock, which all processes of a node share; 0: it has not.
+    unexplained: 1 while the rank, which ends the job by an exit code, waits for the guard to report
+    it. guard: the guard's process, 0 until it runs.
     """
 
     state: int
@@ -44,6 +54,9 @@ class Header(NamedTuple):
     thread: int
     listener: int
     signal: int
+    ending_ns: int
+    unexplained: int
+    guard: int
 
 
 class Cell(NamedTuple):
@@ -54,6 +67,8 @@ class Cell(NamedTuple):
     number, kind, sizes, root: of the call, see core/signature.py.
     inside: whether it has not ended. thread: that makes it.
     size, rank: of the group, and in it. name: the group's.
+    messages: that this rank has begun to send or receive. last_message: 2 * the other rank, counted
+    from 1 and in the job, 0 for any, plus 1 for a message that is received.
     """
 
     group: int
@@ -67,6 +82,8 @@ class Cell(NamedTuple):
     size: int
     rank: int
     name: str
+    messages: int
+    last_message: int
 
 
 class Board:
@@ -79,17 +96,29 @@ class Board:
             self.descriptor = os.memfd_create("mpicoll-board")
             os.ftruncate(self.descriptor, _SIZE)
         self._memory = mmap.mmap(self.descriptor, _SIZE)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     # --- the rank --------------------------------------------------------------------------------
 
-    def say(self, state: int, code: int = 0) -> None:
-        """Say what becomes of this rank."""
-        struct.pack_into("=2Q", self._memory, 0, state, code & 0xFF)
+    def say(self, state: int) -> None:
+        """Set the state. ENDING is final, because MPI_Abort may finalize MPI."""
+        if self.header().state != ENDING:
+            struct.pack_into("=Q", self._memory, 0, state)
+
+    def say_ending(self, code: int, explained: bool) -> None:
+        """Record that this rank ends the job with an exit code, now.
+
+        explained: it has printed why.
+        """
+        if self.header().state != ENDING:  # else it has recorded the first reason
+            now = time.monotonic_ns()
+            struct.pack_into("=2Q", self._memory, 48, now, not explained)
+            struct.pack_into("=2Q", self._memory, 0, ENDING, code & 0xFF)
 
     def begin(self, thread: int, listener: int) -> None:
         """Say that this rank runs, and which its threads are; see Header."""
-        struct.pack_into("=3Q", self._memory, 24, thread, listener, 0)
-        self.say(RUNNING)
+        struct.pack_into("=5Q", self._memory, 24, thread, listener, 0, 0, 0)
+        struct.pack_into("=Q", self._memory, 0, RUNNING)
         self._memory[_HEADER.size] = 0
 
     def say_signal(self, number: int) -> None:
@@ -102,17 +131,24 @@ class Board:
             place = _FIRST + k * _CELL.size
             if struct.unpack_from("=Q", self._memory, place)[0] == 0:
                 text = name.encode()[:NAME]
-                struct.pack_into(f"=2I{NAME}s", self._memory, place + 64, size, rank, text)
+                struct.pack_into(
+                    f"=2I{NAME}s2I", self._memory, place + CALL_BYTES, size, rank, text, 0, 0
+                )
                 struct.pack_into("=8Q", self._memory, place, group, limit, 0, 0, 0, 0, 0, 0)
                 used = max(k + 1, self.header().cells)
                 struct.pack_into("=Q", self._memory, 16, used)
-                return ctypes.addressof(ctypes.c_char.from_buffer(self._memory, place))
+                return self._start + place
         return 0
 
     def free_cell(self, address: int) -> None:
         """Give a cell back, which nothing is written to any more."""
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        struct.pack_into("=Q", self._memory, address - start, 0)
+        struct.pack_into("=Q", self._memory, address - self._start, 0)
+
+    def say_message(self, address: int, peer: int, receives: bool) -> None:
+        """Record a message that begins, in a cell; peer: its other rank in the job, -1 for any."""
+        place = address - self._start + _MESSAGES
+        count = struct.unpack_from("=I", self._memory, place)[0] + 1 & 0xFFFFFFFF
+        struct.pack_into("=2I", self._memory, place, count, 2 * (peer + 1) + receives)
 
     def order(self) -> str:
         """Return why the guard wants this rank to end, "" if it does not."""
@@ -120,7 +156,20 @@ class Board:
             return ""
         return self._memory[_HEADER.size : _FIRST].rstrip(b"\0").decode("utf-8", "replace")
 
+    def cell(self, address: int) -> Cell:
+        """Return a group's cell."""
+        place = address - self._start
+        return parse(self._memory[place : place + _CELL.size])
+
     # --- the guard -------------------------------------------------------------------------------
+
+    def say_guard(self, pid: int) -> None:
+        """Record which process the guard is."""
+        struct.pack_into("=Q", self._memory, 64, pid)
+
+    def set_explained(self) -> None:
+        """Record that the guard has reported why this rank ends the job."""
+        struct.pack_into("=Q", self._memory, 56, 0)
 
     def give_order(self, why: str) -> None:
         """Have this rank end, and say why."""
@@ -146,5 +195,5 @@ class Board:
 
 def parse(raw: bytes) -> Cell:
     """Return a cell from its memory."""
-    *numbers, name = _CELL.unpack(raw)
-    return Cell._make([*numbers, name.rstrip(b"\0").decode("utf-8", "replace")])
+    *numbers, name, messages, last = _CELL.unpack(raw)
+    return Cell._make([*numbers, name.rstrip(b"\0").decode("utf-8", "replace"), messages, last])

@@ -2,25 +2,25 @@
 
 It reads the ranks' boards (``board.py``), has their stacks printed by a signal handler that needs
 no lock of Python, and notices their end by their pidfds. The guard of rank 0's node, the head, asks
-those of the other nodes and speaks, on rank 0's standard error. It ends with its ranks.
+those of the other nodes, decides which rank was the first cause of an end (``blame.py``), and
+writes to the launcher's standard error. It ends with its ranks.
 
-It runs by its path, with nothing imported that is not needed while all is well.
+The rank that starts it has opened the pidfds and boards of all ranks of the node, and an epoll with
+their events, before ``init_process_group`` returned on any of them: nothing is missed while this
+process starts. It runs by its path, with nothing imported that is not needed while all is well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import hmac
 import json
 import mmap
 import os
-import secrets
+import resource
 import select
 import signal
 import socket
-import stat
 import struct
 import sys
 import time
@@ -30,23 +30,28 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
-from mpicoll.signals import FROM_OUTSIDE
-from mpicoll.watch.board import DONE, ENDING, LEFT, Board, Cell, parse
+from mpicoll.watch.blame import Ending, Loss, build_loss, find_cause
+from mpicoll.watch.board import CALL_BYTES, DONE, ENDING, LEFT, Board, Cell, parse
+from mpicoll.watch.json_lines import ANSWER_TIMEOUT_S, LONG_LINE_BYTES, JsonLines, prove
 
 if TYPE_CHECKING:
     from mpicoll.watch.report import Snapshot
 
-__all__ = ["SOCKETS", "Line", "ask", "find_folder", "main", "prove"]
+__all__ = ["SOCKETS", "find_folder", "main", "read_start"]
 
 #: Seconds between looks at the boards: at most, and as a share of the shortest limit.
 _TICK, _SHARE = 1.0, 0.2
-#: Seconds for the stacks of all ranks of a node, and for the answers of all nodes.
-_STACKS, _ANSWERS = 2.0, 5.0
-#: Seconds in which the ranks that a signal from outside ends are gathered, at least and at most;
-#: seconds after which a rank that was to end is killed.
-_TOGETHER, _LATEST, _GRACE = 0.1, 2.0, 10.0
-#: Most bytes of a line.
-_LONGEST = 1 << 28
+#: Seconds for the stacks of all ranks of a node.
+_STACKS = 2.0
+#: Seconds in which the system reports how a process has ended; seconds to wait for processes that
+#: are ending, and for reports of other nodes, before the cause is decided; seconds after which a
+#: rank that was ordered to end is killed.
+_END_TIMEOUT_S, _DYING_TIMEOUT_S, _NODES_TIMEOUT_S, _GRACE = 0.1, 2.0, 0.5, 10.0
+#: Maximum number of connections of each kind that have not identified themselves: the oldest one
+#: makes room for another.
+_MAX_STRANGERS = 64
+#: Flag of a process that is exiting, in /proc/PID/stat.
+_PF_EXITING = 4
 #: Asks Linux how the process of a pidfd has ended (since 6.15), and where the answer has that.
 _PIDFD_GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("=Q52xi")
 
@@ -68,86 +73,24 @@ def find_folder() -> Path:
 SOCKETS = ".watch"
 
 
-def prove(secret: str, nonce: str) -> str:
-    """Return the proof that the sender knows the secret."""
-    return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()
-
-
-class Line:
-    """A connection on which each line is an object of JSON."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.nonce = secrets.token_hex(16)
-        self.node = ""  # of a guard that has shown that it is one
-        self.is_local = sock.family == socket.AF_UNIX
-        self._inbox = bytearray()
-
-    def fileno(self) -> int:
-        """Return the descriptor, for poll."""
-        return self.sock.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message; OSError if nobody reads it."""
-        self.sock.settimeout(_ANSWERS)
-        self.sock.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, seconds: float) -> dict[str, Any]:
-        """Return the next message; OSError if none comes in time or the other is gone."""
-        end = time.monotonic() + seconds
-        while b"\n" not in self._inbox:
-            self.sock.settimeout(max(1e-3, end - time.monotonic()))
-            data = self.sock.recv(1 << 16)
-            if not data or len(self._inbox) > _LONGEST:
-                raise ConnectionResetError("the other has gone")
-            self._inbox += data
-        line, _, self._inbox = self._inbox.partition(b"\n")
-        try:
-            found = json.loads(line)
-        except ValueError:
-            raise ConnectionResetError("no guard speaks like this") from None
-        return found if isinstance(found, dict) else {}
-
-    def has_more(self) -> bool:
-        """Return whether a message has been received that was not asked for yet."""
-        return b"\n" in self._inbox
-
-
-def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
-    """Ask the guard whose socket this is; OSError if there is none."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(_ANSWERS)
-        sock.connect(str(path))
-        line = Line(sock)
-        line.send(question)
-        return line.receive(2 * _ANSWERS)
-
-
 class _Rank:
     """A rank of this node."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.rank: int = given["rank"]
         self.pid: int = given["pid"]
+        self.pidfd: int = given["pidfd"]
+        self.bell: int = given["bell"]
+        self.board = None if given["board"] < 0 else Board(given["board"])
         self._signal: int = given["signal"]
+        self._stacks_path = f"/proc/{self.pid}/fd/{given['stacks']}"
         self._stacks = -1
-        self.board: Board | None = None
-        self.pidfd = -1
-        self.bell = -1
         self.how: str | None = None  # it has ended so
+        self.sign = 0.0  # when the first sign of its end was seen, by the monotonic clock
+        self.was_alone = False  # no other rank of the node was ending then
+        self.printed, self.printed_at = "", float("-inf")  # its stacks, and when it was asked
         self.seen: list[bytes] = []
         self.since: list[float] = []
-        with contextlib.suppress(OSError):
-            self.pidfd = os.pidfd_open(self.pid)
-            if read_start(self.pid) != given["start"]:
-                os.close(self.pidfd)
-                self.pidfd = -1
-                return
-            descriptors = Path(f"/proc/{self.pid}/fd")
-            self.board = Board(os.open(descriptors / str(given["board"]), os.O_RDWR))
-            self._stacks = os.open(descriptors / str(given["stacks"]), os.O_RDWR)
-            bell = descriptors / str(given["bell"])
-            self.bell = os.open(bell, os.O_RDONLY | os.O_NONBLOCK)
 
     @property
     def is_quiet(self) -> bool:
@@ -165,7 +108,9 @@ class _Rank:
             return
         cells = self.board.raw_cells()
         self.since = [
-            self.since[k] if k < len(self.seen) and self.seen[k] == raw else now
+            self.since[k]
+            if k < len(self.seen) and self.seen[k][:CALL_BYTES] == raw[:CALL_BYTES]
+            else now
             for k, raw in enumerate(cells)
         ]
         self.seen = cells
@@ -194,6 +139,8 @@ class _Rank:
         if self.board is None or self.pidfd < 0 or _state_of(self.pid) != "running":
             return False
         with contextlib.suppress(OSError, ValueError, IndexError):
+            if self._stacks < 0:
+                self._stacks = os.open(self._stacks_path, os.O_RDWR)
             if _catches(self.pid, self._signal):
                 os.ftruncate(self._stacks, 0)
                 return _tgkill(self.pid, self.board.header().listener, self._signal)
@@ -233,6 +180,24 @@ def _state_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return "stopped" if _stat(pid)[0] in "Tt" else "running"
     return "gone"
+
+
+def _is_dying(pid: int) -> bool:
+    """Return whether a process has ended, is exiting, or was sent a fatal signal.
+
+    If any fatal signal ends a process, the kernel has SIGKILL pending for each of its threads.
+    """
+    try:
+        state = _stat(pid)
+        if state[0] in "ZX" or int(state[6]) & _PF_EXITING:
+            return True
+        status = Path(f"/proc/{pid}/status").read_text()
+        pending = [int(status.split(f"{name}:")[1].split()[0], 16) for name in ("SigPnd", "ShdPnd")]
+        return any(one >> (signal.SIGKILL - 1) & 1 for one in pending)
+    except OSError:
+        return True
+    except (ValueError, IndexError):
+        return False
 
 
 def _catches(pid: int, number: int) -> bool:
@@ -294,35 +259,40 @@ class Guard:
         self._goes_on: bool = given["goes_on"]
         self._given = given
         self._ranks = [_Rank(each) for each in given["ranks"]]
-        self._last_words = _open_stderr(given["prints"]) if given["prints"] else 2
-        self._launcher = -1
-        with contextlib.suppress(OSError):
-            if given["launcher"]:
-                self._launcher = os.pidfd_open(given["launcher"])
-        self._poll = select.epoll()  # which reports what comes in the order in which it came
-        self._lines: dict[int, Line] = {}
-        self._nodes: dict[str, Line] = {}  # the other guards, on the head
-        self._head: Line | None = None
+        self._stderr: int = given["stderr"]
+        self._launcher: int = given["launcher_pidfd"]
+        # It reports events in their order.
+        self._poll = select.epoll.fromfd(given["epoll"])
+        self._lines: dict[int, JsonLines] = {}
+        self._nodes: dict[str, JsonLines] = {}  # the other guards, on the head
+        self._far_ranks: dict[str, int] = {}  # number of ranks of each
+        self._head: JsonLines | None = None
+        # Connections that may lead to the head, with the nonces from there ("" for none yet), and
+        # the one on which this guard has introduced itself.
+        self._dialing: dict[JsonLines, str] = {}
+        self._introduced: JsonLines | None = None
+        self._held: list[dict[str, Any]] = []  # messages for the head until one does
         self._listeners: dict[int, socket.socket] = {}
         self._reported: set[tuple[int, int]] = set()
         self._reports = 0
-        self._told = self._signalled = False  # what ends the job; what may
-        self._end_by = float("inf")
+        self._signalled = False  # what may end the job was reported
+        self._dying: list[_Rank] = []  # whose ends were seen, in order, and are not judged yet
+        self._losses: list[Loss] = []
+        self._endings: list[Ending] = []
+        self._known_endings: set[int] = set()  # the ranks of this node in them
+        self._is_decided = False  # the cause of the job's end is known, and was reported
+        self._decide_at = self._end_by = self._launcher_by = float("inf")
         self._path: Path | None = None
 
     def serve(self) -> None:
         """Serve until all ranks of this node have ended, or have another guard."""
         for one in self._ranks:
-            if one.pidfd >= 0:
-                self._poll.register(one.pidfd, select.EPOLLIN)
-            if one.bell >= 0:
-                self._poll.register(one.bell, select.EPOLLIN)
-        if self._launcher >= 0:
-            self._poll.register(self._launcher, select.EPOLLIN)
+            if one.board is not None:
+                one.board.say_guard(os.getpid())
         try:
             self._listen()
-            if self._given["listener"] < 0 and self._given["addresses"]:
-                self._connect()
+            if not self._given["listeners"] and self._given["addresses"]:
+                self._dial()
             self._loop()
         finally:
             if self._path is not None:
@@ -337,53 +307,53 @@ class Guard:
             self._path = path
             sock.listen()
             self._add_listener(sock)
-        if self._given["listener"] >= 0:
-            self._add_listener(socket.socket(fileno=self._given["listener"]))
+        for descriptor in self._given["listeners"]:
+            self._add_listener(socket.socket(fileno=descriptor))
 
     def _add_listener(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
         self._listeners[sock.fileno()] = sock
         self._poll.register(sock, select.EPOLLIN)
 
-    def _connect(self) -> None:
-        """Connect to the head, at the first of its addresses that answers."""
-        host_ports = [(host, self._given["port"]) for host in self._given["addresses"]]
-        for address in host_ports:
-            with contextlib.suppress(OSError):
-                line = Line(socket.create_connection(address, 3.0))
-                nonce = line.receive(_ANSWERS)["nonce"]
-                line.send({"node": self._given["node"], "nonce": line.nonce,
-                           "proof": prove(self._secret, f"node {nonce}")})  # fmt: skip
-                if line.receive(_ANSWERS).get("proof") == prove(self._secret, f"head {line.nonce}"):
-                    self._head = line
-                    self._lines[line.fileno()] = line
-                    self._poll.register(line, select.EPOLLIN)
-                    return
-
     def _loop(self) -> None:
         next_look = 0.0
-        while any(one.is_here for one in self._ranks):
+        while self._is_needed():
             pause = self._pause()
-            wait = max(0.0, next_look - time.monotonic())
-            ranks = {one.pidfd: one for one in self._ranks if one.pidfd >= 0}
-            ready = [descriptor for descriptor, _ in self._poll.poll(wait)]
-            if ended := [ranks[descriptor] for descriptor in ready if descriptor in ranks]:
-                self._lose(ended)
+            wait = min(next_look, self._decide_at) - time.monotonic()
+            ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, wait))]
+            ends = {one.pidfd: one for one in self._ranks if one.pidfd >= 0}
+            bells = {one.bell: one for one in self._ranks if one.bell >= 0}
+            for descriptor in ready:
+                if descriptor in bells:
+                    self._hear_bell(bells[descriptor])
+                elif descriptor in ends:
+                    self._note_end(ends[descriptor])
+                elif descriptor == self._launcher:
+                    self._lose_launcher()
+            self._judge()
             for descriptor in ready:
                 if descriptor in self._listeners:
                     self._accept(self._listeners[descriptor])
                 elif descriptor in self._lines:
                     self._serve_line(self._lines[descriptor])
-                elif descriptor == self._launcher:
-                    self._lose_launcher()
-                elif bells := [one for one in self._ranks if one.bell == descriptor]:
-                    self._hear_bell(bells[0])
+            self._decide()
             now = time.monotonic()
             if now >= next_look:
                 next_look = now + pause
                 self._look(now)
+                self._drop_silent(now)
+                if now > self._launcher_by:
+                    self._end_with_launcher()
                 if now > self._end_by:
                     self._kill()
                 self._kill_stopped()
+
+    def _is_needed(self) -> bool:
+        """Return whether a rank is here, or something is not reported yet."""
+        undecided = self._decide_at < float("inf") or (self._dying and not self._is_decided)
+        return bool(
+            any(one.is_here for one in self._ranks) or undecided or (self._held and self._dialing)
+        )
 
     def _pause(self) -> float:
         limits = [cell.limit for one in self._ranks for cell, _ in one.calls() if cell.limit]
@@ -403,15 +373,6 @@ class Guard:
                 if cell.inside and cell.limit and 1000 * (now - since) > cell.limit:
                     self._report_once(cell, now - since)
 
-    def _hear_bell(self, rank: _Rank) -> None:
-        with contextlib.suppress(BlockingIOError):
-            if os.read(rank.bell, 512):
-                self._tell_signals()
-                return
-        self._poll.unregister(rank.bell)
-        os.close(rank.bell)
-        rank.bell = -1
-
     def _tell_signals(self) -> None:
         """Say, once for the job, that a signal has come that the program handles."""
         boards = {one.rank: one.board for one in self._ranks if one.board is not None}
@@ -422,21 +383,21 @@ class Guard:
 
             name = signal.Signals(next(iter(came.values()))).name
             text = report.describe_signal(name, list(came), self.size, self.host)
-            if self._head is None:
-                _say(text, self._last_words)
+            if self._is_head:
+                _say(text, self._stderr)
             else:
                 self._tell_head({"signal": text})
         for rank in came:  # which may wait for this
             boards[rank].say_signal(0)
 
     def _report_once(self, cell: Cell, seconds: float) -> None:
-        if (cell.group, cell.number) in self._reported or self._told:
+        if (cell.group, cell.number) in self._reported or self._is_decided:
             return
         self._reported.add((cell.group, cell.number))
         call = cell._asdict()
-        if self._head is not None:
+        if not self._is_head:
             self._tell_head({"hang": call, "seconds": seconds})
-        elif not self._is_ending():
+        elif not self._endings:
             self._report(call, seconds)
 
     def _report(self, call: dict[str, Any], seconds: float) -> None:
@@ -463,19 +424,34 @@ class Guard:
     def _gather(self, question: dict[str, Any]) -> list[Snapshot]:
         """Ask all guards; return the snapshots of all ranks."""
         for line in list(self._nodes.values()):
-            try:
-                line.send(question)
-            except OSError:
-                self._drop(line)
+            self._send(line, question)
         found = self._snapshots(question)
-        end = time.monotonic() + _ANSWERS
-        for line in list(self._nodes.values()):
-            try:
-                while "ranks" not in (answer := line.receive(end - time.monotonic())):
-                    self._handle(line, answer)
-                found += answer["ranks"]
-            except OSError:
-                self._drop(line)
+        waiting = {line.fileno(): line for line in self._nodes.values()}
+        poll = select.poll()
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLIN)
+        end = time.monotonic() + ANSWER_TIMEOUT_S
+        others: list[tuple[JsonLines, dict[str, Any]]] = []
+        while waiting and (ready := poll.poll(1000 * max(0.0, end - time.monotonic()))):
+            for descriptor, _ in ready:
+                line = waiting[descriptor]
+                try:
+                    line.fill()
+                    while (message := line.take()) is not None and "ranks" not in message:
+                        others.append((line, message))
+                except OSError:
+                    self._drop(line)
+                    message = {"ranks": []}
+                if message is not None:
+                    found += message["ranks"]
+                    poll.unregister(descriptor)
+                    del waiting[descriptor]
+        for line in waiting.values():
+            self._drop(line)
+        for line, message in others:
+            self._handle_safely(line, message)
+        for line in list(self._nodes.values()):  # messages behind their answers
+            self._handle_all(line)
         known = {one["rank"] for one in found}
         found += [
             {"rank": rank, "host": "", "pid": 0, "state": "silent", "how": "", "main": 0,
@@ -496,197 +472,384 @@ class Guard:
             wanted = [
                 one for one in wanted if not report.is_there(one.snapshot(self.host, now, {}), call)
             ]
-        stacks = _read_all_stacks([one for one in wanted if one.ask_stacks()])
+        asked = [one for one in wanted if question["stacks"] != "known" and one.ask_stacks()]
+        for one, text in _read_all_stacks(asked).items():
+            one.printed, one.printed_at = text, now
+        known = [
+            one for one in wanted if one in asked or one.printed_at > max(one.since, default=0)
+        ]
         return [
-            one.snapshot(self.host, now, report.parse_stacks(stacks.get(one, "")))
+            one.snapshot(self.host, now, report.parse_stacks(one.printed) if one in known else {})
             for one in self._ranks
         ]
+
+    # --- connections -----------------------------------------------------------------------------
+
+    @property
+    def _is_head(self) -> bool:
+        """Whether this guard reports to the user, not to another guard."""
+        return self._head is None and not self._dialing
+
+    def _dial(self) -> None:
+        """Connect to the head, at all of its addresses: the first one that proves itself counts."""
+        for host, port in self._given["addresses"]:
+            with contextlib.suppress(OSError):
+                sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+                sock.setblocking(False)
+                sock.connect_ex((host, port))
+                self._dialing[self._add_line(sock)] = ""
+
+    def _add_line(self, sock: socket.socket) -> JsonLines:
+        line = JsonLines(sock)
+        if not line.is_local:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._lines[line.fileno()] = line
+        self._poll.register(line, select.EPOLLIN)
+        return line
+
+    def _is_stranger(self, line: JsonLines) -> bool:
+        return not line.peer and line not in self._dialing
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
         except OSError:
             return
-        line = Line(sock)
-        if line.is_local:
+        if sock.family == socket.AF_UNIX:
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             if struct.unpack("=3i", credentials)[1] not in (0, os.getuid()):
                 sock.close()
                 return
-        else:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._lines[line.fileno()] = line
-        self._poll.register(line, select.EPOLLIN)
+        line = self._add_line(sock)
+        strangers = [one for one in self._lines.values()
+                     if self._is_stranger(one) and one.is_local == line.is_local]  # fmt: skip
+        if len(strangers) > _MAX_STRANGERS:
+            self._drop(min(strangers, key=lambda one: one.since))
         if not line.is_local:
             self._send(line, {"nonce": line.nonce})
 
-    def _send(self, line: Line, message: dict[str, Any]) -> None:
+    def _drop_silent(self, now: float) -> None:
+        """Drop connections that have not identified themselves, or asked, in time."""
+        for line in list(self._lines.values()):
+            if not line.peer and now - line.since > ANSWER_TIMEOUT_S:
+                self._drop(line)
+
+    def _send(self, line: JsonLines, message: dict[str, Any]) -> None:
         try:
             line.send(message)
+            self._watch_output(line)
         except OSError:
             self._drop(line)
 
-    def _drop(self, line: Line) -> None:
-        if self._lines.pop(line.fileno(), None) is None:
+    def _watch_output(self, line: JsonLines) -> None:
+        self._poll.modify(line, select.EPOLLIN | (select.EPOLLOUT if line.has_unsent else 0))
+
+    def _drop(self, line: JsonLines) -> None:
+        if self._lines.get(line.fileno()) is not line:
             return
+        del self._lines[line.fileno()]
         self._poll.unregister(line)
         self._nodes = {node: one for node, one in self._nodes.items() if one is not line}
         if line is self._head:
             self._head = None
         line.sock.close()
+        if line in self._dialing:
+            del self._dialing[line]
+            if line is self._introduced:
+                self._introduced = None
+                self._introduce()
+            self._send_held()
 
-    def _serve_line(self, line: Line) -> None:
+    def _serve_line(self, line: JsonLines) -> None:
         try:
-            self._handle(line, line.receive(_ANSWERS))
-            while line.sock.fileno() >= 0 and line.has_more():
-                self._handle(line, line.receive(0))
+            line.flush()
+            line.fill()
+            self._watch_output(line)
+        except OSError:
+            self._drop(line)
+        self._handle_all(line)
+
+    def _handle_all(self, line: JsonLines) -> None:
+        """Handle the messages that have arrived as a whole."""
+        try:
+            while line.sock.fileno() >= 0 and (message := line.take()) is not None:
+                self._handle_safely(line, message)
         except OSError:
             self._drop(line)
 
-    def _handle(self, line: Line, message: dict[str, Any]) -> None:
-        if not (line.is_local or line.node or line is self._head):
-            proof = prove(self._secret, f"node {line.nonce}")
-            if not hmac.compare_digest(str(message.get("proof")), proof):
-                raise ConnectionRefusedError("it does not know the secret")
-            line.node = str(message["node"])
-            self._nodes[line.node] = line
-            self._send(line, {"proof": prove(self._secret, f"head {message['nonce']}")})
-        elif message.get("ask") == "job":
+    def _handle_safely(self, line: JsonLines, message: dict[str, Any]) -> None:
+        """Handle a message. Any error in it closes this connection alone."""
+        try:
+            self._handle(line, message)
+        except Exception:
+            self._drop(line)
+
+    def _handle(self, line: JsonLines, message: dict[str, Any]) -> None:
+        if line in self._dialing:
+            self._identify_head(line, message)
+        elif line.is_local:
+            self._answer(line, message)
+            line.since = time.monotonic()
+        elif not line.peer:
+            self._identify_node(line, message)
+        elif message.get("ask"):
+            self._answer(line, message)
+        elif line is self._head:
+            if "end" in message:
+                self._is_decided = True
+                self._end_ranks(str(message["end"]))
+        else:
+            self._handle_news(message)
+
+    def _identify_node(self, line: JsonLines, message: dict[str, Any]) -> None:
+        if not line.proves(message, self._secret, "node"):
+            raise ConnectionRefusedError("the peer does not know the secret")
+        line.peer = str(message["node"])
+        line.max_line_bytes = LONG_LINE_BYTES
+        self._nodes[line.peer] = line
+        proof = prove(self._secret, f"head {message['nonce']}").decode()
+        self._send(line, {"proof": proof})
+        self._far_ranks[line.peer] = int(message["ranks"])
+        if sum(self._far_ranks.values()) + len(self._ranks) >= self.size:
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        """Close the sockets for other nodes: all have connected."""
+        for descriptor, sock in list(self._listeners.items()):
+            if sock.family != socket.AF_UNIX:
+                self._poll.unregister(descriptor)
+                del self._listeners[descriptor]
+                sock.close()
+
+    def _introduce(self) -> None:
+        """Prove, on one of the connections that may lead to the head, which guard this is."""
+        line = next((one for one, nonce in self._dialing.items() if nonce), None)
+        if self._introduced is None and line is not None and self._head is None:
+            self._introduced = line
+            proof = prove(self._secret, f"node {self._dialing[line]}").decode()
+            self._send(line, {"node": self._given["node"], "nonce": line.nonce, "proof": proof,
+                              "ranks": len(self._ranks)})  # fmt: skip
+
+    def _identify_head(self, line: JsonLines, message: dict[str, Any]) -> None:
+        if "proof" not in message:
+            self._dialing[line] = str(message["nonce"])
+            self._introduce()
+            return
+        if not line.proves(message, self._secret, "head"):
+            raise ConnectionRefusedError("the peer does not know the secret")
+        del self._dialing[line]
+        self._head, line.peer, line.max_line_bytes = line, "head", LONG_LINE_BYTES
+        for other in list(self._dialing):
+            self._drop(other)
+        self._send_held()
+
+    def _answer(self, line: JsonLines, message: dict[str, Any]) -> None:
+        if message.get("ask") == "job":
             self._send(line, self._describe())
         elif message.get("ask") == "snapshots":
-            asks_all = line.is_local and self._head is None
+            asks_all = line.is_local and self._is_head
             found = (self._gather if asks_all else self._snapshots)(message)
             self._send(line, {"ranks": found} | self._describe())
-        elif "hang" in message and line.node:
+
+    def _handle_news(self, message: dict[str, Any]) -> None:
+        """Handle what another node reports to the head, this guard."""
+        when = time.monotonic() - float(message.get("age", 0.0))
+        if "hang" in message:
             call = message["hang"]
-            if not self._told and (call["group"], call["number"]) not in self._reported:
+            if not self._is_decided and (call["group"], call["number"]) not in self._reported:
                 self._reported.add((call["group"], call["number"]))
-                if not self._is_ending():
+                if not self._endings:
                     self._report(call, message["seconds"])
-        elif "lost" in message and line.node:
-            self._tell_loss(message["lost"])
-        elif "signal" in message and line.node:
-            if not self._signalled:
-                self._signalled = True
-                _say(message["signal"], self._last_words)
-        elif "end" in message and line is self._head:
-            self._told = True
-            self._end_ranks(str(message["end"]))
+        elif "lost" in message:
+            self._add_loss(Loss(when, message["lost"], bool(message["alone"])))
+        elif "ending" in message:
+            self._add_ending(Ending(when, message["ending"], int(message["code"])))
+        elif "signal" in message and not self._signalled:
+            self._signalled = True
+            _say(message["signal"], self._stderr)
+
+    def _tell_head(self, message: dict[str, Any]) -> None:
+        """Send a message to the head, once there is a connection; this guard is it if none comes.
+
+        ``age`` of the message is when, by the monotonic clock.
+        """
+        self._held.append(message)
+        if not self._dialing:
+            self._send_held()
+
+    def _send_held(self) -> None:
+        """Send the held messages, unless the search for the head goes on."""
+        if self._dialing:
+            return
+        held, self._held = self._held, []
+        for message in held:
+            if "age" in message:
+                message["age"] = time.monotonic() - message["age"]
+            if self._head is None:
+                self._handle_news(message)
+            else:
+                self._send(self._head, message)
 
     def _describe(self) -> dict[str, Any]:
         return {
-            "job": self.job, "size": self.size, "host": self.host, "is_head": self._head is None,
+            "job": self.job, "size": self.size, "host": self.host, "is_head": self._is_head,
             "pids": [one.pid for one in self._ranks],
             "names": self._given["names"], "command": self._given["command"],
         }  # fmt: skip
 
-    # --- ranks that are lost ---------------------------------------------------------------------
+    # --- how the job ends ------------------------------------------------------------------------
 
-    def _lose(self, ended: list[_Rank]) -> None:
-        """Note that ranks have ended, the first one first, and say so if nobody else does."""
-        lost = self._note_end(ended)
-        if not lost or self._told or self._is_ending():
-            return
-        first = lost[0].how
-        if first == "SIGKILL" or first in FROM_OUTSIDE:
-            lost += self._gather_ends(signal.Signals[first])
-        # A launcher may have noticed sooner than this process that a rank ended by itself, and have
-        # killed the others. It sends a signal from outside to all ranks.
-        own = [one for one in lost if one.how != "SIGKILL" and one.how not in FROM_OUTSIDE]
-        killed = [one for one in lost if one.how == "SIGKILL"]
-        if culprits := own or killed:
-            lost = culprits[:1]
-        lost = [one for one in lost if one.how == lost[0].how]
-        now = time.monotonic()
-        snapshots = [one.snapshot(self.host, now, {}) for one in lost]
-        if self._head is None:
-            self._tell_loss(snapshots)
-        else:
-            self._tell_head({"lost": snapshots})
+    def _hear_bell(self, rank: _Rank) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if os.read(rank.bell, 512):
+                self._tell_signals()
+                return
+            # The rank has closed it: the first sign of its end.
+            self._poll.unregister(rank.bell)
+            os.close(rank.bell)
+            rank.bell = -1
+            if _is_dying(rank.pid):
+                self._note_sign(rank)
 
-    def _gather_ends(self, number: int) -> list[_Rank]:
-        """Note the ends of the next moment; return the ranks that others need.
+    def _note_sign(self, rank: _Rank) -> None:
+        """Note the first sign of a rank's end, and whether other ranks were also ending."""
+        if not rank.sign:
+            rank.sign = time.monotonic()
+            others = [one for one in self._ranks if one is not rank and not one.is_quiet]
+            rank.was_alone = not any(one.sign or _is_dying(one.pid) for one in others)
+            self._dying.append(rank)
 
-        number: the signal that has ended the first.
-        """
-        lost: list[_Rank] = []
-        now = time.monotonic()
-        until, latest = now + _TOGETHER, now + _LATEST
-        while alive := {one.pidfd: one for one in self._ranks if one.pidfd >= 0}:
-            # One that the signal will end, too, may be the first that was lost: the system takes
-            # its time, and a launcher that has noticed kills the others, which may be gone sooner.
-            ending = number != signal.SIGKILL and not all(
-                _catches(one.pid, number) for one in alive.values()
-            )
-            left = (latest if ending else until) - time.monotonic()
-            if left <= 0:
-                break
-            poll = select.poll()
-            for descriptor in alive:
-                poll.register(descriptor, select.POLLIN)
-            ready = poll.poll(1000 * min(left, _TOGETHER))
-            lost += self._note_end([alive[descriptor] for descriptor, _ in ready])
-        return lost
-
-    def _note_end(self, ended: list[_Rank]) -> list[_Rank]:
-        """Note the end of ranks; return those that others need."""
-        until = time.monotonic() + _TOGETHER
-        for one in ended:
-            self._poll.unregister(one.pidfd)
-            one.end(until)
+    def _note_end(self, rank: _Rank) -> None:
+        """Note that the process of a rank has ended."""
+        self._note_sign(rank)
+        self._poll.unregister(rank.pidfd)
+        rank.end(time.monotonic() + _END_TIMEOUT_S)
         self._tell_signals()
-        return [one for one in ended if not one.is_quiet]
 
-    def _is_ending(self) -> bool:
-        """Return whether a rank of this node ends the job, and has said why."""
-        return any(
-            one.board is not None and one.board.header().state == ENDING for one in self._ranks
-        )
-
-    def _tell_loss(self, lost: list[Snapshot]) -> None:
-        if self._told or self._is_ending():
+    def _judge(self) -> None:
+        """Find out which ranks others need have ended, once it is known how."""
+        self._note_endings()
+        if not self._dying:
             return
+        now = time.monotonic()
+        if now < self._dying[0].sign + _DYING_TIMEOUT_S and any(
+            one.pidfd >= 0 and _is_dying(one.pid) for one in self._ranks if not one.is_quiet
+        ):
+            return
+        dying, self._dying = self._dying, []
+        lost = [one for one in dying if not one.is_quiet]
+        snapshots = [one.snapshot(self.host, now, {}) for one in lost]
+        if not lost or self._is_decided:
+            return
+        if self._goes_on:  # each of them counts
+            parts = [
+                Loss(one.sign, [each], True) for one, each in zip(lost, snapshots, strict=True)
+            ]
+        else:
+            parts = [build_loss(lost[0].sign, snapshots, lost[0].was_alone)]
+        for loss in parts:
+            if self._is_head:
+                self._add_loss(loss)
+            else:
+                self._tell_head({"lost": loss.ranks, "alone": loss.alone, "age": loss.when})
+
+    def _note_endings(self) -> None:
+        """Note which ranks of this node end the job, having said why or not."""
+        for one in self._ranks:
+            if one.board is None or one.rank in self._known_endings:
+                continue
+            header = one.board.header()
+            if header.state != ENDING:
+                continue
+            self._known_endings.add(one.rank)
+            when = header.ending_ns / 1e9
+            code = header.code if header.unexplained else -1
+            found = one.snapshot(self.host, time.monotonic(), {})
+            if self._is_head:
+                self._add_ending(Ending(when, found, code))
+            else:
+                self._tell_head({"ending": found, "code": code, "age": when})
+                self._endings.append(Ending(when, found, code))
+                one.board.set_explained()
+
+    def _add_loss(self, loss: Loss) -> None:
+        self._losses.append(loss)
+        self._decide_soon()
+
+    def _add_ending(self, ending: Ending) -> None:
+        self._endings.append(ending)
+        self._decide_soon()
+
+    def _decide_soon(self) -> None:
+        """Decide the cause once other nodes, if any, have had time to report theirs."""
+        several = self.size > len(self._ranks) and not self._goes_on
+        wait = _NODES_TIMEOUT_S if several else 0.0
+        self._decide_at = min(self._decide_at, time.monotonic() + wait)
+
+    def _decide(self) -> None:
+        """Report the first cause of the job's end, if it is time to."""
+        if time.monotonic() < self._decide_at:
+            return
+        self._decide_at = float("inf")
         from mpicoll.watch import report
 
-        self._told = not self._goes_on
-        why = report.describe_loss(lost, self.size)
-        hint = "" if self._goes_on else report.describe_survival(lost, self._given["survival"])
-        if report.is_ended_by_mpi(lost[0]):
-            hint = report.describe_mismatch(lost[0], self._gather({}))
-        _say("\n".join(filter(None, [why, hint])), self._last_words)
+        losses, self._losses = self._losses, []
+        while not self._is_decided and (cause := find_cause(losses, self._endings)) is not None:
+            if isinstance(cause, Loss):
+                losses.remove(cause)
+                self._tell_loss(cause)
+                continue
+            self._is_decided = True
+            if cause.code >= 0:
+                alike = [one.snapshot for one in self._endings if one.code == cause.code]
+                _say(report.describe_exit(alike, self.size, cause.code), self._stderr)
+        if self._is_decided:
+            for one in self._ranks:
+                if one.board is not None:
+                    one.board.set_explained()
+
+    def _tell_loss(self, loss: Loss) -> None:
+        from mpicoll.watch import report
+
+        self._is_decided = not self._goes_on
+        several = self.size > len(self._ranks)
+        # The kernel's order of events is valid for one node.
+        known = loss.alone or (loss.ranks[0]["how"] == "SIGKILL" and not several)
+        why = report.describe_loss(loss.ranks, self.size, known)
+        hint = (
+            "" if self._goes_on else report.describe_survival(loss.ranks, self._given["survival"])
+        )
+        if report.is_ended_by_mpi(loss.ranks[0]):
+            hint = report.describe_mismatch(loss.ranks[0], self._gather({}))
+        _say("\n".join(filter(None, [why, hint])), self._stderr)
         if self._goes_on:
             return
         for line in list(self._nodes.values()):
             self._send(line, {"end": why})
         self._end_ranks(why)
 
-    def _tell_head(self, message: dict[str, Any]) -> None:
-        if self._head is not None:
-            self._send(self._head, message)
-
     def _lose_launcher(self) -> None:
-        """End the ranks whose launcher has gone: it cannot end them any more."""
+        """Note that the launcher has gone: ranks that end now end with it."""
         self._poll.unregister(self._launcher)
         os.close(self._launcher)
         self._launcher = -1
-        deadline = time.monotonic() + _TICK
-        while alive := {one.pidfd: one for one in self._ranks if one.pidfd >= 0}:
-            poll = select.poll()
-            for descriptor in alive:
-                poll.register(descriptor, select.POLLIN)
-            ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            self._note_end([alive[descriptor] for descriptor, _ in ready])  # taken along with it
-        if all(one.is_quiet for one in self._ranks if one.pidfd >= 0) or self._told:
+        now = time.monotonic()
+        self._endings.append(Ending(now, {}, -1))
+        self._launcher_by = now + _TICK
+
+    def _end_with_launcher(self) -> None:
+        """End the ranks whose launcher has gone: it cannot end them any more."""
+        self._launcher_by = float("inf")
+        alive = [one for one in self._ranks if one.pidfd >= 0]
+        if all(one.is_quiet for one in alive) or self._end_by < float("inf"):
             return
         why = (
             f"mpicoll: the launcher of this job (process {self._given['launcher']} on "
             f"{self.host}) has gone; its ranks end"
         )
-        if not self._is_ending():
-            self._told = True
-            _say(why, self._last_words)
+        if not self._known_endings:
+            self._is_decided = True
+            _say(why, self._stderr)
         self._end_ranks(why)
 
     def _end_ranks(self, why: str) -> None:
@@ -716,10 +879,6 @@ class Guard:
                     signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
 
 
-#: Of Linux from 5.6 on, on x86-64 and aarch64 alike.
-_PIDFD_GETFD = 438
-
-
 def _read_all_stacks(asked: list[_Rank]) -> dict[_Rank, str]:
     """Return what each of them prints, which is whole when it does not grow any more."""
     found = dict.fromkeys(asked, "")
@@ -740,35 +899,6 @@ def _say(text: str, descriptor: int = 2) -> None:
         os.write(descriptor, text.encode() + b"\n")
 
 
-def _open_stderr(pid: int) -> int:
-    """Return a descriptor of the standard error of the job's launcher, this process's own if that
-    is not to be had.
-
-    A launcher whose rank has died ends within milliseconds, and does not read any more what comes
-    through the ranks' pipes.
-    """
-    import ctypes
-
-    with contextlib.suppress(OSError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
-        finally:
-            os.close(pidfd)
-        if found >= 0:
-            return 2 if _is_null(found) else found
-        # Not a file: another opening would have a place of its own, and others write over it.
-        path = Path(f"/proc/{pid}/fd/2")
-        if not stat.S_ISREG(path.stat().st_mode) and path.readlink() != Path(os.devnull):
-            return os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
-    return 2
-
-
-def _is_null(descriptor: int) -> bool:
-    """Return whether this is /dev/null, as of a daemon that starts the ranks of a node."""
-    return os.fstat(descriptor).st_rdev == Path(os.devnull).stat().st_rdev
-
-
 def main() -> None:
     """Read what the rank gives, at a descriptor, and serve."""
     descriptor = int(sys.argv[1])
@@ -776,6 +906,8 @@ def main() -> None:
         given = json.loads(memory[:])
     os.close(descriptor)
     sys.path[:] = [*sys.path, *given["path"]]
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))
     Guard(given).serve()
 
 

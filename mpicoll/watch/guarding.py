@@ -6,14 +6,17 @@ Nothing here is needed for a job to run: where the system refuses any of it, the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import hashlib
 import json
 import os
 import secrets
+import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -25,15 +28,17 @@ from mpicoll import control_messages, launch, settings
 from mpicoll.core.groups import state
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.signals import blocked_from_outside
-from mpicoll.watch import guard, lost_ranks
-from mpicoll.watch.board import DONE, ENDING, LEFT, Board
+from mpicoll.watch import guard, json_lines, lost_ranks, report
+from mpicoll.watch.board import DONE, LEFT, Board
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["find_order", "leave", "renew", "say_ending", "say_signal", "start"]
+__all__ = [
+    "ask_about", "find_order", "leave", "renew", "say_ending", "say_message", "say_signal", "start",
+]  # fmt: skip
 
 #: Seconds of waiting after which a hang is reported, unless a setting says otherwise: at most, and
 #: as a share of the group's timeout.
@@ -105,50 +110,113 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     first = bool(seen) and seen[0]["rank"] == world.Get_rank()
     key = [(one["rank"], one["pid"]) for one in seen]
     is_head = world.Get_rank() == 0
-    sock = None
+    listeners: list[socket.socket] = []
     if is_head and _own is not None and _own.guarded != (key, world.Get_size(), _own.head):
-        sock = _make_head(world.Get_size() > len(seen))
+        listeners = _make_head(world.Get_size() > len(seen))
     heads = _own.head if is_head and _own is not None else {}
     head, beginning = control_messages.bcast(
         world, (heads, secrets.randbits(64)), 0, tuple[dict[str, Any], int]
     )
     if _own is not None:
         _own.beginning = beginning
-    if not first or _own is None or not head:
-        return
-    if _own.guarded != (key, world.Get_size(), head):
+    if first and _own is not None and head and _own.guarded != (key, world.Get_size(), head):
         _own.guarded = key, world.Get_size(), head
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            _launch_guard(seen, world.Get_size(), head, sock)
-    if sock is not None:
+            _launch_guard(seen, world.Get_size(), head, listeners)
+    for sock in listeners:
         sock.close()
+    here.Barrier()  # until then all ranks of the node live, and from then on their ends are seen
 
 
-def _make_head(several: bool) -> socket.socket | None:
-    """Decide how the guards of other nodes find that of rank 0's; return its socket, if any."""
+def _make_head(several: bool) -> list[socket.socket]:
+    """Decide how the guards of other nodes find that of rank 0's; return its sockets, if any.
+
+    It listens at the addresses of this host by which others may reach it, and at no other one: at
+    the loopback address alone where the host has no other. The guard closes these sockets when all
+    nodes have connected.
+    """
     assert _own is not None
     job = launch.find_job()[0] or str([*_find_launchers(), os.getpid()][0])
-    _own.head = {"job": job, "secret": secrets.token_hex(32), "addresses": [], "port": 0}
-    if not several:
-        return None
-    sock = socket.create_server(("", 0))
-    _own.head |= {"addresses": addresses(), "port": sock.getsockname()[1]}
-    return sock
+    found: list[socket.socket] = []
+    if several:
+        *hosts, _ = addresses()  # the last one is a name
+        for host in hosts or ["127.0.0.1"]:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with contextlib.suppress(OSError):  # one of an interface that is down
+                found.append(socket.create_server((host, 0), family=family))
+    _own.head = {
+        "job": job, "secret": secrets.token_hex(32),
+        "addresses": [list(sock.getsockname()[:2]) for sock in found],
+    }  # fmt: skip
+    return found
+
+
+class _Opened:
+    """Descriptors for the guard: of the ranks of this node, and of an epoll with their events.
+
+    The kernel keeps the order of the events from here on, however late the guard starts.
+    """
+
+    def __init__(self, ranks: list[dict[str, Any]], launcher: int, prints: int) -> None:
+        self.all: list[int] = []
+        self._poll = select.epoll()
+        self.epoll = self._poll.fileno()
+        self.ranks = [self._open_rank(each) for each in ranks]
+        self.launcher = -1
+        with contextlib.suppress(OSError):
+            if launcher:
+                self.launcher = self._keep(os.pidfd_open(launcher))
+                self._poll.register(self.launcher, select.EPOLLIN)
+        self.stderr = 2
+        with contextlib.suppress(OSError):
+            if prints:
+                self.stderr = self._keep(_open_stderr(prints))
+
+    def _keep(self, descriptor: int) -> int:
+        self.all.append(descriptor)
+        return descriptor
+
+    def _open_rank(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return what the guard is given of a rank; -1 for a descriptor that is not to be had."""
+        found = given | {"pidfd": -1, "board": -1, "bell": -1}
+        pid, descriptors = given["pid"], Path(f"/proc/{given['pid']}/fd")
+        with contextlib.suppress(OSError):
+            pidfd = self._keep(os.pidfd_open(pid))
+            if guard.read_start(pid) != given["start"]:
+                return found
+            found["pidfd"] = pidfd
+            self._poll.register(pidfd, select.EPOLLIN)
+            found["board"] = self._keep(os.open(descriptors / str(given["board"]), os.O_RDWR))
+            bell = self._keep(
+                os.open(descriptors / str(given["bell"]), os.O_RDONLY | os.O_NONBLOCK)
+            )
+            self._poll.register(bell, select.EPOLLIN)
+            found["bell"] = bell
+        return found
+
+    def close(self) -> None:
+        """Close all of them in this process."""
+        self._poll.close()
+        for descriptor in self.all:
+            os.close(descriptor)
 
 
 def _launch_guard(
-    ranks: list[dict[str, Any]], size: int, head: dict[str, Any], sock: socket.socket | None
+    ranks: list[dict[str, Any]], size: int, head: dict[str, Any], listeners: list[socket.socket]
 ) -> None:
     """Start the guard: no child of this process, which would be found by os.wait()."""
     step = launch.find_job()[1]
     identity = f"{head['job']}.{step}" if step else head["job"]
     launchers = _find_launchers()
+    starter = _find_starter(launchers)
+    opened = _Opened(ranks, starter, launchers[-1] if launchers else 0)
+    sockets = [sock.fileno() for sock in listeners]
     given = head | {
-        "size": size, "ranks": ranks, "node": f"{node()}-{os.getpid()}",
-        "host": socket.gethostname(), "listener": -1 if sock is None else sock.fileno(),
+        "size": size, "ranks": opened.ranks, "node": f"{node()}-{os.getpid()}",
+        "host": socket.gethostname(), "listeners": sockets,
         "goes_on": lost_ranks.is_fault_tolerant(), "survival": launch.find_survival(),
-        "reports": settings.REPORTS.value(), "launcher": _find_starter(launchers),
-        "prints": launchers[-1] if launchers else 0,
+        "reports": settings.REPORTS.value(), "launcher": starter,
+        "launcher_pidfd": opened.launcher, "epoll": opened.epoll, "stderr": opened.stderr,
         "names": [identity, head["job"], *map(str, launchers)],
         "command": " ".join(sys.orig_argv)[:200],
         "path": [entry for entry in sys.path if entry],
@@ -162,10 +230,45 @@ def _launch_guard(
                  guard.__file__, str(descriptor)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/",
                 start_new_session=True, check=False,
-                pass_fds=(descriptor, *([] if sock is None else [sock.fileno()])),
+                pass_fds=(descriptor, opened.epoll, *opened.all, *sockets),
             )  # fmt: skip
     finally:
         os.close(descriptor)
+        opened.close()
+
+
+#: pidfd_getfd, of Linux from 5.6 on, on x86-64 and aarch64 alike.
+_PIDFD_GETFD = 438
+
+
+def _open_stderr(pid: int) -> int:
+    """Return a descriptor of the standard error of the job's launcher, this process's own if that
+    is not to be had.
+
+    A launcher whose rank has died ends within milliseconds, and does not read any more what comes
+    through the ranks' pipes.
+    """
+    with contextlib.suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
+        finally:
+            os.close(pidfd)
+        if found >= 0:
+            if not _is_null(found):
+                return found
+            os.close(found)
+            return os.dup(2)
+        # Not a file: another opening would have a place of its own, and others write over it.
+        path = Path(f"/proc/{pid}/fd/2")
+        if not stat.S_ISREG(path.stat().st_mode) and path.readlink() != Path(os.devnull):
+            return os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    return os.dup(2)
+
+
+def _is_null(descriptor: int) -> bool:
+    """Return whether this is /dev/null, as of a daemon that starts the ranks of a node."""
+    return os.fstat(descriptor).st_rdev == Path(os.devnull).stat().st_rdev
 
 
 def _find_starter(launchers: list[int]) -> int:
@@ -198,8 +301,8 @@ def _find_launchers() -> list[int]:
         while process > 1:
             if Path(f"/proc/{process}/comm").read_text().strip() in _LAUNCHERS:
                 found.append(process)
-            stat = Path(f"/proc/{process}/stat").read_text()
-            process = int(stat.rpartition(")")[2].split()[1])
+            text = Path(f"/proc/{process}/stat").read_text()
+            process = int(text.rpartition(")")[2].split()[1])
     return found
 
 
@@ -244,22 +347,45 @@ def _withdraw(group: ProcessGroup) -> None:
 state.publish, state.withdraw = _publish, _withdraw
 
 
-def say_ending(code: int) -> None:
-    """Say that this rank ends the job, and has said why."""
+def say_ending(code: int, explained: bool = True) -> None:
+    """Record that this rank ends the job with an exit code.
+
+    explained: it has printed why; else the guard reports the exit code.
+    """
     if _own is not None and _is_own():
-        _own.board.say(ENDING, code)
-        # What the guard has to say of a signal may be lost when the job has ended.
+        _own.board.say_ending(code, explained)
+        _ring()
+        # What the guard has to report may be lost when the job has ended.
         end = time.monotonic() + _LAST_WORDS
-        while _own.board.header().signal and time.monotonic() < end:
+        while time.monotonic() < end:
+            header = _own.board.header()
+            if not header.signal and not header.unexplained:
+                break
             time.sleep(0.01)
+
+
+def _ring() -> None:
+    """Have the guard look at once."""
+    assert _own is not None
+    with contextlib.suppress(OSError):
+        os.write(_own.rings, b"\0")
 
 
 def say_signal(number: int) -> None:
     """Say that a signal has come that may end this rank, and that the program handles."""
     if _own is not None and _is_own():
         _own.board.say_signal(number)
-        with contextlib.suppress(OSError):
-            os.write(_own.rings, b"\0")
+        _ring()
+
+
+def _forget() -> None:
+    """Close the pipe in a forked child: that it is closed shows that this rank has ended."""
+    if _own is not None and _own.rings >= 0:
+        os.close(_own.rings)
+        _own.rings = -1
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def leave() -> None:
@@ -283,6 +409,34 @@ def renew() -> None:
         faulthandler.unregister(old.signal)
     for descriptor in (old.board.descriptor, old.stacks, old.bell, old.rings):
         os.close(descriptor)
+
+
+def say_message(group: ProcessGroup, peer: int, receives: bool) -> None:
+    """Record a message that begins; peer: its other rank in the group, -1 for any."""
+    if _own is not None and _is_own() and (address := _own.cells.get(group, 0)):
+        _own.board.say_message(address, group.ranks[peer] if peer >= 0 else -1, receives)
+
+
+def ask_about(group: ProcessGroup) -> dict[int, str]:
+    """Return what the other ranks of a group do while this rank waits in its last call, by global
+    rank, as a report on a hang has it: of those that the guard knows, which may be none.
+    """
+    own = _own
+    address = own.cells.get(group, 0) if own is not None and _is_own() else 0
+    pid = own.board.header().guard if own is not None and address else 0
+    if own is None or not pid:
+        return {}
+    call = own.board.cell(address)._asdict()
+    question = {"ask": "snapshots", "stacks": "known", "call": call}
+    try:
+        answer = json_lines.ask(guard.find_folder() / f"{pid}{guard.SOCKETS}", question)
+        return {
+            one["rank"]: report.describe_rank(one, call)
+            for one in answer["ranks"]
+            if one["rank"] in group.ranks and one["state"] != "silent"
+        }
+    except (OSError, KeyError, TypeError):  # there is no guard any more
+        return {}
 
 
 def find_order() -> str:

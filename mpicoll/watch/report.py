@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
-    "LINES", "describe_call", "describe_end", "describe_hang", "describe_job", "describe_loss",
-    "describe_mismatch", "describe_signal", "describe_survival", "format_ranks", "is_ended_by_mpi",
+    "LINES", "describe_call", "describe_end", "describe_exit", "describe_hang", "describe_job",
+    "describe_loss", "describe_mismatch", "describe_rank", "describe_signal", "describe_survival",
+    "format_ranks", "is_ended_by_mpi",
     "is_there", "parse_stacks",
 ]  # fmt: skip
 
@@ -28,10 +29,10 @@ _FRAMES, _RUNS = 4, 8
 
 #: Where signals most likely come from.
 _HINTS = {
-    "SIGKILL": ", as by kill -9 or for want of memory",
-    "SIGTERM": ", as by kill, at a scheduler's time limit or for a preemption",
-    "SIGHUP": ", as when its terminal closes",
-    "SIGINT": ", as by Ctrl-C",
+    "SIGKILL": " (kill -9 or out of memory)",
+    "SIGTERM": " (kill, a scheduler's time limit or a preemption)",
+    "SIGHUP": " (its terminal was closed)",
+    "SIGINT": " (Ctrl-C)",
 }
 
 #: Those that are meant for a whole job.
@@ -98,14 +99,15 @@ def describe_end(how: str) -> str:
     if not how:
         return "has ended; the system does not say how"
     if how.startswith("code "):
-        return f"ended with exit code {how[5:]} and no word"
-    return f"was ended by {how}{_HINTS.get(how, '')}"
+        return f"exited with code {how[5:]} and no message"
+    return f"was killed by {how}{_HINTS.get(how, '')}"
 
 
 def _last_call(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Return the call that a rank is in, else the last one of the group in which it has made most.
+    """Return the call that a rank is in, else the last one of the group in which it has made most:
+    no call (number 0) where it has only sent and received messages.
     """  # fmt: skip
-    calls = [call for call in snapshot["calls"] if call["number"]]
+    calls = [call for call in snapshot["calls"] if call["number"] or call["messages"]]
     return max(calls, key=lambda call: (call["inside"], call["number"]), default=None)
 
 
@@ -113,27 +115,53 @@ def _where(snapshot: Snapshot) -> str:
     call = _last_call(snapshot)
     if call is None:
         return "before its first call"
-    return f"{'in' if call['inside'] else 'after'} {describe_call(call)}"
+    return f"in {describe_call(call)}" if call["inside"] else _after(call)
 
 
-def describe_loss(lost: Sequence[Snapshot], size: int) -> str:
-    """Return the line that says which ranks were lost together, how, and in which call.
+def _after(call: dict[str, Any]) -> str:
+    """Return a group's last call and messages in words: "after call 3 of group 0: ..."."""
+    parts = [describe_call(call)] if call["number"] or not call["messages"] else []
+    if call["messages"]:
+        rank, receives = divmod(call["last_message"], 2)
+        many = f"{call['messages']} message{'s' * (call['messages'] > 1)}"
+        which = f"{', the last one' if call['messages'] > 1 else ''} {'from' if receives else 'to'}"
+        group = "" if parts else f" of group {call['name']}"
+        parts.append(f"{many}{group}{which} {f'rank {rank - 1}' if rank else 'any rank'}")
+    return f"after {' and '.join(parts)}"
 
-    lost: ranks of one node, which have ended alike.
+
+def _who(ranks: Sequence[Snapshot], size: int) -> str:
+    """Return ranks of one node with the process and the host: "rank 1 of 3 (pid 77 on node)"."""
+    pid = f"pid {ranks[0]['pid']} " if len(ranks) == 1 else ""
+    return f"{format_ranks(one['rank'] for one in ranks)} of {size} ({pid}on {ranks[0]['host']})"
+
+
+def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = True) -> str:
+    """Return the line that says which rank was lost first, how, and in which call.
+
+    lost: ranks of one node, which have ended alike, in the order in which they did.
+    is_first_known: the first of them is the cause; else the line names all of them.
     """
-    first = lost[0]
-    who = format_ranks(one["rank"] for one in lost)
-    text = f"mpicoll: lost: {who} of {size}"
-    if len(lost) == 1:
-        text += f" (process {first['pid']} on {first['host']}) {describe_end(first['how'])}"
-    else:
-        text += f" (on {first['host']}), each {describe_end(first['how'])}"
+    if is_first_known or len(lost) == 1:
+        first = lost[0]
+        return f"mpicoll: lost: {_who([first], size)} {describe_end(first['how'])}, {_where(first)}"
+    how = _plural(describe_end(lost[0]["how"]))
+    text = f"mpicoll: lost together: {_who(lost, size)} {how}, rank {lost[0]['rank']} first"
     calls: dict[str, list[int]] = {}
     for one in lost:
         calls.setdefault(_where(one), []).append(one["rank"])
     several = len(calls) > 1
     parts = [f"{format_ranks(those)} {call}" if several else call for call, those in calls.items()]
     return f"{text}, {'; '.join(parts[:_RUNS])}{'; ...' * (len(parts) > _RUNS)}"
+
+
+def _plural(words: str) -> str:
+    return re.sub("^has ", "have ", re.sub("^was ", "were ", words))
+
+
+def describe_exit(ranks: Sequence[Snapshot], size: int, code: int) -> str:
+    """Return the line that says which ranks of one node end the job by ``sys.exit``."""
+    return f"mpicoll: {_who(ranks, size)} exited with code {code} (sys.exit); the job ends"
 
 
 def describe_survival(lost: Sequence[Snapshot], survival: str) -> str:
@@ -208,7 +236,7 @@ def is_there(snapshot: Snapshot, call: dict[str, Any]) -> bool:
 def _story(snapshot: Snapshot, call: dict[str, Any] | None, frames: int) -> list[str]:
     """Return what a rank does, in lines: the first goes on after the ranks."""
     mine = [one for one in snapshot["calls"] if call and one["group"] == call["group"]]
-    last = f"after {describe_call(mine[0])}" if mine else _where(snapshot)
+    last = _after(mine[0]) if mine else _where(snapshot)
     if snapshot["state"] == "gone":
         return [f"gone: {describe_end(snapshot['how'])}, {_where(snapshot)}"]
     if snapshot["state"] == "silent":
@@ -258,6 +286,11 @@ def _fit(entries: list[tuple[list[int], list[str]]], room: int) -> list[str]:
         head, *tail = story
         lines += [f"  {format_ranks(ranks)}: {head}", *(f"  {each}" for each in tail[: left - 1])]
     return lines
+
+
+def describe_rank(snapshot: Snapshot, call: dict[str, Any]) -> str:
+    """Return in a line what a rank does while others wait in a call, as describe_hang does."""
+    return "here" if is_there(snapshot, call) else _story(snapshot, call, 0)[0]
 
 
 def describe_hang(

@@ -17,11 +17,14 @@ from mpicoll.watch import flight_record, guarding
 __all__ = ["GroupEnd", "end_job", "end_stuck_job"]
 
 
-def end_job(code: int) -> None:
-    """End every rank of the job with an exit code, after flushing the output."""
+def end_job(code: int, explained: bool = True) -> None:
+    """End every rank of the job with an exit code, after flushing the output.
+
+    explained: this rank has printed why; else the guard reports the exit code.
+    """
     for line in flight_record.last_words():
         write_lines(line)
-    guarding.say_ending(code)
+    guarding.say_ending(code, explained)
     flush_output()
     end_ranks(code)
 
@@ -68,7 +71,7 @@ class GroupEnd(RankEnd):
 
     def end_job(self, code: int, explained: bool) -> None:
         """End every rank of the job, and notify the node's guard."""
-        end_job(code)
+        end_job(code, explained)
 
     def at_exit(self) -> None:
         """End the groups."""

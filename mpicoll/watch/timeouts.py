@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from mpicoll import launch, settings
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
 from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
-from mpicoll.watch import consistency, flight_record, lost_ranks, rank_status
+from mpicoll.watch import consistency, flight_record, guarding, lost_ranks, rank_status
 from mpicoll.watch.consistency import describe_call
 
 if TYPE_CHECKING:
@@ -225,10 +225,13 @@ def _describe_ranks(group: ProcessGroup) -> str:
             texts.setdefault(rank, "not here, and in no call before")
         else:
             texts[rank] = "here"
+    # The guard knows all ranks of a node, and this is what it has reported of a hang.
+    for rank, text in guarding.ask_about(group).items():
+        texts[group.ranks.index(rank)] = text
     ranks_of: dict[str, list[int]] = {}
     for rank in range(group.size()):
         if rank != group.rank():
-            ranks_of.setdefault(texts.get(rank, "nothing heard"), []).append(group.ranks[rank])
+            ranks_of.setdefault(texts.get(rank, "no status received"), []).append(group.ranks[rank])
     if set(ranks_of) == {"here"}:
         return "all have come to it, and one does not go on"
     return "; ".join(

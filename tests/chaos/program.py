@@ -23,8 +23,8 @@ from typing import NoReturn
 #: The call in which it happens, and how many there are.
 FAULTY, CALLS = 100, 150
 #: Seconds: the timeout of groups, and of the beginning, which takes its time on a busy machine; a
-#: delay that all wait for, "for ever", and until the guard of the node has started.
-TIMEOUT, BEGINNING, DELAY, LONG, START = 4.0, 60.0, 1.5, 1000.0, 1.0
+#: delay that all wait for, and "for ever".
+TIMEOUT, BEGINNING, DELAY, LONG = 4.0, 60.0, 1.5, 1000.0
 
 #: What happens before the first call: to the process, not to a call.
 LIMITS = ("few open files", "no shared memory")
@@ -53,6 +53,9 @@ def main() -> None:
     if fault in LIMITS:
         limit(fault)
     n, me = dist.get_world_size(), dist.get_rank()
+    if fault == "SIGKILL after init" and me == n - 1:
+        (folder / "fault").write_text(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
     group, other = dist.new_group(timeout=TIMEOUT), dist.new_group(timeout=TIMEOUT)
     (folder / f"pid-{me}").write_text(str(os.getpid()))
 
@@ -131,6 +134,7 @@ def main() -> None:
         "SIGSEGV": (die, False, None),
         "SIGTERM": (lambda: os.kill(os.getpid(), signal.SIGTERM), True, None),
         "exit": (lambda: os._exit(3), False, None),
+        "sys.exit": (lambda: sys.exit(3), False, None),
         "SIGSTOP": (lambda: os.kill(os.getpid(), signal.SIGSTOP), False, None),
         "a pause": (pause, True, None),
         "an exception before": (raise_it, False, None),
@@ -147,11 +151,10 @@ def main() -> None:
                                     lambda: in_order(group, other)),
         "destroyed early": (lambda: (dist.destroy_process_group(), time.sleep(LONG)), False, None),
         "the launcher killed": (lambda: time.sleep(LONG), False, None),
-        **{each: (lambda: None, True, None) for each in LIMITS},
+        **{each: (lambda: None, True, None) for each in (*LIMITS, "SIGKILL after init")},
     }  # fmt: skip
     happens, goes_on, others = happenings[fault]
     in_place = fault == "another root"
-    time.sleep(START)
     for number in range(CALLS):
         if number == FAULTY:
             if me == n - 1:

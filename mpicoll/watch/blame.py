@@ -1,0 +1,74 @@
+"""Find the first cause of the end of a job. Ranks that end after it are its victims.
+
+A launcher that sees one rank end kills the remaining ranks within milliseconds, often before the
+system has reported the end of the first rank. So the monitor uses the first sign of each end: the
+closing of the rank's bell (a pipe). A launcher cannot react before it, and the kernel reports such
+events in their order. A rank that ends the job itself, by an exception or ``sys.exit``, first
+writes the time into its board.
+
+The monitor has to distinguish a signal to one rank from a signal to all ranks, as by a launcher or
+a scheduler. In the first case the other ranks of the node are still alive at the first sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpicoll.signals import FROM_OUTSIDE
+
+__all__ = ["Ending", "Loss", "build_loss", "find_cause"]
+
+Snapshot = dict[str, Any]
+
+
+class Ending(NamedTuple):
+    """A rank ends the job itself.
+
+    when:     seconds on the monotonic clock of this node.
+    snapshot: of the rank; empty where the launcher has gone.
+    code:     of ``sys.exit``, where the rank has not said why; -1 where it has.
+    """
+
+    when: float
+    snapshot: Snapshot
+    code: int
+
+
+class Loss(NamedTuple):
+    """Ranks of a node have ended without a message.
+
+    when:   the first sign of it, in seconds on the monotonic clock of this node.
+    ranks:  as snapshots, in the order of the first signs.
+    alone:  the first one ended by itself: no signal had reached the other ranks of the node.
+    """
+
+    when: float
+    ranks: list[Snapshot]
+    alone: bool
+
+
+def build_loss(when: float, ranks: Sequence[Snapshot], alone: bool) -> Loss:
+    """Build the loss of ranks of a node that have ended without a message, in their order.
+
+    alone: when the first sign came, no other rank of the node was ending.
+    """
+    how = ranks[0]["how"]
+    alike = [one for one in ranks if one["how"] == how]
+    # A launcher does not end processes by exit codes or crashes. The first fatal signal that is
+    # sent to a process decides how it ends: if others have ended by another one, this one was not
+    # sent to them before.
+    sent = how == "SIGKILL" or how in FROM_OUTSIDE
+    alone = alone or not sent or (len(alike) == 1 and len(ranks) > 1)
+    return Loss(when, [ranks[0]] if alone else alike, alone)
+
+
+def find_cause(losses: Sequence[Loss], endings: Sequence[Ending]) -> Loss | Ending | None:
+    """Return the first cause, as far as it is known.
+
+    A rank that ended alone counts before ranks of another node that ended together, because a
+    launcher kills the ranks of the other nodes together.
+    """
+    ending = min(endings, key=lambda one: one.when, default=None)
+    before = [one for one in losses if ending is None or one.when < ending.when]
+    return min(before, key=lambda one: (not one.alone, one.when), default=ending)

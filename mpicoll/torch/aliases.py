@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +20,7 @@ from torch.distributed import distributed_c10d
 from mpicoll import launch
 from mpicoll.output import write_lines
 from mpicoll.torch import NAME
-from mpicoll.torch.store import open_store
+from mpicoll.torch.caller_frames import find_variable
 
 __all__ = ["install", "resolve_backend", "warn_if_unused"]
 
@@ -91,16 +90,17 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_group
 
 
-#: What env:// needs.
-_ENVIRONMENT = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-
-
 def _rendezvous(timeout: timedelta) -> tuple[c10d.Store, int, int]:
-    """Return a store, this rank and size: MPI's own, unless another launcher has set them."""
-    if not launch.is_started_by_mpi() and os.environ.keys() >= _ENVIRONMENT:
-        store, rank, size = next(c10d.rendezvous("env://", timeout=timeout))
-    else:
-        store, rank, size = open_store(timeout)
+    """Return a store, this rank and size as init_process_group does for all backends but "mpi"."""
+    store, init_method, rank, size = (
+        find_variable("init_process_group", name)
+        for name in ("store", "init_method", "rank", "world_size")
+    )
+    if store is None:
+        store, rank, size = next(
+            c10d.rendezvous(init_method or "env://", rank, size, timeout=timeout)
+        )
+        store.set_timeout(timeout)
     return c10d.PrefixStore("default_pg", store), rank, size
 
 

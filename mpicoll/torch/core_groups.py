@@ -19,9 +19,10 @@ __all__ = ["abort", "create", "create_default", "create_subgroup", "destroy", "s
 #: The core's default group where torch's default group has another backend. No torch group stands
 #: on it, so that every group can end alone.
 _base: ProcessGroup | None = None
-#: The stores of rank 0, kept until the process ends: a rank that has destroyed its groups before
-#: rank 0 may call init_process_group again at the same port, with the previous store.
-_stores: list[c10d.Store] = []
+#: The store of the latest default group, kept on rank 0 until the next one has begun: a rank that
+#: destroys its groups before rank 0 may call init_process_group again at the same port, and then
+#: has the previous store.
+_store: c10d.Store | None = None
 
 
 def create_default(
@@ -37,16 +38,18 @@ def create_default(
     limit: seconds after which an operation has failed, None for never.
     reproducible: the group's level, None for the default.
     """
+    global _store
     if state.default is not None:
         return create_subgroup(range(size), limit, name, reproducible)
     if rank == 0:
         versions.warn_if_newer()  # once a job
-        _stores.append(store)
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
     rendezvous = launch.Rendezvous(store, rank, size, host=launch.loopback(_find_host(store)))
-    return lifecycle.begin(
+    group = lifecycle.begin(
         NAME, limit, "0", rendezvous=rendezvous, expected=expected, reproducible=reproducible
     )
+    _store = store if rank == 0 else None
+    return group
 
 
 def _find_host(store: c10d.Store) -> str:

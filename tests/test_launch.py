@@ -170,12 +170,10 @@ POOL = """
         return int(x[0])
     if __name__ == "__main__":
         pools = [multiprocessing.get_context("spawn").Pool(1) for _ in range(2)]
-        ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
-        free = [each.getsockname()[1] for each in ports]
-        for each in ports:
-            each.close()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
         for turn, members in enumerate([(0, 1), (0,), (1,), (1, 0), (0, 1)]):
-            calls = [pools[worker].apply_async(work, (free[turn], worker, members))
+            calls = [pools[worker].apply_async(work, (port, worker, members))
                      for worker in members]
             say(turn, *[call.get() for call in calls])
         for one in pools:

@@ -13,16 +13,13 @@ from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.dispatch import execute
 from mpicoll.errors import UnsupportedError
 from mpicoll.torch import NAME, versions
+from mpicoll.torch.store import keep_store
 
 __all__ = ["abort", "create", "create_default", "create_subgroup", "destroy", "shrink"]
 
 #: The core's default group where torch's default group has another backend. No torch group stands
 #: on it, so that every group can end alone.
 _base: ProcessGroup | None = None
-#: The store of the latest default group, kept on rank 0 until the next one has begun: a rank that
-#: destroys its groups before rank 0 may call init_process_group again at the same port, and then
-#: has the previous store.
-_store: c10d.Store | None = None
 
 
 def create_default(
@@ -38,7 +35,6 @@ def create_default(
     limit: seconds after which an operation has failed, None for never.
     reproducible: the group's level, None for the default.
     """
-    global _store
     if state.default is not None:
         return create_subgroup(range(size), limit, name, reproducible)
     if rank == 0:
@@ -48,7 +44,7 @@ def create_default(
     group = lifecycle.begin(
         NAME, limit, "0", rendezvous=rendezvous, expected=expected, reproducible=reproducible
     )
-    _store = store if rank == 0 else None
+    keep_store(store if rank == 0 and size > 1 else None)
     return group
 
 

@@ -9,6 +9,7 @@ does what torch does.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ from mpicoll import launch
 from mpicoll.torch import NAME
 from mpicoll.torch.aliases import resolve_backend
 from mpicoll.torch.caller_frames import find_variable
-from mpicoll.torch.store import Rendezvous, open_store
+from mpicoll.torch.store import Rendezvous, keep_store, open_store
 
 __all__ = ["register"]
 
@@ -58,7 +59,27 @@ def _handle_env(
         if (given.rank is None and given.world_size is None) or _is_whole(given.world_size):
             yield open_store(timeout, given)
             raise RuntimeError("Unable to perform re-rendezvous using env:// method")
+        if given.rank != 0:
+            keep_store(None)  # another process becomes rank 0, perhaps at the same port
+        yield _open_at_port(url, timeout, settings)
+        raise RuntimeError("Unable to perform re-rendezvous using env:// method")
     yield from _original_env(url, timeout=timeout, **settings)  # type: ignore[misc]
+
+
+#: Seconds in which the previous rank 0 of these processes has to release the port.
+_RELEASE_TIMEOUT_S = 5.0
+
+
+def _open_at_port(url: str, timeout: timedelta, settings: dict[str, Any]) -> Rendezvous:
+    """Return what torch's env:// does, once the port is free."""
+    end = time.monotonic() + _RELEASE_TIMEOUT_S
+    while True:
+        try:
+            return next(_original_env(url, timeout=timeout, **settings))  # type: ignore[misc]
+        except c10d.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def _is_whole(world_size: int | None) -> bool:

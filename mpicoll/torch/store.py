@@ -15,7 +15,7 @@ from mpicoll.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Rendezvous", "open_store"]
+__all__ = ["Rendezvous", "keep_store", "open_store"]
 
 #: A store, this rank and the number of ranks.
 Rendezvous = tuple[c10d.Store, int, int]
@@ -67,6 +67,20 @@ def open_store(
             )
     _opened += 1
     return c10d.PrefixStore(f"mpi/{_opened}", _store), own, size
+
+
+#: The store of the latest default group, if this process was its rank 0 and served it.
+_kept: c10d.Store | None = None
+
+
+def keep_store(store: c10d.Store | None) -> None:
+    """Keep the store of a default group on its rank 0 until the next one begins, with its port.
+
+    A rank that destroys its groups before rank 0 may call init_process_group again at the same
+    port, and then has the previous store.
+    """
+    global _kept
+    _kept = store
 
 
 def _serve(host: str, size: int, timeout: timedelta) -> c10d.TCPStore:

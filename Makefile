@@ -131,6 +131,7 @@ test-site: docs  ## the site in a browser, in a wide window and a narrow one; AR
 
 # Their newest versions, beside a torch that they are not to replace.
 CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics pyspark distributed
+CLIENTS += cachier scikit-learn cloudpickle  # for torchmetrics' own tests
 test-clients:  ## scripts of libraries that people run, such as Lightning, and Ray, Spark and Dask, newest versions
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \

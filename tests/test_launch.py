@@ -98,6 +98,7 @@ def test_the_variables_under_mpiexec(ended: Ended) -> None:
     assert one == other and one.startswith("127.0.0.1:")
 
 
+FRONTS = ["facade", *(["torch"] if importlib.util.find_spec("torch") else [])]
 #: A process that starts its ranks with multiprocessing.
 SPAWN = """
     import multiprocessing
@@ -148,6 +149,45 @@ def test_an_exception_in_a_child_of_multiprocessing(start: str, work: str, ended
     assert ended.err.count("ZeroDivisionError") == 1, ended
     assert "rank 0: rank 1 of 2 ended the job with exit code 1" in ended.err
     assert ended.seconds < LIMIT / 2
+
+
+#: Workers of a pool, each of which is any rank of any group of them.
+POOL = """
+    import multiprocessing, socket
+    def work(port, worker, members):
+        rank, size = members.index(worker), len(members)
+        x = np.array([2.0**worker])
+        if "$front" == "facade":
+            dist.init_process_group("mpi", f"tcp://127.0.0.1:{port}", 30, size, rank)
+            dist.all_reduce(x)
+            dist.destroy_process_group()
+        else:
+            import torch, torch.distributed as c10d
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            c10d.init_process_group("mpicoll", rank=rank, world_size=size)
+            c10d.all_reduce(torch.from_numpy(x))
+            c10d.destroy_process_group()
+        return int(x[0])
+    if __name__ == "__main__":
+        pools = [multiprocessing.get_context("spawn").Pool(1) for _ in range(2)]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        for turn, members in enumerate([(0, 1), (0,), (1,), (1, 0), (0, 1)]):
+            calls = [pools[worker].apply_async(work, (port, worker, members))
+                     for worker in members]
+            say(turn, *[call.get() for call in calls])
+        for one in pools:
+            one.close()
+        for one in pools:
+            one.join()
+"""
+
+
+@mpich
+@pytest.mark.parametrize("front", FRONTS)
+@job(POOL, by="one")
+def test_workers_of_a_pool_are_any_rank_of_any_group(front: str, ended: Ended) -> None:
+    ended.in_good_order("0 3 3", "1 1", "2 2", "3 3 3", "4 3 3")
 
 
 @mpich

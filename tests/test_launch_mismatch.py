@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mpicoll.launch.launchers import LAUNCHERS, Dialect, is_bootstrap_variable, is_launcher_variable
-from mpicoll.launch.mismatch import LIBRARIES, find_foreign, find_mpi
+from mpicoll.launch.mismatch import LIBRARIES, find_foreign, find_mpi, find_stale
+
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
 INTEL = "Intel(R) MPI Library 2021.18.1 for Linux* OS\n"
@@ -154,6 +160,68 @@ def test_rank_0_of_a_launcher_that_gives_no_number(foreign: dict[str, str]) -> N
     assert "does not say" not in run(PRTERUN | meant, "-c", WORLD_SIZE).stderr
     done = run(PRTERUN, "-c", WORLD_SIZE)
     assert done.returncode != 0 and "do not match" in done.stderr, done
+
+
+GONE = (
+    "import mpicoll as m\n"
+    "try: m.init_process_group()\n"
+    "except m.LaunchError as error: print(error)\n"
+    "else: print(m.get_world_size())"
+)
+
+
+@pytest.fixture(scope="module")
+def stale() -> dict[str, str]:
+    """What this MPI's launcher has left in a process that it does not serve."""
+    if not MPIEXEC:
+        pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
+    tell = "import json, os; print(json.dumps(dict(os.environ)))"
+    done = subprocess.run(
+        [*MPIEXEC, "-n", "1", sys.executable, "-c", tell],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    return {name: value for name, value in found.items() if is_bootstrap_variable(name)}
+
+
+def test_variables_of_a_launcher_that_is_gone(stale: dict[str, str]) -> None:
+    """As in a notebook of `srun --pty`: MPI would abort, or crash."""
+    done = run(stale, "-c", GONE)
+    assert done.returncode == 0 and "a launcher that does not serve it" in done.stdout, done
+    unset = done.stdout.partition("unset ")[2].partition(";")[0].split()
+    assert {"PMI_FD", "PMIX_NAMESPACE"} & set(unset), done
+    left = {name: value for name, value in stale.items() if name not in unset}
+    assert run(left, "-c", GONE).stdout == "1\n"
+    assert run(stale | {"MPICOLL_ALLOW_SINGLETON": "1"}, "-c", GONE).stdout == "1\n"
+
+
+@pytest.mark.any_mpi
+def test_a_manager_counts_as_gone_if_its_descriptor_or_port_is(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        pmi = {"PMI_RANK": "0", "PMI_SIZE": "1"}
+        pmix = {"PMIX_RANK": "0", "PMIX_SERVER_URI41": f"prte-1@0.0;tcp4://127.0.0.1:{port}"}
+        there = [
+            pmi,  # a manager that is found in another way
+            pmi | {"PMI_FD": str(ours.fileno())},
+            pmi | {"PMI_PORT": f"127.0.0.1:{port}"},
+            pmi | {"PMI_PORT": "elsewhere:1"},
+            pmix,
+            {"PMIX_RANK": "0", "PMIX_SERVER_TMPDIR": str(tmp_path)},
+        ]
+        for environment in there:
+            assert find_stale(list(Dialect), environment) == {}, environment
+        assert [*find_stale(list(Dialect), pmi | {"PMI_FD": str(server.fileno())})] == ["PMI_FD"]
+    gone = [
+        (pmi | {"PMI_FD": "99999"}, "PMI_FD"),
+        (pmi | {"PMI_PORT": f"127.0.0.1:{port}"}, "PMI_PORT"),
+        (pmix, "PMIX_SERVER_URI41"),
+        ({"PMIX_RANK": "0", "PMIX_SERVER_TMPDIR": str(tmp_path / "no")}, "PMIX_SERVER_TMPDIR"),
+    ]
+    for environment, name in gone:
+        assert [*find_stale(list(Dialect), environment)] == [name]
+    assert find_stale([Dialect.PMI], pmix) == {}  # which this library does not read
 
 
 @pytest.mark.any_mpi

@@ -73,6 +73,19 @@ def test_a_rank_twice(method: str, limit: int, ended: Ended) -> None:
 
 
 @mpich
+@pytest.mark.parametrize("failing", ["0", "1"])
+@job("""
+    fails = os.environ["RANK"] == "$failing"
+    try:
+        dist.init_process_group(timeout="long" if fails else 30)
+    except (dist.LaunchError, TypeError) as error:
+        say(fails, type(error).__name__, "rank $failing failed: Arg" in str(error))
+""")
+def test_a_bad_argument_raises_on_all_ranks(failing: str, ended: Ended) -> None:
+    ended.in_good_order("False LaunchError True", "True ArgumentTypeError False")
+
+
+@mpich
 @job("""
     os.environ["MPICOLL_SECRET"] = "the same" if "$own" == "no" else os.environ["RANK"]
     """ + textwrap.indent(textwrap.dedent(TELL), "    ").strip() + """

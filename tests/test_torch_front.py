@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import textwrap
@@ -454,6 +455,79 @@ def rank(index, size, how, path):
 if __name__ == "__main__":
     torch.multiprocessing.spawn(rank, (3, *sys.argv[1:]), nprocs=3)
 """
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("variables", ["MASTER_PORT", "MASTER_PORT and RANK"])
+def test_a_busy_master_port(variables):
+    """As of another job on the node. The ranks learn the port from MPI, so another one will do."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        lines = on_ranks(
+            f"""
+            me = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+            if "RANK" in {variables!r}:
+                os.environ |= {{"RANK": me, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}}
+            dist.init_process_group("mpicoll")
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"key {{me}}", me)
+            say(dist.get_rank() == int(me), x.item(), store.get("key 1").decode())
+            """,
+            MASTER_PORT=str(other.getsockname()[1]),
+        )
+    assert lines == ["True 2.0 1"] * 2
+
+
+@needs_mpiexec
+def test_a_rank_that_fails_to_open_the_store():
+    lines = on_ranks(
+        """
+        me = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+        def init(words, failing, **variables):
+            if me == failing:
+                os.environ.update(variables)
+            try:
+                dist.init_process_group("mpicoll")
+            except ValueError as error:
+                say(("rank %d failed: " % failing in str(error)) != (me == failing),
+                    words in str(error))
+            for name in variables:
+                os.environ.pop(name, None)
+        init("MASTER_PORT: expected a port", 0, MASTER_PORT="x")
+        init("RANK: expected a number", 1, RANK="x")
+        init("world_size=3 disagrees", 1, WORLD_SIZE="3", RANK="1")
+        init("no such setting", 1, MPICOLL_NOTHING="1")
+        dist.init_process_group("mpicoll")
+        say(dist.get_world_size())
+        """,
+    )
+    assert lines == ["2"] * 2 + ["True True"] * 8
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("name", ["mpi", "mpicoll"], ids="name_{}".format)
+def test_ranks_numbered_by_the_program(name, tmp_path):
+    """By its own store, by the environment and by a file, whatever MPI's own ranks are."""
+    lines = on_ranks(
+        f"""
+        me = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+        def check(**how):
+            dist.init_process_group({name!r}, **how)
+            x = torch.tensor([me])
+            dist.broadcast(x, 0)
+            say(dist.get_rank() + me, x.item(), os.environ["RANK"] == str(dist.get_rank()))
+            dist.destroy_process_group()
+        os.environ |= {{"RANK": str(1 - me), "WORLD_SIZE": "2"}}
+        check()
+        store = dist.FileStore({str(tmp_path / "store")!r}, 2)
+        check(store=store, rank=1 - me, world_size=2)
+        assert store.num_keys() > 0  # torch's barrier has used it
+        check(init_method={f"file://{tmp_path}/file"!r}, rank=1 - me, world_size=2)
+        """,
+        MPICOLL_INSTALL_AS="mpi",
+    )
+    assert lines == ["1 1 True"] * 6
 
 
 @pytest.mark.any_mpi

@@ -52,6 +52,97 @@ def test_an_init_that_was_refused_can_be_made_again(ended: Ended) -> None:
     assert sum("world_size=4 disagrees with MPI's own world" in line for line in ended.lines) == 2
 
 
+# --- a rank that fails while a group begins -----------------------------------------------------
+
+
+@job("""
+    def broken(*words, **named):
+        raise OSError("the disk is full")
+    def fail_on(failing, breaks, restores, words, **arguments):
+        if failing == me:
+            breaks()
+        else:
+            arguments = {}
+        try:
+            dist.init_process_group(**{"timeout": 60} | arguments)
+            say("no error", words)
+        except Exception as error:
+            quotes = isinstance(error, dist.LaunchError) and f"rank {failing} failed" in str(error)
+            say(failing == me, quotes, words in str(error))
+        restores()
+    def patch(where, name):
+        kept = getattr(where, name)
+        return lambda: setattr(where, name, broken), lambda: setattr(where, name, kept)
+    def nothing():
+        pass
+
+    me = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
+    for failing in range(2):  # before MPI has started, and afterwards
+        fail_on(failing, nothing, nothing, "expected a datetime.timedelta", timeout="long")
+    fail_on(1, nothing, nothing, "reproducible: expected", reproducible="yes")
+    fail_on(1, nothing, nothing, "rank=5 disagrees", rank=5)
+    fail_on(0, nothing, nothing, "http://there", init_method="http://there")
+    fail_on(1, lambda: os.environ.update(MPICOLL_SETTING="1"),
+            lambda: os.environ.pop("MPICOLL_SETTING", None), "no such setting")
+    from mpicoll.api import lifecycle
+    from mpicoll.routes import tuning_files
+    fail_on(1, *patch(lifecycle, "find_facts"), "disk is full")
+    fail_on(0, *patch(lifecycle, "Watchdog"), "disk is full")
+    fail_on(0, *patch(tuning_files, "read"), "disk is full")
+    dist.init_process_group()
+    x = np.array([me + 1])
+    dist.all_reduce(x)
+    say("sum", x[0])
+    dist.destroy_process_group()
+""")
+def test_a_local_failure_raises_on_all_ranks(ended: Ended) -> None:
+    """The rank that failed raises its own error, the others one that quotes it; all can retry."""
+    ended.in_good_order()
+    expected = ["True False True", "False True True"] * 9 + ["sum 3"] * 2
+    assert ended.lines == sorted(expected), ended
+
+
+# --- other ranks and sizes ----------------------------------------------------------------------
+
+
+@job("""
+    import socket
+    me = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
+    number = 0
+    def group(*members):  # in the order of their ranks
+        global number
+        number += 1
+        if me not in members:
+            return
+        rank = members.index(me)
+        method = f"file://{sys.argv[1]}/meet-{number}"
+        dist.init_process_group("mpi", method, rank=rank, world_size=len(members))
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, len(members))
+        x, y = np.array([2**me]), np.array([me])
+        dist.all_reduce(x)
+        dist.broadcast(y, 0)
+        assert (x[0], y[0]) == (sum(2**member for member in members), members[0])
+        assert os.environ["RANK"] == str(rank)
+        comm = dist.group.WORLD.comm
+        assert (comm.rank, comm.size) == (rank, len(members))
+        dist.destroy_process_group()
+    group(0, 1, 2)
+    group(2, 0, 1)
+    group(1)
+    group(2, 1)
+    group(0, 1, 2)
+    try:
+        dist.init_process_group("mpi", "file:///" + sys.argv[1] + "/x", rank=0, world_size=3)
+    except dist.LaunchError as error:
+        say(error)
+    say("done")
+""", ranks=3)  # fmt: skip
+def test_ranks_of_one_world_form_groups_of_any_of_them(ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines[:3] == ["done"] * 3, ended
+    assert all("were given the ranks [0, 0, 0]" in line for line in ended.lines[3:]), ended
+
+
 # --- a part of the world ------------------------------------------------------------------------
 
 #: What a program of mpi4py begins with: even ranks and odd ones.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, control_messages, launch, settings
 from mpicoll.api import windows
@@ -21,7 +21,7 @@ from mpicoll.core.checks import check_index
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import point_to_point
-from mpicoll.dispatch.agreement import agree
+from mpicoll.dispatch.agreement import agree, find_facts
 from mpicoll.errors import (
     ArgumentError,
     CollectiveTimeoutError,
@@ -215,24 +215,33 @@ def init_process_group(
         default_group()
     if state.default is not None:
         raise ArgumentError(f"{where}: the default process group exists already")
-    chosen = backends.parse_backend(backend, where)
-    limit = parse_timeout(timeout, DEFAULT_TIMEOUT, where)
-    level = levels.parse(reproducible, None, where)
-    if store is not None or _ranks is not None:
-        raise UnsupportedError(f"{where}: store and _ranks have no use: MPI is the rendezvous")
-    backends.warn_about_options(pg_options, where)
-    backends.check_device(device_id, where)
-    if comm is not None:
-        comm = communicators.checked_communicator(comm, f"{where}: comm")
-        if init_method not in (None, "mpi://"):
-            raise ArgumentError(
-                f"{where}: init_method: the ranks of comm have found each other; expected None or "
-                f"'mpi://', got {init_method!r}"
-            )
-        init_method = "mpi://"
-    given = launch.read_rank(init_method, _index("rank", rank), _index("world_size", world_size))
-    wait = DEFAULT_TIMEOUT if limit is None else limit
-    rendezvous = launch.find_rendezvous(init_method, given, wait)
+    given, is_known = None, False
+    try:
+        if comm is not None:
+            comm = communicators.checked_communicator(comm, f"{where}: comm")
+            if init_method not in (None, "mpi://"):
+                raise ArgumentError(
+                    f"{where}: init_method: the ranks of comm have found each other; expected None "
+                    f"or 'mpi://', got {init_method!r}"
+                )
+            init_method = "mpi://"
+        is_known = True
+        given = launch.read_rank(
+            init_method, _index("rank", rank), _index("world_size", world_size)
+        )
+        limit = parse_timeout(timeout, DEFAULT_TIMEOUT, where)
+        wait = DEFAULT_TIMEOUT if limit is None else limit
+        rendezvous = launch.find_rendezvous(init_method, given, wait)
+        chosen = backends.parse_backend(backend, where)
+        level = levels.parse(reproducible, None, where)
+        if store is not None or _ranks is not None:
+            raise UnsupportedError(f"{where}: store and _ranks have no use: MPI is the rendezvous")
+        backends.warn_about_options(pg_options, where)
+        backends.check_device(device_id, where)
+    except Exception as error:
+        if is_known:  # which ranks wait for this one
+            launch.tell_failure(error, init_method, given, comm)
+        raise
     values = {"rank": given.rank, "world_size": given.world_size}
     expected = {what: (given.names[what], n) for what, n in values.items() if n is not None}
     begin(
@@ -264,50 +273,83 @@ def begin(
     expected: without a meeting, the rank and size that were given, and the names of their sources.
     comm:     the program's communicator, if its ranks are all ranks.
     reproducible: the group's level; None is what the environment says.
+
+    If a local step fails on a rank, raises its exception on that rank, and a LaunchError that
+    quotes the exception on every other rank.
     """
     global _watchdog, _name, _met_elsewhere
-    settings.check()
     _name, _met_elsewhere = name, rendezvous is not None
-    level = levels.from_environment() if reproducible is None else reproducible
-    comm = launch.join(rendezvous, limit) if comm is None else comm
-    with launch.start(rendezvous, limit, comm) as world:
+    given = launch.join(rendezvous, limit) if comm is None else comm
+    has_begun, facts = False, dict[str, str]()
+
+    def prepare(world: MPI.Intracomm) -> None:
+        """Run the local steps. If one fails, all ranks raise."""
+        global _watchdog
+        settings.check()
+        facts.update(find_facts())  # loads all routes
         if rendezvous is None:
-            whose = "MPI" if comm is None else "comm"
-            if comm is None and (expected or {}).get("world_size", ("", -1))[1] != 1:
+            if given is None and (expected or {}).get("world_size", ("", -1))[1] != 1:
                 launch.check_world(world.Get_size())
+            whose = "MPI" if given is None else "comm"
             _check_expected(expected or {}, world.Get_rank(), world.Get_size(), whose)
         session = launch.current()
         if session is not None:
             session.check()
-            session.send("busy")
+            session.send("busy" if world.Get_size() == session.size else "busy part")
         if _watchdog is not None:  # of a group that was destroyed on the way of an exception
             _watchdog.remove()
         _watchdog = Watchdog(_close_quietly)  # from here on a rank that is lost ends the others
         launch.call_before_finalize(_finalizing)
-        try:
-            agree(world)
+
+    try:
+        with launch.start(rendezvous, limit, given, prepare) as world:
+            has_begun = True
+            level = levels.from_environment() if reproducible is None else reproducible
+            _renumber(plain(world))
+            agree(world, facts)
             lost_ranks.start(world)
             levels.agree(world, level, "init_process_group")
             inner, messages = (
                 communicators.create_private(world),
                 communicators.create_private(world),
             )
+            assert _watchdog is not None
             _discover_node(inner, _watchdog)
             ranks = range(inner.Get_size())
             state.made = 0
-            given = plain(world)
+            is_lent = given is not None or communicators.spans_world(plain(world))
+            lent = plain(world) if is_lent else None  # else it is freed as soon as this block ends
             state.default = groups.register(
                 ProcessGroup(
-                    inner, messages, ranks, backend, limit, name, "default_pg", given, level
+                    inner, messages, ranks, backend, limit, name, "default_pg", lent, level
                 )
             )
-        except BaseException:
-            lost_ranks.stop()
+    except BaseException:
+        lost_ranks.stop()
+        if _watchdog is not None:
             _watchdog.remove()
             _watchdog = None
-            install_in_rank()  # the error may end this process while other ranks wait for it
-            raise
+        install_in_rank()  # the error may end this process while other ranks wait for it
+        session = launch.current()
+        if session is not None and not has_begun:  # all ranks have raised, and none needs this one
+            session.send("free")
+        raise
     return state.default
+
+
+#: The ranks in MPI_COMM_WORLD of the latest default group, in its order.
+_members: list[int | None] = []
+
+
+def _renumber(world: MPI.Intracomm) -> None:
+    """Leave the node monitor if the new default group numbers the processes differently."""
+    global _members
+    from mpi4py import MPI
+
+    members = list(communicators.translate_ranks(world, MPI.COMM_WORLD))
+    if _members and members != _members:
+        guarding.renew()
+    _members = members
 
 
 def met_elsewhere() -> str:
@@ -325,6 +367,7 @@ def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
         end(group)
     _reset()
     guarding.renew()
+    _members.clear()
     return begin(old.backend, old.timeout, _name, comm=comm, reproducible=old.reproducible)
 
 
@@ -341,18 +384,21 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
     _node = (node.Get_rank(), node.Get_size())
     guarding.start(comm, node, watchdog.native_id)
     node.Free()
-    host, port = launch.master_address(comm), None
-    if comm.Get_rank() == 0:
+    host = launch.master_address(comm)
+    vendor, version = MPI.get_vendor()
+
+    def choose() -> tuple[Any, Any]:
+        if comm.Get_rank() != 0:
+            return None, None
         with socket.create_server(("", 0)) as probe:  # the port is free now, if not for ever
             port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
-    vendor, version = MPI.get_vendor()
-    name = f"{vendor} {'.'.join(map(str, version))}"
+        return port, tuning_files.read(f"{vendor} {'.'.join(map(str, version))}")
+
     port, table = control_messages.bcast(
-        comm, (port, tuning_files.read(name)), 0, tuple[int | str, tuning_files.Found]
+        comm, launch.run_on_each(comm, choose), 0, tuple[int | str, tuning_files.Found]
     )
-    if (
-        communicators.spans_world(plain(comm)) or launch.has_grown()
-    ):  # the variables speak of the whole job
+    # The variables describe the whole job.
+    if _met_elsewhere or communicators.spans_world(plain(comm)) or launch.has_grown():
         launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
     tuning.job.table = tuning_files.build_table(vendor == "Open MPI", *table)
 

@@ -26,7 +26,7 @@ from mpicoll.watch.consistency import describe_by_rank
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["agree"]
+__all__ = ["agree", "find_facts"]
 
 #: The modules, besides those of routes, whose constants decide how bytes go over the wire.
 _MODULES = (
@@ -36,15 +36,16 @@ _MODULES = (
 _WATCHING = ("watch.consistency", "watch.rank_status", "watch.monitored_barrier")
 
 
-def agree(comm: MPI.Intracomm) -> None:
+def agree(comm: MPI.Intracomm, mine: Mapping[str, str]) -> None:
     """Raise LaunchError, on all ranks alike, if they do not run the same. All ranks call.
 
-    The exchange is one of 16 bytes if all is well. It must stay the same in later versions, for it
-    is how two versions find out that they differ.
+    mine: what ``find_facts`` has returned on this rank.
+
+    The exchange is one of 16 bytes if all is well. It must stay the same in later versions, because
+    it is how two versions find out that they differ.
     """
     from mpi4py import MPI
 
-    mine = _facts()
     words = repr(sorted(mine.items())).encode()
     digest = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
     both = array("q", (digest, -digest))
@@ -69,7 +70,7 @@ def agree(comm: MPI.Intracomm) -> None:
 _FEW = 5
 
 
-def _facts() -> dict[str, str]:
+def find_facts() -> dict[str, str]:
     """Return the version and all constants, in words."""
     from mpicoll import routes
 

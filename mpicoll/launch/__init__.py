@@ -14,7 +14,7 @@ from mpicoll.launch.environment import (
     is_started_by_torchrun,
     was_filled,
 )
-from mpicoll.launch.init_methods import find_rendezvous, read_rank
+from mpicoll.launch.init_methods import GivenRank, find_rendezvous, read_rank
 from mpicoll.launch.launchers import (
     announced,
     find_job,
@@ -26,6 +26,7 @@ from mpicoll.launch.launchers import (
 )
 from mpicoll.launch.newcomers import has_grown, join
 from mpicoll.launch.rendezvous import Rendezvous, loopback
+from mpicoll.launch.roll_call import run_on_each
 from mpicoll.launch.session import current
 from mpicoll.launch.world import (
     call_before_finalize,
@@ -34,12 +35,14 @@ from mpicoll.launch.world import (
     master_address,
     skip_finalize,
     start,
+    tell_failure,
     warn_if_serialized,
 )
 
 __all__ = [
     "RUN_OPTION",
     "TORCH_VARIABLES",
+    "GivenRank",
     "Rendezvous",
     "announced",
     "call_before_finalize",
@@ -65,8 +68,10 @@ __all__ = [
     "loopback",
     "master_address",
     "read_rank",
+    "run_on_each",
     "skip_finalize",
     "start",
+    "tell_failure",
     "warn_if_serialized",
     "was_filled",
 ]

@@ -60,7 +60,7 @@ def read_rank(
     """
     query = parse_qs(urlsplit(init_method or "").query)
     variables = (
-        init_method != "mpi://"
+        not (init_method or "").startswith("mpi://")
         and not (init_method is None and is_started_by_mpi(environment))
         and environment.get(SINGLETON) != "1"
     )

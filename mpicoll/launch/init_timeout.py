@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from mpicoll.launch.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["end_after", "enforce_timeout", "job_name"]
+__all__ = ["await_others", "end_after", "enforce_timeout", "job_name"]
 
 
 @contextlib.contextmanager
@@ -61,6 +62,43 @@ def enforce_timeout(
         here = job and job.encode(), int(size) if job else 0
         stack.enter_context(_limited(limit, before.encode(), after.encode(), *here, 1))
         yield
+
+
+@contextlib.contextmanager
+def await_others(limit: float) -> Iterator[bool]:
+    """Yield whether all ranks of MPI's launcher wait for this one in MPI_Init within ``limit``.
+
+    limit: seconds.
+
+    This is known if all of them are on this node, and have a timeout. Meanwhile, and until the
+    context ends, this rank counts as waiting.
+    """
+    rank, size, on_one_node = announced()
+    job = job_name() if on_one_node else None
+    if job is None:
+        yield False
+        return
+    end = time.monotonic() + limit
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+        name.bind(f"\0{job}/{rank}")
+        missing = {other for other in range(int(size)) if str(other) != rank}
+        while missing and time.monotonic() < end:
+            missing = {other for other in missing if not _is_bound(f"\0{job}/{other}")}
+            time.sleep(_PAUSE_S if missing else 0)
+        yield not missing
+
+
+#: Seconds between two looks for ranks that do not wait yet.
+_PAUSE_S = 0.01
+
+
+def _is_bound(name: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(name)
+        except OSError:
+            return False
+    return True
 
 
 def end_after(limit: float, message: str, code: int) -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mpicoll import settings
 from mpicoll.errors import CollectiveTimeoutError, LaunchError, MpicollError
@@ -28,7 +28,7 @@ from mpicoll.launch.rendezvous import (
 from mpicoll.launch.session import Session, set_current
 from mpicoll.signals import blocked_from_outside
 
-__all__ = ["SECRET", "join", "read_greeting", "read_line"]
+__all__ = ["SECRET", "join", "meet", "read_greeting", "read_line", "send_failure"]
 
 _WHERE = "init_process_group"
 #: A secret that all processes may be given when they are started.
@@ -54,11 +54,75 @@ def join(rendezvous: Rendezvous, limit: float | None) -> Session:
 
     Raises CollectiveTimeoutError where some do not come in time, LaunchError where they disagree.
     """
+    pmi, session = _gather(rendezvous, limit, node())
+    pmi.detach()  # it is the MPI library's from now on
+    set_current(session)
+    return session
+
+
+def meet(rendezvous: Rendezvous, limit: float | None, text: str) -> list[str]:
+    """Exchange a line of text with the ranks of a rendezvous, whose MPI runs already.
+
+    limit: seconds to wait for all of them; None: for ever.
+    text:  at most some 900 characters, in one line.
+
+    Returns the texts by rank.
+
+    Raises CollectiveTimeoutError if a rank does not come in time, and LaunchError if the ranks
+    disagree, if one of them has not started MPI, or if one ends meanwhile.
+    """
+    pmi, session = _gather(rendezvous, limit, server.RUNS_MPI)
+    with pmi, session:
+        pmi.settimeout(_ANSWER)
+        try:
+            pmi.sendall(f"cmd=put key=mpi-{session.rank} value={text}\ncmd=barrier_in\n".encode())
+            answers = [read_line(pmi), read_line(pmi)]  # the second one once all have put theirs
+            for rank in range(session.size):
+                pmi.sendall(f"cmd=get key=mpi-{rank}\n".encode())
+                answers.append(read_line(pmi))
+        except (OSError, ServerNotFoundError) as error:
+            raise LaunchError(
+                f"{_WHERE}: rank {session.rank} of {session.size}: all ranks had connected, but "
+                f"rank 0's server is gone: {error}"
+            ) from None
+        session.send("free")
+    for rank, answer in enumerate(answers[2:]):
+        if " rc=0 " not in answer:
+            raise LaunchError(f"{_WHERE}: rank {rank} of {session.size} ended before all had met")
+    return [answer.partition(" value=")[2] for answer in answers[2:]]
+
+
+def send_failure(rendezvous: Rendezvous, text: str, limit: float) -> None:
+    """Have the ranks of a rendezvous raise, because this one has failed.
+
+    It makes one connection only, so that the server does not take it for a rank that has come.
+
+    limit: seconds in which all ranks have to connect. Rank 0, which starts the server, waits for
+           them.
+    """
+    (watch,), _ = _find(rendezvous, limit, time.monotonic() + limit, node(), ["watch"])
+    with Session(watch, -1, rendezvous.rank, rendezvous.world_size, "") as session:
+        session.send(f"failed {' '.join(text.split())[: _LONGEST // 2]}")
+        end = time.monotonic() + limit
+        while rendezvous.rank == 0 and session.receive(max(0.0, end - time.monotonic())):
+            pass
+    if rendezvous.rank == 0:
+        rendezvous.after()
+
+
+def _gather(
+    rendezvous: Rendezvous, limit: float | None, node: str
+) -> tuple[socket.socket, Session]:
+    """Connect to the server and wait for all ranks; return the PMI connection and the session.
+
+    node: the name of this node, or RUNS_MPI.
+    """
     limit = math.inf if limit is None else limit
     deadline = time.monotonic() + limit
     try:
-        pmi, watch = _find(rendezvous, limit, deadline)
-        session = Session(watch, pmi.fileno(), rendezvous.rank, rendezvous.world_size)
+        (pmi, watch), secret = _find(rendezvous, limit, deadline, node, ["pmi", "watch"])
+        job = server.mac(secret, "job")
+        session = Session(watch, pmi.fileno(), rendezvous.rank, rendezvous.world_size, job)
         try:
             _await_all(session, limit, deadline)
         except BaseException:
@@ -68,32 +132,36 @@ def join(rendezvous: Rendezvous, limit: float | None) -> Session:
     finally:
         if rendezvous.rank == 0:
             rendezvous.after()
-    pmi.detach()  # it is the MPI library's from now on
-    set_current(session)
-    return session
+    return pmi, session
 
 
 def _find(
-    rendezvous: Rendezvous, limit: float, deadline: float
-) -> tuple[socket.socket, socket.socket]:
-    """Return the two connections to the server, which rank 0 starts."""
+    rendezvous: Rendezvous, limit: float, deadline: float, node: str, roles: Sequence[str]
+) -> tuple[list[socket.socket], str]:
+    """Return one connection per role to the server, which rank 0 starts, and the job's secret."""
     with contextlib.ExitStack() as stack:
         address = None
         if rendezvous.rank == 0:
             address, process = _start_server(rendezvous, limit)
             stack.enter_context(process)  # which ends with rank 0 until that is connected to it
             rendezvous.store.set(_KEY, address.format())
-        return _reach(address, rendezvous, limit, deadline)
+        return _reach(address, rendezvous, limit, deadline, node, roles)
 
 
 def _reach(
-    known: ServerAddress | None, rendezvous: Rendezvous, limit: float, deadline: float
-) -> tuple[socket.socket, socket.socket]:
+    known: ServerAddress | None,
+    rendezvous: Rendezvous,
+    limit: float,
+    deadline: float,
+    node: str,
+    roles: Sequence[str],
+) -> tuple[list[socket.socket], str]:
     start, pause, reported = time.monotonic(), 0.05, None
     while True:
         try:
             address = known or ServerAddress.parse(_read_store(rendezvous))
-            return _connect(address, "pmi", rendezvous), _connect(address, "watch", rendezvous)
+            found = [_connect(address, role, rendezvous, node) for role in roles]
+            return found, _given_secret() or address.secret
         except RankTakenError as error:
             # Perhaps by a process that is ending: of an earlier job, or an earlier try of this one.
             if time.monotonic() - start > _DOUBT:
@@ -154,7 +222,7 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
     if word == "lost":
         raise LaunchError(f"{_WHERE}: {me}: rank {rest} ended before all had come")
     if word == "refused":
-        raise LaunchError(f"{_WHERE}: {me}: the ranks disagree: {rest}")
+        raise LaunchError(f"{_WHERE}: {me}: {rest}")
     raise LaunchError(f"{_WHERE}: {me}: the server that rank 0 started is gone")
 
 
@@ -221,14 +289,14 @@ def _candidates(address: ServerAddress) -> Iterator[str]:
     yield from address.hosts
 
 
-def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous) -> socket.socket:
+def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: str) -> socket.socket:
     """Return a connection to the server of this job, by the first host name that leads there."""
     errors, is_other = [], True
     for host in _candidates(address):
         try:
             sock = socket.create_connection((host, address.port), _CONNECT)
             try:
-                _introduce(sock, role, rendezvous, _given_secret() or address.secret)
+                _introduce(sock, role, rendezvous, node, _given_secret() or address.secret)
             except BaseException:
                 sock.close()
                 raise
@@ -239,10 +307,12 @@ def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous) -> socke
     raise ServerNotFoundError("; ".join(errors), is_other)
 
 
-def _introduce(sock: socket.socket, role: str, rendezvous: Rendezvous, secret: str) -> None:
+def _introduce(
+    sock: socket.socket, role: str, rendezvous: Rendezvous, node: str, secret: str
+) -> None:
     nonce = read_greeting(sock)
     mine = secrets.token_hex(server.NONCE)
-    words = [role, str(rendezvous.rank), str(rendezvous.world_size), node(), mine]
+    words = [role, str(rendezvous.rank), str(rendezvous.world_size), node, mine]
     proof = server.mac(secret, "rank", nonce, *words)
     sock.sendall(" ".join([*words, proof]).encode() + b"\n")
     answer, _, rest = read_line(sock).partition(" ")

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 from mpicoll.errors import LaunchError
@@ -24,9 +26,10 @@ from mpicoll.launch.environment import (
 )
 from mpicoll.launch.launchers import Dialect, Launcher
 from mpicoll.launch.mpi_library import find_function, find_library, find_mpiexec
+from mpicoll.launch.rendezvous import loopback
 from mpicoll.output import warn
 
-__all__ = ["LIBRARIES", "Library", "find_foreign", "find_mpi", "understand_manager"]
+__all__ = ["LIBRARIES", "Library", "find_foreign", "find_mpi", "find_stale", "understand_manager"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,11 @@ def understand_manager(mpi: ModuleType) -> contextlib.AbstractContextManager[Non
     Raises LaunchError where the launcher's ranks would each be alone, or abort.
     """
     library = find_mpi(mpi.Get_library_version())
+    understood = tuple(Dialect) if library is None else (library.dialect,)
+    if stale := find_stale(understood):
+        if os.environ.get(SINGLETON) == "1":
+            return replace_bootstrap_variables({})
+        raise LaunchError(_explain_stale(stale))
     if library is None:
         return contextlib.nullcontext()
     foreign, launcher = find_foreign(library)
@@ -135,6 +143,90 @@ def understand_manager(mpi: ModuleType) -> contextlib.AbstractContextManager[Non
         )
     # MPICH would ask a PMIx that it does not have, where it has been told its rank by PMI as well.
     return replace_bootstrap_variables({}, foreign) if foreign else contextlib.nullcontext()
+
+
+# --- stale variables of a launcher ---------------------------------------------------------------
+
+
+def find_stale(
+    understood: Collection[Dialect], environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables that lead to a process manager that does not exist, and the reasons;
+    none if a manager exists, or if this cannot be known.
+
+    understood: the dialects of the MPI library. One that finds no manager aborts or crashes.
+
+    Programs that a rank has started have such variables, as a notebook does in ``srun --pty``.
+    """
+    stale: dict[str, str] = {}
+    for dialect in {each.dialect for each in launchers.find_launchers(environment)}:
+        if dialect not in understood:
+            continue
+        for pattern, check in _MANAGERS[dialect].items():
+            names = [name for name in environment if re.fullmatch(pattern, name)]
+            found = {name: check(environment[name]) for name in names}
+            if found:  # MPI uses the first
+                break
+        if not found or "" in found.values():
+            return {}
+        stale |= found
+    return stale
+
+
+def _check_descriptor(value: str) -> str:
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.socket(fileno=os.dup(int(value))) as manager,
+    ):
+        manager.getpeername()  # a program may have another socket with the same number
+        return ""
+    return f"file descriptor {value} is not a connection of this process"
+
+
+def _check_port(value: str) -> str:
+    """Check ``...HOST:PORT`` of this machine without connecting, which looks like a rank."""
+    port = value.rpartition(":")[2]
+    listening = set[str]()
+    for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(path).read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                if state == _LISTENS:
+                    listening.add(str(int(local.rpartition(":")[2], 16)))
+    if not port.isdigit() or not listening or port in listening:
+        return ""
+    return f"no process listens at port {port}"
+
+
+def _check_local_port(value: str) -> str:
+    host = value.rpartition(":")[0]
+    return _check_port(value) if loopback(host) or host == socket.gethostname() else ""
+
+
+def _check_folder(value: str) -> str:
+    return "" if Path(value).exists() else f"{value} does not exist"
+
+
+#: The state of a socket that listens, in /proc/net/tcp.
+_LISTENS = "0A"
+#: Variables that lead to a process manager, in the order in which libraries use them: a pattern of
+#: the names, and a function of the value that returns the fault, "" if there is none or unknown.
+_MANAGERS: dict[Dialect | None, dict[str, Callable[[str], str]]] = {
+    Dialect.PMI: {r"PMI_FD": _check_descriptor, r"PMI_PORT": _check_local_port},
+    Dialect.PMIX: {r"PMIX_SERVER_URI\d*": _check_port, r"PMIX_SERVER_TMPDIR": _check_folder},
+}
+
+
+def _explain_stale(stale: Mapping[str, str]) -> str:
+    names = sorted(filter(launchers.is_bootstrap_variable, os.environ))
+    reasons = {missing: name for name, missing in sorted(stale.items(), reverse=True)}
+    told = ", ".join(f"{name} ({missing})" for missing, name in reasons.items())
+    return (
+        "init_process_group: this process has variables of a launcher that does not serve it: "
+        f"{told}. It was probably started by a process that mpirun or srun had started, as a "
+        f"notebook in `srun --pty`. Unset them: unset {' '.join(names)}; or start the job with "
+        f"mpirun or srun. {SINGLETON}=1 runs this process as a world of its own"
+    )
 
 
 def _explain(mpi: ModuleType, library: Library, launcher: Launcher) -> str:

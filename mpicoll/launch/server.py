@@ -19,7 +19,9 @@ sends it, unless the port is all that ranks are given (``open``): then a rank ma
 
 The words on a watch:
 
-    rank    busy, free        in a process group; in none any more
+    rank    busy, free        in a process group of all ranks; in none any more
+            busy part         in a process group of some ranks
+            failed WHY        cannot begin
             end               wants to finalise MPI, and waits to hear how
             abort CODE        ends the job
             late              will not wait any longer for ranks that have not come
@@ -49,11 +51,13 @@ import socket
 import sys
 import time
 
-__all__ = ["GREETING", "NONCE", "Server", "mac", "mapping"]
+__all__ = ["GREETING", "NONCE", "RUNS_MPI", "Server", "mac", "mapping"]
 
 GREETING = "mpicoll 1"
 #: Bytes of a nonce.
 NONCE = 16
+#: The node of ranks whose MPI runs already: they only exchange values by PMI's put and get.
+RUNS_MPI = "runs-mpi"
 #: Seconds within which a connection has to identify itself.
 _IDENTIFY_TIMEOUT = 10.0
 #: Seconds between the news that a rank was lost and the end of the others' connections to PMI: a
@@ -320,6 +324,14 @@ class Server:
 
     def _complete(self) -> None:
         """Let the ranks go on: all have come, and no other connection belongs here."""
+        running = [rank for rank, node in sorted(self.nodes.items()) if node == RUNS_MPI]
+        if running and len(running) < self.size:
+            fresh = sorted(set(range(self.size)) - set(running))
+            self._end_badly(
+                f"refused MPI runs already on ranks {running}, in a world without ranks {fresh}: "
+                "processes that start later cannot join it"
+            )
+            return
         self.is_complete = True
         self.selector.unregister(self.listener)
         self.listener.close()
@@ -337,10 +349,12 @@ class Server:
     def _handle_watch(self, peer: _Connection, line: str) -> None:
         word, _, rest = line.partition(" ")
         if word in ("busy", "free", "end"):
-            self.cycles[peer.rank] += word == "busy"
+            self.cycles[peer.rank] += line == "busy"
             self._set_state(peer.rank, word)
         elif word == "abort":
             self._end_badly(f"abort {peer.rank} {int(rest)}")
+        elif word == "failed":
+            self._end_badly(f"refused rank {peer.rank} failed: {rest}")
         elif word == "late" and not self.is_complete:
             missing = [rank for rank in range(self.size) if rank not in self.watch]
             self._end_badly(f"missing {','.join(map(str, missing))}")

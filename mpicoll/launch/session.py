@@ -28,15 +28,23 @@ class Session:
 
     pmi:  the descriptor of the other connection, on which the MPI library speaks PMI-1.
     rank, size: this rank, and the number of ranks.
+    job:  identifies the job.
     """
 
-    def __init__(self, watch: socket.socket, pmi: int, rank: int, size: int) -> None:
+    def __init__(self, watch: socket.socket, pmi: int, rank: int, size: int, job: str) -> None:
         self._sock = watch
         self._inbox = bytearray()
         self._pid = os.getpid()
         self.pmi = pmi
         self.rank = rank
         self.size = size
+        self.job = job
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sock.close()
 
     def fileno(self) -> int:
         """Return the descriptor, for poll."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import json
 import multiprocessing
 import multiprocessing.util
 import os
@@ -12,23 +13,26 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from mpicoll import control_messages
+from mpicoll import communicators, control_messages
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
     LOOPBACK,
     Bootstrap,
     choose_bootstrap,
     is_inherited,
+    is_started_by_mpi,
     replace_bootstrap_variables,
     was_filled,
 )
 from mpicoll.launch.host_identity import addresses
-from mpicoll.launch.init_timeout import end_after, enforce_timeout
-from mpicoll.launch.joining import join
+from mpicoll.launch.init_methods import GivenRank, find_rendezvous
+from mpicoll.launch.init_timeout import await_others, end_after, enforce_timeout
+from mpicoll.launch.joining import join, meet, send_failure
 from mpicoll.launch.mismatch import understand_manager
 from mpicoll.launch.rendezvous import Rendezvous
+from mpicoll.launch.roll_call import call_roll, run_on_each
 from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.launch.session import Session, current
 from mpicoll.output import warn
@@ -46,6 +50,7 @@ __all__ = [
     "skip_finalize",
     "skips_finalize",
     "start",
+    "tell_failure",
     "warn_if_serialized",
 ]
 
@@ -57,36 +62,130 @@ def start(
     rendezvous: Rendezvous | None = None,
     limit: float | None = None,
     comm: MPI.Intracomm | None = None,
+    prepare: Callable[[MPI.Intracomm], None] = lambda comm: None,
+    rank: int | None = None,
 ) -> Iterator[MPI.Intracomm]:
-    """Start MPI and yield MPI_COMM_WORLD, for the first calls that all ranks make; with one lock
-    around it where MPI gives less than MPI_THREAD_MULTIPLE.
+    """Start MPI and yield the communicator of all ranks, for the first calls that all ranks make;
+    with one lock around it where MPI gives less than MPI_THREAD_MULTIPLE.
+
+    It is MPI_COMM_WORLD, or ``comm``. If the ranks are to be numbered differently, or if the
+    rendezvous has fewer ranks than MPI, it is a communicator of its own, which is freed afterwards.
 
     rendezvous: of ranks that MPI's own launcher did not start; without one MPI's own rank and size
                 are right.
     limit: seconds to wait for all ranks: at the rendezvous, and then in MPI_Init and the first
            calls, which end this process; None: no limit.
     comm:  a communicator of an MPI that runs, instead of MPI_COMM_WORLD: its ranks are all ranks.
+    prepare: called with it once MPI has started, before the ranks make their first call: local
+           steps, which must not wait for other ranks. If one fails, all ranks raise.
+    rank:  without a rendezvous, the rank that this process is to have; None: MPI's own.
 
     Raises LaunchError where there is no MPI library, where it was finalised, where it cannot make
-    one world of these ranks, where the launcher is another MPI's, and where the rendezvous and an
-    MPI that runs already disagree;
+    one world of these ranks, where the launcher is another MPI's, where the rendezvous and an
+    MPI that runs already disagree, and where ``prepare`` has failed on another rank;
     CollectiveTimeoutError where ranks do not come to the rendezvous.
     """
     mpi = load()
     if mpi.Is_finalized():
         raise LaunchError(f"{_WHERE}: MPI was finalised; it cannot start again")
-    was_initialized = mpi.Is_initialized()
-    bootstrap: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if not was_initialized:
+    if not mpi.Is_initialized():
         bootstrap = _prepare(mpi, rendezvous, limit)
-    with enforce_timeout(limit, rendezvous, comm):
-        if not was_initialized:
-            with bootstrap:
+        with enforce_timeout(limit, rendezvous, comm), bootstrap:
+            _initialize(mpi)
+    part = None
+    if comm is None and rendezvous is not None:
+        part = _find_part(mpi, rendezvous, limit)
+    with enforce_timeout(limit, rendezvous, part or comm):
+        everybody = part or comm or mpi.COMM_WORLD
+        requested, error = rank, None
+        try:
+            if rendezvous is not None:
+                _check(mpi, rendezvous)
+                requested = None if part else rendezvous.rank
+            prepare(everybody)
+        except Exception as failure:
+            error = failure
+        order = call_roll(everybody, requested, error)
+        if order != list(range(len(order))):
+            with communicators.subset(everybody, order) as members:
+                part = cast("MPI.Intracomm", everybody.Create(members))
+        world = part or everybody
+        yield world if _is_thread_multiple(mpi, part or comm) else serialize(world)
+    if part is not None and part != mpi.COMM_SELF:
+        part.Free()
+
+
+def _find_part(
+    mpi: ModuleType, rendezvous: Rendezvous, limit: float | None
+) -> MPI.Intracomm | None:
+    """Return the communicator of a rendezvous with fewer ranks than MPI has; None with as many."""
+    world, size = mpi.COMM_WORLD, rendezvous.world_size
+    if size >= world.Get_size():
+        return None
+    if size == 1:
+        return cast("MPI.Intracomm", mpi.COMM_SELF)
+    session = current()
+    mine = {
+        "rank": world.Get_rank(),
+        "size": world.Get_size(),
+        "job": "" if session is None else session.job,
+    }
+    members = [json.loads(text) for text in meet(rendezvous, limit, json.dumps(mine))]
+    ranks = [member["rank"] for member in members]
+    if any(member | {"rank": 0} != mine | {"rank": 0} for member in members) or len(
+        set(ranks)
+    ) < len(ranks):
+        raise LaunchError(
+            f"{_WHERE}: the {size} processes are not of one MPI world: {members}; start all of "
+            "them in one job"
+        )
+    with communicators.subset(world, ranks) as chosen:
+        return cast("MPI.Intracomm", world.Create_group(chosen, _PART_TAG))
+
+
+def tell_failure(
+    error: Exception,
+    init_method: str | None = None,
+    given: GivenRank | None = None,
+    comm: MPI.Intracomm | None = None,
+) -> None:
+    """Have the ranks that wait for this one in ``start`` raise; return within seconds.
+
+    error: why this rank does not come: one that it has raised before MPI started.
+    init_method, given: of this rank, as far as they are known.
+    comm: as for ``start``.
+
+    It does nothing if it cannot be done without waiting for ranks that may never come: if MPI has
+    not started, and its ranks are on several nodes or do not all wait within seconds.
+    """
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(Exception))
+        runs = mpi is not None and mpi.Is_initialized()
+        found = None if given is None else find_rendezvous(init_method, given, _TELL_TIMEOUT_S)
+        if found is not None and found.world_size > 1:
+            is_part = runs and found.world_size < mpi.COMM_WORLD.Get_size()
+            if is_part or not (runs or is_started_by_mpi()):
+                send_failure(found, f"{type(error).__name__}: {error}", _TELL_TIMEOUT_S)
+                return
+        if not runs:
+            if not is_started_by_mpi() or not stack.enter_context(await_others(_TELL_TIMEOUT_S)):
+                return
+            mpi = load()
+            with understand_manager(mpi):
                 _initialize(mpi)
-        if rendezvous is not None:
-            _check(mpi, rendezvous)
         world = mpi.COMM_WORLD if comm is None else comm
-        yield world if _is_thread_multiple(mpi, comm) else serialize(world)
+        size = None if given is None else given.world_size
+        if not mpi.Is_finalized() and size in (None, world.Get_size()):
+            call_roll(world, None, error)
+
+
+#: Seconds within which the other ranks have to come to be told of a failure.
+_TELL_TIMEOUT_S = 5.0
+
+
+#: The tag of messages that create a communicator of a part of the world.
+_PART_TAG = 0x2D1
 
 
 #: Whether all ranks of MPI_COMM_WORLD have MPI_THREAD_MULTIPLE, once they have agreed on it.
@@ -148,10 +247,14 @@ def master_address(world: MPI.Intracomm) -> str:
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     is_one_node = node.Get_size() == world.Get_size()
     node.Free()
-    own = LOOPBACK if is_one_node else addresses()[0]
-    if os.environ.get("MASTER_ADDR") and not was_filled("MASTER_ADDR"):
-        own = os.environ["MASTER_ADDR"]
-    return control_messages.bcast(world, own, 0, str)
+
+    def choose() -> str:
+        if os.environ.get("MASTER_ADDR") and not was_filled("MASTER_ADDR"):
+            return os.environ["MASTER_ADDR"]
+        return LOOPBACK if is_one_node else addresses()[0]
+
+    found = run_on_each(world, lambda: choose() if world.Get_rank() == 0 else "")
+    return control_messages.bcast(world, found, 0, str)
 
 
 def initialize() -> ModuleType:
@@ -224,20 +327,22 @@ def _with_server(session: Session) -> Iterator[None]:
 
 
 def _check(mpi: ModuleType, rendezvous: Rendezvous) -> None:
-    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-    if (rank, size) == (rendezvous.rank, rendezvous.world_size):
+    """Raise LaunchError if MPI has fewer ranks than the rendezvous."""
+    size = mpi.COMM_WORLD.Get_size()
+    if rendezvous.world_size <= size:
         return
     given = f"rank {rendezvous.rank} of {rendezvous.world_size}"
     if size == 1:
         raise LaunchError(
             f"{_WHERE}: this process is to be {given}, but MPI was started before, as a world of "
-            "its own: call init_process_group before anything imports mpi4py.MPI (python -m mpi4py "
-            "does, and so does Lightning's Trainer without plugins=[LightningEnvironment()] or "
-            "torchrun), or start the job with mpirun"
+            "its own: call init_process_group with all ranks before anything imports mpi4py.MPI "
+            "(python -m mpi4py does, and so does Lightning's Trainer without "
+            "plugins=[LightningEnvironment()] or torchrun) and before a process group of one "
+            "rank, or start the job with mpirun"
         )
     raise LaunchError(
-        f"{_WHERE}: this process is to be {given}, but MPI sees rank {rank} of {size}: leave out "
-        "rank, world_size, RANK and WORLD_SIZE, or start the job so that both agree"
+        f"{_WHERE}: this process is to be {given}, but MPI has only {size} ranks: leave out "
+        "rank, world_size, RANK and WORLD_SIZE, or start the job with more ranks"
     )
 
 

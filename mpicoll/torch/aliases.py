@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from mpicoll import launch
 from mpicoll.output import write_lines
 from mpicoll.torch import NAME
-from mpicoll.torch.store import open_store
+from mpicoll.torch.caller_frames import find_variable
 
 __all__ = ["explain_missing_variable", "install", "resolve_backend", "warn_if_unused"]
 
@@ -95,16 +95,17 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_group
 
 
-#: What env:// needs.
-_ENVIRONMENT = set(launch.TORCH_VARIABLES) - {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-
-
 def _rendezvous(timeout: timedelta) -> tuple[c10d.Store, int, int]:
-    """Return a store, this rank and size: MPI's own, unless another launcher has set them."""
-    if not launch.is_started_by_mpi() and os.environ.keys() >= _ENVIRONMENT:
-        store, rank, size = next(c10d.rendezvous("env://", timeout=timeout))
-    else:
-        store, rank, size = open_store(timeout)
+    """Return a store, this rank and size as init_process_group does for all backends but "mpi"."""
+    store, init_method, rank, size = (
+        find_variable("init_process_group", name)
+        for name in ("store", "init_method", "rank", "world_size")
+    )
+    if store is None:
+        store, rank, size = next(
+            c10d.rendezvous(init_method or "env://", rank, size, timeout=timeout)
+        )
+        store.set_timeout(timeout)
     return c10d.PrefixStore("default_pg", store), rank, size
 
 

@@ -16,6 +16,7 @@ from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, CollectiveTimeoutError, UnsupportedError
 from mpicoll.torch import NAME, versions
 from mpicoll.torch.options import MAX_TIMEOUT_S
+from mpicoll.torch.store import keep_store
 
 __all__ = [
     "abort", "create", "create_default", "create_subgroup", "destroy", "merge", "shrink", "split",
@@ -24,9 +25,6 @@ __all__ = [
 #: The core's default group where torch's default group has another backend. No torch group stands
 #: on it, so that every group can end alone.
 _base: ProcessGroup | None = None
-#: The stores of rank 0, kept until the process ends: a rank that has destroyed its groups before
-#: rank 0 may call init_process_group again at the same port, with the previous store.
-_stores: list[c10d.Store] = []
 #: The prefix of a merge's keys in its store.
 _MERGE = "mpicoll/merge"
 
@@ -48,12 +46,13 @@ def create_default(
         return create_subgroup(range(size), limit, name, reproducible)
     if rank == 0:
         versions.warn_if_newer()  # once a job
-        _stores.append(store)
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
     rendezvous = launch.Rendezvous(store, rank, size, host=launch.loopback(_find_host(store)))
-    return lifecycle.begin(
+    group = lifecycle.begin(
         NAME, limit, "0", rendezvous=rendezvous, expected=expected, reproducible=reproducible
     )
+    keep_store(store if rank == 0 and size > 1 else None)
+    return group
 
 
 def _find_host(store: c10d.Store) -> str:

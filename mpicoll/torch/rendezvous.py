@@ -1,18 +1,18 @@
 """torch's rendezvous of ranks that MPI's launcher started: where rank, size and store come from.
 
 ``mpi://`` serves any backend, including Gloo and NCCL. ``env://``, torch's default, does the same
-for ``init_process_group("mpicoll")`` and its aliases if RANK and WORLD_SIZE are not set. For other
-backends, and if they are set, it does what it did before.
+for ``init_process_group("mpicoll")`` and its aliases if RANK and WORLD_SIZE are not set, or
+WORLD_SIZE is the number of ranks that MPI's launcher has started. For other backends and sizes it
+does what torch does.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as c10d
 
@@ -20,7 +20,7 @@ from mpicoll import launch
 from mpicoll.torch import NAME
 from mpicoll.torch.aliases import resolve_backend
 from mpicoll.torch.caller_frames import find_variable
-from mpicoll.torch.store import Rendezvous, open_store
+from mpicoll.torch.store import Rendezvous, keep_store, open_store
 
 __all__ = ["register"]
 
@@ -40,17 +40,63 @@ def register() -> None:
 def _handle_mpi(
     url: str, timeout: timedelta = c10d.default_pg_timeout, **_: object
 ) -> Iterator[Rendezvous]:
-    """Handle ``mpi://``: rank and size are MPI's own."""
-    yield open_store(timeout, parse_qs(urlsplit(url).query))
+    """Handle ``mpi://``: rank and size are MPI's own, and those of the URL have to agree."""
+    yield open_store(timeout, _read_rank(url), renumbers=False)
     raise RuntimeError("Unable to perform re-rendezvous using mpi:// method")
 
 
-def _handle_env(url: str, **settings: Any) -> Iterator[Rendezvous]:
-    """Handle ``env://`` as torch does, unless only MPI knows the ranks."""
-    has_ranks = "?" in url or any(
-        name in os.environ and not launch.was_filled(name) for name in ("RANK", "WORLD_SIZE")
-    )
+def _handle_env(
+    url: str, timeout: timedelta = c10d.default_pg_timeout, **settings: Any
+) -> Iterator[Rendezvous]:
+    """Handle ``env://`` as torch does, unless MPI knows the ranks of mpicoll's groups.
+
+    It does if no rank is given, and if the group is of all ranks that MPI's launcher has started.
+    These are numbered as they were given. So no rank depends on MASTER_PORT, which may be busy.
+    """
     backend = resolve_backend(str(find_variable("init_process_group", "backend")))
-    if has_ranks or NAME not in {part.rpartition(":")[2] for part in backend.split(",")}:
-        return _original_env(url, **settings)  # type: ignore[misc]
-    return _handle_mpi("mpi://", **settings)
+    if NAME in {part.rpartition(":")[2] for part in backend.split(",")}:
+        given = _read_rank(url)
+        if (given.rank is None and given.world_size is None) or _is_whole(given.world_size):
+            yield open_store(timeout, given)
+            raise RuntimeError("Unable to perform re-rendezvous using env:// method")
+        if given.rank != 0:
+            keep_store(None)  # another process becomes rank 0, perhaps at the same port
+        yield _open_at_port(url, timeout, settings)
+        raise RuntimeError("Unable to perform re-rendezvous using env:// method")
+    yield from _original_env(url, timeout=timeout, **settings)  # type: ignore[misc]
+
+
+#: Seconds in which the previous rank 0 of these processes has to release the port.
+_RELEASE_TIMEOUT_S = 5.0
+
+
+def _open_at_port(url: str, timeout: timedelta, settings: dict[str, Any]) -> Rendezvous:
+    """Return what torch's env:// does, once the port is free."""
+    end = time.monotonic() + _RELEASE_TIMEOUT_S
+    while True:
+        try:
+            return next(_original_env(url, timeout=timeout, **settings))  # type: ignore[misc]
+        except c10d.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def _is_whole(world_size: int | None) -> bool:
+    """Return whether MPI's launcher has started as many ranks. If fewer, open_store refuses."""
+    size = launch.announced()[1]
+    return (
+        world_size is not None
+        and launch.is_started_by_mpi()
+        and size.isdigit()
+        and world_size >= int(size)
+    )
+
+
+def _read_rank(url: str) -> launch.GivenRank:
+    """Return rank and size of the URL, else of RANK and WORLD_SIZE."""
+    try:
+        return launch.read_rank(url, None, None)
+    except Exception as error:
+        launch.tell_failure(error)
+        raise

@@ -152,6 +152,38 @@ def test_torchmetrics(launcher: list[str], tmp_path: Path, expected: Any) -> Non
         assert one["cat"] == [0, 0, 1]
 
 
+@pytest.fixture(scope="module")
+def torchmetrics_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source of the installed version: TEST_MPICOLL_TORCHMETRICS names a folder that has it."""
+    if "TEST_MPICOLL_TORCHMETRICS" in os.environ:
+        return Path(os.environ["TEST_MPICOLL_TORCHMETRICS"])
+    folder = tmp_path_factory.mktemp("source") / "torchmetrics"
+    version = f"v{importlib.metadata.version('torchmetrics')}"
+    url = "https://github.com/Lightning-AI/torchmetrics"
+    clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", version, url, str(folder)]
+    if subprocess.run(clone, stdin=subprocess.DEVNULL, timeout=300).returncode != 0:
+        pytest.skip(f"cannot clone {url}")
+    return folder
+
+
+def test_torchmetrics_own_tests(torchmetrics_source: Path) -> None:
+    """Its pool of two workers starts a group before each test, in any order of the ranks."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider",
+            "unittests/bases/test_ddp.py",
+        ],
+        cwd=torchmetrics_source / "tests",
+        env=os.environ
+        | {"MPICOLL_INSTALL_AS": "gloo", "USE_PYTEST_POOL": "1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and "16 passed" in done.stdout, done.stdout + done.stderr
+
+
 def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
     """Says what was tested."""
     libraries = "torch", "accelerate", "transformers", "lightning", "deepspeed", "ray"

@@ -249,11 +249,14 @@ def test_shutdown_and_abort(nothing, mpi):
 
 def test_rank_and_size_that_disagree_with_mpi(nothing, mpi):
     not_gloo("has no ranks of its own")
-    for wrong in ({"world_size": mpi.size + 1, "rank": mpi.rank}, {"world_size": 1, "rank": 0}):
-        with pytest.raises((ValueError, RuntimeError)):
-            dist.init_process_group("mpicoll", store=dist.HashStore(), **wrong)
-        assert not dist.is_initialized()
-    # What agrees is taken.
+    wrong = {"world_size": mpi.size + 1, "rank": mpi.rank}
+    with pytest.raises((ValueError, RuntimeError)):
+        dist.init_process_group("mpicoll", store=dist.HashStore(), **wrong)
+    assert not dist.is_initialized()
+    # Each may be alone. What agrees is taken.
+    dist.init_process_group("mpicoll", store=dist.HashStore(), world_size=1, rank=0)
+    assert sum_of_ranks(None) == 0
+    dist.destroy_process_group()
     dist.init_process_group("mpicoll", timeout=timedelta(seconds=60))
     assert (dist.get_rank(), dist.get_world_size()) == (mpi.rank, mpi.size)
     dist.destroy_process_group()

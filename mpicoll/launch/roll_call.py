@@ -1,0 +1,141 @@
+"""Local steps of initialization: a failure on one rank raises on all ranks.
+
+A rank that raises alone would leave the other ranks inside a collective call of MPI. So each rank
+catches the error of its local steps, the ranks exchange one record, and all of them raise: a failed
+rank raises its own error, and every other rank raises one that quotes the lowest failed rank.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from mpicoll.errors import LaunchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["call_roll", "run_on_each"]
+
+_WHERE = "init_process_group"
+#: A record: whether the rank failed, its requested rank, and the beginning of its error.
+_RECORD = struct.Struct("<qq496s")
+#: Maximum size of an error message that is sent to the other ranks, in bytes.
+_TEXT_BYTES = 496
+#: Seconds that a failed rank waits until all ranks have its error, before it raises.
+_TELL_TIMEOUT_S = 5.0
+#: Seconds for which a waiting rank only yields the processor, and its pause between later tests.
+_YIELD_S, _PAUSE_S = 0.01, 1e-3
+
+T = TypeVar("T")
+
+
+class _Exchange(NamedTuple):
+    """A started exchange of records. MPI reads and writes its buffers until it has completed."""
+
+    request: MPI.Request
+    mine: bytes
+    everybody: bytearray
+
+
+#: Exchanges that a failed rank has left before all others had joined, oldest first.
+_left: list[_Exchange] = []
+
+
+def call_roll(
+    comm: MPI.Intracomm, requested: int | None = None, error: Exception | None = None
+) -> list[int]:
+    """Exchange the results of each rank's local steps. All ranks call.
+
+    requested: the rank that this process was given; None for its rank in ``comm``.
+    error: of this rank's local steps, None if they have succeeded.
+
+    Returns the ranks in ``comm`` in the order of the requested ranks.
+
+    Raises ``error`` on a failed rank, after a few seconds even if other ranks have not called, and
+    LaunchError on every other rank. Raises LaunchError on all ranks if two requested the same.
+    """
+    me, size = comm.Get_rank(), comm.Get_size()
+    wanted = me if requested is None else requested
+    if size > 1:
+        records = _exchange(comm, _pack(wanted, error), error is not None)
+    else:
+        records = [_RECORD.unpack(_pack(wanted, error))]
+    if error is not None:
+        raise error
+    for failed, place, text in records or ():
+        if failed:
+            raise _quote(place, text)
+    places = [place for _, place, _ in records or ()]
+    if sorted(places) != list(range(size)):
+        raise LaunchError(
+            f"{_WHERE}: MPI's ranks 0 to {size - 1} were given the ranks {places}: expected each "
+            f"rank from 0 to {size - 1} once; correct rank= or RANK"
+        )
+    return sorted(range(size), key=places.__getitem__)
+
+
+def _exchange(
+    comm: MPI.Intracomm, mine: bytes, failed: bool
+) -> Sequence[tuple[int, int, bytes]] | None:
+    """Return all ranks' records; None if this rank has failed and not all ranks call in time."""
+    from mpi4py import MPI
+
+    while _left:  # completed by the first calls of other ranks
+        _wait(_left[0].request, None)
+        del _left[0]
+    everybody = bytearray(_RECORD.size * comm.Get_size())
+    request = comm.Iallgather([mine, MPI.BYTE], [everybody, _RECORD.size, MPI.BYTE])
+    if not _wait(request, _TELL_TIMEOUT_S if failed else None):
+        _left.append(_Exchange(request, mine, everybody))
+        return None
+    return list(_RECORD.iter_unpack(everybody))
+
+
+def _wait(request: MPI.Request, limit: float | None) -> bool:
+    """Wait for a request with Python running, so that signals and threads are served."""
+    start = time.monotonic()
+    while not request.Test():
+        waited = time.monotonic() - start
+        if limit is not None and waited > limit:
+            return False
+        os.sched_yield() if waited < _YIELD_S else time.sleep(_PAUSE_S)
+    return True
+
+
+def run_on_each(comm: MPI.Intracomm, step: Callable[[], T]) -> T:
+    """Run a local step, which must not wait for other ranks. All ranks call.
+
+    Returns its result.
+
+    Raises its own exception on a rank where it failed, and LaunchError on every other rank.
+    """
+    from mpi4py import MPI
+
+    result, error = None, None
+    try:
+        result = step()
+    except Exception as failure:
+        error = failure
+    me, size = comm.Get_rank(), comm.Get_size()
+    first = array("i", [size if error is None else me])
+    comm.Allreduce(MPI.IN_PLACE, [first, MPI.INT], MPI.MIN)
+    if first[0] == size:
+        return result  # type: ignore[return-value]
+    box = bytearray(_pack(me, error))
+    comm.Bcast([box, MPI.BYTE], first[0])
+    raise error or _quote(first[0], _RECORD.unpack(box)[2])
+
+
+def _pack(wanted: int, error: Exception | None) -> bytes:
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    return _RECORD.pack(error is not None, wanted, text.encode()[:_TEXT_BYTES])
+
+
+def _quote(rank: int, text: bytes) -> LaunchError:
+    words = text.rstrip(b"\0").decode("utf-8", "ignore")
+    return LaunchError(f"{_WHERE}: rank {rank} failed: {words}")

@@ -74,18 +74,18 @@ def stop_polling() -> None:
 
 
 class MessageWork(Work):
-    """A message on its way. ``entry`` is what the group's history has of it, if anything.
+    """A pending message. ``entry`` is its entry in the flight record, if any.
 
     It ends when a test of its request, by a waiting thread or by the poller, finds it complete.
 
-    view: the array. packed: the buffer that MPI reads or writes. fill: copies what is sent there
-    from the array, land: copies what was received into it; None if it is there already. is_due:
-    returns whether the array may be read or written now; None if it may.
+    view: the array. packed: the buffer that MPI reads or writes. fill: copies the array into it
+    before a send; land: copies it into the array after a receive; None if no copy is needed.
+    is_due: returns whether the array may be read or written now; None if it may.
 
-    A message that is not due is sent later, after which come those of the group behind it.
+    A message that is not due is sent later, and delays later messages of its group.
 
     tag: the user's tag, with which a receive matches messages of its own dtype only; None for a
-    message of the library, which has a tag of its own.
+    message of the library, which has a separate tag.
     """
 
     __slots__ = (

@@ -56,18 +56,18 @@ class Launcher:
     has_pmi_1: it answers PMI-1 on the descriptor PMI_FD: ranks can request the job's name and
              exchange values before MPI starts.
     is_batch: it starts a single process and no ranks.
-    remedy:  what to do when MPI does not see the ranks it started.
-    dialect: what it tells MPI its ranks in; None: MPI has to learn them in another way.
+    remedy:  advice for the case that MPI does not see the ranks it started.
+    dialect: the protocol between its process manager and MPI; None: MPI finds its ranks otherwise.
     bootstrap: a pattern of the names by which an MPI library finds its ranks. They are hidden while
              MPI starts in another way.
-    owned:   a pattern of the names that a process must not get if it is no rank of this job.
-    job:     a pattern of those of them that tell of the whole job, to every process in it.
-    own_gpus: a variable that is set where what it starts has GPUs of its own, "" without one.
-    is_parent: the ranks are children of a process of its own on their node, which has no other name
-             than the language it is written in, and end with that.
-    manager: a variable that its own process manager sets for all ranks, "" without one; that can
+    owned:   a pattern of the names that are hidden from processes outside this job.
+    job:     a pattern of the owned names that describe the whole job, in every process of it.
+    own_gpus: a variable that is set where each process has private GPUs, "" without one.
+    is_parent: the ranks are children of its process on their node, which is named after its
+             programming language, and they end with it.
+    manager: a variable that its process manager sets for all ranks, "" without one. The manager can
              start further ranks (MPI_Comm_spawn).
-    survival: what a job that a lost rank has ended should have been started with, "" if unknown.
+    survival: the start option with which a job survives a lost rank, "" if unknown.
     restarts: the variable with the number of times that it starts all ranks again.
 
     Patterns match at the beginning of a name.

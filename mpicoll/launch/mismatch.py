@@ -225,7 +225,7 @@ def _explain_stale(stale: Mapping[str, str]) -> str:
         "init_process_group: this process has variables of a launcher that does not serve it: "
         f"{told}. It was probably started by a process that mpirun or srun had started, as a "
         f"notebook in `srun --pty`. Unset them: unset {' '.join(names)}; or start the job with "
-        f"mpirun or srun. {SINGLETON}=1 runs this process as a world of its own"
+        f"mpirun or srun. {SINGLETON}=1 runs this process as a world of one rank"
     )
 
 

@@ -1,14 +1,14 @@
 """The process through which ranks that no launcher of MPI started become one MPI world.
 
 Rank 0 starts it as ``python -I -S server.py``: one file, with the standard library alone, starts
-fast. It is no thread of rank 0, because MPI_Init lets no other thread run. Its settings come on
+fast. It cannot be a thread of rank 0, because MPI_Init blocks all threads. It reads its settings on
 standard input, one line of JSON, and it answers with its port, one line on standard output.
 
-Each rank makes two connections. It hands one to its MPI library, which speaks PMI-1 there. On the
-other, the watch, it reports how it ends and hears how others do. A connection begins with
+Each rank makes two connections. Its MPI library uses the first one for PMI-1. On the second one,
+the watch, the rank reports its end and receives the ends of other ranks. A connection begins with
 
     server  mpicoll 1 NONCE
-    rank    ROLE RANK SIZE NODE NONCE MAC           ROLE: pmi or watch; MAC: of all the other words
+    rank    ROLE RANK SIZE NODE NONCE MAC           ROLE: pmi or watch; MAC: of the words before it
     server  ok MAC, or refused WHY, or taken (by another process that is this rank)
 
 MACs are HMAC-SHA256 under the secret of the job. Both sides prove that they know it, and neither
@@ -19,21 +19,21 @@ sends it, unless the port is all that ranks are given (``open``): then a rank ma
 
 The words on a watch:
 
-    rank    busy, free        in a process group of all ranks; in none any more
+    rank    busy, free        in a process group of all ranks; has left its groups
             busy part         in a process group of some ranks
             failed WHY        cannot begin
-            end               wants to finalise MPI, and waits to hear how
+            end               wants to finalise MPI, and waits for the answer
             abort CODE        ends the job
             late              will not wait any longer for ranks that have not come
             there             asks whether the server still runs
-    server  go                all ranks have come
-            refused WHY       a rank has another idea of the job
+    server  go                all ranks have connected
+            refused WHY       a rank belongs to a different job
             stuck RANK,...    these do not come out of MPI_Init
             missing RANK,...  some rank will not wait any longer for these
             lost RANK         a rank ended without a word
             abort RANK CODE   a rank ended the job
-            end all           all ranks are there to finalise MPI
-            end some          they are not
+            end all           all ranks are ready to finalise MPI
+            end some          a rank is not
             here              it runs
 """
 

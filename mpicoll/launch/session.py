@@ -24,9 +24,9 @@ _LONGEST_POLL = 1e6
 
 
 class Session:
-    """The connection on which this rank reports how it ends and hears how the others do.
+    """The connection on which this rank reports its end and receives the ends of other ranks.
 
-    pmi:  the descriptor of the other connection, on which the MPI library speaks PMI-1.
+    pmi:  the descriptor of the second connection, which the MPI library uses for PMI-1.
     rank, size: this rank, and the number of ranks.
     job:  identifies the job.
     """

@@ -65,11 +65,12 @@ def start(
     prepare: Callable[[MPI.Intracomm], None] = lambda comm: None,
     rank: int | None = None,
 ) -> Iterator[MPI.Intracomm]:
-    """Start MPI and yield the communicator of all ranks, for the first calls that all ranks make;
-    with one lock around it where MPI gives less than MPI_THREAD_MULTIPLE.
+    """Start MPI and yield the communicator of all ranks for the first calls of initialization.
+
+    One lock guards its calls where MPI provides less than MPI_THREAD_MULTIPLE.
 
     It is MPI_COMM_WORLD, or ``comm``. If the ranks are to be numbered differently, or if the
-    rendezvous has fewer ranks than MPI, it is a communicator of its own, which is freed afterwards.
+    rendezvous has fewer ranks than MPI, it is a new communicator, which is freed afterwards.
 
     rendezvous: of ranks that MPI's own launcher did not start; without one MPI's own rank and size
                 are right.
@@ -80,7 +81,7 @@ def start(
            steps, which must not wait for other ranks. If one fails, all ranks raise.
     rank:  without a rendezvous, the rank that this process is to have; None: MPI's own.
 
-    Raises LaunchError where there is no MPI library, where it was finalised, where it cannot make
+    Raises LaunchError where MPI cannot be loaded, where it was finalised, where it cannot make
     one world of these ranks, where the launcher is another MPI's, where the rendezvous and an
     MPI that runs already disagree, and where ``prepare`` has failed on another rank;
     CollectiveTimeoutError where ranks do not come to the rendezvous.

@@ -37,13 +37,14 @@ _SIZE = _FIRST + CELLS * _CELL.size
 
 
 class Header(NamedTuple):
-    """What a rank says of itself.
+    """The state that a rank publishes.
 
     state: RUNNING, ENDING, DONE or LEFT. code: the exit code with which it ends the job. cells: the
     number of cells that have been used. thread: the main thread, as threading.get_ident has it.
-    listener: the thread that is asked for stacks, as the system numbers it. signal: that has come,
-    and is for the program's handler; 0 for none. ending_ns: when the rank began to end the job, in
-    nanoseconds of the monotonic clock, which all processes of a node share; 0: it has not.
+    listener: the thread that prints stacks on request, by its system-wide number. signal: the
+    number of a signal that the program's handler receives; 0 without one. ending_ns: when the rank
+    began to end the job, in nanoseconds of the monotonic clock, which all processes of a node
+    share; 0: it has not.
     unexplained: 1 while the rank, which ends the job by an exit code, waits for the guard to report
     it. guard: the guard's process, 0 until it runs.
     """

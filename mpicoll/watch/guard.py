@@ -1,13 +1,13 @@
-"""The guard: a process on each node that knows what its ranks do when they cannot say so.
+"""Node monitor: one process per node that reports the state of its ranks, also of dead ones.
 
-It reads the ranks' boards (``board.py``), has their stacks printed by a signal handler that needs
-no lock of Python, and notices their end by their pidfds. The guard of rank 0's node, the head, asks
-those of the other nodes, decides which rank was the first cause of an end (``blame.py``), and
-writes to the launcher's standard error. It ends with its ranks.
+It reads the ranks' boards (``board.py``), prints their stacks by a signal handler that needs no
+lock of Python, and notices their end by their pidfds. The monitor of rank 0's node, the head,
+queries the monitors of the other nodes, decides which rank caused the end of the job
+(``blame.py``), and writes to the launcher's standard error. It ends with its ranks.
 
-The rank that starts it has opened the pidfds and boards of all ranks of the node, and an epoll with
-their events, before ``init_process_group`` returned on any of them: nothing is missed while this
-process starts. It runs by its path, with nothing imported that is not needed while all is well.
+The rank that starts the monitor opens the pidfds and boards of all ranks of the node, and an epoll
+with their events, before ``init_process_group`` returns on any rank. So no event is lost while the
+monitor starts. It runs as a file, and imports a module only when it needs it.
 """
 
 from __future__ import annotations

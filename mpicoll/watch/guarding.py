@@ -129,7 +129,7 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
 
 
 def _make_head(several: bool) -> list[socket.socket]:
-    """Decide how the guards of other nodes find that of rank 0's; return its sockets, if any.
+    """Decide how the guards of other nodes find the guard of rank 0; return its sockets, if any.
 
     It listens at the addresses of this host by which others may reach it, and at no other one: at
     the loopback address alone where the host has no other. The guard closes these sockets when all
@@ -177,7 +177,7 @@ class _Opened:
         return descriptor
 
     def _open_rank(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return what the guard is given of a rank; -1 for a descriptor that is not to be had."""
+        """Return a rank's description for the guard; -1 for a descriptor that cannot be opened."""
         found = given | {"pidfd": -1, "board": -1, "bell": -1}
         pid, descriptors = given["pid"], Path(f"/proc/{given['pid']}/fd")
         with contextlib.suppress(OSError):
@@ -242,11 +242,10 @@ _PIDFD_GETFD = 438
 
 
 def _open_stderr(pid: int) -> int:
-    """Return a descriptor of the standard error of the job's launcher, this process's own if that
-    is not to be had.
+    """Return a descriptor of the standard error of the job's launcher, or of this process if it
+    cannot be opened.
 
-    A launcher whose rank has died ends within milliseconds, and does not read any more what comes
-    through the ranks' pipes.
+    A launcher whose rank has died ends within milliseconds, and no longer reads the ranks' pipes.
     """
     with contextlib.suppress(OSError):
         pidfd = os.pidfd_open(pid)
@@ -259,7 +258,7 @@ def _open_stderr(pid: int) -> int:
                 return found
             os.close(found)
             return os.dup(2)
-        # Not a file: another opening would have a place of its own, and others write over it.
+        # Not a file: a second open would have a separate offset, and overwrite other output.
         path = Path(f"/proc/{pid}/fd/2")
         if not stat.S_ISREG(path.stat().st_mode) and path.readlink() != Path(os.devnull):
             return os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
@@ -355,7 +354,7 @@ def say_ending(code: int, explained: bool = True) -> None:
     if _own is not None and _is_own():
         _own.board.say_ending(code, explained)
         _ring()
-        # What the guard has to report may be lost when the job has ended.
+        # The guard's report may be lost when the job has ended.
         end = time.monotonic() + _LAST_WORDS
         while time.monotonic() < end:
             header = _own.board.header()
@@ -418,8 +417,8 @@ def say_message(group: ProcessGroup, peer: int, receives: bool) -> None:
 
 
 def ask_about(group: ProcessGroup) -> dict[int, str]:
-    """Return what the other ranks of a group do while this rank waits in its last call, by global
-    rank, as a report on a hang has it: of those that the guard knows, which may be none.
+    """Return a description, by global rank, of each rank of the group that the guard watches, while
+    this rank waits in its last call. The text is the one of a hang report. It may be empty.
     """
     own = _own
     address = own.cells.get(group, 0) if own is not None and _is_own() else 0
@@ -435,7 +434,7 @@ def ask_about(group: ProcessGroup) -> dict[int, str]:
             for one in answer["ranks"]
             if one["rank"] in group.ranks and one["state"] != "silent"
         }
-    except (OSError, KeyError, TypeError):  # there is no guard any more
+    except (OSError, KeyError, TypeError):  # the guard has exited
         return {}
 
 

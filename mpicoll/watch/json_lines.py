@@ -1,8 +1,8 @@
 """Connections of the node monitor: each line is a JSON object.
 
-A connection never blocks the monitor: it reads what has arrived, and keeps what the peer does not
-read yet. Whatever a peer sends, the only errors are OSErrors, on which the monitor drops this
-connection and no other.
+A connection never blocks the monitor: it reads the bytes that have arrived, and buffers the bytes
+that the peer has not read. Any invalid input raises OSError, and the monitor then drops this
+connection only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def prove(secret: str, nonce: str) -> bytes:
 class JsonLines:
     """A non-blocking connection on which each line is a JSON object.
 
-    max_line_bytes: maximum size of a line that the peer may send, and of what it has not read.
+    max_line_bytes: maximum size of a line that the peer may send.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -68,7 +68,7 @@ class JsonLines:
             raise ConnectionResetError("the peer does not read")
 
     def flush(self) -> None:
-        """Send what the peer has not read yet, as far as it reads now."""
+        """Send as much of the outbox as the peer reads now."""
         try:
             while self._outbox:
                 del self._outbox[: self.sock.send(self._outbox)]
@@ -83,7 +83,7 @@ class JsonLines:
     # --- receiving -------------------------------------------------------------------------------
 
     def fill(self) -> None:
-        """Receive what has arrived. Raises OSError if the peer has closed the connection."""
+        """Receive the available bytes. Raises OSError if the peer has closed the connection."""
         try:
             data = self.sock.recv(1 << 16)
         except BlockingIOError:

@@ -137,7 +137,7 @@ def _who(ranks: Sequence[Snapshot], size: int) -> str:
 
 
 def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = True) -> str:
-    """Return the line that says which rank was lost first, how, and in which call.
+    """Return the line that names the rank that was lost first, how, and in which call.
 
     lost: ranks of one node, which have ended alike, in the order in which they did.
     is_first_known: the first of them is the cause; else the line names all of them.
@@ -160,7 +160,7 @@ def _plural(words: str) -> str:
 
 
 def describe_exit(ranks: Sequence[Snapshot], size: int, code: int) -> str:
-    """Return the line that says which ranks of one node end the job by ``sys.exit``."""
+    """Return the line that names the ranks of one node that end the job by ``sys.exit``."""
     return f"mpicoll: {_who(ranks, size)} exited with code {code} (sys.exit); the job ends"
 
 

@@ -225,7 +225,7 @@ def _describe_ranks(group: ProcessGroup) -> str:
             texts.setdefault(rank, "not here, and in no call before")
         else:
             texts[rank] = "here"
-    # The guard knows all ranks of a node, and this is what it has reported of a hang.
+    # The guard watches all ranks of a node; a hang report has the same text.
     for rank, text in guarding.ask_about(group).items():
         texts[group.ranks.index(rank)] = text
     ranks_of: dict[str, list[int]] = {}

@@ -1,15 +1,15 @@
-"""Do to jobs what happens to jobs, and look at what becomes of them.
+"""Inject faults into jobs, and check how each job ends.
 
     python tests/chaos/run.py --mpiexec COMMAND [--launcher mpirun|torchrun|srun] [--ranks 3]
         [--faults NAME ...] [--ways NAME ...] [--write docs/reliability.md]
 
-Each job is ``program.py``, calls of one way, until something happens to one rank. FAULTS says what
-has to come of it: whether the job goes on or ends, after how many seconds at most, and what words
-have to be on standard error. No other rank may be reported as the cause. Nothing may be left of a
-job: no process and no shared memory.
-``make chaos`` runs every fault with every way; with --chosen, as in continuous integration, in
-one or two of them. --launcher says what COMMAND is; torchrun is that of this Python.
---write puts what was seen with this MPI and launcher into its column of the page's table.
+Each job runs ``program.py``, which makes calls of one kind until a fault is injected into one rank.
+FAULTS lists the expected results: whether the job continues, the maximum time until it ends in
+seconds, and patterns on standard error. No other rank may be reported as the cause. A job must
+leave no process and no shared memory behind.
+``make chaos`` runs every fault with every kind of call; with --chosen, as in continuous
+integration, with one or two kinds. --launcher names the launcher that COMMAND runs; torchrun is the
+one of this Python. --write stores the results in this MPI's and launcher's column of the table.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 PROGRAM = Path(__file__).resolve().parent / "program.py"
-#: Seconds that a job may take to begin, after which it counts as hanging from then on, and until
-#: what is left of one has to be gone.
+#: Timeouts in seconds: until the job has started, until it has ended after the fault, and until its
+#: remaining processes have exited.
 BEGINNING, HANGS, GRACE = 80.0, 40.0, 5.0
 #: By which the processes of a job are known.
 MARK = "TEST_MPICOLL_CHAOS"
@@ -63,12 +63,12 @@ WAYS = {
 
 
 class Fault(NamedTuple):
-    """What happens, and what has to come of it.
+    """A fault and its expected result.
 
-    goes_on: the job ends well. within: seconds from what happened to the end of all processes.
+    goes_on: the job ends well. within: seconds from the fault to the end of all processes.
     words:   patterns that standard error has to have, the job's own before MPI's; {rank} is the
              rank that it happened to. Where none has "rank {rank} of", no rank may be reported.
-    ways:    those that --chosen takes.
+    ways:    the kinds of calls that --chosen runs.
     """
 
     goes_on: bool
@@ -87,7 +87,7 @@ FAULTS = {
     ),
     "SIGKILL after init": Fault(False, SOON, ("lost: rank {rank} of .* killed by SIGKILL",)),
     "SIGSEGV": Fault(False, SOON, ("lost: rank {rank} of .* killed by SIGSEGV",)),
-    # On a busy machine it may not be known whether the launcher or the sender has ended the others.
+    # On a busy machine the launcher's signals cannot always be told from the sender's.
     "SIGTERM": Fault(
         False, SOON, ("lost: rank {rank} of .* by SIGTERM|lost together: .* rank {rank} first",)
     ),

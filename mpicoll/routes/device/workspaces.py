@@ -68,8 +68,8 @@ def map_each_other(
     """Return workspaces of all ranks, or, on all, why there are none. All ranks call.
 
     nbytes:  of each, rounded up to whole blocks.
-    prepare: fills this rank's, and returns what the others have to know of it; called before they
-             map it.
+    prepare: fills this rank's workspace, and returns the data that the other ranks need; called
+             before they map it.
     kind:    the type of the value that ``prepare`` returns.
     """
     runtime, index, me = context.runtime, context.index, group.rank()

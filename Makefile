@@ -66,7 +66,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo torch test test-clients test-docs test-site test-slurm test-gpu test-horovod
-.PHONY: test-torch-latest test-torch-suite lint bench bench-gpu docs wheel test-wheel test-packages sanitize random
+.PHONY: test-torch-latest test-torch-suite test-nightly lint bench bench-gpu docs wheel test-wheel test-packages sanitize random
 .PHONY: chaos soak coverage environment bench-environment
 .PHONY: gpu-environment clean
 
@@ -99,6 +99,13 @@ LATEST := .venv-torch-latest
 test-torch-latest:  ## the tests that need PyTorch, with the newest release, which is 6 GB
 	@$(MAKE) --no-print-directory environment MPI=mpich VENV=$(LATEST) TORCH=torch
 	$(PYTHON) tests/run.py mpich=$(LATEST) $(ARGS) -- tests/pytorch tests/test_torch_front.py
+
+# Too long for each change: PyTorch's newest release, its own tests, faults under torchrun.
+test-nightly:  ## test-torch-latest, PyTorch's own tests on 2 ranks, faults under torchrun
+	$(MAKE) --no-print-directory test-torch-latest
+	$(MAKE) --no-print-directory test-torch-suite \
+	    ARGS='--backend mpicoll mpi --world-size 2 --record --jobs 2'
+	$(MAKE) --no-print-directory chaos ARGS='--launcher torchrun --chosen --at-a-time 3'
 
 # Without a GPU they say so, and nothing is installed.
 GPU_TESTED := $(or $(MPI),mpich openmpi)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpicoll.api import lifecycle
-from mpicoll.core.checks import check_index
 from mpicoll.core.groups import ProcessGroup, default_group, state
+from mpicoll.core.indices import check_index
 from mpicoll.core.work import A_MOMENT, deadline
 from mpicoll.dispatch import execute
 from mpicoll.errors import (

@@ -17,8 +17,8 @@ from mpicoll.api import windows
 from mpicoll.core import backends, groups
 from mpicoll.core import reproducible as levels
 from mpicoll.core.backends import Backend
-from mpicoll.core.checks import check_index
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.core.indices import check_index
 from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import point_to_point
 from mpicoll.dispatch.agreement import agree, find_facts

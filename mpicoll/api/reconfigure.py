@@ -21,8 +21,8 @@ import numpy.typing as npt
 from mpicoll import communicators, control_messages, launch
 from mpicoll.api import lifecycle
 from mpicoll.core import groups
-from mpicoll.core.checks import check_index
 from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.indices import check_index
 from mpicoll.core.work import deadline, parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import (

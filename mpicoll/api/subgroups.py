@@ -13,8 +13,8 @@ from mpicoll import communicators
 from mpicoll.api.lifecycle import end, give_up, leave, node_size, resolve_member
 from mpicoll.core import backends, groups
 from mpicoll.core.backends import Backend
-from mpicoll.core.checks import check_index, check_indices
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.core.indices import check_index, check_indices
 from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute

@@ -20,8 +20,8 @@ import numpy as np
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import AnyArray
 from mpicoll.arrays.views import Array, View
-from mpicoll.core.checks import check_index
 from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.indices import check_index
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
 from mpicoll.dispatch.point_to_point import MessageWork, in_background, look_after

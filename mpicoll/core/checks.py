@@ -5,7 +5,6 @@ There is one function for the layouts of the table of primitives that are checke
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View, ViewList, find_shared
+from mpicoll.core.indices import check_indices, describe_value
 from mpicoll.core.plan import Blocks, Extent
 from mpicoll.dtypes import OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
@@ -26,8 +26,6 @@ __all__ = [
     "Splits",
     "Views",
     "build_views",
-    "check_index",
-    "check_indices",
     "check_operation",
     "find_operation",
     "reads",
@@ -73,46 +71,6 @@ def reads(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
     return primitive.root != "src" or root == group.rank()
 
 
-def check_index(value: object, where: str) -> int:
-    """Convert an argument that must be one integer, such as a rank or a tag, to an int.
-
-    value: an int of Python or NumPy, or an array or tensor of one integer. True is 1, as in Python.
-    where: operation and argument, which begin the message ("broadcast: src").
-
-    Raises ArgumentTypeError for anything else.
-    """
-    try:
-        return int(operator.index(value))  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # the last two of arrays
-        raise ArgumentTypeError(
-            f"{where}: expected an int, or an array of one integer, got {_in_words(value)}"
-        ) from None
-
-
-def check_indices(values: object, where: str) -> list[int]:
-    """Convert an argument that must be a list of integers, such as ranks, to a list of ints.
-
-    values: an iterable whose items ``check_index`` accepts; text and bytes are rejected.
-
-    Raises ArgumentTypeError for anything else.
-    """
-    try:
-        if isinstance(values, (str, bytes, bytearray, memoryview)):
-            raise TypeError
-        items = list(values)  # type: ignore[call-overload]
-    except TypeError:  # of an array without a dimension, too
-        raise ArgumentTypeError(
-            f"{where}: expected a list of ints, got {_in_words(values)}"
-        ) from None
-    return [check_index(item, f"{where}[{i}]") for i, item in enumerate(items)]
-
-
-def _in_words(value: object) -> str:
-    """Return the type of a wrong argument, with the value where that is short."""
-    kind = type(value).__name__
-    return f"{kind} {value!r}" if isinstance(value, (str, bytes, float, complex)) else kind
-
-
 #: The greatest float64.
 _LARGEST = int(sys.float_info.max)
 
@@ -154,7 +112,8 @@ def find_operation(op: object, where: str) -> ReduceOp:
     found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op, where)
     if found is None:
         raise ArgumentTypeError(
-            f"{where}: expected a mpicoll.ReduceOp such as {_similar(op)!r}, got {_in_words(op)}"
+            f"{where}: expected a mpicoll.ReduceOp such as {_similar(op)!r}, got "
+            f"{describe_value(op)}"
         )
     return found
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, launch, settings
 from mpicoll.core import reproducible as levels
-from mpicoll.core.checks import check_index
+from mpicoll.core.indices import check_index
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
 from mpicoll.errors import (

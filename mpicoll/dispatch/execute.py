@@ -14,6 +14,7 @@ from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
+from mpicoll.core.indices import check_index
 from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, find_short, only_enqueues
 from mpicoll.core.signature import (
     LIST,
@@ -599,7 +600,7 @@ def find_root(
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(f"{name}: give {argument} or group_{argument}, not both")
-        group_rank = checks.check_index(group_rank, f"{name}: group_{argument}")
+        group_rank = check_index(group_rank, f"{name}: group_{argument}")
         if member is not None and not 0 <= group_rank < member.size():
             raise ArgumentError(
                 f"{name}: group_{argument}: rank {group_rank} is not in the group of "
@@ -610,7 +611,7 @@ def find_root(
         if default is None:
             raise ArgumentError(f"{name}: one of {argument} and group_{argument} must be given")
         global_rank = default
-    global_rank = checks.check_index(global_rank, f"{name}: {argument}")
+    global_rank = check_index(global_rank, f"{name}: {argument}")
     found = None if member is None else member.group_rank(global_rank)
     if found is None:
         ranks = "a group that this rank is not in" if member is None else list(member.ranks)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpicoll.core import pickles
-from mpicoll.core.checks import check_index
+from mpicoll.core.indices import check_index
 from mpicoll.errors import ArgumentError, ArgumentTypeError
 from mpicoll.horovod.torch.operations import allgather_async, broadcast_async_
 from mpicoll.horovod.torch.process_sets import ProcessSet, global_process_set, rank

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpicoll.core.checks import check_index
+from mpicoll.core.indices import check_index
 from mpicoll.errors import ArgumentError
 from mpicoll.horovod.torch.compression import Compression
 from mpicoll.horovod.torch.engine import Request

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import mpicoll as dist
 from mpicoll import communicators, control_messages
-from mpicoll.core.checks import check_indices
+from mpicoll.core.indices import check_indices
 from mpicoll.dispatch import execute
 from mpicoll.errors import (
     ArgumentError,

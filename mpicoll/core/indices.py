@@ -1,0 +1,49 @@
+"""Arguments that are integers, such as ranks, tags and sizes, and lists of them."""
+
+from __future__ import annotations
+
+import operator
+
+from mpicoll.errors import ArgumentTypeError
+
+__all__ = ["check_index", "check_indices", "describe_value"]
+
+
+def check_index(value: object, where: str) -> int:
+    """Convert an argument that must be one integer, such as a rank or a tag, to an int.
+
+    value: an int of Python or NumPy, or an array or tensor of one integer. True is 1, as in Python.
+    where: operation and argument, which begin the message ("broadcast: src").
+
+    Raises ArgumentTypeError for anything else.
+    """
+    try:
+        return int(operator.index(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # the last two of arrays
+        raise ArgumentTypeError(
+            f"{where}: expected an int, or an array of one integer, got {describe_value(value)}"
+        ) from None
+
+
+def check_indices(values: object, where: str) -> list[int]:
+    """Convert an argument that must be a list of integers, such as ranks, to a list of ints.
+
+    values: an iterable whose items ``check_index`` accepts; text and bytes are rejected.
+
+    Raises ArgumentTypeError for anything else.
+    """
+    try:
+        if isinstance(values, (str, bytes, bytearray, memoryview)):
+            raise TypeError
+        items = list(values)  # type: ignore[call-overload]
+    except TypeError:  # of an array without a dimension, too
+        raise ArgumentTypeError(
+            f"{where}: expected a list of ints, got {describe_value(values)}"
+        ) from None
+    return [check_index(item, f"{where}[{i}]") for i, item in enumerate(items)]
+
+
+def describe_value(value: object) -> str:
+    """Return the type of a wrong argument, with the value where that is short."""
+    kind = type(value).__name__
+    return f"{kind} {value!r}" if isinstance(value, (str, bytes, float, complex)) else kind

@@ -84,9 +84,10 @@ NO_COMMUNICATORS = {
     "self._sock": "a socket",
     "peer.sock": "a socket",
     "sock": "a socket",
+    "manager": "a connection to the process manager (launch/exit_hooks.py), which sends text",
 }
 #: Where ``self`` is not a communicator.
-SELF = {"launch/session.py"}
+SELF = {"launch/session.py", "torch/collectives.py"}
 
 
 def find_pickling(source: str, file: str) -> list[str]:

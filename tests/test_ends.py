@@ -279,7 +279,7 @@ def test_a_failure_before_the_group_ends_the_job(
 ) -> None:
     ended.badly(word)
     assert ended.code == code and ended.out == "", ended
-    assert ended.err.count("Traceback") == ("exit" not in end), ended
+    assert ended.err.count("[rank 1] Traceback") == ("exit" not in end), ended
 
 
 @job("""

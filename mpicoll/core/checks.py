@@ -288,7 +288,7 @@ def _alike(
     if recv.count != send.count:
         raise ArgumentError(
             f"{primitive.name}: {primitive.output} has {format_count(recv.count, 'element')}, "
-            f"{primitive.input} {send.count}; expected as many"
+            f"{primitive.input} {send.count}; expected the same number"
         )
     return send, recv, send.count
 

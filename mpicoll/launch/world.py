@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicoll import communicators, control_messages
-from mpicoll.errors import LaunchError
+from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
 from mpicoll.launch.environment import (
     LOOPBACK,
     Bootstrap,
@@ -163,7 +163,10 @@ def tell_failure(
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(Exception))
         runs = mpi is not None and mpi.Is_initialized()
-        found = None if given is None else find_rendezvous(init_method, given, _TELL_TIMEOUT_S)
+        found = None
+        if given is not None:
+            with contextlib.suppress(ArgumentError, UnsupportedError):  # the error may be in these
+                found = find_rendezvous(init_method, given, _TELL_TIMEOUT_S)
         if found is not None and found.world_size > 1:
             is_part = runs and found.world_size < mpi.COMM_WORLD.Get_size()
             if is_part or not (runs or is_started_by_mpi()):

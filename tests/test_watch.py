@@ -488,6 +488,8 @@ def test_ranks_of_other_nodes_are_victims_of_the_first(
         os.kill(process.pid, KILL)
     text = head.end()
     assert said.format(pid) in text and text.count("mpicoll: ") == 1, text
+    for line in head.guard._lines.values():  # as the end of its process does
+        line.sock.close()
     assert other.end() == ""
 
 

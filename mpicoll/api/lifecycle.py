@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -305,7 +306,7 @@ def begin(
         with launch.start(rendezvous, limit, given, prepare) as world:
             has_begun = True
             level = levels.from_environment() if reproducible is None else reproducible
-            _renumber(plain(world))
+            _renumber(world)
             agree(world, facts)
             lost_ranks.start(world)
             levels.agree(world, level, "init_process_group")
@@ -342,12 +343,14 @@ _members: list[int | None] = []
 
 
 def _renumber(world: MPI.Intracomm) -> None:
-    """Leave the node monitor if the new default group numbers the processes differently."""
+    """Leave the node monitor if the new group numbers a process differently. All ranks call."""
     global _members
     from mpi4py import MPI
 
-    members = list(communicators.translate_ranks(world, MPI.COMM_WORLD))
-    if _members and members != _members:
+    members = list(communicators.translate_ranks(plain(world), MPI.COMM_WORLD))
+    has_changed = array("i", [bool(_members) and members != _members])
+    world.Allreduce(MPI.IN_PLACE, [has_changed, MPI.INT], MPI.MAX)
+    if has_changed[0]:
         guarding.renew()
     _members = members
 

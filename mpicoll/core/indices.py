@@ -8,11 +8,15 @@ from mpicoll.errors import ArgumentTypeError
 
 __all__ = ["check_index", "check_indices", "describe_value"]
 
+#: Maximum number of characters of a value that a message shows.
+_MAX_SHOWN_COUNT = 40
+
 
 def check_index(value: object, where: str) -> int:
     """Convert an argument that must be one integer, such as a rank or a tag, to an int.
 
-    value: an int of Python or NumPy, or an array or tensor of one integer. True is 1, as in Python.
+    value: an int of Python or NumPy, an array without dimensions or a tensor of one integer. True
+        is 1, as in Python.
     where: operation and argument, which begin the message ("broadcast: src").
 
     Raises ArgumentTypeError for anything else.
@@ -21,7 +25,7 @@ def check_index(value: object, where: str) -> int:
         return int(operator.index(value))  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # the last two of arrays
         raise ArgumentTypeError(
-            f"{where}: expected an int, or an array of one integer, got {describe_value(value)}"
+            f"{where}: expected an int of Python, NumPy or torch, got {describe_value(value)}"
         ) from None
 
 
@@ -45,5 +49,6 @@ def check_indices(values: object, where: str) -> list[int]:
 
 def describe_value(value: object) -> str:
     """Return the type of a wrong argument, with the value where that is short."""
-    kind = type(value).__name__
-    return f"{kind} {value!r}" if isinstance(value, (str, bytes, float, complex)) else kind
+    kind, text = type(value).__name__, repr(value)
+    is_short = isinstance(value, (str, bytes, float, complex)) and len(text) <= _MAX_SHOWN_COUNT
+    return f"{kind} {text}" if is_short else kind

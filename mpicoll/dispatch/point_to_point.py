@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from mpicoll import launch
+from mpicoll import communicators, launch
 from mpicoll.arrays import adapters
 from mpicoll.arrays.views import DeviceView, View
 from mpicoll.core.groups import ProcessGroup, default_group
@@ -96,6 +96,7 @@ class MessageWork(Work):
         "_land",
         "_lock",
         "_nbytes",
+        "_next_check",
         "_packed",
         "_peer",
         "_post",
@@ -137,6 +138,7 @@ class MessageWork(Work):
         self._peer = peer
         self._tag = tag
         self._lock = threading.Lock()
+        self._next_check = time.monotonic() + _LOOK
         self._source = -1
         self._status = MPI.Status()
         self._fill, self._is_due, self._post = fill, is_due, post
@@ -173,6 +175,18 @@ class MessageWork(Work):
         return True
 
     def poll(self) -> bool:
+        """Test the request, unless another thread does; True once the message is complete.
+
+        At intervals, also look for a message that has another dtype, and end with an error.
+        """
+        if self._test():
+            return True
+        if self._receives and (now := time.monotonic()) > self._next_check:
+            self._next_check = now + _LOOK
+            self._check_dtype()
+        return self._finished
+
+    def _test(self) -> bool:
         """Test the request, unless another thread does; True once the message is complete."""
         if self._finished or not self._lock.acquire(blocking=False):
             return self._finished
@@ -240,7 +254,7 @@ class MessageWork(Work):
         moment = deadline(limit)
         look = time.monotonic() + _LOOK
         spins = 0
-        while not self.poll():
+        while not self._test():
             spins += 1
             if spins < _SPINS:
                 continue
@@ -279,19 +293,32 @@ class MessageWork(Work):
         from mpi4py import MPI
 
         status = MPI.Status()
-        for dtype in DTYPES:
-            if dtype is not view.dtype and self._group.messages.Iprobe(
-                self._peer, _with_dtype(self._tag, dtype), status
-            ):
-                sender = self._group.ranks[status.Get_source()]
-                self._give_up(
-                    MismatchError(
-                        f"{self.description}: expected a message of {view.dtype} with tag "
-                        f"{self._tag}, got one of {dtype} from rank {sender}: sender and receiver "
-                        "must give arrays of one dtype"
+        try:
+            arrived = next(
+                (
+                    dtype
+                    for dtype in DTYPES
+                    if dtype is not view.dtype
+                    and self._group.closed is None
+                    and self._group.messages.Iprobe(
+                        self._peer, _with_dtype(self._tag, dtype), status
                     )
+                ),
+                None,
+            )
+        except MPI.Exception as error:
+            if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
+                raise
+            return
+        if arrived is not None:
+            sender = self._group.ranks[status.Get_source()]
+            self._give_up(
+                MismatchError(
+                    f"{self.description}: expected a message of {view.dtype} with tag "
+                    f"{self._tag}, got one of {arrived} from rank {sender}: sender and receiver "
+                    "must give arrays of one dtype"
                 )
-                return
+            )
 
     def _give_up(self, error: BaseException) -> None:
         """End with an error, unless the message is complete after all.

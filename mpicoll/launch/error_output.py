@@ -25,8 +25,11 @@ from mpicoll.settings import DEBUG
 __all__ = ["claim", "format_error", "format_stack", "print_once", "with_rank"]
 
 _HOME = str(Path(mpicoll.__file__).parent) + os.sep
-#: The files of torch's functions that call a backend, and of the decorator around them.
-_WRAPPERS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+#: The files of torch's functions that call a backend, of the decorator around them, and of context
+#: managers.
+_WRAPPERS = (
+    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "/contextlib.py",
+)  # fmt: skip
 #: Seconds that a rank waits for another one, which prints the same error and then ends the job.
 _PRINTING_TIMEOUT_S = 10.0
 _CHECK_INTERVAL_S = 0.05

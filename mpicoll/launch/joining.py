@@ -102,7 +102,8 @@ def send_failure(rendezvous: Rendezvous, text: str, limit: float) -> None:
     """
     (watch,), _ = _find(rendezvous, limit, time.monotonic() + limit, node(), ["watch"])
     with Session(watch, -1, rendezvous.rank, rendezvous.world_size, "") as session:
-        session.send(f"failed {' '.join(text.split())[: _LONGEST // 2]}")
+        words = " ".join(text.split()).encode("ascii", "backslashreplace").decode()
+        session.send(f"failed {words[: _LONGEST // 2]}")
         end = time.monotonic() + limit
         while rendezvous.rank == 0 and session.receive(max(0.0, end - time.monotonic())):
             pass

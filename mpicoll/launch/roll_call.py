@@ -133,7 +133,7 @@ def run_on_each(comm: MPI.Intracomm, step: Callable[[], T]) -> T:
 
 def _pack(wanted: int, error: Exception | None) -> bytes:
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    return _RECORD.pack(error is not None, wanted, text.encode()[:_TEXT_BYTES])
+    return _RECORD.pack(error is not None, wanted, text.encode("utf-8", "replace")[:_TEXT_BYTES])
 
 
 def _quote(rank: int, text: bytes) -> LaunchError:

@@ -194,6 +194,8 @@ _PART_TAG = 0x2D1
 
 #: Whether all ranks of MPI_COMM_WORLD have MPI_THREAD_MULTIPLE, once they have agreed on it.
 _world_is_thread_multiple: bool | None = None
+#: Whether a group of this process has a rank without MPI_THREAD_MULTIPLE.
+_is_serialized = False
 
 
 def _is_thread_multiple(mpi: ModuleType, comm: MPI.Intracomm | None) -> bool:
@@ -203,13 +205,14 @@ def _is_thread_multiple(mpi: ModuleType, comm: MPI.Intracomm | None) -> bool:
     another, and the two do not match. The world is asked once: later one of its ranks may be lost,
     and no watchdog runs yet.
     """
-    global _world_is_thread_multiple
+    global _is_serialized, _world_is_thread_multiple
     if comm is None and _world_is_thread_multiple is not None:
         return _world_is_thread_multiple
     own = array("i", [mpi.Query_thread() == mpi.THREAD_MULTIPLE])
     (comm or mpi.COMM_WORLD).Allreduce(mpi.IN_PLACE, [own, mpi.INT], mpi.MIN)
     if comm is None:
         _world_is_thread_multiple = bool(own[0])
+    _is_serialized = _is_serialized or not own[0]
     return bool(own[0])
 
 
@@ -218,7 +221,7 @@ def is_serialized() -> bool:
 
     See launch/serialized_mpi.py.
     """
-    return _world_is_thread_multiple is False
+    return _is_serialized
 
 
 _has_warned = False

@@ -36,7 +36,12 @@ def _wrap(kind: Any) -> None:
         note = getattr(pg, "note_hook", None)
         if note is not None:
             note(key)
-        hook = attach(pg, *args, **kwargs)
+        try:
+            hook = attach(pg, *args, **kwargs)
+        except BaseException:
+            if note is not None:
+                pg.forget_hook(key)
+            raise
         if note is not None:
             noted[hook] = weakref.ref(pg), key
         return hook

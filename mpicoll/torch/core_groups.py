@@ -166,7 +166,7 @@ def merge(
     except RuntimeError as error:
         came = sum(store.check([key]) for key in keys)
         raise CollectiveTimeoutError(
-            f"merge_remote_group: {came} of {size} processes came within {limit:g} s; let all of "
+            f"merge_remote_group: {came} of {size} processes came in time; let all of "
             "them call with the same store, or give a longer timeout"
         ) from error
     ranks = [int(store.get(key)) for key in keys]

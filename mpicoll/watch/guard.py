@@ -50,6 +50,8 @@ _END_TIMEOUT_S, _DYING_TIMEOUT_S, _NODES_TIMEOUT_S, _GRACE = 0.1, 2.0, 0.5, 10.0
 #: Maximum number of connections of each kind that have not identified themselves: the oldest one
 #: makes room for another.
 _MAX_STRANGERS = 64
+#: Seconds that the head may take to start, before another monitor stops trying to connect.
+_CONNECT_TIMEOUT_S = 30.0
 #: Flag of a process that is exiting, in /proc/PID/stat.
 _PF_EXITING = 4
 #: Asks Linux how the process of a pidfd has ended (since 6.15), and where the answer has that.
@@ -531,7 +533,8 @@ class Guard:
     def _drop_silent(self, now: float) -> None:
         """Drop connections that have not identified themselves, or asked, in time."""
         for line in list(self._lines.values()):
-            if not line.peer and now - line.since > ANSWER_TIMEOUT_S:
+            limit = _CONNECT_TIMEOUT_S if line in self._dialing else ANSWER_TIMEOUT_S
+            if not line.peer and now - line.since > limit:
                 self._drop(line)
 
     def _send(self, line: JsonLines, message: dict[str, Any]) -> None:
@@ -595,8 +598,8 @@ class Guard:
         elif message.get("ask"):
             self._answer(line, message)
         elif line is self._head:
+            self._is_decided = True  # the head has reported the cause
             if "end" in message:
-                self._is_decided = True
                 self._end_ranks(str(message["end"]))
         else:
             self._handle_news(message)
@@ -777,7 +780,9 @@ class Guard:
         self._decide_soon()
 
     def _add_ending(self, ending: Ending) -> None:
-        self._endings.append(ending)
+        rank = ending.snapshot["rank"]
+        if all(one.snapshot["rank"] != rank for one in self._endings):
+            self._endings.append(ending)
         self._decide_soon()
 
     def _decide_soon(self) -> None:
@@ -800,6 +805,8 @@ class Guard:
                 self._tell_loss(cause)
                 continue
             self._is_decided = True
+            for line in list(self._nodes.values()):
+                self._send(line, {"decided": True})
             if cause.code >= 0:
                 alike = [one.snapshot for one in self._endings if one.code == cause.code]
                 _say(report.describe_exit(alike, self.size, cause.code), self._stderr)

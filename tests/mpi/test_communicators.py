@@ -412,7 +412,8 @@ def test_operations_of_mpi_that_have_no_counterpart(world, mpi):
             with pytest.raises(dist.UnsupportedError, match=f": op: {name} has no counterpart"):
                 dist.all_reduce_coalesced([np.ones(2)], op)
         for wrong in ([dist.ReduceOp.SUM], "sum", np.ones(1)):
-            words = f"all_reduce: op: expected a mpicoll.ReduceOp, got {type(wrong).__name__}"
+            kind = type(wrong).__name__
+            words = f"all_reduce: op: expected a mpicoll.ReduceOp such as ReduceOp.SUM, got {kind}"
             with pytest.raises(TypeError, match=words):
                 dist.all_reduce(np.ones(2), wrong)
         with pytest.raises(ValueError, match="BAND has no meaning for float64"):

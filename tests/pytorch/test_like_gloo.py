@@ -55,7 +55,9 @@ METHODS = {
     "reduce": lambda g, n: g.reduce(tensors(1), ReduceOptions()),
     "allgather": lambda g, n: g.allgather([tensors(n)], tensors(1)),
     "_allgather_base": lambda g, n: g._allgather_base(torch.ones(4 * n), torch.ones(4)),
-    "allgather_coalesced": lambda g, n: g.allgather_coalesced([tensors(2)] * n, tensors(2)),
+    "allgather_coalesced": lambda g, n: g.allgather_coalesced(
+        [tensors(2) for _ in range(n)], tensors(2)
+    ),
     "all_gather_single_coalesced": lambda g, n: method(
         g, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
     )(tensors(2, 4 * n), tensors(2)),

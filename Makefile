@@ -76,13 +76,14 @@ help:  ## list the targets
 
 # A rank for each processor that this process may use, from 2 to 4. (nproc would say OMP_NUM_THREADS.)
 RANKS = $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_getaffinity(0)))))')
+BOUND = $(patsubst $(CURDIR)/%,%,$(START))$(if $(MPIEXEC),, --bind-to core)
 demo: $(VENV)/.demo  ## train a small network on 2 to 4 ranks, then compare all_reduce with MPI alone
 	@echo 'training a network on $(RANKS) ranks (jobs/train_digits.py)'
 	@$(START) -n $(RANKS) $(VENV)/bin/python jobs/train_digits.py
 	@echo 'timing all_reduce on $(RANKS) ranks (python -m mpicoll bench)'
 	@$(START) -n $(RANKS) $(VENV)/bin/python -m mpicoll bench all_reduce -b 1K -e 4M -f 64 \
 	    -d float,bfloat16 --compare all --short
-	@echo 'Try next: $(patsubst $(CURDIR)/%,%,$(START)) -n $(RANKS) $(VENV)/bin/python -m mpicoll doctor'
+	@echo 'Try next: OMP_NUM_THREADS=1 $(BOUND) -n $(RANKS) $(VENV)/bin/python -m mpicoll doctor'
 
 torch: $(VENV)/.demo  ## add PyTorch, which is large, to what `make demo` installs
 	$(call install,$(or $(TORCH),torch),'$(or $(TORCH),torch)')

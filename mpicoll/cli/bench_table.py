@@ -171,6 +171,10 @@ def noise(results: Sequence[Result]) -> float:
     return statistics.median(spreads) if spreads else 0.0
 
 
+#: Maximum load average per processor. A job that has just ended on all processors leaves up to 1.
+_MAX_LOAD = 1.5
+
+
 def noise_warning(noise: float, load: float, crowded: bool) -> list[str]:
     """Return lines that say that the times are not reliable; none if they are.
 
@@ -178,10 +182,10 @@ def noise_warning(noise: float, load: float, crowded: bool) -> list[str]:
     load:    the load average before the start, per processor of the busiest node.
     crowded: whether there are more ranks than processors.
     """
-    if noise <= MAX_SPREAD and load <= 1:
+    if noise <= MAX_SPREAD and load <= _MAX_LOAD:
         return []
     reasons = [f"times vary by {noise:.0%}, more than {MAX_SPREAD:.0%}"] * (noise > MAX_SPREAD)
-    if load > 1:
+    if load > _MAX_LOAD:
         reasons.append(f"the load average was {load:.1f} per processor before the start")
     remedy = "Start no more ranks than processors" if crowded else "Stop other programs"
     return [f"NOT RELIABLE: {' and '.join(reasons)}. {remedy}, and run bench again"]

@@ -504,9 +504,9 @@ def test_refused_splits(world):
     x, y = np.zeros((n, 2)), np.zeros((n, 2))
     good = [1] * n
     for sizes, words in (
-        ([1] * (n + 1), "sizes, one a rank"),
+        ([1] * (n + 1), "sizes?, one a rank"),
         ([2] + [1] * (n - 1), "do not add up"),
-        ([-1, 2] + [1] * (n - 1), "sizes, one a rank"),
+        ([-1, 2] + [1] * (n - 1), "sizes?, one a rank"),
         ([n + 1] + [0] * (n - 2) + [-1] * (n > 1), "do not add up"),
     ):
         for pair, name in (((sizes, good), "output"), ((good, sizes), "input")):

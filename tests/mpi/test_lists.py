@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from conftest import team as group_of
 from driver import Call, legal_operations
 
 import mpicoll as dist
+from mpicoll.arrays.adapters import build_view
+from mpicoll.arrays.views import find_shared
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import tuning
@@ -121,3 +125,38 @@ def test_outputs_that_share_memory(world, name):
                 dist.ArgumentError, match=rf"^{name}: \S+: \[0\] and \[1\] share memory"
             ):
                 run(outputs)
+
+
+def test_arrays_that_share_memory_are_found_as_by_numpy():
+    """Random blocks of one table: columns, which have a separate path, rows and both."""
+    random = np.random.default_rng(3)
+    found = set()
+    for _ in range(300):
+        table = np.zeros((4, 12), np.float32)
+        blocks = []
+        for _ in range(random.integers(2, 5)):
+            first, last = sorted(random.integers(0, 13, 2))
+            rows = (
+                slice(None) if random.random() < 0.7 else slice(*sorted(random.integers(0, 5, 2)))
+            )
+            blocks.append(table[rows, first:last])
+        pairs = {
+            (i, j)
+            for i, j in itertools.combinations(range(len(blocks)), 2)
+            if np.shares_memory(blocks[i], blocks[j])
+        }
+        shared = find_shared([build_view(block, True, "block") for block in blocks])
+        assert (shared in pairs) if pairs else shared is None, [block.shape for block in blocks]
+        found.add(shared is None)
+    assert found == {True, False}
+
+
+def test_messages_count_in_words_and_suggest_swapped_arguments(world):
+    x, out = np.zeros(1), np.zeros(world.size + 2)
+    with pytest.raises(dist.ArgumentError, match=r"has 1 element[ ,;]"):
+        dist.all_gather_single(x, out)
+    if world.size > 1:
+        with pytest.raises(dist.ArgumentError, match=r"the output comes first"):
+            dist.all_gather_single(x, np.zeros(world.size))
+        with pytest.raises(dist.ArgumentError, match=r"the output comes first"):
+            dist.reduce_scatter_single(np.zeros(world.size), x)

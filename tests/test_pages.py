@@ -213,7 +213,7 @@ def test_what_needs_an_engine_is_run_on_it() -> None:
 #: The programs of others, and those of their options that the pages may name.
 PROGRAMS_OF_OTHERS = {
     "mpirun": "-n --with-ft --mca --host --hostfile --map-by --oversubscribe -f -hosts -ppn",
-    "mpiexec": "-n -disable-auto-cleanup -genv -hosts -ppn",
+    "mpiexec": "-n --bind-to -disable-auto-cleanup -genv -hosts -ppn",
     "srun": "-n -N --mpi --ntasks --nodes --ntasks-per-node --overlap --kill-on-bad-exit --pty "
     "--cpu-bind --cpus-per-task --gpus-per-node",
     "sbatch": "--nodes --ntasks --ntasks-per-node --export --array",

@@ -470,7 +470,7 @@ def post(
     if peer is None:
         peer = find_source(name, group, None, None)
     else:
-        peer = check_index(peer, f"{name}: rank")
+        peer = execute.find_root(name, group, "src" if receives else "dst", None, peer)
     return in_background(begin_message(group, name, tensor, peer, tag, receives))
 
 

@@ -465,12 +465,13 @@ def look_after(item: Pollable) -> None:
 def post(
     group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
 ) -> MessageWork:
-    """Begin to send an array to a rank in the group, or to receive one; None: from any rank."""
+    """Begin to send an array to a rank in the group, or to receive one; None: from any rank.
+
+    peer: as ``find_root`` or ``find_source`` returns it, or None.
+    """
     tag = check_tag(group, name, tag)
     if peer is None:
         peer = find_source(name, group, None, None)
-    else:
-        peer = execute.find_root(name, group, "src" if receives else "dst", None, peer)
     return in_background(begin_message(group, name, tensor, peer, tag, receives))
 
 

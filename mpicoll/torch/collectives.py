@@ -544,6 +544,9 @@ class Collectives:
 
     def _post_message(self, name: str, tensor: Tensor, peer: int | None, tag: int) -> c10d.Work:
         with self._record_event(name, tensor):
+            if peer is not None:
+                argument = "dst" if name == "send" else "src"
+                peer = execute.find_root(name, self.core, argument, None, peer)
             work = point_to_point.post(self.core, name, tensor, peer, tag, name != "send")
         pending = ReceiveWork(self.core, work, work.outputs, name)
         self._add_to_batch(pending)

@@ -101,8 +101,9 @@ test-torch-latest:  ## the tests that need PyTorch, with the newest release, whi
 	@$(MAKE) --no-print-directory environment MPI=mpich VENV=$(LATEST) TORCH=torch
 	$(PYTHON) tests/run.py mpich=$(LATEST) $(ARGS) -- tests/pytorch tests/test_torch_front.py
 
-# Too long for each change: PyTorch's newest release, its own tests, faults under torchrun.
-test-nightly:  ## test-torch-latest, PyTorch's own tests on 2 ranks, faults under torchrun
+# Too long for each change: client libraries, PyTorch's newest release and own tests, a third launcher.
+test-nightly:  ## test-clients, test-torch-latest, PyTorch's own tests on 2 ranks, faults under torchrun
+	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-torch-latest
 	$(MAKE) --no-print-directory test-torch-suite \
 	    ARGS='--backend mpicoll mpi --world-size 2 --record --jobs 2'

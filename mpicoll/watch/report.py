@@ -25,7 +25,7 @@ Snapshot = dict[str, Any]
 #: Most lines of a report.
 LINES = 40
 #: Most frames of a stack in a report, and runs of ranks in a line.
-_FRAMES, _RUNS = 4, 8
+_FRAMES, _RUNS = 6, 8
 
 #: Where signals most likely come from.
 _HINTS = {

@@ -184,7 +184,7 @@ def tell_failure(
             call_roll(world, None, error)
 
 
-#: Seconds within which the other ranks have to come to be told of a failure.
+#: Seconds that a failed rank waits for the other ranks, to notify them.
 _TELL_TIMEOUT_S = 5.0
 
 

@@ -146,6 +146,7 @@ def hear(group: ProcessGroup, rank: int) -> None:
         group,
         f"rank {group.ranks[rank]} has closed group {group.group_name}: others did not come within "
         f"its timeout{limit}",
+        closer=rank,
     )
 
 
@@ -156,11 +157,18 @@ def receive(group: ProcessGroup) -> None:
             hear(group, rank)
 
 
-def _close(group: ProcessGroup, why: str, patience: float = 0.0, number: int | None = None) -> None:
+def _close(
+    group: ProcessGroup,
+    why: str,
+    patience: float = 0.0,
+    number: int | None = None,
+    closer: int | None = None,
+) -> None:
     """Close a group.
 
     patience: seconds to wait for the other ranks' flight records.
     number: of the call that the group is closed for, if only while that lasts.
+    closer: group rank that closed the group first, if not this one.
     """
     call = f"call {group.sequence}, {describe_call(group.recent[-1])}"
     recorded, kind, *_ = group.recent[-1]
@@ -168,7 +176,7 @@ def _close(group: ProcessGroup, why: str, patience: float = 0.0, number: int | N
     name = group.doing or (call.split()[2] if known else "a call")
     where = f"after {call}" if group.doing else f"in {call}"
     text = (
-        f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: {_describe_ranks(group)}. "
+        f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: {_describe_ranks(group, closer)}. "
         f"{_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
     )
     if group.broken is not None or group.closed is not None:
@@ -206,8 +214,12 @@ def _shut(
 # --- in words -----------------------------------------------------------------------------------
 
 
-def _describe_ranks(group: ProcessGroup) -> str:
-    """Describe where the others are among the group's calls, as far as that is known here."""
+def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
+    """Describe the last known call of each other rank.
+
+    closer: group rank that closed the group. It has continued since, so that the node monitor does
+        not know where it waited.
+    """
     known: dict[int, tuple[int, str]] = {}
     for name in ("shared", "hierarchical"):
         memory = group.resources.find(name)
@@ -227,7 +239,8 @@ def _describe_ranks(group: ProcessGroup) -> str:
             texts[rank] = "here"
     # The guard watches all ranks of a node; a hang report has the same text.
     for rank, text in guarding.ask_about(group).items():
-        texts[group.ranks.index(rank)] = text
+        if group.ranks.index(rank) != closer:
+            texts[group.ranks.index(rank)] = text
     ranks_of: dict[str, list[int]] = {}
     for rank in range(group.size()):
         if rank != group.rank():

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from conftest import BACKEND
 from inputs import equal
 
+from mpicoll import MpicollError
+
 #: The last rank, as a program may compute it.
 INTEGERS = {
     "NumPy's scalar": np.int64,
@@ -61,6 +63,14 @@ def gather(world, function, *, fits=True, **root):
     function(value(world), into, **root)
     if at_root:
         equal(torch.stack(into), torch.stack(values(world)))
+
+
+def gather_single(world, function, *, fits=True, **root):
+    at_root = fits and world.me == world.size - 1
+    into = torch.zeros(world.size, 2) if at_root else None
+    function(value(world), into, **root)
+    if at_root:
+        equal(into, torch.stack(values(world)))
 
 
 def scatter(world, function, *, fits=True, **root):
@@ -141,12 +151,14 @@ def p2p(world, function, **peer):
     send(world, batch, **peer)
 
 
-#: A call of each function, on the last rank as root or peer. All but broadcasts, reductions and
-#: messages need ``fits=False`` with a wrong rank: torch checks a list against the rank by itself.
+#: A call of each function, with the last rank as root or peer. With ``fits=False`` the rank is
+#: wrong and no rank passes a list, because torch itself compares a list with the rank.
 CALLS = {
     "broadcast": broadcast,
     "reduce": reduce,
     "gather": gather,
+    "gather_single": gather_single,  # from torch 2.15 on, and so is its older name
+    "gather_into_tensor": gather_single,
     "scatter": scatter,
     "broadcast_object_list": broadcast_object_list,
     "gather_object": gather_object,
@@ -159,6 +171,7 @@ CALLS = {
     "recv_object_list": recv_object_list,
     "P2POp": p2p,
 }
+CALLS = {name: call for name, call in CALLS.items() if hasattr(dist, name)}
 
 
 def rank_arguments(function):
@@ -166,16 +179,9 @@ def rank_arguments(function):
 
 
 def test_every_function_with_a_rank_argument_has_a_row():
-    functions = {name for name in dir(dist) if not name.startswith("_")}
-    found = {
-        name
-        for name in functions
-        if callable(getattr(dist, name))
-        and getattr(dist, name).__module__ == "torch.distributed.distributed_c10d"
-        and (inspect.isfunction(getattr(dist, name)) or name == "P2POp")
-        and rank_arguments(getattr(dist, name))
-    }
-    assert {name for name in found if "tensor" not in name} - CALLS.keys() == set()
+    public = {name: made for name, made in vars(dist).items() if not name.startswith("_")}
+    functions = {n: f for n, f in public.items() if inspect.isfunction(f) or f is dist.P2POp}
+    assert {name for name, function in functions.items() if rank_arguments(function)} == {*CALLS}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -223,17 +229,11 @@ def test_a_method_of_a_group_rejects_a_value_that_is_no_rank(world):
         for wrong in [*NO_RANKS, torch.tensor(1.5), np.float32(1)]:
             with pytest.raises((TypeError, ValueError), match=name.split()[0]) as caught:
                 call(wrong)
-            assert isinstance(caught.value, dist_error()), (name, wrong, caught.value)
+            assert isinstance(caught.value, MpicollError), (name, wrong, caught.value)
             check_usable(world)
     mine = value(world)
     group.broadcast([mine], torch.tensor(world.size - 1)).wait()
     equal(mine, value(world, world.size - 1))
-
-
-def dist_error():
-    from mpicoll import MpicollError
-
-    return MpicollError
 
 
 def check_usable(world):

@@ -414,7 +414,7 @@ def test_a_list_is_not_a_single_call(world, size):
     if not team.group.resources.find("shared"):  # MPI would wait
         return
     for odd in range(team.size):
-        lists = [array] if team.me == odd else [array, array]
+        lists = [array] if team.me == odd else [array, array.copy()]
         with pytest.raises(MismatchError, match=f"1 x {size} elements.*2 x {size} elements|"
                            f"2 x {size} elements.*1 x {size} elements"):  # fmt: skip
             dist.all_reduce_coalesced(lists, group=team.group)
@@ -451,7 +451,7 @@ def test_one_of_the_list_is_refused(world):
         assert dist.group.WORLD.sequence == before
         assert all((one == 1).all() for one in arrays)
     with pytest.raises(ValueError, match="AVG has no meaning"):
-        dist.all_reduce_coalesced([np.ones(2, int)] * 2, ReduceOp.AVG)
+        dist.all_reduce_coalesced([np.ones(2, int), np.ones(2, int)], ReduceOp.AVG)
     n = world.size
     with pytest.raises(ValueError, match=f"expected {n} x 3"):
         outputs, inputs = [np.ones(n * 3), np.ones(n * 3 + 1)], [np.ones(3)] * 2

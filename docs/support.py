@@ -1,5 +1,5 @@
-"""Writes the tables of api.md, gpu.md and launching.md from the project's own tables, and the
-figure of performance.md from that page's tables.
+"""Writes the tables of api.md, gpu.md, launching.md and settings.md from the project's own tables,
+and the figure of performance.md from that page's tables.
 
 python docs/support.py          rewrite what is between the marks
 python docs/support.py --check  exit code 1 if that would change anything
@@ -16,20 +16,21 @@ from pathlib import Path
 import figure
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind
-from mpicoll.launch.launchers import LAUNCHERS, Dialect, Launcher
+from mpicoll.launch.launchers import LAUNCHERS, Launcher
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import registry
 from mpicoll.settings import SETTINGS
 
 BEGIN, END = "<!-- {}: begin (docs/support.py) -->\n", "<!-- {}: end -->\n"
 
-_IN_WORDS = {
-    Layout.IN_PLACE: "one array, in place",
-    Layout.GATHERED: "the inputs of all ranks, in rank order",
-    Layout.SCATTERED: "one block for each rank, in rank order",
-    Layout.EXCHANGED: "one block for and from each rank",
-    Layout.ALIKE: "one array in, one out, of as many elements",
-    Layout.EMPTY: "no array",
+#: The arrays of a layout; with a list of arrays on one side or both; n is the number of ranks.
+_ARRAYS = {
+    Layout.IN_PLACE: ("one array, in place", ""),
+    Layout.GATHERED: ("output: n times the input", "output: list of n arrays"),
+    Layout.SCATTERED: ("input: n times the output", "input: list of n arrays"),
+    Layout.EXCHANGED: ("n blocks in, n blocks out", "list of n arrays in, list of n arrays out"),
+    Layout.ALIKE: ("input and output of equal size", ""),
+    Layout.EMPTY: ("none", ""),
 }
 
 
@@ -39,30 +40,33 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def tables() -> str:
-    """The table of primitives and the table of dtypes and operations."""
-    primitives = [
+def primitives() -> str:
+    """The table of primitives."""
+    rows = [
         [
-            f"`{row.name}`" + "".join(f", `{alias}`" for alias in row.aliases),
-            _IN_WORDS[row.layout] + (", as a list" if row.listed else ""),
+            ", ".join(f"`{name}`" for name in (row.name, *row.aliases)),
+            _ARRAYS[row.layout][row.listed],
             f"`{row.root}`" if row.root else "",
-            "yes" if row.reduces else "",
             f"`MPI_{row.mpi}`",
         ]
         for row in PRIMITIVES
     ]
-    dtypes = [
-        [
-            f"`{row.name}`",
-            "logical" if row.kind is Kind.BOOL else row.accumulate.name,
-            *("yes" if row.kind in op.kinds else "refused" for op in OPERATIONS),
-        ]
-        for row in DTYPES
-    ]
-    return (
-        table(["primitive", "arrays", "root", "combines", "in MPI"], primitives)
-        + "\nEvery dtype is moved by every primitive; these are the reductions:\n\n"
-        + table(["dtype", "computed in", *(op.name for op in OPERATIONS)], dtypes)
+    return table(["function", "arrays", "root", "in MPI"], rows)
+
+
+def reductions() -> str:
+    """The table of dtypes and operations: dtypes with the same operations share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in DTYPES:
+        is_own = row.accumulate.name == row.name
+        computed = (
+            "logic" if row.kind is Kind.BOOL else "the same" if is_own else row.accumulate.name
+        )
+        allowed = ", ".join(op.name for op in OPERATIONS if row.kind in op.kinds)
+        rows.setdefault((computed, allowed), []).append(f"`{row.name}`")
+    return table(
+        ["dtype", "computed in", "operations"],
+        [[", ".join(names), *words] for words, names in rows.items()],
     )
 
 
@@ -70,7 +74,7 @@ def environment() -> str:
     """The table of environment variables."""
     link = partial(re.sub, r"\b(\w+\.md)\b", r"[\1](\1)")
     rows = [[f"`{each.name}`", each.expected, link(each.effect)] for each in SETTINGS]
-    return table(["variable", "value", "what it does"], rows)
+    return table(["variable", "value", "effect"], rows)
 
 
 def waiting() -> str:
@@ -82,41 +86,19 @@ def waiting() -> str:
     return table(["route", "the host waits"], rows)
 
 
-def _gives(launcher: Launcher) -> str:
-    """Where the rank and the number of ranks are, and those on the node."""
-    if not launcher.marks:
-        return "a batch system: it starts no ranks itself"
-    named = {
-        "rank": [launcher.rank],
-        "size": [launcher.size],
-        "local rank": launcher.local_rank,
-        "local size": [launcher.local_size],
-    }
-    words = [f"{what} `{name}`" for what, names in named.items() for name in names if name]
-    return ", ".join(words)
+def _variables(launcher: Launcher) -> str:
+    """The variables with rank, size, local rank and local size."""
+    named = (launcher.rank, launcher.size, *launcher.local_rank, launcher.local_size)
+    return ", ".join(f"`{name}`" for name in named if name)
 
 
-_LISTENERS = {
-    Dialect.PMI: "PMI: MPICH, Intel MPI, Cray MPICH, MVAPICH",
-    Dialect.PMIX: "PMIx: Open MPI, and libraries that were built with PMIx",
-}
-
-
-#: What starts ranks without variables of its own: how it is recognised, and what it gives.
+#: Starters that set no variables of their own: how they are recognised, and their variables.
 _OTHERS = {
     "`torch.multiprocessing`": (
-        "a child of `multiprocessing`: what a launcher has set is for its parent",
-        "the arguments `rank` and `world_size`, of the program",
+        "a child of `multiprocessing`; variables of a launcher are ignored",
+        "the arguments `rank` and `world_size`",
     ),
-    "processes by hand": (
-        "`RANK` and `WORLD_SIZE`, with `MASTER_ADDR` and `MASTER_PORT` or an `init_method`; or "
-        "arguments",
-        _gives(LAUNCHERS[0]),
-    ),
-    "Ray, Spark, Dask": (
-        "as by hand: `run` takes away what makes the worker a rank of a launcher",
-        _gives(LAUNCHERS[0]),
-    ),
+    "processes by hand; Ray, Spark, Dask": ("`RANK`, `WORLD_SIZE`, or arguments", "as torchrun"),
 }
 
 
@@ -126,23 +108,23 @@ def launchers() -> str:
         [
             each.name,
             ", ".join(f"`{mark}`" for mark in each.marks),
-            _gives(each),
-            _LISTENERS[each.dialect] if each.dialect else "",
+            _variables(each) if each.marks else "batch system, starts no ranks",
+            each.dialect.value if each.dialect else "",
         ]
         for each in LAUNCHERS
     ]
     rows += [[name, *words, ""] for name, words in _OTHERS.items()]
     return table(
-        ["", "launcher", "recognised by", "what it gives", "MPI learns its ranks by"],
-        [[str(number), *row] for number, row in enumerate(rows, 1)],
+        ["launcher", "recognised by", "rank, size, local rank, local size", "protocol"], rows
     )
 
 
 #: The tables of each page, by their names in its marks.
 PAGES = {
-    "api.md": {"tables": tables, "environment": environment},
+    "api.md": {"primitives": primitives, "reductions": reductions},
     "gpu.md": {"waiting": waiting},
     "launching.md": {"launchers": launchers},
+    "settings.md": {"environment": environment},
 }
 
 

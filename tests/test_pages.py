@@ -99,15 +99,12 @@ ON_ENGINES = "tests/clients/test_engines.py runs it on its engine"
 #: Every page with Python, in the order in which they run.
 TREATMENT = {
     "README.md": How(PROGRAMS, GIVEN),
-    "docs/api.md": How(
-        PROGRAMS,
-        GIVEN + "class MyConfig: pass\nobjects, output, input = [x], np.zeros(4), np.ones(4)",
-        grouped=True,
-    ),
+    "docs/api.md": How(PROGRAMS, GIVEN + "output, input = np.zeros(4), np.ones(4)", grouped=True),
     "docs/coming_from.md": How(PROGRAMS),
     "docs/horovod.md": How(IN_TURN, SCRIPT),
     "docs/index.md": How(PROGRAMS),
     "docs/launching.md": How(PROGRAMS, skip={"import ray": ON_ENGINES}),
+    "docs/pickle.md": How(PROGRAMS, GIVEN + "class MyConfig: pass\nobjects = [x]", grouped=True),
     "docs/pytorch.md": How(
         PROGRAMS,
         skip={
@@ -123,6 +120,7 @@ TREATMENT = {
     "docs/reliability.md": How(
         PROGRAMS, STATE, {"grow_group": "tests/test_losses.py loses a rank before"}, grouped=True
     ),
+    "docs/reproducibility.md": How(PROGRAMS, GIVEN, grouped=True),
     "docs/sharp_bits.md": How(PROGRAMS),
     "docs/tutorial.md": How(PROGRAMS),
     "docs/gpu.md": How(PROGRAMS, GPU),  # last: the process keeps its GPU

@@ -121,7 +121,7 @@ def test_the_site(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = {page.resolve(): Links(page) for page in tmp_path.glob("*.html")}
     assert {page.stem for page in PAGES} <= {page.stem for page in pages}
-    navigation = {Path(link).stem for link in pages[(tmp_path / "faq.html").resolve()].links}
+    navigation = {Path(link).stem for link in pages[(tmp_path / "api.html").resolve()].links}
     assert {page.stem for page in PAGES} <= navigation, "mkdocs.yml: nav"
     assert (tmp_path / "search/search_index.js").is_file(), "the search index for file://"
     assert not list(tmp_path.rglob("__pycache__")) and not list(tmp_path.rglob("*.py"))

@@ -70,7 +70,7 @@ OUTSIDE = """() => [...document.querySelectorAll("article .language-sh code")].f
 ).map(code => code.textContent.trim().slice(0, 60))"""
 
 #: Words that are looked for, and the page that has them.
-SEARCHED = {"reduce_scatter_single": "reference.html", "CollectiveTimeoutError": "api.html"}
+SEARCHED = {"reduce_scatter_single": "reference.html", "CollectiveTimeoutError": "timeouts.html"}
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 import figure
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind
-from mpicoll.launch.launchers import LAUNCHERS, Launcher
+from mpicoll.launch.launchers import LAUNCHERS
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import registry
 from mpicoll.settings import SETTINGS
@@ -86,37 +86,18 @@ def waiting() -> str:
     return table(["route", "the host waits"], rows)
 
 
-def _variables(launcher: Launcher) -> str:
-    """The variables with rank, size, local rank and local size."""
-    named = (launcher.rank, launcher.size, *launcher.local_rank, launcher.local_size)
-    return ", ".join(f"`{name}`" for name in named if name)
-
-
-#: Starters that set no variables of their own: how they are recognised, and their variables.
-_OTHERS = {
-    "`torch.multiprocessing`": (
-        "a child of `multiprocessing`; variables of a launcher are ignored",
-        "the arguments `rank` and `world_size`",
-    ),
-    "processes by hand; Ray, Spark, Dask": ("`RANK`, `WORLD_SIZE`, or arguments", "as torchrun"),
-}
-
-
 def launchers() -> str:
     """The table of launchers, in the order in which they are looked for."""
     rows = [
         [
             each.name,
             ", ".join(f"`{mark}`" for mark in each.marks),
-            _variables(each) if each.marks else "batch system, starts no ranks",
             each.dialect.value if each.dialect else "",
         ]
         for each in LAUNCHERS
+        if each.marks
     ]
-    rows += [[name, *words, ""] for name, words in _OTHERS.items()]
-    return table(
-        ["launcher", "recognised by", "rank, size, local rank, local size", "protocol"], rows
-    )
+    return table(["launcher", "variables", "protocol"], rows)
 
 
 #: The tables of each page, by their names in its marks.

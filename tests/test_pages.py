@@ -98,7 +98,7 @@ ON_ENGINES = "tests/clients/test_engines.py runs it on its engine"
 
 #: Every page with Python, in the order in which they run.
 TREATMENT = {
-    "README.md": How(PROGRAMS, GIVEN),
+    "README.md": How(PROGRAMS),
     "docs/api.md": How(PROGRAMS, GIVEN + "output, input = np.zeros(4), np.ones(4)", grouped=True),
     "docs/coming_from.md": How(PROGRAMS),
     "docs/horovod.md": How(IN_TURN, SCRIPT),

@@ -160,8 +160,8 @@ TESTED_CALLS = _one_of(
 )  # fmt: skip
 TIMEOUT_GRACE = Setting(
     "MPICOLL_TIMEOUT_GRACE", (), "seconds, 10 by default",
-    "time from a timeout to the end of the job, for a call blocked inside MPI; also for a program "
-    "that does not check a failed device call; see timeouts.md", form=r"\d+(\.\d*)?",
+    "time from a timeout to the end of the job if a call is blocked inside MPI, or if the program "
+    "does not check a failed device call; see timeouts.md", form=r"\d+(\.\d*)?",
 )  # fmt: skip
 ALLOW_SINGLETON = _one_of(
     "MPICOLL_ALLOW_SINGLETON", ("0", "1"),

@@ -1,5 +1,5 @@
-"""Writes the tables of api.md, gpu.md, launching.md and settings.md from the project's own tables,
-and the figure of performance.md from that page's tables.
+"""Writes the tables of api.md, architecture.md, gpu.md, launching.md and settings.md from the code,
+and the figure of performance.md from the tables of measurements.md.
 
 python docs/support.py          rewrite what is between the marks
 python docs/support.py --check  exit code 1 if that would change anything
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import figure
+import tree
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind
 from mpicoll.launch.launchers import LAUNCHERS
@@ -100,9 +101,21 @@ def launchers() -> str:
     return table(["launcher", "variables", "protocol"], rows)
 
 
+def packages() -> str:
+    """The table of packages, from top to bottom."""
+    return table(
+        ["package", "contents"],
+        [
+            [f"`{name}`", re.sub(r"``(.*?)``", r"`\1`", about) + "."]
+            for name, about in tree.packages()
+        ],
+    )
+
+
 #: The tables of each page, by their names in its marks.
 PAGES = {
     "api.md": {"primitives": primitives, "reductions": reductions},
+    "architecture.md": {"packages": packages},
     "gpu.md": {"waiting": waiting},
     "launching.md": {"launchers": launchers},
     "settings.md": {"environment": environment},

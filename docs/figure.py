@@ -43,7 +43,7 @@ def seconds(cell: str) -> float:
 def times() -> dict[str, dict[str, float]]:
     """Seconds by size and library, with MPICH, near ranks."""
     found: dict[str, dict[str, float]] = {size: {} for size in SIZES}
-    for cells in rows("performance.md"):
+    for cells in rows("measurements.md"):
         if cells[0] == "all_reduce" and cells[1] in found and cells[2] == "near":
             found[cells[1]] |= {
                 "MPICH's own": seconds(cells[3]), "mpicoll": seconds(cells[4])

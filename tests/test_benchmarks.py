@@ -254,34 +254,33 @@ def test_the_pages_have_the_marks(tmp_path: Path) -> None:
         *(measured("mpicoll", "all_reduce", KIB, 1e-5, section="overlap", part=part)
           for part in ("pure", "compute", "beside", "in turn")),
     )  # fmt: skip
-    for name in ("aims.md", "performance.md", "pytorch.md"):
+    for name in ("measurements.md", "pytorch.md"):
         (tmp_path / name).write_text((report.DOCS / name).read_text())
     assert report.publish([one], tmp_path) >= {"all_reduce", "dtypes"}
-    aims, performance, torch = (
-        (tmp_path / name).read_text() for name in ("aims.md", "performance.md", "pytorch.md")
+    measured_page, torch = (
+        (tmp_path / name).read_text() for name in ("measurements.md", "pytorch.md")
     )
-    rows = [cells(line) for line in performance.splitlines()]
+    rows = [cells(line) for line in measured_page.splitlines()]
     assert ["all_reduce", "1 MiB", "-", "6 ms", "2 ms", "3.00 ±0.00"] in rows
     assert ["bfloat16", "1 MiB", "-", "-", "3 ms", "-"] in rows
     assert not any("512 KiB" in row for row in rows)  # not of the sizes that are shown
     (row,) = (row for row in map(cells, torch.splitlines()) if row[0] == "all_reduce 1 MiB")
     assert row[1:5] == ["-", "8 ms", "2 ms", "4.00 ±0.00"]
     assert report.publish([one], tmp_path) == set()
-    assert (tmp_path / "performance.md").read_text() == performance
+    assert (tmp_path / "measurements.md").read_text() == measured_page
     slower = {"median": 9e-3, "seconds": [9e-3] * 5}
     for i, moved in ((0, {"all_reduce", "aims"}), (4, {"dtypes"})):
         again = results(*(x | slower if j == i else x for j, x in enumerate(one.measurements)))
         again.records[0]["date"] = "tomorrow"
         assert report.publish([again], tmp_path) == moved
-        text = (tmp_path / "performance.md").read_text()
-        assert "tomorrow" in text and text != performance
-        (tmp_path / "aims.md").write_text(aims)
-        (tmp_path / "performance.md").write_text(performance)
+        text = (tmp_path / "measurements.md").read_text()
+        assert "tomorrow" in text and text != measured_page
+        (tmp_path / "measurements.md").write_text(measured_page)
         (tmp_path / "pytorch.md").write_text(torch)
     few = results(measured("mpicoll", "all_reduce", MIB, 2e-3))
     with pytest.raises(ValueError, match="nothing was measured for dtypes, many, reproducible"):
         report.publish([few], tmp_path)
-    assert (tmp_path / "performance.md").read_text() == performance
+    assert (tmp_path / "measurements.md").read_text() == measured_page
     (tmp_path / "pytorch.md").write_text("nothing")
     with pytest.raises(ValueError, match="bench: speed"):
         report.publish([one], tmp_path)

@@ -193,7 +193,7 @@ def seconds(cell: str) -> float | None:
 
 def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
     """Of MPICH and near ranks: MPI's own time, mpicoll's, Gloo's, and mpicoll's in PyTorch."""
-    own = {tuple(row[:3]): row[3:5] for row in cells(DOCS / "performance.md") if len(row) > 4}
+    own = {tuple(row[:3]): row[3:5] for row in cells(DOCS / "measurements.md") if len(row) > 4}
     torch = {tuple(row[:2]): row[2:4] for row in cells(DOCS / "pytorch.md") if len(row) > 3}
     rows = [row for row in cells(README) if " of float32" in row[0] or " of bfloat16" in row[0]]
     assert len(rows) == 5

@@ -1,4 +1,4 @@
-"""What mkdocs does with the pages besides what mkdocs.yml says."""
+"""Hooks of mkdocs."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ MARK = "<!-- all messages -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the list of all messages where a page has its mark: nobody has to keep it up to date."""
+    """Replace the mark with the list of all messages."""
     return markdown.replace(MARK, messages.listed()) if MARK in markdown else markdown

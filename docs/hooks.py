@@ -1,4 +1,4 @@
-"""What mkdocs does with the pages besides what mkdocs.yml says."""
+"""Hooks of mkdocs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Writes the tables of api.md, architecture.md, gpu.md, launching.md and settings.md from the code,
+"""Write the tables of api.md, architecture.md, gpu.md, launching.md and settings.md from the code,
 and the figure of performance.md from the tables of measurements.md.
 
-python docs/support.py          rewrite what is between the marks
-python docs/support.py --check  exit code 1 if that would change anything
+python docs/support.py          rewrite the text between the marks
+python docs/support.py --check  exit with 1 if a table is out of date
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _ARRAYS = {
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def primitives() -> str:
-    """The table of primitives."""
+    """Return the table of primitives."""
     rows = [
         [
             ", ".join(f"`{name}`" for name in (row.name, *row.aliases)),
@@ -56,7 +56,7 @@ def primitives() -> str:
 
 
 def reductions() -> str:
-    """The table of dtypes and operations: dtypes with the same operations share a row."""
+    """Return the table of dtypes; dtypes with the same operations share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for row in DTYPES:
         is_own = row.accumulate.name == row.name
@@ -72,14 +72,14 @@ def reductions() -> str:
 
 
 def environment() -> str:
-    """The table of environment variables."""
+    """Return the table of environment variables."""
     link = partial(re.sub, r"\b(\w+\.md)\b", r"[\1](\1)")
     rows = [[f"`{each.name}`", each.expected, link(each.effect)] for each in SETTINGS]
     return table(["variable", "value", "effect"], rows)
 
 
 def waiting() -> str:
-    """The table of what the host waits for in calls on device memory."""
+    """Return the table of device routes and the events that the host waits for."""
     rows = [
         [f"`{name}`", route.blocks or "for nothing: the call is put into a stream at once"]
         for name, route in registry.DEVICE.items()
@@ -88,7 +88,7 @@ def waiting() -> str:
 
 
 def launchers() -> str:
-    """The table of launchers, in the order in which they are looked for."""
+    """Return the table of launchers in the order of detection."""
     rows = [
         [
             each.name,
@@ -123,7 +123,7 @@ PAGES = {
 
 
 def page(file: str, text: str) -> str:
-    """The page with its tables written anew."""
+    """Return the page with new tables."""
     for name, made in PAGES[file].items():
         begin, end = BEGIN.format(name), END.format(name)
         before, rest = text.split(begin)
@@ -133,7 +133,7 @@ def page(file: str, text: str) -> str:
 
 
 def main() -> int:
-    """Write or check."""
+    """Write or check the tables."""
     changed = False
     made: dict[Path, Callable[[str], str]] = {figure.FIGURE: lambda _: figure.drawn()}
     made |= {Path(__file__).with_name(name): partial(page, name) for name in PAGES}

@@ -52,7 +52,7 @@ def test_pending_work_that_others_join_ends_in_good_order(ended: Ended) -> None:
         try:
             dist.destroy_process_group()
         except dist.CollectiveTimeoutError as error:
-            say("pending:", "asynchronous work is still pending" in str(error))
+            say("pending:", "async work is still pending" in str(error))
             raise
     time.sleep(1000)
 """)

@@ -385,9 +385,9 @@ def test_wrong_commands_are_found(line: str) -> None:
 
 
 def examples(page: str) -> dict[str, str]:
-    """What a page shows of mpicoll, and the Python between it and the next."""
+    """The names of mpicoll that a page shows, each with the Python code below it."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    parts = re.split(r"^::: mpicoll\.", text, flags=re.MULTILINE)[1:]
+    parts = re.split(r"^::: mpicoll\.(?!api\.)", text, flags=re.MULTILINE)[1:]
     return {part.split()[0]: "".join(re.findall(r"^```python\n(.*?)^```", part, re.M | re.S))
             for part in parts}  # fmt: skip
 

@@ -181,7 +181,7 @@ CROWDED_PAUSE = 50e-6
 
 #: Seconds in which a Work ends with its group's error once that is closed, with plenty to spare, if
 #: it is not stuck in MPI.
-A_MOMENT = 0.5
+THREAD_EXIT_TIMEOUT_S = 0.5
 
 
 def at_timeout(why: str) -> None:
@@ -313,7 +313,7 @@ class Work:
             if given or self.expire is None:
                 raise self._late(limit)
             self.expire()
-            if not self._wait_finished(A_MOMENT):
+            if not self._wait_finished(THREAD_EXIT_TIMEOUT_S):
                 raise self._late(limit)
         self._end_wait()
         if given:

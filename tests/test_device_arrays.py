@@ -180,7 +180,8 @@ def test_dlpack_of_another_kind_of_device(gpus, kind):
     assert array.calls[0]["stream"] == (1 if kind == "CUDA" else 0), "each has its own default"
     name = {CUDA: "cuda", ROCM: "rocm"}[other]
     refused(
-        Producer(device=(other, 0)), f"{name}:0 are not supported by a CuPy that is built for {kind}"
+        Producer(device=(other, 0)),
+        f"{name}:0 are not supported by a CuPy that is built for {kind}",
     )
     refused(Producer(device=(METAL, 0)), "metal:0 are not supported; copy to the host")
     refused(Producer(device=(own, 0), told=None, says=(2, 0)), r"DLPack 2\.0 is not supported")

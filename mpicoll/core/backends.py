@@ -87,7 +87,7 @@ class Backend(str):
 
 
 def parse_backend(name: str | None, where: str) -> str:
-    """Return the name of a backend, "mpi" for None. Raises ArgumentError for an unknown one."""
+    """Return the name of a backend (default "mpi"). Raises ArgumentError for an unknown one."""
     if name is None:
         return Backend.MPI
     backend = str(Backend(name))

@@ -663,7 +663,7 @@ def test_a_destroyed_group_is_refused_everywhere(world):
         lambda: dist.get_global_rank(group, 0),
     ]
     for i, call in enumerate(calls):
-        with pytest.raises(ValueError, match=r"destroyed|not an open group"):
+        with pytest.raises(ValueError, match=r"destroyed|not an open group|not a group that"):
             call()
             pytest.fail(f"call {i} was not refused")
     assert dist.get_pg_count() == 2

@@ -490,7 +490,7 @@ def default_group() -> ProcessGroup:
         if state.finalized:
             raise NotInitializedError(_FINALIZED)
         raise NotInitializedError(
-            "no default process group exists; call init_process_group() first"
+            "there is no default process group; call init_process_group() first"
         )
     return state.default
 

@@ -221,7 +221,7 @@ def test_a_store_serves_one_merge(pair):
     alone = pair[0].split_group([pair[0].rank()])
     store = dist.HashStore()
     alone.merge_remote_group(store, 1).shutdown()
-    with pytest.raises(ValueError, match="expected the number of processes that call, got 1"):
+    with pytest.raises(ValueError, match="expected the number of calling processes, got 1"):
         alone.merge_remote_group(store, 1)
 
 

@@ -755,7 +755,7 @@ def test_run_says_nothing_of_ranks_that_met_without_mpi(tmp_path):
     [
         ([], {}, "expected a script, or -m and a module"),
         (["--backend", "ucc", "x.py"], {}, "expected gloo, mpi, nccl or several"),
-        (["x.py"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "keeps torch from loading mpicoll"),
+        (["x.py"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "prevents torch from loading mpicoll"),
     ],
 )
 def test_run_refuses(words, environment, why, tmp_path):

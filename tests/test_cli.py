@@ -557,7 +557,7 @@ def pair(a: int, b: int, *latencies: float) -> Pair:
         ([pair(0, 1, 45), pair(4, 5, 165)], "165 ns between ranks 4 and 5: no shared cache"),
         (
             [pair(0, 1, 45, 160, 44, 165), pair(0, 2, 300)],
-            "44 to 165 ns: ranks 0-1 move between processors with a shared cache (near) and without",
+            "44 to 165 ns: ranks 0-1 move between processors with a shared cache (near) and",
         ),
     ],
 )  # fmt: skip

@@ -367,7 +367,7 @@ def own_call(case, buffers, variant, waits):
     from mpi4py import MPI
     from mpicoll.cli import bench_others
     if not made:
-        made["other"] = bench_others.OTHERS["$WHO"](MPI.COMM_WORLD, bench_calls.Host())
+        made["other"] = bench_others.OTHERS["$WHO"](MPI.COMM_WORLD, bench_calls.Memory())
     return made["other"].call(case, buffers)
 bench_calls.own_call = own_call
 """

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, control_messages, launch
 from mpicoll.errors import MpicollError
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command is None:
             parser.print_help()
             return 0
-    return _module(options.command).run(options)
+    return int(_module(options.command).run(options))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -103,18 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Command(Protocol):
-    """Interface of the module of a command."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's options."""
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Run the command and return its exit code."""
-
-
-def _module(name: str) -> _Command:
-    return cast("_Command", importlib.import_module(f"mpicoll.cli.{name}"))
+def _module(name: str) -> Any:
+    return importlib.import_module(f"mpicoll.cli.{name}")
 
 
 def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
@@ -141,10 +131,9 @@ def out_of_memory(comm: MPI.Intracomm, pool: str, needed: int, available: int) -
     pool: name of the memory of this rank. needed, available: bytes.
     """
     users: dict[str, list[tuple[int, int]]] = {}
-    for name, *use in control_messages.allgather(
-        comm, (pool, needed, available), tuple[str, int, int]
-    ):
-        users.setdefault(name, []).append((use[0], use[1]))
+    gathered = control_messages.allgather(comm, (pool, needed, available), tuple[str, int, int])
+    for name, own_needed, own_available in gathered:
+        users.setdefault(name, []).append((own_needed, own_available))
     for name, uses in users.items():
         total, free = sum(use[0] for use in uses), min(use[1] for use in uses)
         if total > free:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,7 +33,6 @@ __all__ = [
     "Buffers",
     "Case",
     "Expected",
-    "Host",
     "Memory",
     "MemoryArray",
     "Side",
@@ -133,56 +132,35 @@ def variants(row: Primitive) -> tuple[str, ...]:
 MemoryArray: TypeAlias = Any
 
 
-class Memory(Protocol):
-    """Memory of arrays.
+class Memory:
+    """Host memory with NumPy arrays.
 
     name: name in the header.
     pool: name of the physical memory, the same for all ranks that share it.
     """
-
-    name: str
-    pool: str
-
-    def empty(self, count: int, dtype: DType) -> MemoryArray:
-        """Allocate an array of shape (count,). Raises UnsupportedError for an unsupported dtype."""
-
-    def put(self, array: Array) -> MemoryArray:
-        """Copy a NumPy array of unsigned integers to this memory."""
-
-    def get(self, array: MemoryArray) -> Array:
-        """Copy an array of unsigned integers to the host."""
-
-    def settle(self) -> None:
-        """Wait until all calls are done."""
-
-    def available(self) -> int:
-        """Return the free bytes."""
-
-
-class Host:
-    """Host memory with NumPy arrays."""
 
     def __init__(self) -> None:
         self.name = "host memory, NumPy arrays"
         self.pool = socket.gethostname()
 
     def empty(self, count: int, dtype: DType) -> MemoryArray:
-        """Allocate with NumPy."""
+        """Allocate an array of shape (count,). Raises UnsupportedError for an unsupported dtype."""
         return np.empty(count, dtype.numpy)
 
     def put(self, array: Array) -> MemoryArray:
-        """Return the array."""
+        """Copy a NumPy array of unsigned integers to this memory."""
         return array
 
-    def get(self, array: Array) -> Array:
-        """Return the array."""
-        return array
+    def get(self, array: MemoryArray) -> Array:
+        """Copy an array of unsigned integers to the host."""
+        found: Array = array
+        return found
 
     def settle(self) -> None:
-        """Return immediately."""
+        """Wait until all calls are done."""
 
     def available(self) -> int:
-        """Return MemAvailable of /proc/meminfo."""
+        """Return the free bytes."""
         with suppress(OSError):
             for line in Path("/proc/meminfo").read_text().splitlines():
                 if line.startswith("MemAvailable:"):
@@ -190,7 +168,7 @@ class Host:
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-class Gpu:
+class _Gpu(Memory):
     """Memory of the GPU that mpicoll.cuda.binding selects, with CuPy arrays.
 
     Raises UnsupportedError without CuPy or GPU.
@@ -208,32 +186,27 @@ class Gpu:
         self.pool = f"GPU {cuda.pci_bus_id(index)} of {socket.gethostname()}"
 
     def empty(self, count: int, dtype: DType) -> MemoryArray:
-        """Allocate with CuPy."""
         try:
             return self._cupy.empty(count, dtype.numpy)
         except (TypeError, ValueError, KeyError, NotImplementedError) as error:
             raise UnsupportedError(f"CuPy has no arrays of {dtype}: {error}") from error
 
     def put(self, array: Array) -> MemoryArray:
-        """Copy to the GPU."""
         return self._cupy.asarray(array)
 
     def get(self, array: MemoryArray) -> Array:
-        """Copy to the host."""
         copy: Array = self._cupy.asnumpy(array)
         return copy
 
     def settle(self) -> None:
-        """Wait for the current stream."""
         self._cupy.cuda.get_current_stream().synchronize()
 
     def available(self) -> int:
-        """Return the free memory that the driver reports."""
         return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
 
-#: By the value of --device.
-MEMORIES: dict[str, Callable[[], Memory]] = {"cpu": Host, "cuda": Gpu}
+#: Memory by value of --device.
+MEMORIES: dict[str, Callable[[], Memory]] = {"cpu": Memory, "cuda": _Gpu}
 
 
 # --- arrays -------------------------------------------------------------------------------------

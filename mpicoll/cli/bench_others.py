@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from mpicoll import control_messages
 from mpicoll.cli.bench_calls import (
     Buffers,
     Case,
-    Host,
     Memory,
     MemoryArray,
     Side,
@@ -54,14 +53,15 @@ __all__ = [
 ]
 
 
-class Other(Protocol):
+class Other:
     """A library or route to compare with mpicoll's calls."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
         """Return the counterpart of mpicoll's first variant, or None."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Free its resources."""
+        """Free resources."""
 
 
 def works_on_all(call: Call | None, comm: MPI.Intracomm) -> bool:
@@ -75,7 +75,7 @@ def works_on_all(call: Call | None, comm: MPI.Intracomm) -> bool:
     return all(control_messages.allgather(comm, works, bool))
 
 
-class Mpi4py:
+class Mpi4py(Other):
     """mpi4py with a prebuilt ``[buffer, count of a block, datatype]``.
 
     MPI has no lists of arrays: one array for all ranks replaces a list of mpicoll.
@@ -86,9 +86,6 @@ class Mpi4py:
 
         self._mpi = MPI
         self._comm = comm
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
         """Return the call, or None for averages and narrow floats, which MPI cannot reduce."""
@@ -115,11 +112,11 @@ class Mpi4py:
             return None
         array = side.given
         if isinstance(array, list):
-            array = allocate_zeros(len(array) * case.count, case.dtype, Host())
+            array = allocate_zeros(len(array) * case.count, case.dtype, Memory())
         return [array.view(np.uint8), case.count, getattr(self._mpi, case.dtype.mpi)]
 
 
-class TorchApi:
+class TorchApi(Other):
     """Functions of torch.distributed in one of its groups, on tensors of the same memory."""
 
     def __init__(self, group: object = None) -> None:
@@ -168,14 +165,11 @@ class Gloo(TorchApi):
         self.api.init_process_group("gloo", store=store, rank=rank, world_size=n)
 
 
-class Copy:
+class Copy(Other):
     """A copy of the larger array by all ranks at once, which measures the memory."""
 
     def __init__(self, comm: MPI.Intracomm, memory: Memory) -> None:
         self._memory = memory
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
         """Return the copy, or None without an array."""
@@ -241,7 +235,7 @@ def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
     return reasons
 
 
-class Route:
+class Route(Other):
     """Calls of mpicoll in a separate group, forced to one route."""
 
     def __init__(self, name: str, device: str, waits: bool) -> None:

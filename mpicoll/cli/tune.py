@@ -303,13 +303,13 @@ def _temporary(path: Path) -> Path:
 
 def _out_of_memory(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
     """Return why the arrays do not fit into memory, the same on all ranks, or ""."""
-    from mpicoll.cli.bench_calls import Host
+    from mpicoll.cli.bench_calls import Memory
     from mpicoll.cli.tune_measure import array_bytes
 
-    host, n = Host(), comm.Get_size()
+    memory, n = Memory(), comm.Get_size()
     whole = array_bytes(kinds, n, largest)
     needed = whole + whole // n + _SCRATCH_BYTES
-    problem = cli.out_of_memory(comm, host.pool, needed, host.available())
+    problem = cli.out_of_memory(comm, memory.pool, needed, memory.available())
     return f"--sizes: {format_bytes(largest)} {problem}" if problem else ""
 
 

@@ -84,8 +84,8 @@ class ProcessGroup(Calls):
     #           devices are done. None where no call of the group can end so.
     # unheard:  the same as ``broken`` from when devices have broken the group until a call raises
     #           it.
-    # whole:    for an internal group of a route, the user's group; else None.
-    # doing, doing_on: description and thread of a running call without a call record, "" for none.
+    # whole:    the user's group, if this is an internal group of a route; else None.
+    # doing, doing_on: description ("" if idle) and thread of a running call without a call record.
     # monitored, splits: number of monitored barriers and of splits, used in their names.
 
     def __init__(
@@ -374,8 +374,8 @@ def _record_length() -> int:
 #: Number of tests of a request before the rank yields its core, time after which it sleeps between
 #: tests, and time of one sleep.
 _TEST_COUNT, _YIELD_S, _TEST_INTERVAL_S = 10, 0.01, 100e-6
-#: Requests that a rank has stopped waiting for, and what was raised: the frames of its traceback
-#: have the buffers and arrays that MPI may yet read or write.
+#: Requests that a rank has stopped waiting for, with the exception: the frames of its traceback hold
+#: the buffers and arrays that MPI may still read or write.
 _left_behind: list[tuple[MPI.Request, BaseException]] = []
 
 

@@ -1,6 +1,6 @@
 """Levels of reproducible reductions, and the level of a group.
 
-order: the same bits for every route, message size and placement of ranks, for a given number of
+order: the same bits for every route, message size and placement of a given number of
     ranks. Every element is combined in rank order.
 exact: also, sums and averages give the same bits for any order of the ranks, and with additional
     ranks that contribute zeros. The exact sum is rounded once.

@@ -194,7 +194,7 @@ def describe(kind: int, number: int) -> str:
     words = [str(primitive)]
     if kind >> _DTYPE & 0xFF != _NONE:
         dtype = DTYPES[kind >> _DTYPE & 0xFF]
-        # A comparison has another number. There is no number if blocks differ by rank.
+        # A comparison has another number. If blocks differ by rank, the number is unknown.
         known = primitive.even and not is_comparison(kind)
         sizes = _sizes.get(number) if known else None
         if is_list(kind):

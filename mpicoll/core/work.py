@@ -75,7 +75,7 @@ class Future:
     def wait(self, timeout: timedelta | float | None = None) -> Any:
         """Wait for the value.
 
-        timeout: seconds or a timedelta, None for no timeout.
+        timeout: seconds or a timedelta; None waits forever.
 
         Returns the value. Raises the error of the Future, and CollectiveTimeoutError if it timed
         out.

@@ -379,7 +379,7 @@ class Bench:
         found: Result = {"time": took, "algbw": None, "busbw": None, "times": every}
         found["spread"] = times.figure.relative_spread
         if case.size:
-            found["algbw"] = case.size / took / 1e3  # bytes a microsecond are MB/s
+            found["algbw"] = case.size / took / 1e3  # MB/s to GB/s
             found["busbw"] = found["algbw"] * case.row.moved(case.n)
         return found
 

@@ -357,8 +357,8 @@ def _renumber(world: MPI.Intracomm) -> None:
 
 
 def met_elsewhere() -> str:
-    """Return a phrase saying that the ranks did not meet through MPI, or "" if they did."""
-    return "its ranks met by an init_method or by torch.distributed" if _met_elsewhere else ""
+    """Return a phrase saying that the ranks did not connect through MPI, or "" if they did."""
+    return "its ranks connected by an init_method or torch.distributed" if _met_elsewhere else ""
 
 
 def begin_again(comm: MPI.Intracomm) -> ProcessGroup:

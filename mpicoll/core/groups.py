@@ -374,7 +374,7 @@ def _record_length() -> int:
 #: Number of tests of a request before the rank yields its core, time after which it sleeps between
 #: tests, and time of one sleep.
 _TEST_COUNT, _YIELD_S, _TEST_INTERVAL_S = 10, 0.01, 100e-6
-#: Requests that a rank no longer waits for, with the exception. The frames of its traceback hold the
+#: Requests that a rank no longer waits for, with the exception. The frames of its traceback hold
 #: buffers and arrays that MPI may still read or write.
 _left_behind: list[tuple[MPI.Request, BaseException]] = []
 

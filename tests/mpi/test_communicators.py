@@ -261,13 +261,13 @@ def test_an_inter_communicator(mpi):
     own = mpi.Split(mpi.rank % 2)
     between = own.Create_intercomm(0, mpi, 1 - mpi.rank % 2)
     if mpi.rank == 0:
-        with pytest.raises(ValueError, match=r"comm: got an inter-communicator.*Merge"):
+        with pytest.raises(ValueError, match=r"comm: expected an intra-communicator.*Merge"):
             dist.init_process_group(comm=between)
     merged = between.Merge()
     with dist.init_process_group(comm=merged, timeout=TIMEOUT):
         assert total() == expected(mpi)
         if mpi.rank == 0:
-            with pytest.raises(ValueError, match=r"ranks: got an inter-communicator"):
+            with pytest.raises(ValueError, match=r"ranks: expected an intra-communicator"):
                 dist.new_group(between)
     for comm in (between, own, merged):
         comm.Free()

@@ -268,8 +268,8 @@ def _block_counts(
     counts, me = listed.counts, group.rank()
     if counts[me] != own.count:
         raise ArgumentError(
-            f"{where}: invalid tensor size: expected [{me}] to have the shape of this rank's "
-            f"{name}, {own.shape}, got {listed.parts[me].shape}"
+            f"{where}: invalid tensor size: [{me}] has shape {listed.parts[me].shape}, expected "
+            f"{own.shape}, the shape of this rank's {name}"
         )
     return counts if len(set(counts)) > 1 else ()
 

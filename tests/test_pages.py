@@ -381,7 +381,7 @@ def test_invalid_commands_are_detected(line: str) -> None:
 def examples(page: str) -> dict[str, str]:
     """Return the documented names of a page with their Python examples."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    parts = re.split(r"^::: mpicoll\.", text, flags=re.MULTILINE)[1:]
+    parts = re.split(r"^::: mpicoll\.(?!api\.)", text, flags=re.MULTILINE)[1:]
     return {part.split()[0]: "".join(re.findall(r"^```python\n(.*?)^```", part, re.M | re.S))
             for part in parts}  # fmt: skip
 

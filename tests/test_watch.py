@@ -898,7 +898,7 @@ def test_handlers_run_in_the_middle_of_a_call(
             try:
                 call()
             except ValueError as error:
-                refused.append("in the middle of call 72 of group 0" in str(error))
+                refused.append("inside call 72 of group 0" in str(error))
         dist.all_reduce(y, group=other)
     signal.signal(signal.SIGUSR2, handle)
     for _ in range(70):

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import os
 import re
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -42,15 +40,8 @@ _ENDING_TIMEOUT_S = 2.0
 
 
 def with_rank(rank: str, text: str) -> str:
-    """Put the rank in front of every line of a text. rank: "?" if it is unknown.
-
-    torch.distributed's hook, which collects the output in a StringIO, does so itself.
-    """
-    return (
-        text
-        if rank == "?" or isinstance(sys.stderr, io.StringIO)
-        else "\n".join(f"[rank {rank}] {x}" for x in text.split("\n"))
-    )
+    """Put the rank in front of every line of a text. rank: "?" if it is unknown."""
+    return text if rank == "?" else "\n".join(f"[rank {rank}] {x}" for x in text.split("\n"))
 
 
 def format_error(error: BaseException) -> str:

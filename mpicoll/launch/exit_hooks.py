@@ -20,6 +20,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
@@ -262,7 +263,8 @@ class _ExitHooks:
             elif is_here and _current is not None:
                 # The current hook may have called this one through a hook of the program.
                 end = _current.end
-                error_output.print_once(error, end.rank(), end.last_words)
+                with _torch_hook_bypassed():
+                    error_output.print_once(error, end.rank(), end.last_words)
             else:
                 write_lines(error_output.format_error(error))
         finally:
@@ -292,6 +294,20 @@ class _ExitHooks:
         elif error is not None:
             self._excepthook(type(error), error, error.__traceback__)
         self._exiting()
+
+
+@contextlib.contextmanager
+def _torch_hook_bypassed() -> Iterator[None]:
+    """Write to standard error while torch.distributed's hook collects the output in a StringIO.
+
+    That hook adds its own prefix for the rank to each line that it has collected.
+    """
+    collected, stream = sys.stderr, sys.__stderr__
+    if not isinstance(collected, io.StringIO) or stream is None:
+        yield
+        return
+    with contextlib.redirect_stderr(stream):
+        yield
 
 
 _current: _ExitHooks | None = None

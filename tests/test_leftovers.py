@@ -205,7 +205,7 @@ def test_init_and_destroy_twice(ended: Ended) -> None:
     try:
         dist.init_process_group()
     except dist.LaunchError as error:
-        say("done", "MPI was finalised" in str(error))
+        say("done", "MPI was finalized" in str(error))
 """,
     options=("-W", "error"),
 )
@@ -222,7 +222,7 @@ def test_a_finalize_of_the_program(begin: str, ended: Ended) -> None:
     if dist.__name__ and sys.argv:
         raise ValueError("own words")
 """)
-def test_an_exception_after_the_program_has_finalised_mpi(ended: Ended) -> None:
+def test_an_exception_after_the_program_has_finalized_mpi(ended: Ended) -> None:
     assert ended.code == 1, ended
     assert "ValueError: own words" in ended.err and "MPI_Abort" not in ended.err, ended
     assert ended.err.count("Traceback") == 2, ended

@@ -882,7 +882,7 @@ def test_destroyed_on_the_way_of_an_exception():
 def test_backward_knows_the_timeout():
     """DDP waits for futures, in C++: a rank that does not come is an error there.
 
-    What the exit code is, is the launcher's: the call is still inside MPI, which is not finalised.
+    What the exit code is, is the launcher's: the call is still inside MPI, which is not finalized.
     """
     script = """
         import time

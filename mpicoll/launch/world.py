@@ -82,14 +82,14 @@ def start(
            steps, which must not wait for other ranks. If one fails, all ranks raise.
     rank:  without a rendezvous, the rank that this process is to have; None: MPI's own.
 
-    Raises LaunchError where MPI cannot be loaded, where it was finalised, where it cannot make
+    Raises LaunchError where MPI cannot be loaded, where it was finalized, where it cannot make
     one world of these ranks, where the launcher is another MPI's, where the rendezvous and an
     MPI that runs already disagree, and where ``prepare`` has failed on another rank;
     CollectiveTimeoutError where ranks do not come to the rendezvous.
     """
     mpi = load()
     if mpi.Is_finalized():
-        raise LaunchError(f"{_WHERE}: MPI was finalised; it cannot start again")
+        raise LaunchError(f"{_WHERE}: MPI was finalized; it cannot start again")
     if not mpi.Is_initialized():
         bootstrap = _prepare(mpi, rendezvous, limit)
         with enforce_timeout(limit, rendezvous, comm), bootstrap:
@@ -419,7 +419,7 @@ def _finalize_in_time(process: int, limit: float, exit_code: Callable[[], int | 
             stream.flush()
     message = (
         f"mpicoll: a call has timed out, and other ranks do not end within {limit:g} s; MPI is not "
-        "finalised\n"
+        "finalized\n"
     )
     with end_after(limit, message, 0):
         _finalize(process)

@@ -349,10 +349,10 @@ def find_shared(views: Sequence[View]) -> tuple[int, int] | None:
 def find_conflict(
     written: Sequence[tuple[int, View]], read: Sequence[tuple[int, View]]
 ) -> tuple[int, int] | None:
-    """Return two calls of which one writes memory that the other reads or writes; None if none do.
+    """Return the numbers of two calls, one of which writes memory that both access, or None.
 
-    written, read: the number of a call, and a view that it writes or reads. A call may read what it
-    writes itself.
+    written, read: the number of a call, and a view that it writes or reads. The input of a call may
+        overlap its own output.
     """
     if not read and _are_columns([view for _, view in written]):
         return None

@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from ctypes import memmove
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,7 @@ class Entries:
             self.dtype = by_numpy[self._outputs[0].dtype]
             self.counts: Sequence[Any] = list(map(_size, self._outputs))
             self.on_device = False
-            _check_apart(name, _find_overlap(self._outputs))
+            self._check_apart(name)
             return
         looks = {} if not in_place else fast_views if held else _HOLDING
         seen: list[Any] = [looks.get(one.__class__, _nothing)(one) for one in outputs]
@@ -125,16 +125,23 @@ class Entries:
             for place, other in enumerate(others, 1):
                 check_same_device(name, f"[{place}]", other, "[0]", first)
         self.on_device = None not in devices
-        written = [
-            (place, part) for place in range(len(seen)) for part in self._output(place).parts
-        ]
-        read = [
-            (place, part)
-            for place, (send, _, _) in self._views.items()
-            if send is not None
-            for part in send.parts
-        ]
-        _check_apart(name, views.find_conflict(written, read))
+        self._check_apart(name)
+
+    def _check_apart(self, name: str) -> None:
+        """Raise ArgumentError if one call writes memory that another one reads or writes."""
+        if self._views:
+            calls = range(len(self._outputs))
+            written = [(call, part) for call in calls for part in self._output(call).parts]
+            sends = ((call, send) for call, (send, _, _) in self._views.items() if send is not None)
+            read = [(call, part) for call, send in sends for part in send.parts]
+            found: tuple[int, ...] | None = views.find_conflict(written, read)
+        else:
+            found = _find_overlap(self._outputs, self.counts, self.dtype.itemsize)
+        if found is not None:
+            raise ArgumentError(
+                f"{name}: the arrays at [{found[0]}] and [{found[1]}] share memory, and at least "
+                "one of them is written to; pass arrays that do not overlap"
+            )
 
     def packed(self) -> list[Views]:
         """Return the views of each call to be made, in order, where small ones are packed."""
@@ -209,27 +216,19 @@ def _all_plain(arrays: Sequence[Any]) -> bool:
 _dtype, _plain, _size = attrgetter("dtype"), attrgetter("flags.carray"), attrgetter("size")
 
 
-def _find_overlap(arrays: Sequence[Array]) -> tuple[int, int] | None:
-    """Return the places of two contiguous arrays that share memory; None if there are none."""
-    begins = map(sys.modules["mpi4py.MPI"].Get_address, arrays)
-    spans = sorted(
-        (begin, begin + array.nbytes, place)
-        for place, (begin, array) in enumerate(zip(begins, arrays, strict=True))
-        if array.size
-    )
-    for (_, end, place), (begin, _, other) in pairwise(spans):
-        if begin < end:
-            return min(place, other), max(place, other)
-    return None
+def _find_overlap(
+    buffers: Sequence[Buffer], counts: Sequence[int], itemsize: int
+) -> tuple[int, ...] | None:
+    """Return the places of two buffers that share memory; None if there are none.
 
-
-def _check_apart(name: str, calls: tuple[int, int] | None) -> None:
-    """Raise ArgumentError if there are two calls, by their places, that share memory."""
-    if calls is not None:
-        raise ArgumentError(
-            f"{name}: the arrays at [{calls[0]}] and [{calls[1]}] share memory, and at least one "
-            "of them is written to; pass arrays that do not overlap"
-        )
+    counts: elements of each buffer.
+    """
+    begins = np.fromiter(map(sys.modules["mpi4py.MPI"].Get_address, buffers), np.int64)
+    ends = begins + np.asarray(counts, np.int64) * itemsize
+    order = np.argsort(begins, kind="stable")
+    order = order[begins[order] < ends[order]]  # without empty ones
+    found = np.flatnonzero(begins[order[1:]] < ends[order[:-1]])
+    return tuple(sorted(order[found[0] : found[0] + 2].tolist())) if len(found) else None
 
 
 #: Fast views whose buffers hold the memory, whatever the caller does with the array.

@@ -33,7 +33,7 @@ _WRAPPERS = (
 #: Seconds that a rank waits for another one, which prints the same error and then ends the job.
 _PRINTING_TIMEOUT_S = 10.0
 _CHECK_INTERVAL_S = 0.05
-#: Seconds for each lower rank that a rank leaves to them to print first, and the most in all.
+#: Seconds that a rank waits per lower rank before it prints, and the maximum in total.
 _RANK_DELAY_S, _MAX_RANK_DELAY_S = 0.01, 0.2
 #: Seconds that the job may need to end after the rank that prints.
 _ENDING_TIMEOUT_S = 2.0

@@ -140,13 +140,6 @@ def _is_child_of_rank() -> bool:
 
 def flush_output() -> None:
     """Flush the output of this process, and wait until the launcher has read it."""
-    if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-        # torch.distributed's hook collects the output of the hooks that it calls.
-        with contextlib.suppress(OSError, ValueError):
-            sys.__stderr__.write(sys.stderr.getvalue())
-            sys.__stderr__.flush()
-            sys.stderr.seek(0)
-            sys.stderr.truncate()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -257,20 +250,20 @@ class _ExitHooks:
         # interactive prompt ends nothing.
         is_here = os.getpid() == self._pid and not hasattr(sys, "ps1")
         ends = is_here and self is _current
-        try:
-            if self._previous_hook is not sys.__excepthook__:
-                self._previous_hook(kind, error, trace)
-            elif is_here and _current is not None:
-                # The current hook may have called this one through a hook of the program.
-                end = _current.end
-                with _torch_hook_bypassed():
+        with _torch_hook_bypassed():
+            try:
+                if self._previous_hook is not sys.__excepthook__:
+                    self._previous_hook(kind, error, trace)
+                elif is_here and _current is not None:
+                    # The current hook may have called this one through a hook of the program.
+                    end = _current.end
                     error_output.print_once(error, end.rank(), end.last_words)
-            else:
-                write_lines(error_output.format_error(error))
-        finally:
-            if ends:
-                code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
-                self.end.end_job(code, explained=True)
+                else:
+                    write_lines(error_output.format_error(error))
+            finally:
+                if ends:
+                    code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+                    self.end.end_job(code, explained=True)
 
     def _exiting(self) -> None:
         if os.getpid() != self._pid:
@@ -300,13 +293,17 @@ class _ExitHooks:
 def _torch_hook_bypassed() -> Iterator[None]:
     """Write to standard error while torch.distributed's hook collects the output in a StringIO.
 
-    That hook adds its own prefix for the rank to each line that it has collected.
+    The job may end before that hook prints the output, to which it adds a second prefix.
     """
     collected, stream = sys.stderr, sys.__stderr__
     if not isinstance(collected, io.StringIO) or stream is None:
         yield
         return
     with contextlib.redirect_stderr(stream):
+        if text := collected.getvalue():
+            write_lines(text.removesuffix("\n"))
+            collected.seek(0)
+            collected.truncate()
         yield
 
 

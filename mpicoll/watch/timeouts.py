@@ -240,8 +240,9 @@ def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
             texts[rank] = "here"
     # The guard watches all ranks of a node; a hang report has the same text.
     for rank, text in guarding.ask_about(group).items():
-        if group.ranks.index(rank) != closer:
-            texts[group.ranks.index(rank)] = text
+        place = group.ranks.index(rank)
+        if place != closer:
+            texts[place] = text
     ranks_of: dict[str, list[int]] = {}
     for rank in range(group.size()):
         if rank != group.rank():

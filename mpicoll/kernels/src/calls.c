@@ -550,8 +550,8 @@ static int by_begin(const void *one, const void *other)
     return (a > b) - (a < b);
 }
 
-/* Whether anything is written twice, or read in one call and written in another, or in the same: 1, 0,
- * or -1 with an exception. */
+/* Whether memory is written twice, or both read and written, in one call or in two: 1, 0, or -1 with
+ * an exception. */
 static int overlap_any(const struct fused *fused, size_t blocks_in, size_t blocks_out,
                        size_t itemsize)
 {

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import select
+import socket
+import stat
 
-__all__ = ["PmiClient", "PmiError"]
+__all__ = ["PmiClient", "PmiError", "open_manager"]
 
 #: Seconds to wait for an answer that needs no other rank.
 _ANSWER_TIMEOUT_S = 10.0
@@ -17,6 +19,24 @@ _ANSWER_TIMEOUT_S = 10.0
 _MAX_LINE_BYTES = 4096
 #: The key under which rank 0 publishes a value.
 _KEY = "mpicoll-run"
+
+
+def open_manager(descriptor: str) -> socket.socket:
+    """Return a duplicate of the connection to the process manager.
+
+    descriptor: the value of PMI_FD.
+
+    Raises OSError if it is not the number of a connected socket of this process.
+    """
+    if not descriptor.isdecimal() or not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+        raise OSError(f"PMI_FD={descriptor}: expected the number of a socket of this process")
+    manager = socket.socket(fileno=os.dup(int(descriptor)))
+    try:
+        manager.getpeername()  # a program may have another socket with the same number
+    except OSError:
+        manager.close()
+        raise
+    return manager
 
 
 class PmiError(Exception):

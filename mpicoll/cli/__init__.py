@@ -28,6 +28,7 @@ from mpicoll.output import write_lines
 
 __all__ = [
     "COMMANDS",
+    "end_group",
     "is_first_rank",
     "main",
     "parse_size",
@@ -129,6 +130,14 @@ def start_group() -> str:
             time.sleep(A_MOMENT)
         return str(error)
     return ""
+
+
+def end_group() -> None:
+    """Destroy all groups. From here on the command ends in its own way."""
+    import mpicoll as dist
+
+    dist.destroy_process_group()
+    exit_hooks.remove()
 
 
 def refuse(command: str, why: str, speaks: bool, code: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mpicoll import control_messages, settings
+from mpicoll import cli, control_messages, settings
 from mpicoll.cli.distance import Pair, measure_pairs
 from mpicoll.cli.doctor_machine import (
     Place,
@@ -150,7 +150,7 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     seen.facts, seen.places, seen.misspelt = map(list, zip(*told, strict=True))
     for each, shared in zip(seen.facts, describe_memory(seen.places), strict=True):
         each["/dev/shm"] = shared
-    dist.destroy_process_group()
+    cli.end_group()
     return me == 0, seen
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec, run
@@ -317,6 +318,7 @@ MISMATCH = """
     error_output._LOWER_RANK_TIMEOUT_S = 20.0  # on a busy machine ranks may raise late
     for _ in range($cycles):
         dist.init_process_group("mpicoll")
+        sys.excepthook = lambda *error, hook=sys.excepthook: hook(*error)
         dist.destroy_process_group()
     dist.init_process_group("mpicoll")
     def step():
@@ -330,7 +332,9 @@ MISMATCH = """
     [
         ("numpy", 0),
         pytest.param("torch", 0, marks=needs_torch),
-        pytest.param("torch", 2, marks=needs_torch),  # torch has put its hook over mpicoll's
+        pytest.param(
+            "torch", 2, marks=needs_torch
+        ),  # hooks of torch and the program over mpicoll's
     ],
 )
 @job(MISMATCH, limit=90)  # torch takes long to load
@@ -341,6 +345,24 @@ def test_an_error_of_all_ranks_is_printed_once(front: str, cycles: int, ended: E
     assert all(line.startswith("[rank 0]") for line in shown), ended
     assert "script.py" in shown[1] and len(shown) <= 7, ended  # no frame of a library
     assert ended.err.count("do not belong together") == 1, ended
+
+
+def test_hooks_of_torch_do_not_add_up() -> None:
+    """Each init_process_group of torch installs one, and Python limits the depth of calls."""
+
+    def wrap(old_hook: exit_hooks.Hook) -> exit_hooks.Hook:
+        def _distributed_excepthook(*error: Any) -> None:  # as torch has it
+            old_hook(*error)
+
+        return _distributed_excepthook
+
+    def program(*error: object) -> None:
+        pass
+
+    hook: exit_hooks.Hook = program
+    for _ in range(2000):
+        hook = wrap(hook)
+    assert exit_hooks._skip_own(hook) is program
 
 
 @pytest.mark.parametrize(("front", "cycles"), [("numpy", 0)])

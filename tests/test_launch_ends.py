@@ -41,6 +41,10 @@ def test_ends_in_good_order(end: str, ended: Ended) -> None:
 
 @mpich
 @job("""
+    before = sys.excepthook, sys.exit
+    dist.init_process_group()
+    dist.destroy_process_group()
+    assert (sys.excepthook, sys.exit) == before
     dist.init_process_group()
     total(1)
     sys.exit(73)

@@ -212,7 +212,11 @@ def test_a_manager_counts_as_gone_if_its_descriptor_or_port_is(tmp_path: Path) -
         ]
         for environment in there:
             assert find_stale(list(Dialect), environment) == {}, environment
-        assert [*find_stale(list(Dialect), pmi | {"PMI_FD": str(server.fileno())})] == ["PMI_FD"]
+        used = len([*Path("/proc/self/fd").iterdir()])
+        with (tmp_path / "file").open("w") as file:
+            for other in (str(server.fileno()), str(file.fileno()), "-1", "none"):
+                assert [*find_stale(list(Dialect), pmi | {"PMI_FD": other})] == ["PMI_FD"], other
+        assert len([*Path("/proc/self/fd").iterdir()]) == used
     gone = [
         (pmi | {"PMI_FD": "99999"}, "PMI_FD"),
         (pmi | {"PMI_PORT": f"127.0.0.1:{port}"}, "PMI_PORT"),

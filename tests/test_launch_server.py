@@ -16,6 +16,7 @@ import pytest
 from launch_jobs import SERVER, TORCHRUN, Ended, job, mpich, run  # noqa: F401 (whole_jobs calls run)
 
 from mpicoll.launch import server
+from mpicoll.launch.host_identity import addresses, find_own_address
 
 pytestmark = pytest.mark.waits
 
@@ -47,12 +48,43 @@ LISTENS = (
 """
 )
 LOOPBACK, ALL = "0100007F", "0" * 32
+#: An IPv4 address by which other hosts reach this one, if there is one.
+OWN = next((each for each in addresses()[:-1] if "." in each), "")
+needs_address = pytest.mark.skipif(not OWN, reason="this host has only a loopback address")
+
+
+def as_in_proc(address: str) -> str:
+    return socket.inet_aton(address or "0.0.0.0")[::-1].hex().upper()
+
+
+@needs_address
+def test_the_server_listens_at_the_address_of_its_name_if_this_host_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {
+        "own": [OWN], "service": ["203.0.113.7"], "debian": ["127.0.1.1"], "any": ["0.0.0.0"],
+        "two": [OWN, "203.0.113.7"], OWN: [OWN],
+    }  # fmt: skip
+
+    def find(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if name not in names:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (each, 0)) for each in names[name]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    found = {name: find_own_address(name) for name in (*names, "unknown")}
+    assert found == dict.fromkeys((*names, "unknown"), "") | {"own": OWN, OWN: OWN}
 
 
 @mpich
 @pytest.mark.parametrize(
     ("method", "where"),
-    [("env://", LOOPBACK), ("tcp://localhost:$PORT", LOOPBACK), ("file://$FOLDER/meet", ALL)],
+    [
+        ("env://", LOOPBACK),
+        ("tcp://localhost:$PORT", LOOPBACK),
+        pytest.param(f"tcp://{OWN}:$PORT", as_in_proc(OWN), marks=needs_address),
+        ("file://$FOLDER/meet", ALL),
+    ],
 )
 @pytest.mark.parametrize("begin", ["dist.init_process_group('mpi', '$method', 30)"])
 @job(LISTENS)

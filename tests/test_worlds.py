@@ -102,6 +102,26 @@ def test_a_local_failure_raises_on_all_ranks(ended: Ended) -> None:
     assert ended.lines == sorted(expected), ended
 
 
+@compiled
+@job("""
+    import socket
+    from mpicoll.launch import init_timeout
+    rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
+    if rank == "0":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+            name.bind(f"\\0{init_timeout.job_name()}/0")  # as in MPI_Init
+            time.sleep(1000)
+    try:
+        dist.init_process_group(timeout="long")
+    except TypeError:
+        say("not reached")
+""")
+def test_a_failed_rank_does_not_wait_in_mpi_init(ended: Ended) -> None:
+    """The other rank counts as waiting in MPI_Init and is not, as if it had ended meanwhile."""
+    ended.badly("[rank 1] mpicoll.errors.ArgumentTypeError: ", "got str")
+    assert ended.out == "", ended
+
+
 # --- other ranks and sizes ----------------------------------------------------------------------
 
 
@@ -141,6 +161,31 @@ def test_ranks_of_one_world_form_groups_of_any_of_them(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines[:3] == ["done"] * 3, ended
     assert all("were given the ranks [0, 0, 0]" in line for line in ended.lines[3:]), ended
+
+
+@job("""
+    from mpi4py import MPI
+    from mpicoll import launch
+    from mpicoll.launch.serialized_mpi import plain
+    me = MPI.COMM_WORLD.rank
+    key = MPI.Comm.Create_keyval(delete_fn=lambda *_: say("freed"))
+    def broken(comm):
+        plain(comm).Set_attr(key, None)
+        raise OSError("the disk is full")
+    def fail(prepare, *rendezvous, **named):
+        try:
+            with launch.start(*rendezvous, limit=20, prepare=prepare, **named) as comm:
+                broken(comm)
+        except OSError:
+            say("failed")
+    if me > 0:  # a part of the world
+        given = launch.GivenRank(me - 1, 2, {})
+        fail(broken, launch.find_rendezvous(f"file://{sys.argv[1]}/meet", given, 20))
+    fail(lambda comm: None, rank=2 - me)
+""", ranks=3)  # fmt: skip
+def test_a_failed_start_frees_its_communicators(ended: Ended) -> None:
+    ended.in_good_order()
+    assert ended.lines == ["failed"] * 5 + ["freed"] * 5, ended
 
 
 # --- a part of the world ------------------------------------------------------------------------

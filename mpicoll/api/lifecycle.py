@@ -33,7 +33,7 @@ from mpicoll.errors import (
     NotInitializedError,
     UnsupportedError,
 )
-from mpicoll.launch.exit_hooks import exit_code, install_in_rank, keep_exit_code
+from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.output import write_lines
 from mpicoll.watch import guarding, lost_ranks, rank_status
@@ -331,7 +331,6 @@ def begin(
         if _watchdog is not None:
             _watchdog.remove()
             _watchdog = None
-        install_in_rank()  # the error may end this process while other ranks wait for it
         session = launch.current()
         if session is not None and not has_begun:  # all ranks have raised
             session.send("free")

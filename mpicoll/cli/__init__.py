@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMMANDS",
+    "end_group",
     "is_first_rank",
     "main",
     "out_of_memory",
@@ -142,6 +143,14 @@ def out_of_memory(comm: MPI.Intracomm, pool: str, needed: int, available: int) -
                 f"{free / 2**30:.1f} GiB are available"
             )
     return ""
+
+
+def end_group() -> None:
+    """Destroy all groups and restore Python's exit hooks for the rest of the command."""
+    import mpicoll as dist
+
+    dist.destroy_process_group()
+    exit_hooks.remove()
 
 
 def refuse(command: str, why: str, prints: bool, code: int) -> int:

@@ -177,10 +177,9 @@ def run(options: argparse.Namespace) -> int:
     problem = cli.start_group()
     if problem:
         return cli.refuse("bench", problem, cli.is_first_rank(), 1)
-    import mpicoll as dist
 
     code = _with_ranks(options)
-    dist.destroy_process_group()
+    cli.end_group()
     return code
 
 

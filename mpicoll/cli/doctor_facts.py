@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mpicoll import control_messages, settings
+from mpicoll import cli, control_messages, settings
 from mpicoll.cli.distance import Pair, measure_pairs
 from mpicoll.cli.doctor_machine import (
     Placement,
@@ -183,7 +183,7 @@ def examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[boo
     )
     for each, shared in zip(findings.facts, describe_memory(findings.placements), strict=True):
         each["/dev/shm"] = shared
-    dist.destroy_process_group()
+    cli.end_group()
     return me == 0, findings
 
 

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     lines = control_messages.allgather(comm, line, str)
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
-    dist.destroy_process_group()
+    cli.end_group()
     return 0
 
 

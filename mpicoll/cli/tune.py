@@ -104,10 +104,9 @@ def run(options: argparse.Namespace) -> int:
     wrong = cli.start_group()
     if wrong:
         return cli.refuse("tune", wrong, cli.is_first_rank(), 1)
-    import mpicoll as dist
 
     code = _with_ranks(options, named, begin)
-    dist.destroy_process_group()
+    cli.end_group()
     return code
 
 

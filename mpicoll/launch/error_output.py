@@ -1,5 +1,5 @@
 """The traceback of a rank that fails: with the rank on each line, without the library's frames, and
-once if all ranks of the node fail alike.
+once per node if several ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from pathlib import Path
 from types import FrameType
 
 import mpicoll
-from mpicoll.errors import MpicollError
-from mpicoll.launch.init_timeout import job_name
+from mpicoll.errors import (
+    CollectiveTimeoutError,
+    LaunchError,
+    LostRankError,
+    MismatchError,
+    MpicollError,
+)
+from mpicoll.launch.host_identity import node
+from mpicoll.launch.init_timeout import is_bound, job_name
 from mpicoll.launch.launchers import find_launcher
+from mpicoll.launch.session import current
 from mpicoll.output import write_lines
 from mpicoll.settings import DEBUG
 
@@ -32,9 +40,12 @@ _WRAPPERS = (
 )  # fmt: skip
 #: Seconds that a rank waits for another one, which prints the same error and then ends the job.
 _PRINTING_TIMEOUT_S = 10.0
+#: Errors that mpicoll raises on several ranks at a time.
+_SHARED = (CollectiveTimeoutError, LaunchError, LostRankError, MismatchError)
+#: Seconds that a rank waits for lower ranks to raise the same shared error, and the most that it
+#: waits for one that has raised it and has not begun to print.
+_LOWER_RANK_TIMEOUT_S, _RAISING_TIMEOUT_S = 0.1, 1.0
 _CHECK_INTERVAL_S = 0.05
-#: Seconds that a rank waits per lower rank before it prints, and the maximum in total.
-_RANK_DELAY_S, _MAX_RANK_DELAY_S = 0.01, 0.2
 #: Seconds that the job may need to end after the rank that prints.
 _ENDING_TIMEOUT_S = 2.0
 
@@ -94,19 +105,22 @@ def print_once(error: BaseException, rank: str, last_words: Callable[[], list[st
 
     last_words: returns lines to print behind it.
 
-    If ranks raise at the same time, the lowest one most often prints. The rank that prints holds an
-    abstract socket address, which the system frees when the process ends. Another rank with this
-    error prints at most the place where the error was raised, and waits, because the rank that
-    prints ends the job. If that takes too long, or the printing rank has ended alone, the next rank
-    prints the error, so that at least one copy is printed.
+    The first rank prints. An error of _SHARED is printed by the lowest of the ranks that raise it
+    within _LOWER_RANK_TIMEOUT_S. Any other error is printed without delay: it may be the cause of
+    errors on other ranks, which end the job. The rank that prints holds an abstract socket address,
+    which the system frees when the process ends. Another rank with this error prints at most the
+    place where the error was raised, and waits, because the rank that prints ends the job. If that
+    takes too long, or the printing rank has ended alone, the next rank prints the error, so that at
+    least one copy is printed.
     """
     name = type(error).__qualname__
     message = re.sub(r"\brank \d+ of ", "", f"{name}: {error}")
     place = _find_place(error)
     end = time.monotonic() + _PRINTING_TIMEOUT_S
     last = last_words()
-    if rank != "?":
-        time.sleep(min(int(rank) * _RANK_DELAY_S, _MAX_RANK_DELAY_S))
+    if isinstance(error, _SHARED):
+        claim(f"{message}\nrank {rank}")  # higher ranks wait for this one
+        _await_lower_ranks(message, rank)
     if claim(message):
         claim(f"{message}\n{place}")
     else:
@@ -120,6 +134,21 @@ def print_once(error: BaseException, rank: str, last_words: Callable[[], list[st
         else:  # the printing rank has ended, and most often the job ends now
             time.sleep(_ENDING_TIMEOUT_S)
     write_lines("\n".join([with_rank(rank, format_error(error)), *last]))
+
+
+def _await_lower_ranks(message: str, rank: str) -> None:
+    """Give lower ranks that raise the same error the time to claim it first."""
+    claimed = _address(message)
+    if claimed is None or not rank.isdecimal():
+        return
+    raising = [_address(f"{message}\nrank {lower}") for lower in range(int(rank))]
+    start = time.monotonic()
+    while raising and not is_bound(claimed):
+        waited = time.monotonic() - start
+        limit = _RAISING_TIMEOUT_S if any(map(is_bound, filter(None, raising))) else 0.0
+        if waited > max(limit, _LOWER_RANK_TIMEOUT_S):
+            break
+        time.sleep(min(_CHECK_INTERVAL_S, _LOWER_RANK_TIMEOUT_S / 4))
 
 
 def _find_place(error: BaseException) -> str:
@@ -137,18 +166,27 @@ _claims: dict[str, socket.socket] = {}
 
 def claim(text: str) -> bool:
     """Return whether this rank is the first one of its job on this node that claims a text."""
-    job = job_name()
-    launcher = find_launcher()
-    if job is None and launcher is not None and launcher.is_parent:
-        job = f"mpicoll/{os.getppid()}"
-    if job is None or text in _claims:  # without a name, nothing tells its ranks from other jobs'
+    address = _address(text)
+    if address is None or text in _claims:
         return True
-    digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32]
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(f"\0{job}/error/{digest}")
+        claim.bind(address)
     except OSError as error:
         claim.close()
         return error.errno != errno.EADDRINUSE
     _claims[text] = claim
     return True
+
+
+def _address(text: str) -> str | None:
+    """Return the socket address of a text in this job on this node; None if the job's ranks cannot
+    be distinguished from the ranks of other jobs.
+    """
+    job, launcher, session = job_name(), find_launcher(), current()
+    if job is None and launcher is not None and launcher.is_parent:
+        job = f"mpicoll/{os.getppid()}"
+    elif job is None and session is not None:
+        job = f"mpicoll/{node()}/{session.job[:16]}"
+    digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32]
+    return job and f"\0{job}/error/{digest}"

@@ -2,7 +2,8 @@
 
 If one rank ends while other ranks wait inside MPI, these ranks wait for ever. ``import mpicoll``
 installs the hooks in each rank of a job, because other ranks may already wait in MPI_Init. A
-process group installs another ``RankEnd`` (``watch/termination.py``).
+process group installs another ``RankEnd`` (``watch/termination.py``). After the groups have been
+destroyed the hooks stay, because other ranks may wait in the next ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
@@ -28,7 +29,7 @@ from mpicoll.launch import error_output
 from mpicoll.launch.environment import is_inherited, is_started_by_torchrun
 from mpicoll.launch.init_timeout import job_name
 from mpicoll.launch.launchers import announced, find_launcher, find_rank
-from mpicoll.launch.pmi import manager_socket
+from mpicoll.launch.pmi import open_manager
 from mpicoll.launch.session import current
 from mpicoll.output import write_lines
 
@@ -42,6 +43,7 @@ __all__ = [
     "install_in_rank",
     "keep_exit_code",
     "remove",
+    "report_exit",
 ]
 
 #: The exit code that a shell reports for a process that ended by SIGINT.
@@ -115,7 +117,7 @@ def _abort_by_manager(code: int) -> None:
     """
     if is_inherited() or _is_child_of_rank():
         return
-    with contextlib.suppress(OSError), manager_socket(os.environ.get("PMI_FD", "")) as manager:
+    with contextlib.suppress(OSError), open_manager(os.environ.get("PMI_FD", "")) as manager:
         manager.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
         poll = select.poll()
         poll.register(manager, select.POLLIN)
@@ -195,13 +197,19 @@ class RankEnd:
 
         explained: this rank has printed why.
         """
-        if not explained and error_output.claim(f"exit code {code}"):
-            write_lines(f"mpicoll: rank {self.rank()} exited with code {code}; the job ends")
+        if not explained:
+            report_exit(self.rank(), code)
         flush_output()
         end_ranks(code)
 
     def at_exit(self) -> None:
         """Called when the interpreter ends with success."""
+
+
+def report_exit(rank: str, code: int) -> None:
+    """Print, once per node, that a rank ends the job with an exit code and has not printed why."""
+    if error_output.claim(f"exit code {code}"):
+        write_lines(f"mpicoll: rank {rank} exited with code {code}; the job ends")
 
 
 class _ExitHooks:
@@ -248,20 +256,18 @@ class _ExitHooks:
     ) -> None:
         # Another hook may still call this one after it was removed, and an exception at an
         # interactive prompt ends nothing.
-        is_here = os.getpid() == self._pid and not hasattr(sys, "ps1")
-        ends = is_here and self is _current
-        with _torch_hook_bypassed():
+        is_rank = os.getpid() == self._pid and not hasattr(sys, "ps1")
+        with _written_at_once():
             try:
-                if self._previous_hook is not sys.__excepthook__:
-                    self._previous_hook(kind, error, trace)
-                elif is_here and _current is not None:
-                    # The current hook may have called this one through a hook of the program.
-                    end = _current.end
-                    error_output.print_once(error, end.rank(), end.last_words)
+                hook = _skip_own(self._previous_hook)
+                if hook is not sys.__excepthook__:
+                    hook(kind, error, trace)
+                elif is_rank and _current is not None:
+                    error_output.print_once(error, _current.end.rank(), _current.end.last_words)
                 else:
                     write_lines(error_output.format_error(error))
             finally:
-                if ends:
+                if is_rank and self is _current:
                     code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
                     self.end.end_job(code, explained=True)
 
@@ -289,22 +295,46 @@ class _ExitHooks:
         self._exiting()
 
 
-@contextlib.contextmanager
-def _torch_hook_bypassed() -> Iterator[None]:
-    """Write to standard error while torch.distributed's hook collects the output in a StringIO.
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-    The job may end before that hook prints the output, to which it adds a second prefix.
+
+def _skip_own(hook: Hook) -> Hook:
+    """Return the program's hook under earlier hooks of mpicoll and of torch.distributed.
+
+    Each init_process_group of torch installs a hook that calls the current hook and prefixes its
+    output with [rank0], on each rank.
     """
-    collected, stream = sys.stderr, sys.__stderr__
-    if not isinstance(collected, io.StringIO) or stream is None:
+    while True:
+        code = getattr(hook, "__code__", None)
+        if isinstance(owner := getattr(hook, "__self__", None), _ExitHooks):
+            hook = owner._previous_hook
+        elif code is not None and code.co_name == "_distributed_excepthook":
+            cells = dict(zip(code.co_freevars, hook.__closure__ or (), strict=False))
+            if "old_hook" not in cells:
+                return hook
+            hook = cells["old_hook"].cell_contents
+        else:
+            return hook
+
+
+@contextlib.contextmanager
+def _written_at_once() -> Iterator[None]:
+    """Write to standard error itself where a hook, as torch.distributed's, collects the output of
+    the hooks that it calls: the job ends before it could write that.
+    """
+    collected = sys.stderr
+    if not isinstance(collected, io.StringIO) or sys.__stderr__ is None:
         yield
         return
-    with contextlib.redirect_stderr(stream):
+    sys.stderr = sys.__stderr__
+    try:
         if text := collected.getvalue():
             write_lines(text.removesuffix("\n"))
             collected.seek(0)
             collected.truncate()
         yield
+    finally:
+        sys.stderr = collected
 
 
 _current: _ExitHooks | None = None
@@ -320,18 +350,21 @@ def install(end: RankEnd) -> None:
 
 
 def install_in_rank() -> None:
-    """Install the hooks if a launcher has started this process as one of several ranks.
+    """Install the hooks of a rank without a process group, if a launcher has started this process
+    as one of several ranks; else remove the hooks.
 
     Not in a test run or at an interactive prompt, which go on after an exception, and not under
     torchrun, which ends all ranks when one has failed.
     """
     _, size, _ = announced()
-    if find_launcher() is None or size in ("0", "1") or is_started_by_torchrun() or is_inherited():
-        return
-    if "_pytest" in sys.modules or sys.flags.interactive or hasattr(sys, "ps1"):
-        return
-    if not _is_child_of_rank():
+    is_rank = not (
+        find_launcher() is None or size in ("0", "1") or is_started_by_torchrun() or is_inherited()
+    )
+    goes_on = "_pytest" in sys.modules or sys.flags.interactive or hasattr(sys, "ps1")
+    if is_rank and not goes_on and not _is_child_of_rank():
         install(RankEnd())
+    else:
+        remove()
 
 
 def remove() -> None:

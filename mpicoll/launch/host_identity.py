@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import ipaddress
 import socket
 import struct
 from pathlib import Path
 
-__all__ = ["addresses", "machine", "node"]
+__all__ = ["addresses", "find_own_address", "machine", "node"]
 
 #: Asks Linux for the address of an interface.
 _SIOCGIFADDR = 0x8915
@@ -33,6 +34,27 @@ def addresses() -> list[str]:
             found[socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])] = None
     local = ("127.", "::1", "fe80:")
     return [*(address for address in found if not address.startswith(local)), name]
+
+
+def find_own_address(host: str) -> str:
+    """Return the address of this host to which a name resolves; "" unless it is exactly one.
+
+    Other hosts cannot reach a loopback address. The address of a service, as in Kubernetes, is not
+    an address of this host.
+    """
+    try:
+        info = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        found = {(each[0], each[4]) for each in info}
+        if len(found) != 1:
+            return ""
+        ((family, address),) = found
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)  # sends nothing; raises OSError for another host's address
+    except (OSError, UnicodeError):
+        return ""
+    text = str(address[0])
+    number = ipaddress.ip_address(text.partition("%")[0])
+    return "" if number.is_loopback or number.is_unspecified else text
 
 
 def machine() -> str:

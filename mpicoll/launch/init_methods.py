@@ -20,7 +20,6 @@ from mpicoll.launch.rendezvous import (
     ServerAddress,
     ServerNotFoundError,
     Store,
-    loopback,
 )
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def find_rendezvous(
     if size == 1:
         return Rendezvous(_NO_STORE, rank, size)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        host = loopback(environment.get("MASTER_ADDR", ""))
+        host = environment.get("MASTER_ADDR", "")
         return Rendezvous(AgentStore(environment, limit), rank, size, host=host)
     if "MASTER_PORT" not in environment and (init_method is None or is_started_by_mpi(environment)):
         return None  # no rendezvous is given: MPI has to know the ranks itself
@@ -148,7 +147,7 @@ def _at_port(host: str, port: str, rank: int, size: int, what: str) -> Rendezvou
             f"{_WHERE}: {what}: expected the host of rank 0 and a port that is free there, got "
             f"{host}:{port}"
         )
-    return Rendezvous(PortStore(host, int(port)), rank, size, host=loopback(host), port=int(port))
+    return Rendezvous(PortStore(host, int(port)), rank, size, host=host, port=int(port))
 
 
 class PortStore(Store):

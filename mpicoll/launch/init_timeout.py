@@ -17,13 +17,13 @@ from mpicoll import communicators
 from mpicoll.kernels.library import kernels
 from mpicoll.launch.host_identity import node
 from mpicoll.launch.launchers import announced
-from mpicoll.launch.pmi import manager_socket
+from mpicoll.launch.pmi import open_manager
 from mpicoll.launch.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["await_others", "end_after", "enforce_timeout", "job_name"]
+__all__ = ["await_others", "end_after", "enforce_timeout", "is_bound", "job_name"]
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def await_others(limit: float) -> Iterator[bool]:
         name.bind(f"\0{job}/{rank}")
         missing = {other for other in range(int(size)) if str(other) != rank}
         while missing and time.monotonic() < end:
-            missing = {other for other in missing if not _is_bound(f"\0{job}/{other}")}
+            missing = {other for other in missing if not is_bound(f"\0{job}/{other}")}
             time.sleep(_PAUSE_S if missing else 0)
         yield not missing
 
@@ -93,7 +93,8 @@ def await_others(limit: float) -> Iterator[bool]:
 _PAUSE_S = 0.01
 
 
-def _is_bound(name: str) -> bool:
+def is_bound(name: str) -> bool:
+    """Return whether a process of this node holds an abstract socket address."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(name)
@@ -146,7 +147,7 @@ def job_name(environment: Mapping[str, str] = os.environ) -> str | None:
     """
     job = environment.get("PMIX_NAMESPACE", "")
     if not job:
-        with contextlib.suppress(OSError), manager_socket(environment.get("PMI_FD", "")) as manager:
+        with contextlib.suppress(OSError), open_manager(environment.get("PMI_FD", "")) as manager:
             found = manager.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             job = str(struct.unpack("3i", found)[0] or "")
     return f"mpicoll/{node()}/{job}" if job else None

@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence
 from mpicoll import settings
 from mpicoll.errors import CollectiveTimeoutError, LaunchError, MpicollError
 from mpicoll.launch import server
-from mpicoll.launch.host_identity import addresses, machine, node
+from mpicoll.launch.host_identity import addresses, find_own_address, machine, node
 from mpicoll.launch.rendezvous import (
     RankTakenError,
     Rendezvous,
     ServerAddress,
     ServerNotFoundError,
+    loopback,
 )
 from mpicoll.launch.session import Session, set_current
 from mpicoll.signals import blocked_job_signals
@@ -239,8 +240,9 @@ def _start_server(
     """
     # A secret that all ranks were given is not published.
     published = "" if _given_secret() else secrets.token_hex(32)
+    host = loopback(rendezvous.host) or (rendezvous.host and find_own_address(rendezvous.host))
     configuration = {
-        "host": rendezvous.host,
+        "host": host,
         "port": rendezvous.port,
         "secret": _given_secret() or published,
         "size": rendezvous.world_size,
@@ -269,11 +271,11 @@ def _start_server(
         process.communicate()
         raise LaunchError(
             f"{_WHERE}: rank 0 cannot listen at port {rendezvous.port or '0 (any)'} of "
-            f"{rendezvous.host or 'this host'}: "
+            f"{host or 'this host'}: "
             f"{answer.get('error', 'its server process did not start')}"
         )
     master = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
-    hosts = [rendezvous.host] if rendezvous.host else [*master, *addresses()]
+    hosts = [host] if host else [*master, *addresses()]
     return ServerAddress(hosts, answer["port"], published, machine()), process
 
 

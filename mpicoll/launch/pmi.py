@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import select
 import socket
+import stat
 
-__all__ = ["PmiClient", "PmiError", "manager_socket"]
+__all__ = ["PmiClient", "PmiError", "open_manager"]
 
 #: Seconds to wait for an answer that needs no other rank.
 _ANSWER_TIMEOUT_S = 10.0
@@ -20,18 +21,18 @@ _MAX_LINE_BYTES = 4096
 _KEY = "mpicoll-run"
 
 
-def manager_socket(value: str) -> socket.socket:
+def open_manager(descriptor: str) -> socket.socket:
     """Return a duplicate of the connection to the process manager.
 
-    value: of PMI_FD.
+    descriptor: the value of PMI_FD.
 
-    Raises OSError if the value is not the number of a connected socket of this process.
+    Raises OSError if it is not the number of a connected socket of this process.
     """
-    if not value.isdigit():
-        raise OSError(f"PMI_FD={value}: not a file descriptor")
-    manager = socket.socket(fileno=os.dup(int(value)))  # raises OSError unless it is a socket
+    if not descriptor.isdecimal() or not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+        raise OSError(f"PMI_FD={descriptor}: expected the number of a socket of this process")
+    manager = socket.socket(fileno=os.dup(int(descriptor)))
     try:
-        manager.getpeername()
+        manager.getpeername()  # a program may have another socket with the same number
     except OSError:
         manager.close()
         raise

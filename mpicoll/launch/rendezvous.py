@@ -90,7 +90,9 @@ class Rendezvous:
 
     store: reaches all ranks.
     rank, world_size: as the launcher, or whatever started the processes, announces them.
-    host, port: where rank 0's server listens: "" for all addresses, 0 for a free port.
+    host: name or address of rank 0's host, "" if unknown. The server listens at its address if rank
+          0 resolves it to exactly one of its own, else at all addresses.
+    port: where the server listens, 0 for a free port.
     after: called on rank 0 when all ranks have come, or will not.
     """
 

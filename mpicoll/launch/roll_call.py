@@ -19,7 +19,7 @@ from mpicoll.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["call_roll", "run_on_each"]
+__all__ = ["call_roll", "has_left", "run_on_each"]
 
 _WHERE = "init_process_group"
 #: A record: whether the rank failed, its requested rank, and the beginning of its error.
@@ -35,8 +35,9 @@ T = TypeVar("T")
 
 
 class _Exchange(NamedTuple):
-    """A started exchange of records. MPI reads and writes its buffers until it has completed."""
+    """A started exchange of records. MPI uses its buffers and ``comm`` until it has completed."""
 
+    comm: MPI.Intracomm
     request: MPI.Request
     mine: bytes
     everybody: bytearray
@@ -91,9 +92,14 @@ def _exchange(
     everybody = bytearray(_RECORD.size * comm.Get_size())
     request = comm.Iallgather([mine, MPI.BYTE], [everybody, _RECORD.size, MPI.BYTE])
     if not _wait(request, _TELL_TIMEOUT_S if failed else None):
-        _left.append(_Exchange(request, mine, everybody))
+        _left.append(_Exchange(comm, request, mine, everybody))
         return None
     return list(_RECORD.iter_unpack(everybody))
+
+
+def has_left(comm: MPI.Intracomm) -> bool:
+    """Return whether this rank has left an exchange over ``comm`` before all others had joined."""
+    return any(one.comm == comm for one in _left)
 
 
 def _wait(request: MPI.Request, limit: float | None) -> bool:

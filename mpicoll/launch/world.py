@@ -26,6 +26,7 @@ from mpicoll.launch.environment import (
     replace_bootstrap_variables,
     was_filled,
 )
+from mpicoll.launch.error_output import format_error, with_rank
 from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.init_methods import GivenRank, find_rendezvous
 from mpicoll.launch.init_timeout import await_others, end_after, enforce_timeout
@@ -33,7 +34,7 @@ from mpicoll.launch.joining import join, meet, send_failure
 from mpicoll.launch.launchers import announced
 from mpicoll.launch.mismatch import understand_manager
 from mpicoll.launch.rendezvous import Rendezvous
-from mpicoll.launch.roll_call import call_roll, run_on_each
+from mpicoll.launch.roll_call import call_roll, has_left, run_on_each
 from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.launch.session import Session, current
 from mpicoll.output import warn
@@ -97,7 +98,7 @@ def start(
     part = None
     if comm is None and rendezvous is not None:
         part = _find_part(mpi, rendezvous, limit)
-    with enforce_timeout(limit, rendezvous, part or comm):
+    with _freed(part), enforce_timeout(limit, rendezvous, part or comm):
         everybody = part or comm or mpi.COMM_WORLD
         requested, error = rank, None
         try:
@@ -108,13 +109,32 @@ def start(
         except Exception as failure:
             error = failure
         order = call_roll(everybody, requested, error)
+        renumbered = None
         if order != list(range(len(order))):
             with communicators.subset(everybody, order) as members:
-                part = cast("MPI.Intracomm", everybody.Create(members))
-        world = part or everybody
-        yield world if _is_thread_multiple(mpi, part or comm) else serialize(world)
-    if part is not None and part != mpi.COMM_SELF:
-        part.Free()
+                renumbered = cast("MPI.Intracomm", everybody.Create(members))
+        with _freed(renumbered):
+            world = renumbered or everybody
+            is_multiple = _is_thread_multiple(mpi, renumbered or part or comm)
+            yield world if is_multiple else serialize(world)
+
+
+@contextlib.contextmanager
+def _freed(comm: MPI.Intracomm | None) -> Iterator[None]:
+    """Free a communicator at the end, unless it is None, MPI_COMM_SELF, or in use by an exchange
+    of which a failed rank has not awaited the end.
+    """
+    from mpi4py import MPI
+
+    try:
+        yield
+    except BaseException:
+        if comm is not None and comm != MPI.COMM_SELF and not has_left(comm):
+            with contextlib.suppress(MPI.Exception):  # a rank is lost, as the error says
+                comm.Free()
+        raise
+    if comm is not None and comm != MPI.COMM_SELF:
+        comm.Free()
 
 
 def _find_part(
@@ -158,7 +178,8 @@ def tell_failure(
     comm: as for ``start``.
 
     It does nothing if it cannot be done without waiting for ranks that may never come: if MPI has
-    not started, and its ranks are on several nodes or do not all wait within seconds.
+    not started, and its ranks are on several nodes or do not all wait within seconds. If MPI_Init
+    takes too long, as where a rank ends meanwhile, this process prints the error and ends.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     with contextlib.ExitStack() as stack:
@@ -177,7 +198,7 @@ def tell_failure(
             if not is_started_by_mpi() or not stack.enter_context(await_others(_TELL_TIMEOUT_S)):
                 return
             mpi = load()
-            told = f"mpicoll: rank {announced()[0]}: {type(error).__name__}: {error}\n"
+            told = with_rank(announced()[0], format_error(error)) + "\n"
             with end_after(_TELL_TIMEOUT_S, told, 1), understand_manager(mpi):
                 _initialize(mpi)
         world = mpi.COMM_WORLD if comm is None else comm

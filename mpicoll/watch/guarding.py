@@ -346,8 +346,8 @@ def _withdraw(group: ProcessGroup) -> None:
 state.publish, state.withdraw = _publish, _withdraw
 
 
-def say_ending(code: int, explained: bool = True) -> None:
-    """Record that this rank ends the job with an exit code.
+def say_ending(code: int, explained: bool = True) -> bool:
+    """Record that this rank ends the job with an exit code. Return False without a guard.
 
     explained: it has printed why; else the guard reports the exit code.
     """
@@ -361,6 +361,8 @@ def say_ending(code: int, explained: bool = True) -> None:
             if not header.signal and not header.unexplained:
                 break
             time.sleep(0.01)
+        return bool(_own.board.header().guard)
+    return False
 
 
 def _ring() -> None:

@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 from mpicoll.core.groups import state
 from mpicoll.launch.error_output import format_stack, with_rank
-from mpicoll.launch.exit_hooks import INTERRUPTED, RankEnd, end_ranks, flush_output
+from mpicoll.launch.exit_hooks import (
+    INTERRUPTED,
+    RankEnd,
+    end_ranks,
+    flush_output,
+    report_exit,
+)
 from mpicoll.output import write_lines
 from mpicoll.watch import flight_record, guarding
 
@@ -20,11 +26,13 @@ __all__ = ["GroupEnd", "end_job", "end_stuck_job"]
 def end_job(code: int, explained: bool = True) -> None:
     """End every rank of the job with an exit code, after flushing the output.
 
-    explained: this rank has printed why; else the guard reports the exit code.
+    explained: this rank has printed why; else the guard, or this rank without one, reports the exit
+    code.
     """
     for line in flight_record.last_words():
         write_lines(line)
-    guarding.say_ending(code, explained)
+    if not guarding.say_ending(code, explained) and not explained:
+        report_exit(_find_rank(), code)
     flush_output()
     end_ranks(code)
 
@@ -40,12 +48,17 @@ def end_stuck_job(why: str, code: int, thread: int = 0) -> None:
         flight_record.dump(why)
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     stack = "" if frame is None else format_stack(frame)
-    default = state.default  # another thread may end it meanwhile
-    rank = "?" if default is None else default.rank()
+    rank = _find_rank()
     told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
-    text = with_rank(str(rank), f"Traceback (most recent call last):\n{stack}{told}")
+    text = with_rank(rank, f"Traceback (most recent call last):\n{stack}{told}")
     write_lines("\n".join((text, *flight_record.last_words())))
     end_job(code)
+
+
+def _find_rank() -> str:
+    """Return this rank in the default group, else in the job, "?" if it is unknown."""
+    default = state.default  # another thread may end it meanwhile
+    return RankEnd().rank() if default is None else str(default.rank())
 
 
 class GroupEnd(RankEnd):
@@ -59,8 +72,7 @@ class GroupEnd(RankEnd):
 
     def rank(self) -> str:
         """Return this rank in the default group."""
-        default = state.default
-        return super().rank() if default is None else str(default.rank())
+        return _find_rank()
 
     def last_words(self) -> list[str]:
         """Return the line that says where the flight records are. The rank ends from here on, also

@@ -101,8 +101,8 @@ class Watchdog:
         return self._thread.native_id or 0
 
     def remove(self) -> None:
-        """Remove the hooks and end the thread."""
-        exit_hooks.remove()
+        """Remove the group's part of the hooks, and end the thread."""
+        exit_hooks.install_in_rank()
         owns_pipe = not self._hears_signals
         if threading.current_thread() is threading.main_thread():
             if self._hears_signals:

@@ -76,7 +76,10 @@ def environment() -> str:
 def waiting() -> str:
     """The table of what the host waits for in calls on device memory."""
     rows = [
-        [f"`{name}`", route.blocks or "for nothing: the call is put into a stream at once"]
+        [
+            f"`{name}`",
+            route.policy.host_waits_for or "for nothing: the call is put into a stream at once",
+        ]
         for name, route in registry.DEVICE.items()
     ]
     return table(["route", "the host waits"], rows)

@@ -130,6 +130,7 @@ REPRODUCIBLE = _one_of(
     "MPICOLL_REPRODUCIBLE", ("order", "exact"),
     "reductions that give the same bits again, on all ranks alike; see Reproducible reductions",
 )  # fmt: skip
+#: The values name the modules of routes/device, best first: routes/registry.py loads them.
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
         "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "direct", "mpi", "staged",

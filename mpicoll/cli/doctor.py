@@ -118,7 +118,7 @@ def _device_routes(seen: Findings) -> list[str]:
     def words(name: str, why: str) -> str:
         if why:
             return f"not: {why}"
-        waits = DEVICE[name].blocks
+        waits = DEVICE[name].policy.host_waits_for
         return "taken" if waits is None else f"taken; the host waits {waits or 'for nothing'}"
 
     return [

@@ -129,7 +129,7 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     seen.apart = control_messages.allgather(group.inner, single_copy.find_obstacle(group), str)
     if any(own.gpus for own in seen.all_ranks) and names:
         seen.device = {
-            row.name: next((n for n in names if row.name in DEVICE[n].primitives), "refused")
+            row.name: next((n for n in names if row.name in DEVICE[n].serves.primitives), "refused")
             for row in PRIMITIVES
             if row.layout is not Layout.EMPTY
         }

@@ -1,10 +1,9 @@
-"""Many arrays in one collective.
+"""Lists of arrays that run as one collective.
 
-A route that takes tables reads and writes them where they are. For others small ones are packed
-side by side, carried out as one, and unpacked: a call on little data costs its latency, and packing
-costs two copies that stay in the cache, worth it for small arrays, not for large ones. What is made
-together follows from the sizes alone, which all ranks have alike; how the arrays lie in memory may
-differ from rank to rank.
+A route that takes segment tables reads and writes the arrays in place. For other routes, small
+arrays are packed into one buffer, run as one call, and unpacked: that saves the latency of the
+calls and costs two copies in the cache. Which calls run together depends on the sizes alone, which
+all ranks share; the memory layout of the arrays may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mpicoll.arrays.adapters import check_same_device, fast_views
 from mpicoll.arrays.views import CARRIERS, Alias, Array, Buffer, DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.checks import Views
-from mpicoll.core.plan import Implementation, Plan, Table, agreed_sizes, find_fused
+from mpicoll.core.plan import Plan, Run, SegmentTable, agreed_sizes
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.kernels.library import kernels
@@ -128,12 +127,12 @@ class Entries:
         """Return the views of each call to be made, in order, where small ones are packed."""
         return [self._views_of(batch) for batch in batches(self._sizes())]
 
-    def carry_out(self, plan: Plan) -> None:
-        """Carry all calls out on the host, inside a call of the group: all together where the route
-        of the largest takes tables.
+    def run(self, plan: Plan) -> None:
+        """Run all calls on the host, inside a call of the group: all as one if the route of the
+        largest takes segment tables.
         """
         even = all(count.__class__ is int for count in self.counts)
-        if fused := find_fused(plan.route, max(self.counts)) if even else None:
+        if fused := plan.implementation.fused(max(self.counts)) if even else None:
             made: list[Sequence[int]] = [range(len(self.counts))]
         else:
             made = batches(self._sizes())
@@ -319,18 +318,20 @@ class _OnHost(_Side):
                     memmove(*((place, at) if inward else (at, place)), count * size)
                     at += count * size
 
-    def read(self) -> Table:
+    def read(self) -> SegmentTable:
         """Return the blocks where they are; those that are not contiguous are copied beside."""
         for one, beside in self._scattered:
             one.copy_to(beside)
         return self.table()
 
-    def table(self) -> Table:
+    def table(self) -> SegmentTable:
         """Return the places of the blocks, or of the memory beside."""
         counts = np.frombuffer(self._counts, np.uintp)
         starts = np.frombuffer(self._addresses, np.uintp).reshape(len(self._lines), 1, -1)
         rows = np.arange(self._rows, dtype=np.uintp).reshape(1, -1, 1)
-        return Table((starts + rows * (counts * self.dtype.itemsize)).ravel(), np.cumsum(counts))
+        return SegmentTable(
+            (starts + rows * (counts * self.dtype.itemsize)).ravel(), np.cumsum(counts)
+        )
 
     def apart(self) -> _OnHost:
         """Return a copy of all blocks, in memory of its own."""
@@ -352,7 +353,7 @@ class _OnHost(_Side):
             one.copy_from(beside)
 
 
-def _run_on_tables(fused: Implementation, send: View | None, recv: _OnHost, extent: int) -> None:
+def _run_on_tables(fused: Run, send: View | None, recv: _OnHost, extent: int) -> None:
     """Carry out calls by what takes tables. What is read is copied if it is written, too."""
     if send is None:
         fused(None, recv.read(), extent, 0)
@@ -367,7 +368,7 @@ def _run_on_tables(fused: Implementation, send: View | None, recv: _OnHost, exte
     recv.write_back()
 
 
-def _overlap(one: Table, other: Table, itemsize: int) -> bool:
+def _overlap(one: SegmentTable, other: SegmentTable, itemsize: int) -> bool:
     """Return whether any part of one table shares memory with one of the other."""
     sizes = np.diff(one.ends, prepend=np.uintp(0)) * itemsize
     begins = np.concatenate([one.addresses, other.addresses])

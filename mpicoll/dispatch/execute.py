@@ -64,7 +64,7 @@ def run_all(
     """Check a collective call on each output and its input, then run all of them as one Work.
 
     name:   the public function, for messages.
-    inputs: as many as outputs; None for calls in place. See ``run`` for the other arguments, and
+    inputs: one per output; None for calls in place. See ``run`` for the other arguments, and
             ``fusing`` for which calls run as one. The ranks compare the list as a whole.
 
     Raises UnsupportedError if dtypes or devices differ in the list.
@@ -378,7 +378,7 @@ def perform(
     record with the other ranks if due, then call ``execute(send, recv, extent, root)``.
 
     sizes, root: of the call's signature; see mpicoll.core.signature.
-    scheduled:   id of the call in the flight record, if it is there already.
+    scheduled:   id of the call in the flight record, if it was recorded when queued.
 
     Returns when this rank's part is done; on a device, when it is enqueued, and the streams of a
     synchronous call wait for it. Raises errors of MPI as MPIError.
@@ -416,7 +416,7 @@ def perform(
 
 
 def _check(group: ProcessGroup) -> None:
-    """Compare the group's latest calls with those of the other ranks, at the same call number."""
+    """Compare the group's recorded calls with the other ranks at the same call number."""
     if group.broken is not None:  # before all ranks make shared memory
         raise group.failure()
     if group.sequence >= consistency.FIRST:
@@ -443,7 +443,7 @@ def _plan(
     dtype: DType | None,
     on_device: bool,
 ) -> Plan:
-    """Return the plan of such calls; the first call makes it."""
+    """Return the plan of a kind of call; the first call makes it."""
     key: tuple[Any, ...] = (primitive, dtype, op)  # as in _run_cached
     if on_device:
         key = (*key, "device")
@@ -532,11 +532,10 @@ def run_in_order(
 ) -> Any:
     """Run ``task()``, which uses the group's communicator, in the order of its collectives.
 
-    root: the ranks' calls are compared, like those of collectives; -1 if there is no root. None if
-          the call is not compared.
+    root: given if the ranks' calls are to be compared: the root's rank, or -1 without a root.
     everybody:  all ranks call, if not with the same arguments.
     keeps_time: the task checks its own timeout, and may fail on some ranks only.
-    Returns what the task returns.
+    Returns the result of the task.
     """
     group.check_whole()
     result: list[Any] = []

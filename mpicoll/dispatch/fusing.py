@@ -43,9 +43,9 @@ CHUNK = 512 * 1024
 
 
 def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
-    """Return which calls of a list are made together, by the bytes of each: places by batch.
+    """Return which calls of a list run as one, from the bytes of each call: indices by batch.
 
-    A function of the sizes alone. Each place is in one batch, a large one in a batch by itself.
+    Every index is in one batch; a large call is a batch by itself.
     """
     large = [place for place, size in enumerate(sizes) if size > SMALL]
     made: list[Sequence[int]] = [[place] for place in large]
@@ -65,12 +65,12 @@ def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
 class Entries:
     """Calls without a root on each output and its input, checked.
 
-    inputs: as many as outputs; None for calls in place.
+    inputs: one per output; None for calls in place.
     held:   the caller leaves the arrays where they are until all calls are over.
     dtype, on_device: of all elements.
     counts: what all ranks must agree on: the elements of each entry; of an entry whose blocks
             differ from rank to rank, those of each block.
-    Raises what the calls raise, and UnsupportedError if dtypes or devices of the list differ.
+    Raises the errors of the calls, and UnsupportedError if dtypes or devices differ in the list.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Entries:
         in_place = self._layout is Layout.IN_PLACE
         #: The number of blocks in the larger side of a call.
         self._ranks = 1 if in_place else group.size()
-        #: The views of entries that have no fast view; of the others the output is a buffer.
+        #: Views of the entries without a fast view. The output of other entries is a buffer.
         self._views: dict[int, Views] = {}
         self._outputs = outputs
         if in_place and _all_plain(self._outputs):
@@ -196,7 +196,7 @@ def _all_plain(arrays: Sequence[Any]) -> bool:
 _dtype, _plain, _size = attrgetter("dtype"), attrgetter("flags.carray"), attrgetter("size")
 
 
-#: Fast views whose buffers hold the memory, whatever the caller does with the array.
+#: Fast views whose buffers keep the memory alive, even if the caller resizes the array.
 _HOLDING = {np.ndarray: fast_views[np.ndarray]}
 
 
@@ -215,7 +215,7 @@ def _carried(buffer: Buffer, dtype: DType) -> Array:
 
 
 def _side(items: Sequence[Any], widths: Sequence[int], rows: int, dtype: DType) -> View:
-    """Return one side of several calls as that of one call.
+    """Return one side of several calls as one side of a single call.
 
     items:  of each call the view, or a buffer, of ``rows`` blocks, or the view of a list of blocks.
     widths: of each call the count of a block.
@@ -255,9 +255,7 @@ class _Side(View):
 
 
 class _OnHost(_Side):
-    """A side on the host: blocks are copied from and to addresses, those of the views or, if a view
-    is not contiguous, of memory beside it.
-    """
+    """A side on the host. A view that is not contiguous has a contiguous copy beside it."""
 
     __slots__ = ("_addresses", "_counts", "_scattered")
 
@@ -269,7 +267,7 @@ class _OnHost(_Side):
             for line in self._lines
             for one in line
         ]
-        # The MPI library is loaded, for there is a group.
+        # MPI is loaded, because there is a group.
         self._addresses = array("L", map(sys.modules["mpi4py.MPI"].Get_address, buffers))
         self._counts = array("L", self._widths)
 
@@ -281,7 +279,7 @@ class _OnHost(_Side):
         return one.buffer
 
     def empty_like(self) -> View:
-        """Return as many elements, uninitialised; valid until the next call of this thread."""
+        """Return an uninitialised view of the same size, valid until this thread's next call."""
         return _room(1, self.dtype, self.count)
 
     def contiguous(self) -> View:
@@ -291,13 +289,13 @@ class _OnHost(_Side):
         return into
 
     def copy_to(self, packed: View) -> None:
-        """Copy the elements into a contiguous view of as many."""
+        """Copy the elements into a contiguous view of the same size."""
         for one, beside in self._scattered:
             one.copy_to(beside)
         self._move(packed, inward=False)
 
     def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of as many."""
+        """Copy the elements from a contiguous view of the same size."""
         self._move(packed, inward=True)
         for one, beside in self._scattered:
             one.copy_from(beside)
@@ -319,13 +317,13 @@ class _OnHost(_Side):
                     at += count * size
 
     def read(self) -> SegmentTable:
-        """Return the blocks where they are; those that are not contiguous are copied beside."""
+        """Return the table of the blocks, after updating the contiguous copies."""
         for one, beside in self._scattered:
             one.copy_to(beside)
         return self.table()
 
     def table(self) -> SegmentTable:
-        """Return the places of the blocks, or of the memory beside."""
+        """Return the table of the blocks, or of their contiguous copies."""
         counts = np.frombuffer(self._counts, np.uintp)
         starts = np.frombuffer(self._addresses, np.uintp).reshape(len(self._lines), 1, -1)
         rows = np.arange(self._rows, dtype=np.uintp).reshape(1, -1, 1)
@@ -334,7 +332,7 @@ class _OnHost(_Side):
         )
 
     def apart(self) -> _OnHost:
-        """Return a copy of all blocks, in memory of its own."""
+        """Return a copy of all blocks."""
         beside, width = views.empty(self.dtype, self.count), sum(self._widths)
         self.copy_to(beside)
         starts = [0, *accumulate(self._widths)]
@@ -348,13 +346,13 @@ class _OnHost(_Side):
         return _OnHost(lines, self._widths, 1, self.dtype)
 
     def write_back(self) -> None:
-        """Copy back what is in the memory beside."""
+        """Write the contiguous copies back."""
         for one, beside in self._scattered:
             one.copy_from(beside)
 
 
 def _run_on_tables(fused: Run, send: View | None, recv: _OnHost, extent: int) -> None:
-    """Carry out calls by what takes tables. What is read is copied if it is written, too."""
+    """Run calls on segment tables. Inputs that overlap outputs are copied first."""
     if send is None:
         fused(None, recv.read(), extent, 0)
     else:
@@ -369,7 +367,7 @@ def _run_on_tables(fused: Run, send: View | None, recv: _OnHost, extent: int) ->
 
 
 def _overlap(one: SegmentTable, other: SegmentTable, itemsize: int) -> bool:
-    """Return whether any part of one table shares memory with one of the other."""
+    """Return whether any segment of one table overlaps a segment of the second table."""
     sizes = np.diff(one.ends, prepend=np.uintp(0)) * itemsize
     begins = np.concatenate([one.addresses, other.addresses])
     ends = begins + np.tile(sizes, len(begins) // len(sizes))
@@ -393,18 +391,18 @@ class _OnDevice(_Side):
         return [one for line in self._lines for one in line]
 
     def empty_like(self) -> View:
-        """Return as many elements on the same device, uninitialised; valid until the call ends."""
+        """Return an uninitialised view of the same size and device, valid until the call ends."""
         room: View = self._lines[0][0].new_empty(self.count)
         return room
 
     def copy_to(self, packed: View) -> None:
-        """Copy the elements into a contiguous view of as many."""
+        """Copy the elements into a contiguous view of the same size."""
         wholes = [one if self._has_blocks(one) else one.contiguous() for one in self.parts]
         for block, place in self._blocks(wholes, packed):
             block.copy_to(place)
 
     def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of as many."""
+        """Copy the elements from a contiguous view of the same size."""
         wholes = [one if self._has_blocks(one) else one.empty_like() for one in self.parts]
         for block, place in self._blocks(wholes, packed):
             block.copy_from(place)

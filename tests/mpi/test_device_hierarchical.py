@@ -544,7 +544,7 @@ def test_routes_that_parts_lose(arrays, world, monkeypatch):
         where.total()
     ranks = [rank for rank, place in enumerate(where.places) if place == meant]
     words = (
-        f"ranks {', '.join(map(str, ranks))} go by ipc, because shared_gpu is off: rank 0: cannot"
+        f"ranks {', '.join(map(str, ranks))} use ipc, because shared_gpu is off: rank 0: cannot"
     )
     told = [str(one.message) for one in caught if "shared_gpu is off" in str(one.message)]
     assert len(told) == (where.me == 0) and all(words in each for each in told)

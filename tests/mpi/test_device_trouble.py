@@ -468,7 +468,7 @@ def test_a_rank_without_memory(on):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "mpicoll: ranks .* share GPU")
         if me == 0 and n > 1:
-            with pytest.raises(RuntimeWarning, match=f"go by {', '.join(taken)}, because {why}"):
+            with pytest.raises(RuntimeWarning, match=f"use {', '.join(taken)}, because {why}"):
                 dist.all_reduce(array)
         else:
             dist.all_reduce(array)

@@ -99,7 +99,7 @@ class Part:
         agreement = self.agreement
         who = ", ".join(map(str, self.group.ranks))
         own = [
-            (name, f"ranks {who} go by {agreement.names[0]}, because {name} is off: {why}")
+            (name, f"ranks {who} use {agreement.names[0]}, because {name} is off: {why}")
             for name, why in agreement.missing.items()
         ]
         return [*own, *agreement.missing_in_parts]

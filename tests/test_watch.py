@@ -25,7 +25,7 @@ from mpicoll.dtypes import DTYPES
 from mpicoll.launch import find_survival
 from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.watch import guard, guarding, report, watchdog
+from mpicoll.watch import guard, guarding, json_lines, report, watchdog
 from mpicoll.watch.board import DONE, ENDING, LEFT, Board
 
 pytest_plugins = ["whole_jobs"]
@@ -536,6 +536,23 @@ def test_a_stranger_neither_ends_nor_blocks_the_guard(
         other.kill(SEGV)
         head.wait_for(f"lost: rank 1 of 2 (pid {other.processes[0].pid} on here) was killed by")
         assert len(head.guard._lines) <= 2 * guard._MAX_STRANGERS
+
+
+@pytest.mark.any_mpi
+def test_a_line_of_a_stranger_is_limited_and_a_proof_may_be_any_text() -> None:
+    """Each by itself, without the monitor, which drops a connection at any error."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = json_lines.JsonLines(ours)
+        for proof in ("é", "", None, 5, [], json_lines.prove("x", "y").decode()):
+            assert not line.proves({"proof": proof}, "secret", "head")
+        right = json_lines.prove("secret", f"head {line.nonce}").decode()
+        assert line.proves({"proof": right}, "secret", "head")
+        theirs.sendall(b'{"a": 1}\n' + b" " * (json_lines.SHORT_LINE_BYTES + 1))
+        line.fill()
+        assert line.take() == {"a": 1}
+        with pytest.raises(ConnectionResetError, match="invalid message: over 4096 bytes"):
+            line.take()
 
 
 @pytest.mark.any_mpi

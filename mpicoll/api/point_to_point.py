@@ -194,7 +194,8 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Begin all messages of a list, in any order.
 
     p2p_op_list: one P2POp for each message, all of one group. No order of sends and receives
-        deadlocks, for nothing waits until all are begun.
+        deadlocks, for nothing waits until all are begun. An array that is received must not share
+        memory with another array of the list; this is not checked.
 
     Returns their Works, in the order of the list.
 

@@ -29,6 +29,7 @@ __all__ = [
     "ViewList",
     "address",
     "empty",
+    "find_conflict",
     "find_overlapping",
     "find_shared",
     "from_numpy",
@@ -342,19 +343,41 @@ def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool
 
 def find_shared(views: Sequence[View]) -> tuple[int, int] | None:
     """Return the places in the list of two views that share memory; None if there are none."""
-    if _are_columns(views):
+    return find_conflict(list(enumerate(views)), ())
+
+
+def find_conflict(
+    written: Sequence[tuple[int, View]], read: Sequence[tuple[int, View]]
+) -> tuple[int, int] | None:
+    """Return two calls of which one writes memory that the other reads or writes; None if none do.
+
+    written, read: the number of a call, and a view that it writes or reads. A call may read what it
+    writes itself.
+    """
+    if not read and _are_columns([view for _, view in written]):
         return None
-    spans = sorted((*_span(one), place) for place, one in enumerate(views) if one.count)
-    before: list[tuple[int, int]] = []
-    for begin, end, place in spans:
-        before = [(until, other) for until, other in before if until > begin]
-        for _, other in before:
-            one, two = views[other], views[place]
-            contiguous = one.buffer is not None and two.buffer is not None
-            if contiguous or np.shares_memory(_strided(one), _strided(two)):
-                return min(other, place), max(other, place)
-        before.append((end, place))
+    accesses = [*((*one, True) for one in written), *((*one, False) for one in read)]
+    spans = sorted((*_span(one[1]), i) for i, one in enumerate(accesses) if one[1].count)
+    #: The end of each span that may reach into the next one, and its access.
+    written_before: list[tuple[int, int]] = []
+    read_before: list[tuple[int, int]] = []
+    for begin, end, i in spans:
+        call, view, writes = accesses[i]
+        written_before = [one for one in written_before if one[0] > begin]
+        if writes:
+            read_before = [one for one in read_before if one[0] > begin]
+        for _, before in [*written_before, *(read_before if writes else ())]:
+            other, other_view, other_writes = accesses[before]
+            if (other != call or (writes and other_writes)) and _shares_memory(other_view, view):
+                return min(other, call), max(other, call)
+        (written_before if writes else read_before).append((end, i))
     return None
+
+
+def _shares_memory(one: View, other: View) -> bool:
+    """Return whether two views share memory, whose spans do."""
+    contiguous = one.buffer is not None and other.buffer is not None
+    return contiguous or np.shares_memory(_strided(one), _strided(other))
 
 
 def _are_columns(views: Sequence[View]) -> bool:

@@ -30,6 +30,7 @@ from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.init_methods import GivenRank, find_rendezvous
 from mpicoll.launch.init_timeout import await_others, end_after, enforce_timeout
 from mpicoll.launch.joining import join, meet, send_failure
+from mpicoll.launch.launchers import announced
 from mpicoll.launch.mismatch import understand_manager
 from mpicoll.launch.rendezvous import Rendezvous
 from mpicoll.launch.roll_call import call_roll, run_on_each
@@ -176,7 +177,8 @@ def tell_failure(
             if not is_started_by_mpi() or not stack.enter_context(await_others(_TELL_TIMEOUT_S)):
                 return
             mpi = load()
-            with understand_manager(mpi):
+            told = f"mpicoll: rank {announced()[0]}: {type(error).__name__}: {error}\n"
+            with end_after(_TELL_TIMEOUT_S, told, 1), understand_manager(mpi):
                 _initialize(mpi)
         world = mpi.COMM_WORLD if comm is None else comm
         size = None if given is None else given.world_size

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mpicoll.api import collectives
 from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.indices import check_index
 from mpicoll.core.work import Work, parse_timeout
 from mpicoll.dispatch import execute, point_to_point
 from mpicoll.dispatch.execute import run_fast
@@ -153,6 +154,8 @@ class Collectives:
         root: int = 0,
         splits: Splits | None = None,
     ) -> c10d.Work:
+        if root.__class__ is not int:
+            root = check_index(root, f"{primitive.name}: {primitive.root}")
         if not 0 <= root < self.core.size():
             raise ArgumentError(
                 f"{primitive.name}: {primitive.root}: invalid root rank: {root} is not in the "

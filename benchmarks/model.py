@@ -277,7 +277,7 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
     narrow = plain != kind  # of bfloat16
     byte, itemsize, factor = (NARROWED, 2, 2) if narrow else (REDUCED, 4, 1)
     q = place.each
-    pieces = ceil(m / mpi.CHUNK)
+    pieces = ceil(m / mpi.CHUNK_BYTES)
     piece = m / pieces
     ways: dict[str, Callable[[], float]] = {
         "mpi": lambda: best(plain, place, m, m),

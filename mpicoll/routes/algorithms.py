@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from mpicoll.arrays.views import View
 from mpicoll.core.checks import writes
-from mpicoll.core.plan import Blocks, CallKind, Contiguous, Extent, Implementation
+from mpicoll.core.plan import Blocks, CallKind, Contiguous, Extent, Run
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.routes.messages import Scope
 from mpicoll.routes.moves import all_gather, all_to_all, broadcast, gather, scatter
@@ -49,8 +49,8 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
 }
 
 
-def build(kind: CallKind, space: Space) -> Implementation:
-    """Return the implementation of a kind of call in ``space``; its caller synchronizes."""
+def build(kind: CallKind, space: Space) -> Run:
+    """Return what runs a kind of call in ``space``; its caller synchronizes."""
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
@@ -58,9 +58,7 @@ def build(kind: CallKind, space: Space) -> Implementation:
     scope = Scope(group, space, op, kind.exact, n, me, combined, primitive.code)
     sent, received = (n if many else 1 for many in (primitive.many_in, primitive.many_out))
 
-    def carry_out(
-        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
-    ) -> None:
+    def run(send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int) -> None:
         if isinstance(extent, int):
             blocks = Blocks([extent] * sent, [extent] * received)
         else:
@@ -74,12 +72,10 @@ def build(kind: CallKind, space: Space) -> Implementation:
         algorithm(scope, out, into, blocks, root)
         space.release(mark)
 
-    return carry_out
+    return run
 
 
-def premultiplied(
-    kind: CallKind, space: Space, build_sum: Callable[[CallKind], Implementation]
-) -> Implementation:
+def premultiplied(kind: CallKind, space: Space, build_sum: Callable[[CallKind], Run]) -> Run:
     """Build PREMUL_SUM: each rank's elements times its factor, then a sum.
 
     build_sum: makes the sum; of float32 for narrow floats, which are scaled and summed in it, in
@@ -97,7 +93,7 @@ def premultiplied(
         space.scale(view, factor, product)
         return product
 
-    def carry_out(send: Contiguous | None, recv: Contiguous, extent: Extent, root: int) -> None:
+    def run(send: Contiguous | None, recv: Contiguous, extent: Extent, root: int) -> None:
         if isinstance(extent, int):
             sends, mine = [extent] * n, extent
         else:
@@ -117,4 +113,4 @@ def premultiplied(
                 space.narrow(out, into)
         space.release(mark)
 
-    return carry_out
+    return run

@@ -14,7 +14,16 @@ from mpicoll.core.signature import encode_sizes
 from mpicoll.errors import MismatchError
 from mpicoll.output import format_count
 
-__all__ = ["CARRIED", "Get", "Put", "Transfer", "addresses", "cut", "misfit", "transfer_of"]
+__all__ = [
+    "TRANSFER_PRIMITIVES",
+    "Get",
+    "Put",
+    "Transfer",
+    "addresses",
+    "cut",
+    "misfit",
+    "transfer_of",
+]
 
 
 #: Of a buffer, or of each in a list.
@@ -194,4 +203,4 @@ _TRANSFERS: dict[str, Callable[[CallKind, Any, Any, Any, int], Transfer]] = {
 }
 
 #: The names of these primitives.
-CARRIED = tuple(_TRANSFERS)
+TRANSFER_PRIMITIVES = tuple(_TRANSFERS)

@@ -144,8 +144,8 @@ def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
     return tuple(
         route.name
         for route in registry.HOST.values()
-        if primitive.name in route.primitives
-        and route.place in ("", place)
+        if primitive.name in route.serves.primitives
+        and route.needs.placement in ("", place)
         and (not primitive.reduces or _combines_some(route, others))
     )
 
@@ -153,9 +153,9 @@ def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
 def _combines_some(route: Route, others: bool) -> bool:
     from mpicoll.routes import registry
 
-    by_mpi = registry.HOST["mpi"].combines
+    by_mpi = registry.HOST["mpi"].serves.combines
     return any(
-        route.combines(op, dtype) and by_mpi(op, dtype) is not others
+        route.serves.combines(op, dtype) and by_mpi(op, dtype) is not others
         for op in OPERATIONS
         for dtype in DTYPES
         if dtype.kind in op.kinds
@@ -173,8 +173,8 @@ def _of_routes(kind: str) -> dict[str, Steps]:
     row = {}
     for place in PLACES:
         first, *others = eligible_routes(kind, place)
-        best = next((name for name in others if registry.HOST[name].place), first)
-        short = registry.HOST[best].instead or best
+        best = next((name for name in others if registry.HOST[name].needs.placement), first)
+        short = registry.HOST[best].policy.fallback or best
         if first == "mpi" and place != "node":
             short = first
         row[place] = merge_steps([(0, short), (_SHORT, best)])

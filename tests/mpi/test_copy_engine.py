@@ -48,12 +48,12 @@ def copying(request, mpi, monkeypatch):
     monkeypatch.setenv("MPICOLL_CUDA_AWARE", "none")
     monkeypatch.setattr(capabilities, "_known", None)
     monkeypatch.setattr(copy_engine, "LINE", 64)
-    monkeypatch.setattr(copy_engine, "LEAST", LEAST)
+    monkeypatch.setattr(copy_engine, "MIN_BYTES", LEAST)
     monkeypatch.setattr(copy_engine, "LANES", 3)
     monkeypatch.setattr(peer, "WORKSPACE", 64 * 1024)
     monkeypatch.setattr(ipc, "SLOT", 4096)
-    least = dict.fromkeys(ROUTE.least, LEAST)
-    monkeypatch.setitem(registry.DEVICE, "copy_engine", replace(ROUTE, least=least))
+    policy = replace(ROUTE.policy, min_bytes=dict.fromkeys(ROUTE.policy.min_bytes, LEAST))
+    monkeypatch.setitem(registry.DEVICE, "copy_engine", replace(ROUTE, policy=policy))
     dist.init_process_group(timeout=TIMEOUT)
     me, n = dist.get_rank(), dist.get_world_size()
     made = Made(arrays, me, n)
@@ -95,7 +95,7 @@ def numbers(count, rank):
 # ---- Calls ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ROUTE.primitives)
+@pytest.mark.parametrize("name", ROUTE.serves.primitives)
 def test_calls(copying, name):
     """Small and large ones, in two orders of ranks, against what NumPy says."""
     n = copying.n
@@ -439,7 +439,7 @@ def test_memory_at_an_address_that_is_still_mapped(copying, monkeypatch, who):
         copying.gathered(LARGE, group)
         assert not again
         agreed = group.resources.find("devices")
-        assert not agreed.lost
+        assert not agreed.missing
         made.append(agreed.states.get("copy_engine"))
     assert not any(part._refused for part in made)
 

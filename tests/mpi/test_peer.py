@@ -37,7 +37,7 @@ from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_3
 
-PRIMITIVES = registry.DEVICE["peer"].primitives
+PRIMITIVES = registry.DEVICE["peer"].serves.primitives
 
 
 class Arrays(simulated.Arrays):

@@ -282,8 +282,8 @@ def test_ctrl_c_is_for_the_program(world):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute.submit(world.group, interrupted, "all_reduce", (), at_once=True)
-    work = execute.submit(world.group, lambda: 1 / 0, "all_reduce", (), at_once=True)
+        execute.submit(world.group, interrupted, "all_reduce", (), inline=True)
+    work = execute.submit(world.group, lambda: 1 / 0, "all_reduce", (), inline=True)
     with pytest.raises(ZeroDivisionError):
         work.wait()
 

@@ -103,7 +103,7 @@ def test_where_ipc_does_not_work(on, monkeypatch, what):
     assert (got(array) == sum(range(n))).all()
     agreed = dist.group.WORLD.resources.find("devices")
     assert agreed.names == ("copy_engine", "ipc", "staged")
-    assert "no such thing here" in agreed.lost["shared_gpu"]
+    assert "no such thing here" in agreed.missing["shared_gpu"]
 
 
 # ---- How much moves, and who waits ---------------------------------------------------------------

@@ -254,5 +254,5 @@ def test_the_default_takes_it(world):
         Call(name, team, by_name["float32"], 300000, None, 0).run()
     if not single_copy.find_obstacle(team.group) and team.group.resources.find("shared"):
         assert copies(team)
-    assert all(NAMES[name].name in single_copy.ROUTE.primitives for name in MOVES)
+    assert all(NAMES[name].name in single_copy.ROUTE.serves.primitives for name in MOVES)
     dist.destroy_process_group(team.group)

@@ -18,23 +18,26 @@ own, all of them work.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Extent, Implementation, Run
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, Placed, jobs_of
-from mpicoll.routes.device.state import Agreed, build_at_home
+from mpicoll.routes.device.state import build_on_home_device
 from mpicoll.routes.device.user_buffers import UserBuffers
-from mpicoll.routes.route import EXCHANGES, MemoryKind, Route
+from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Copiers"]
 
 #: Bytes of the larger array from which on it is taken where a kernel of `peer` serves smaller calls
 #: without a meeting of the hosts; and those that a rank gets from which on it takes several
 #: streams. Not measured.
-LEAST = 1024 * 1024
+MIN_BYTES = 1024 * 1024
 #: The most streams of a rank's copies: as many as GPUs of most nodes.
 LANES = 8
 #: Bytes at multiples of which the shares of a broadcast begin.
@@ -44,8 +47,8 @@ LINE = 256
 class Copiers(UserBuffers):
     """What a group has for copies between its ranks' arrays, as one rank sees it."""
 
-    def __init__(self, agreed: Agreed) -> None:
-        super().__init__(agreed, readers=range(agreed.group.size()), steps=2)
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement, readers=range(agreement.group.size()), steps=2)
 
     def shows(self, kind: CallKind, side: int, extent: Extent, root: int) -> bool:
         """Return whether another rank copies from this rank's array of a side."""
@@ -92,7 +95,7 @@ class Copiers(UserBuffers):
         """Enqueue copies; large ones side by side."""
         assert kind.dtype is not None
         context, size = self.context, kind.dtype.itemsize
-        large = sum(job.elements for job, _, _ in jobs) * size >= LEAST
+        large = sum(job.elements for job, _, _ in jobs) * size >= MIN_BYTES
         lanes = context.lanes(min(len(jobs), LANES) - 1) if large else []
         streams = [*lanes, context.work]
         for lane in lanes:
@@ -105,12 +108,12 @@ class Copiers(UserBuffers):
                 context.after(context.work, lane)
 
 
-def _meet(agreed: Agreed) -> Copiers | str:
-    made = Copiers(agreed)
+def _negotiate(agreement: Agreement) -> Copiers | str:
+    made = Copiers(agreement)
     return made.connect() or made
 
 
-def _make(copiers: Copiers, kind: CallKind) -> Implementation:
+def _make(copiers: Copiers, kind: CallKind) -> Run:
     def copy_engine(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
@@ -119,25 +122,26 @@ def _make(copiers: Copiers, kind: CallKind) -> Implementation:
     return copy_engine
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    return build_at_home(kind, agreed, agreed.state(Copiers), _make)
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
+    return build_on_home_device(kind, agreement, agreement.state(Copiers), _make)
 
 
 ROUTE = Route(
-    "copy_engine",
+    __name__,
     "copies between the GPUs of a node, by their copy engines",
-    MemoryKind.DEVICE,
-    tuple(row.name for row in PRIMITIVES if row.output and not row.reduces),
-    _build,
-    _meet,
-    unless=("shared_gpu",),
-    uneven=("all_gather", *EXCHANGES),
-    place="node",
-    needs="all ranks on one node, and CUDA IPC between them",
-    lacks=Capabilities.lacks_gpu,
-    blocks=(
-        "for the other ranks' hosts, twice, in a broadcast to several ranks three times, and not "
-        "for the device"
+    Serves(
+        tuple(row.name for row in PRIMITIVES if row.output and not row.reduces),
+        uneven=("all_gather", *EXCHANGES),
     ),
-    least=dict.fromkeys(("broadcast", "all_gather", "all_gather_single"), LEAST),
+    _build,
+    Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
+    Policy(
+        superseded_by=("shared_gpu",),
+        min_bytes=dict.fromkeys(("broadcast", "all_gather", "all_gather_single"), MIN_BYTES),
+        host_waits_for=(
+            "for the other ranks' hosts, twice, in a broadcast to several ranks three times, and "
+            "not for the device"
+        ),
+    ),
+    negotiate=_negotiate,
 )

@@ -37,7 +37,7 @@ def eligible_routes(
         return tuple(
             name
             for name, route in registry.DEVICE.items()
-            if not route.on_demand and not describe_missing(name, all_ranks)
+            if not route.policy.on_request and not describe_missing(name, all_ranks)
         )
     if forced not in registry.DEVICE:
         expected = ", ".join(registry.DEVICE)
@@ -63,17 +63,17 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
     route = registry.DEVICE[name]
     lacking: dict[str, list[int]] = {}
     for rank, own in enumerate(all_ranks):
-        lack = route.lacks(own)
+        lack = route.needs.missing_reason(own)
         if lack:
             lacking.setdefault(lack, []).append(rank)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
-    if route.place == "levels":
+    if route.needs.placement == "levels":
         return "; ".join(missing + ([] if lacking else _describe_levels(all_ranks)))
     away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
-    if route.place in ("node", "gpu", "gpus") and away:
+    if route.needs.placement in ("node", "gpu", "gpus") and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
-    elif route.place in ("gpu", "gpus") and not lacking:
-        missing += _describe_gpus(route.place, all_ranks)
+    elif route.needs.placement in ("gpu", "gpus") and not lacking:
+        missing += _describe_gpus(route.needs.placement, all_ranks)
     return "; ".join(missing)
 
 
@@ -122,7 +122,7 @@ def describe_routes(
         reasons = (
             lost.get(name, ""),
             describe_missing(name, all_ranks),
-            "it is taken only on request" if route.on_demand else "",
+            "it is taken only on request" if route.policy.on_request else "",
             f"{FORCED}={forced}" if forced else "",
             f"not tried, as {', '.join(taken)} serve its calls",
         )

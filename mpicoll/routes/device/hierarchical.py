@@ -41,7 +41,7 @@ from mpi4py import MPI
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView, address
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, take_leave
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.signature import decode_primitive, describe
 from mpicoll.cuda.capabilities import Capabilities, find_clusters
 from mpicoll.cuda.runtime import StridedMemory
@@ -49,24 +49,24 @@ from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
-from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.device.space import DeviceSpace
-from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, failure_of
+from mpicoll.routes.device.state import RouteState, build_on_home_device, exception_of
 from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.host.hierarchy import make_part
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 from mpicoll.watch import lost_ranks, timeouts
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Levels"]
 
 #: Bytes of a call from which on it is worth its steps. Not measured: what `peer` and `ipc` take for
 #: a large message.
-LEAST = 256 * 1024
+MIN_BYTES = 256 * 1024
 #: Bytes of a message that are carried at a time: as much scratch is there, up to twice.
 CHUNK = 64 * 1024 * 1024
 #: Bytes at multiples of which stripes begin.
@@ -89,27 +89,27 @@ class Place(NamedTuple):
 class Part:
     """Some ranks of a group, as a group of their own with routes of its own."""
 
-    def __init__(self, group: ProcessGroup, agreed: Agreed, context: DeviceContext) -> None:
+    def __init__(self, group: ProcessGroup, agreement: Agreement, context: DeviceContext) -> None:
         self.group = group
-        self.agreed = agreed
+        self.agreement = agreement
         self._context = context
 
     def describe_lost(self) -> list[tuple[str, str]]:
         """Return the routes that the part should have, and why it has not: names and words."""
-        agreed = self.agreed
+        agreement = self.agreement
         who = ", ".join(map(str, self.group.ranks))
         own = [
-            (name, f"ranks {who} go by {agreed.names[0]}, because {name} is off: {why}")
-            for name, why in agreed.lost.items()
+            (name, f"ranks {who} use {agreement.names[0]}, because {name} is off: {why}")
+            for name, why in agreement.missing.items()
         ]
-        return [*own, *agreed.lost_in_parts]
+        return [*own, *agreement.missing_in_parts]
 
     def build(self, name: str, op: ReduceOp | None, dtype: DType) -> Step:
         """Return what makes calls of a kind. All ranks of the part call."""
         kind = CallKind(primitives[name], self.group, op, dtype)
-        return Step(self.group, self.agreed.on_device(kind), self._context)
+        return Step(self.group, self.agreement.on_device(kind), self._context)
 
-    def break_with(self, error: DistBackendError, alone: bool) -> None:
+    def abort(self, error: DistBackendError, alone: bool) -> None:
         """Make calls that wait end, this rank's alone or all: the whole group is broken."""
         self.group.break_with(error)
         self.group.resources.leave(alone)
@@ -144,15 +144,15 @@ class Step:
         try:
             if before is not None:
                 before()
-            self._inner(send, recv, extent, root)
+            self._inner.run(send, recv, extent, root)
         except Exception as error:
-            take_leave(self._inner, error, self._context, extent)
+            self._inner.notify_failure(error, self._context, extent)
             raise
 
     def leave(self, error: Exception, extent: Extent) -> None:
         """Let the others leave a call that this rank does not come to."""
         self._part.sequence += 1
-        take_leave(self._inner, error, self._context, extent)
+        self._inner.notify_failure(error, self._context, extent)
 
 
 class Levels(RouteState):
@@ -168,11 +168,11 @@ class Levels(RouteState):
     along:    this rank's rail, in the order of the clusters, None for none.
     """
 
-    ends_on_devices = True
+    can_fail_on_device = True
 
-    def __init__(self, agreed: Agreed) -> None:
-        super().__init__(agreed.group, agreed.context)
-        group, all_ranks = self.group, agreed.known
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement.group, agreement.context)
+        group, all_ranks = self.group, agreement.capabilities
         self.clusters = find_clusters(all_ranks)
         self.places = [Place(0, 0)] * group.size()
         for cluster, ranks in enumerate(self.clusters):
@@ -237,7 +237,7 @@ class Levels(RouteState):
                 f"{name}: the ranks' calls do not belong together: {describe_by_rank(words)}"
             )
 
-    def take_leave(self, kind: CallKind, error: Exception) -> None:
+    def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """Tell the others, unless they know, that this rank has failed on its way to a call."""
         if self._met != self.group.sequence:
             try:
@@ -274,16 +274,16 @@ class Levels(RouteState):
         wait: until they are done.
         """
         for part in (self.inside, self.along):
-            failure = None if part is None else part.agreed.find_failure(wait)
+            failure = None if part is None else part.agreement.find_failure(wait)
             if failure is not None:
                 return failure
         return None
 
-    def break_with(self, error: DistBackendError, alone: bool) -> None:
+    def abort(self, error: DistBackendError, alone: bool) -> None:
         """Make calls that wait end, this rank's alone or all: the group is broken."""
         for part in (self.inside, self.along):
             if part is not None:
-                part.break_with(error, alone)
+                part.abort(error, alone)
 
     def close(self, limit: float) -> None:
         """Give back all that the parts have. All ranks call."""
@@ -299,22 +299,24 @@ def _first_of_each_gpu(all_ranks: Sequence[Capabilities], ranks: Sequence[int]) 
     return [place for place, gpu in enumerate(used) if gpu not in used[:place]]
 
 
-def _meet(agreed: Agreed) -> Levels | str:
+def _negotiate(agreement: Agreement) -> Levels | str:
     """Return the levels of a group, or, on all ranks, why there are none."""
-    group, all_ranks, made, problem = agreed.group, agreed.known, Levels(agreed), ""
+    group, all_ranks, made, problem = agreement.group, agreement.capabilities, Levels(agreement), ""
 
     def part_of(ranks: Sequence[int]) -> Part:
         part = make_part(group, ranks)
         if ranks != made.here:
             part.inner = part.tested  # a rank can leave its rail, when another has failed
         return Part(
-            part, agreed.agree_in(part, [all_ranks[rank] for rank in ranks]), agreed.context
+            part, agreement.agree_in(part, [all_ranks[rank] for rank in ranks]), agreement.context
         )
 
     if len(made.here) > 1:
         made.inside = part_of(made.here)
-        if not made.inside.agreed.maps:
-            said = "; ".join(f"{name}: {why}" for name, why in made.inside.agreed.lost.items())
+        if not made.inside.agreement.maps_memory:
+            said = "; ".join(
+                f"{name}: {why}" for name, why in made.inside.agreement.missing.items()
+            )
             problem = f"ranks {', '.join(map(str, made.here))} map no memory of each other ({said})"
     why = next(filter(None, control_messages.allgather(group.inner, problem, str)), "")
     if why:
@@ -331,26 +333,26 @@ def _meet(agreed: Agreed) -> Levels | str:
         [lost for part in parts for lost in part.describe_lost()],
         list[tuple[str, str]],
     )
-    made.lost_in_parts = list(dict.fromkeys(lost for some in told for lost in some))
+    made.missing_in_parts = list(dict.fromkeys(lost for some in told for lost in some))
     return made
 
 
 # --- calls --------------------------------------------------------------------------------------
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
+def _build(kind: CallKind, agreement: Agreement) -> Implementation | None:
     """Return the implementation for calls of this kind. All ranks call.
 
     None for primitives that need all ranks on rails where some are not.
     """
-    levels = agreed.state(Levels)
+    levels = agreement.state(Levels)
     if kind.primitive.name in _NEED_RAILS and not levels.even:
         return None
 
-    def make(levels: Levels, kind: CallKind) -> Implementation:
-        return _BUILDERS[kind.primitive.name](levels, kind, agreed.space)
+    def make(levels: Levels, kind: CallKind) -> Run:
+        return _BUILDERS[kind.primitive.name](levels, kind, agreement.space)
 
-    return build_at_home(kind, agreed, levels, make)
+    return build_on_home_device(kind, agreement, levels, make)
 
 
 class _Arithmetic:
@@ -431,14 +433,14 @@ def _carry_out(
         memory[:] = [prepare(start, min(step, count - start))]
 
     def check(task: Callable[[], None]) -> None:
-        levels.compare(signature, number, failure_of(task))
+        levels.compare(signature, number, exception_of(task))
 
     mark = context.mark()
     for start in range(0, max(count, 1), step):
         context.release(mark)
         check(partial(take, start))
         if count:
-            failed = failure_of(carry(memory[0], check))
+            failed = exception_of(carry(memory[0], check))
     if failed is not None:
         raise failed
 
@@ -468,7 +470,7 @@ class _Reduced(NamedTuple):
     counts: list[int]
 
 
-def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementation:
+def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     """Build all_reduce, and reduce, which writes the array of the root alone."""
     primitive, group, _, dtype = kind
     assert dtype is not None
@@ -542,7 +544,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
     return carry_out
 
 
-def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementation:
+def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     """Broadcast in the root's cluster, then stripes along the rails; gather them in the others."""
     dtype = kind.dtype
     assert dtype is not None
@@ -632,7 +634,7 @@ def _blocks(
         )  # fmt: skip
 
 
-def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementation:
+def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     """Reduce and scatter in each cluster the blocks of all ranks at one place of their clusters;
     then along the rails.
     """
@@ -666,7 +668,7 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Imple
     return carry_out
 
 
-def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementation:
+def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     """Gather along the rails, then in each cluster."""
     dtype = kind.dtype
     assert dtype is not None and levels.inside is not None and levels.along is not None
@@ -699,7 +701,7 @@ def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implement
 
 
 #: By the name of the primitive.
-_BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], Implementation]] = {
+_BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], Run]] = {
     "all_reduce": _reduction,
     "reduce": _reduction,
     "broadcast": _broadcast,
@@ -712,24 +714,23 @@ _BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], Implementation]] 
 _NEED_RAILS = ("reduce_scatter", "reduce_scatter_single", "all_gather", "all_gather_single")
 
 ROUTE = Route(
-    "hierarchical",
+    __name__,
     "GPU by GPU or node by node, then between them",
-    MemoryKind.DEVICE,
-    tuple(_BUILDERS),
+    Serves(tuple(_BUILDERS), combines=has_loop, premultiplies=True),
     _build,
-    _meet,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    scales=True,
-    place="levels",
-    needs=(
+    Needs(
+        "levels",
         "several nodes, or several GPUs on one, at least one of them with several ranks, which map "
-        "memory of each other by CUDA IPC"
+        "memory of each other by CUDA IPC",
+        Capabilities.lacks_gpu,
     ),
-    lacks=Capabilities.lacks_gpu,
-    blocks=(
-        "for the other ranks' hosts, twice for each 64 MiB of the message, and for what its parts "
-        "wait: `shared_gpu`, `peer` or `copy_engine` in each node or GPU, and `direct` or `staged` "
-        "between nodes, `peer` between GPUs"
+    Policy(
+        min_bytes=dict.fromkeys(_BUILDERS, MIN_BYTES),
+        host_waits_for=(
+            "for the other ranks' hosts, twice for each 64 MiB of the message, and for what its "
+            "parts wait: `shared_gpu`, `peer` or `copy_engine` in each node or GPU, and `direct` "
+            "or `staged` between nodes, `peer` between GPUs"
+        ),
     ),
-    least=dict.fromkeys(_BUILDERS, LEAST),
+    negotiate=_negotiate,
 )

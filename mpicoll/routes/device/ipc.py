@@ -27,12 +27,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import NoneType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Extent, Implementation, Run
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
 from mpicoll.cuda.capabilities import Capabilities
@@ -41,11 +42,14 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
-from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, failure_of
+from mpicoll.routes.device.state import RouteState, build_on_home_device, exception_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
-from mpicoll.routes.route import MemoryKind, Route
-from mpicoll.routes.transfers import CARRIED, Get, transfer_of
+from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
+from mpicoll.routes.transfers import TRANSFER_PRIMITIVES, Get, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Peers"]
 
@@ -69,8 +73,8 @@ class Peers(RouteState):
     room: bytes of a slot.
     """
 
-    def __init__(self, agreed: Agreed, room: int, workspaces: Workspaces[None]) -> None:
-        super().__init__(agreed.group, agreed.context)
+    def __init__(self, agreement: Agreement, room: int, workspaces: Workspaces[None]) -> None:
+        super().__init__(agreement.group, agreement.context)
         self.room = room
         self._workspaces = workspaces
         self._turn = 0  # the number of the current call's first round
@@ -114,9 +118,9 @@ class Peers(RouteState):
             if turn - lag + 1 >= 0 and turn < turns - 1:
                 context.runtime.synchronize(done[turn - lag + 1])
 
-        failure = failure_of(prepare)
+        failure = exception_of(prepare)
         for turn in range(turns):
-            failure = failure or failure_of(partial(enqueue, turn))
+            failure = failure or exception_of(partial(enqueue, turn))
             if turn - lag + 1 >= 0 and turn < turns - 1:
                 if turn - lag + 1 == 0:
                     problem = self._compare(kind, count, failure)
@@ -154,7 +158,7 @@ class Peers(RouteState):
             self._begin_anew()
             raise problem
 
-    def take_leave(self, kind: CallKind, error: Exception) -> None:
+    def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """Tell the others, unless they know, that this rank has failed on its way to a call."""
         if self._met != self.group.sequence:
             self._compare(encode_kind(kind.primitive, kind.dtype, kind.op, 0), 0, error)
@@ -220,15 +224,15 @@ def _share_slot(room: int, n: int) -> int:
     return _rounded(-(-room // n)) + _LINE
 
 
-def _meet(agreed: Agreed) -> Peers | str:
-    nbytes = SLOTS * (SLOT + _share_slot(SLOT, agreed.group.size()))
-    made = map_each_other(agreed.group, agreed.context, nbytes, lambda own: None, NoneType)
-    return made if isinstance(made, str) else Peers(agreed, SLOT, made)
+def _negotiate(agreement: Agreement) -> Peers | str:
+    nbytes = SLOTS * (SLOT + _share_slot(SLOT, agreement.group.size()))
+    made = map_each_other(agreement.group, agreement.context, nbytes, lambda own: None, NoneType)
+    return made if isinstance(made, str) else Peers(agreement, SLOT, made)
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     make = _all_reduce if kind.primitive.name == "all_reduce" else _transfer
-    return build_at_home(kind, agreed, agreed.state(Peers), make)
+    return build_on_home_device(kind, agreement, agreement.state(Peers), make)
 
 
 def _rounds(count: int, step: int) -> int:
@@ -236,7 +240,7 @@ def _rounds(count: int, step: int) -> int:
     return max(1, -(-count // step))
 
 
-def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
+def _all_reduce(peers: Peers, kind: CallKind) -> Run:
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
     by, n, me, size = find_loop(op, dtype), peers.n, peers.me, dtype.itemsize
@@ -292,7 +296,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
     return all_reduce
 
 
-def _transfer(peers: Peers, kind: CallKind) -> Implementation:
+def _transfer(peers: Peers, kind: CallKind) -> Run:
     """Return the implementation by gets of other ranks' puts alone: copies, or one reduction."""
     primitive, _, op, dtype = kind
     assert dtype is not None
@@ -341,22 +345,23 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
 
 
 ROUTE = Route(
-    "ipc",
+    __name__,
     "device memory that the ranks of a node map",
-    MemoryKind.DEVICE,
-    ("all_reduce", *CARRIED),
-    _build,
-    _meet,
-    unless=("shared_gpu",),
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    reproducible=(ORDER,),
-    scales=True,
-    uneven=("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"),
-    place="node",
-    needs="all ranks on one node, and CUDA IPC between them",
-    blocks=(
-        "until the device has done what the call comes after, and all of the call but its last "
-        "step; the hosts meet for each slot (8 MiB) of the message"
+    Serves(
+        ("all_reduce", *TRANSFER_PRIMITIVES),
+        combines=has_loop,
+        reproducible=(ORDER,),
+        premultiplies=True,
+        uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     ),
-    lacks=Capabilities.lacks_gpu,
+    _build,
+    Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
+    Policy(
+        superseded_by=("shared_gpu",),
+        host_waits_for=(
+            "until the device has done what the call comes after, and all of the call but its last "
+            "step; the hosts meet for each slot (8 MiB) of the message"
+        ),
+    ),
+    negotiate=_negotiate,
 )

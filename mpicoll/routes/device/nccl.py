@@ -22,7 +22,7 @@ import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import Event, NcclCommunicator
 from mpicoll.cuda.streams import look_until
@@ -30,14 +30,15 @@ from mpicoll.cuda.threads import attend
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.launch.host_identity import node
-from mpicoll.routes.device.state import Agreed, RouteState, build_at_home
+from mpicoll.routes.device.state import RouteState, build_on_home_device
 from mpicoll.routes.device.user_buffers import signature_of
-from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, Needs, Policy, Route, Serves
 from mpicoll.routes.wire import all_gather_bytes
 from mpicoll.watch import timeouts
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Nccl", "asked_for"]
 
@@ -78,11 +79,11 @@ class _Pending(NamedTuple):
 class Nccl(RouteState):
     """A group's NCCL communicator."""
 
-    maps = False
-    ends_on_devices = True
+    maps_memory = False
+    can_fail_on_device = True
 
-    def __init__(self, agreed: Agreed, comm: NcclCommunicator) -> None:
-        super().__init__(agreed.group, agreed.context)
+    def __init__(self, agreement: Agreement, comm: NcclCommunicator) -> None:
+        super().__init__(agreement.group, agreement.context)
         self.comm = comm
         self._pending: deque[_Pending] = deque()
         self._failure: DistBackendError | None = None
@@ -155,12 +156,12 @@ class Nccl(RouteState):
         thread.start()
         thread.join(_ABORT)
 
-    def take_leave(self, kind: CallKind, error: Exception) -> None:
+    def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """Have the others abort their communicators: this rank has failed on its way to a call."""
         if not isinstance(error, UsageError):
             timeouts.give_up(self.group, error)
 
-    def break_with(self, error: DistBackendError, alone: bool) -> None:
+    def abort(self, error: DistBackendError, alone: bool) -> None:
         """Abort the communicator of a group that is broken."""
         with self._lock:
             if self._failure is None:
@@ -173,13 +174,13 @@ class Nccl(RouteState):
             self.comm.destroy()
 
 
-def _meet(agreed: Agreed) -> Nccl | str:
+def _negotiate(agreement: Agreement) -> Nccl | str:
     """Return the communicator of all ranks, or, on all, why there is none.
 
     Where NCCL fails on some ranks, and keeps others, which cannot be taken out of it, those on
     which it has failed raise a DistBackendError after a while.
     """
-    group, context = agreed.group, agreed.context
+    group, context = agreement.group, agreement.context
     runtime = context.runtime
     able = runtime.has_nccl()
     mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
@@ -211,7 +212,7 @@ def _meet(agreed: Agreed) -> Nccl | str:
         if made is not None:
             made.abort()  # which meets nobody
         return why
-    return Nccl(agreed, made)
+    return Nccl(agreement, made)
 
 
 def _first_problem(group: ProcessGroup, problem: str) -> str:
@@ -233,7 +234,7 @@ def _first_problem(group: ProcessGroup, problem: str) -> str:
     return next(filter(None, found), "")
 
 
-def _make(nccl: Nccl, kind: CallKind) -> Implementation:
+def _make(nccl: Nccl, kind: CallKind) -> Run:
     inner = _FUNCTIONS[kind.primitive.name](nccl, kind)
 
     def carry_out(
@@ -246,8 +247,8 @@ def _make(nccl: Nccl, kind: CallKind) -> Implementation:
     return carry_out
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    return build_at_home(kind, agreed, agreed.state(Nccl), _make)
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
+    return build_on_home_device(kind, agreement, agreement.state(Nccl), _make)
 
 
 def _combines(op: ReduceOp, dtype: DType) -> bool:
@@ -293,7 +294,7 @@ def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
     ]
 
 
-def _broadcast(nccl: Nccl, kind: CallKind) -> Implementation:
+def _broadcast(nccl: Nccl, kind: CallKind) -> Run:
     def broadcast(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
         moved, unit = _unit(recv.nbytes)
         count, at = recv.nbytes // unit, recv.address
@@ -302,7 +303,7 @@ def _broadcast(nccl: Nccl, kind: CallKind) -> Implementation:
     return broadcast
 
 
-def _all_gather(nccl: Nccl, kind: CallKind) -> Implementation:
+def _all_gather(nccl: Nccl, kind: CallKind) -> Run:
     """Build all_gather; blocks that differ go by messages."""
 
     def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
@@ -317,7 +318,7 @@ def _all_gather(nccl: Nccl, kind: CallKind) -> Implementation:
     return all_gather
 
 
-def _gather(nccl: Nccl, kind: CallKind) -> Implementation:
+def _gather(nccl: Nccl, kind: CallKind) -> Run:
     def gather(send: DeviceView, recv: DeviceView | None, count: int, root: int) -> None:
         into = [] if recv is None else _cut(recv, [count] * nccl.n)
         _exchange(nccl, [(root, send.address, send.nbytes)], into)
@@ -325,7 +326,7 @@ def _gather(nccl: Nccl, kind: CallKind) -> Implementation:
     return gather
 
 
-def _scatter(nccl: Nccl, kind: CallKind) -> Implementation:
+def _scatter(nccl: Nccl, kind: CallKind) -> Run:
     def scatter(send: DeviceView | None, recv: DeviceView, count: int, root: int) -> None:
         out = [] if send is None else _cut(send, [count] * nccl.n)
         _exchange(nccl, out, [(root, recv.address, recv.nbytes)])
@@ -333,7 +334,7 @@ def _scatter(nccl: Nccl, kind: CallKind) -> Implementation:
     return scatter
 
 
-def _all_to_all(nccl: Nccl, kind: CallKind) -> Implementation:
+def _all_to_all(nccl: Nccl, kind: CallKind) -> Run:
     def all_to_all(send: DeviceView, recv: DeviceView, extent: Blocks, root: int) -> None:
         _exchange(nccl, _cut(send, extent.sends), _cut(recv, extent.receives))
 
@@ -349,7 +350,7 @@ def _constants(kind: CallKind) -> tuple[int, int]:
     return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
 
 
-def _all_reduce(nccl: Nccl, kind: CallKind) -> Implementation:
+def _all_reduce(nccl: Nccl, kind: CallKind) -> Run:
     dtype, op = _constants(kind)
 
     def all_reduce(send: None, recv: DeviceView, count: int, root: int) -> None:
@@ -358,7 +359,7 @@ def _all_reduce(nccl: Nccl, kind: CallKind) -> Implementation:
     return all_reduce
 
 
-def _reduce(nccl: Nccl, kind: CallKind) -> Implementation:
+def _reduce(nccl: Nccl, kind: CallKind) -> Run:
     dtype, op = _constants(kind)
 
     def reduce(send: None, recv: DeviceView, count: int, root: int) -> None:
@@ -367,7 +368,7 @@ def _reduce(nccl: Nccl, kind: CallKind) -> Implementation:
     return reduce
 
 
-def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Implementation:
+def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Run:
     """Build reduce_scatter; blocks that differ are reduced one after another."""
     dtype, op = _constants(kind)
 
@@ -384,7 +385,7 @@ def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Implementation:
 
 
 #: By the name of the primitive.
-_FUNCTIONS: dict[str, Callable[[Nccl, CallKind], Implementation]] = {
+_FUNCTIONS: dict[str, Callable[[Nccl, CallKind], Run]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
@@ -399,16 +400,18 @@ _FUNCTIONS: dict[str, Callable[[Nccl, CallKind], Implementation]] = {
 }
 
 ROUTE = Route(
-    "nccl",
+    __name__,
     "NCCL",
-    MemoryKind.DEVICE,
-    (*MOVES, *REDUCTIONS, *EXCHANGES),
+    Serves(
+        (*MOVES, *REDUCTIONS, *EXCHANGES),
+        combines=_combines,
+        uneven=("all_gather", "reduce_scatter", *EXCHANGES),
+    ),
     _build,
-    _meet,
-    combines=_combines,
-    uneven=("all_gather", "reduce_scatter", *EXCHANGES),
-    needs='backend="nccl", NCCL on every rank, and a GPU for each',
-    lacks=lambda own: "" if own.nccl else "NCCL",
-    blocks="",
-    on_demand=True,
+    Needs(
+        description='backend="nccl", NCCL on every rank, and a GPU for each',
+        missing_reason=lambda own: "" if own.nccl else "NCCL",
+    ),
+    Policy(on_request=True, host_waits_for=""),
+    negotiate=_negotiate,
 )

@@ -21,13 +21,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import CUDA, Memory
@@ -51,12 +51,15 @@ from mpicoll.kernels.peers import (
     Failure,
 )
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, first_problem
+from mpicoll.routes.device.state import RouteState, build_on_home_device, first_problem
 from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.host.shared_segment import share
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 from mpicoll.watch import lost_ranks
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Peers"]
 
@@ -84,17 +87,17 @@ class Peers(RouteState):
     failure: where the devices read, and write, why kernels have ended; rank 0's word.
     """
 
-    ends_on_devices = True
+    can_fail_on_device = True
 
     def __init__(
         self,
-        agreed: Agreed,
+        agreement: Agreement,
         workspaces: Workspaces[int],
         board: np.ndarray[Any, np.dtype[np.uint8]],
         pinned: object,
         failure: int,
     ) -> None:
-        super().__init__(agreed.group, agreed.context)
+        super().__init__(agreement.group, agreement.context)
         self._workspaces = workspaces
         self._board, self._pinned = board, pinned
         self._failure = board[0, :8].view(np.uint64)
@@ -197,7 +200,7 @@ class Peers(RouteState):
         said = self._board[rank, _WORDS:].tobytes().rstrip(b"\0").decode(errors="replace")
         return said or f"rank {self.group.ranks[rank]} has failed"
 
-    def take_leave(self, kind: CallKind, error: Exception) -> None:
+    def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """End the other ranks' kernels, and break the group: this rank has failed on its way to a
         call. What was refused is refused on all ranks, and no kernel of theirs waits.
         """
@@ -212,7 +215,7 @@ class Peers(RouteState):
         if group.broken is None and (failure := self.find_failure()) is not None:
             group.break_with(failure)
 
-    def break_with(self, error: DistBackendError, alone: bool) -> None:
+    def abort(self, error: DistBackendError, alone: bool) -> None:
         """End the kernels of all ranks; the group is broken."""
         why = CLOSED if isinstance(error, CollectiveTimeoutError) else FAILED
         self.end_kernels(why, f"rank {self.group.ranks[self.me]} has left the group: {error}")
@@ -260,9 +263,9 @@ def _tried(send: int, recv: int, n: int) -> Collective:
     return Collective("all_gather", None, 8, send, recv, starts=list(starts))
 
 
-def _meet(agreed: Agreed) -> Peers | str:
+def _negotiate(agreement: Agreement) -> Peers | str:
     """Return what the ranks have of each other, once a try has shown that it works, or why not."""
-    group, context = agreed.group, agreed.context
+    group, context = agreement.group, agreement.context
     runtime, index, n = context.runtime, context.index, group.size()
     if n > RANKS:
         return f"the kernels serve {RANKS} ranks at most, and the group has {n}"
@@ -287,7 +290,7 @@ def _meet(agreed: Agreed) -> Peers | str:
         board = np.frombuffer(segment.memory, np.uint8).reshape(n, -1)
         pinned = runtime.register(index, board.ctypes.data, board.nbytes)
         failure = runtime.reach(index, board.ctypes.data)
-        made = Peers(agreed, workspaces, board, pinned, failure)
+        made = Peers(agreement, workspaces, board, pinned, failure)
     except Exception as error:
         problem = f"no memory by which kernels can be ended: {error}"
     why = first_problem(control_messages.allgather(group.inner, problem, str))
@@ -307,8 +310,10 @@ def _meet(agreed: Agreed) -> Peers | str:
 # --- calls --------------------------------------------------------------------------------------
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    return build_at_home(kind, agreed, agreed.state(Peers), _FUNCTIONS[kind.primitive.name])
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
+    return build_on_home_device(
+        kind, agreement, agreement.state(Peers), _FUNCTIONS[kind.primitive.name]
+    )
 
 
 def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, Extent, int], None]:
@@ -334,7 +339,7 @@ def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, Extent, in
     return carry_out
 
 
-def _reduce(found: Peers, kind: CallKind) -> Implementation:
+def _reduce(found: Peers, kind: CallKind) -> Run:
     """Build reduce, and all_reduce, which has no root."""
     carry_out, rooted = _reduction(found, kind), kind.primitive.name == "reduce"
 
@@ -345,7 +350,7 @@ def _reduce(found: Peers, kind: CallKind) -> Implementation:
     return reduce
 
 
-def _reduce_scatter(found: Peers, kind: CallKind) -> Implementation:
+def _reduce_scatter(found: Peers, kind: CallKind) -> Run:
     carry_out = _reduction(found, kind)
 
     def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
@@ -360,7 +365,7 @@ def _reduce_scatter(found: Peers, kind: CallKind) -> Implementation:
     return reduce_scatter
 
 
-def _all_gather(found: Peers, kind: CallKind) -> Implementation:
+def _all_gather(found: Peers, kind: CallKind) -> Run:
     def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         counts = extent.receives if isinstance(extent, Blocks) else [extent] * found.n
         starts = [each * recv.dtype.itemsize for each in accumulate(counts, initial=0)]
@@ -376,7 +381,7 @@ def _all_gather(found: Peers, kind: CallKind) -> Implementation:
     return all_gather
 
 
-def _broadcast(found: Peers, kind: CallKind) -> Implementation:
+def _broadcast(found: Peers, kind: CallKind) -> Run:
     def broadcast(send: None, view: DeviceView, count: int, root: int) -> None:
         width = gcd(8, view.address, view.nbytes)
         found.carry_out(
@@ -390,7 +395,7 @@ def _broadcast(found: Peers, kind: CallKind) -> Implementation:
 
 
 #: By the name of the primitive.
-_FUNCTIONS: dict[str, Callable[[Peers, CallKind], Implementation]] = {
+_FUNCTIONS: dict[str, Callable[[Peers, CallKind], Run]] = {
     "all_reduce": _reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
@@ -412,26 +417,28 @@ class _Loader(Peers):
         self.context.runtime.load_collective(self.context.index, call)
 
 
-def _build_loader(kind: CallKind, agreed: Agreed) -> Implementation:
+def _build_loader(kind: CallKind, agreement: Agreement) -> Implementation:
     """Return what compiles the kernels of such calls."""
-    return _FUNCTIONS[kind.primitive.name](_Loader(agreed.state(Peers)), kind)
+    return Implementation(_FUNCTIONS[kind.primitive.name](_Loader(agreement.state(Peers)), kind))
 
 
 ROUTE = Route(
-    "peer",
+    __name__,
     "one kernel on each GPU, which writes to the others' memory",
-    MemoryKind.DEVICE,
-    tuple(_FUNCTIONS),
+    Serves(
+        tuple(_FUNCTIONS),
+        combines=has_loop,
+        reproducible=(ORDER,),
+        premultiplies=True,
+        uneven=("all_gather", "reduce_scatter"),
+    ),
     _build,
-    _meet,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    reproducible=(ORDER,),
-    scales=True,
-    uneven=("all_gather", "reduce_scatter"),
-    place="gpus",
-    needs="all ranks on one node, each with a GPU of its own, and CUDA IPC between them",
-    lacks=lambda own: own.lacks_gpu(CUDA),
-    blocks="",
-    captures=True,
-    load=_build_loader,
+    Needs(
+        "gpus",
+        "all ranks on one node, each with a GPU of its own, and CUDA IPC between them",
+        lambda own: own.lacks_gpu(CUDA),
+    ),
+    Policy(host_waits_for="", capturable=True),
+    negotiate=_negotiate,
+    preload=_build_loader,
 )

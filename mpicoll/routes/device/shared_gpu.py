@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Extent, Implementation, Run
 from mpicoll.core.reproducible import ORDER
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.runtime import Event
@@ -31,10 +31,13 @@ from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels import reduction
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.device.jobs import Job, Placed, jobs_of
-from mpicoll.routes.device.state import Agreed, build_at_home, failure_of
+from mpicoll.routes.device.state import build_on_home_device, exception_of
 from mpicoll.routes.device.user_buffers import UserBuffers, share_pages, signature_of
-from mpicoll.routes.route import MemoryKind, Route
-from mpicoll.routes.transfers import CARRIED
+from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
+from mpicoll.routes.transfers import TRANSFER_PRIMITIVES
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Sharers"]
 
@@ -49,8 +52,8 @@ class Sharers(UserBuffers):
             the rank's data or its result. None if they cannot share memory.
     """
 
-    def __init__(self, agreed: Agreed) -> None:
-        super().__init__(agreed, readers=[0], steps=1)
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement, readers=[0], steps=1)
         self.halves: Any = None
         self.pinned: object = None  # their registration
         self._taken: list[Event | None] = [None, None]  # by half: the result is on the device
@@ -124,7 +127,7 @@ class Sharers(UserBuffers):
             if taken is not None:  # a rank that only receives has not waited since
                 context.runtime.synchronize(taken)
 
-        failure = failure_of(fetch)
+        failure = exception_of(fetch)
         self._meet(*signature_of(kind, extent, root), failure)
         if recv is not None and _on_host(kind, half[:, 0], result, extent, root, self.me):
             self.copy(recv.address, result.ctypes.data, recv.nbytes)
@@ -164,8 +167,8 @@ def _elements(memory: Any, dtype: DType, start: int, count: int) -> Any:
     return memory[start * size : (start + count) * size].view(dtype.numpy)
 
 
-def _meet(agreed: Agreed) -> Sharers | str:
-    made = Sharers(agreed)
+def _negotiate(agreement: Agreement) -> Sharers | str:
+    made = Sharers(agreement)
     group, context, why = made.group, made.context, made.connect()
     if why:
         return why
@@ -177,7 +180,7 @@ def _meet(agreed: Agreed) -> Sharers | str:
     return made
 
 
-def _make(sharers: Sharers, kind: CallKind) -> Implementation:
+def _make(sharers: Sharers, kind: CallKind) -> Run:
     def shared_gpu(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
@@ -189,26 +192,27 @@ def _make(sharers: Sharers, kind: CallKind) -> Implementation:
     return shared_gpu
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    return build_at_home(kind, agreed, agreed.state(Sharers), _make)
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
+    return build_on_home_device(kind, agreement, agreement.state(Sharers), _make)
 
 
 ROUTE = Route(
-    "shared_gpu",
+    __name__,
     "the GPU that all ranks share",
-    MemoryKind.DEVICE,
-    ("all_reduce", *CARRIED),
-    _build,
-    _meet,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    reproducible=(ORDER,),
-    scales=True,
-    uneven=("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"),
-    place="gpu",
-    needs="all ranks on one GPU, and CUDA IPC between them",
-    blocks=(
-        "for the other ranks' hosts, twice, and not for the device; up to 64 KiB once, and until "
-        "the device has done what the call comes after"
+    Serves(
+        ("all_reduce", *TRANSFER_PRIMITIVES),
+        combines=has_loop,
+        reproducible=(ORDER,),
+        premultiplies=True,
+        uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     ),
-    lacks=Capabilities.lacks_gpu,
+    _build,
+    Needs("gpu", "all ranks on one GPU, and CUDA IPC between them", Capabilities.lacks_gpu),
+    Policy(
+        host_waits_for=(
+            "for the other ranks' hosts, twice, and not for the device; up to 64 KiB once, and "
+            "until the device has done what the call comes after"
+        ),
+    ),
+    negotiate=_negotiate,
 )

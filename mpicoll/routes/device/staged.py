@@ -7,6 +7,7 @@ copied to the host and the one before back to the device, on separate streams.
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,8 +19,10 @@ from mpicoll.cuda import runtime
 from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import DeviceContext, StreamOrder
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes.device.state import Agreed
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Policy, Route, Serves
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "HostStaging"]
 
@@ -28,10 +31,10 @@ CHUNK = 8 * 1024 * 1024
 _LINE = 64
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     """Return the host's implementation, on device memory."""
     primitive, group = kind.primitive, kind.group
-    host, n = agreed.on_host(kind), group.size()
+    host, n = agreement.on_host(kind).run, group.size()
     sent = n if primitive.layout is Layout.SCATTERED else 1
     received = n if primitive.layout is Layout.GATHERED else 1
     # A root has blocks of all ranks in its chunks, the others have not: all cut alike.
@@ -92,7 +95,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
             context.after(context.work, context.to_host)
             context.after(context.work, context.to_device)
 
-    return staged
+    return Implementation(staged)
 
 
 class _Side:
@@ -215,16 +218,19 @@ class HostStaging:
 
 
 ROUTE = Route(
-    "staged",
+    __name__,
     "pinned memory of the host",
-    MemoryKind.DEVICE,
-    tuple(row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY),
-    _build,
-    reproducible=LEVELS,  # as the routes of host memory keep them
-    scales=True,
-    blocks=(
-        "until the device has done what the call comes after and copied the last chunk to the "
-        "host, and MPI has moved it; not for the last copy to the device"
+    Serves(
+        tuple(row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY),
+        reproducible=LEVELS,  # as the host routes keep them
+        premultiplies=True,
+        uneven=tuple(row.name for row in PRIMITIVES if row.listed or not row.even),
     ),
-    uneven=tuple(row.name for row in PRIMITIVES if row.listed or not row.even),
+    _build,
+    policy=Policy(
+        host_waits_for=(
+            "until the device has done what the call comes after and copied the last chunk to the "
+            "host, and MPI has moved it; not for the last copy to the device"
+        ),
+    ),
 )

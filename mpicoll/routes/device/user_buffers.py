@@ -60,7 +60,7 @@ from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Placed
 from mpicoll.routes.device.mappings import keep_in_mind, open_memory
-from mpicoll.routes.device.state import Agreed, RouteState, failure_of, first_problem
+from mpicoll.routes.device.state import RouteState, exception_of, first_problem
 from mpicoll.routes.device.workspaces import BLOCK, TOGETHER, all_come
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.transfers import misfit
@@ -68,6 +68,7 @@ from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["UserBuffers", "share_pages", "signature_of"]
 
@@ -113,9 +114,9 @@ class UserBuffers(RouteState):
     readers: the ranks that work on the arrays of others.
     """
 
-    def __init__(self, agreed: Agreed, readers: Sequence[int], steps: int) -> None:
+    def __init__(self, agreement: Agreement, readers: Sequence[int], steps: int) -> None:
         """readers: of the group; steps: the most of a call."""
-        super().__init__(agreed.group, agreed.context)
+        super().__init__(agreement.group, agreement.context)
         self.readers = readers
         #: By place in a call, and by rank: this rank's events, and those that it has opened.
         self._events: list[list[Event | None]] = [[None] * self.n for _ in range(steps + 1)]
@@ -199,7 +200,7 @@ class UserBuffers(RouteState):
         self._refused.update(which for whose, which in refused if whose == self.me)
         return bool(refused)
 
-    def take_leave(self, kind: CallKind, error: Exception) -> None:
+    def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """Tell the others, unless they know, that this rank has failed on its way to a call."""
         if self._met != self.group.sequence:
             with suppress(type(error)):
@@ -250,7 +251,7 @@ class UserBuffers(RouteState):
         signature, number = signature_of(kind, extent, root)
         attempts = 2 * self.n  # each array may have to be copied
         for attempt in range(attempts + 1):
-            failure = failure_of(partial(self._get_ready, kind, views, extent, root))
+            failure = exception_of(partial(self._get_ready, kind, views, extent, root))
             self._meet(signature, number, failure)
             self._compare_sizes(kind)
             readers = [rank for rank in self.readers_of(kind, root) if rank != self.me]
@@ -258,7 +259,7 @@ class UserBuffers(RouteState):
             sent = self._rows[:, _SIZES : _SIZES + self.n]
             for step, jobs in enumerate(self.steps_of(kind, extent, root, sent)):
                 if self.me in self.readers:
-                    failure = failure_of(partial(self._work, kind, views, jobs, step))
+                    failure = exception_of(partial(self._work, kind, views, jobs, step))
                 try:
                     again = self._meet(signature, number, failure, attempt < attempts)
                 finally:  # what was enqueued before a failure goes on for a while

@@ -32,13 +32,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import Array, Buffer, memory_at
-from mpicoll.core.plan import CallKind, Implementation
+from mpicoll.core.plan import CallKind, Implementation, Run
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
-from mpicoll.kernels.reduction import combine, find_loop, narrow, scale
+from mpicoll.kernels.reduction import combine, narrow, scale
 from mpicoll.routes.host import exchange, mpi
 from mpicoll.routes.host.hierarchy import Hierarchy, get_or_create
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Needs, Route, Serves, has_loop
 from mpicoll.routes.transfers import Get, Put
 from mpicoll.routes.wire import INT_MAX, datatype
 
@@ -59,7 +59,8 @@ def _build(kind: CallKind) -> Implementation | None:
     differ.
     """
     hierarchy = get_or_create(kind.group)
-    return None if hierarchy is None else _BUILDERS[kind.primitive.name](hierarchy, kind)
+    run = None if hierarchy is None else _BUILDERS[kind.primitive.name](hierarchy, kind)
+    return None if run is None else Implementation(run)
 
 
 class _Arithmetic:
@@ -99,7 +100,7 @@ def _array(at: int, dtype: DType, count: int) -> Array:
     return np.frombuffer(memory_at(at, count * dtype.itemsize), dtype.numpy, count)
 
 
-def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
+def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Run:
     """Build all_reduce: combine shares on the node, all_reduce them along the rails, gather them on
     the node. Or reduce: the same for the root; only its array is written.
     """
@@ -110,7 +111,7 @@ def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     along = None
     if hierarchy.rail is not None:
         build = mpi.build if mpi.reducible(by.op, wide) else exchange.build
-        along = build(CallKind(primitive, hierarchy.rail, by.op, wide))
+        along = build(CallKind(primitive, hierarchy.rail, by.op, wide)).run
     step = max(1, min(hierarchy.rails * CHUNK, TOGETHER) // wide.itemsize)
 
     def places(at: int, size: int, begin: int, own: int) -> tuple[int, int, int]:
@@ -156,7 +157,7 @@ def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     return carry_out
 
 
-def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
+def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> Run:
     """Scatter shares on the root's node, broadcast them along the rails, gather them on all."""
     dtype = kind.dtype
     assert dtype is not None
@@ -189,7 +190,7 @@ def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     return carry_out
 
 
-def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
+def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Run | None:
     """Combine on each node the blocks of each rank's rail, then reduce_scatter along the rails."""
     rail, nodes, mine = hierarchy.rail, hierarchy.nodes, hierarchy.me.place
     primitive, _, op, dtype = kind
@@ -198,7 +199,7 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | No
     assert rail is not None and op is not None and dtype is not None
     by = _Arithmetic(hierarchy, dtype, op)
     wide, n, itemsize = by.wide, len(hierarchy.here), dtype.itemsize
-    along = exchange.build(CallKind(primitive, rail, by.op, wide))
+    along = exchange.build(CallKind(primitive, rail, by.op, wide)).run
     step = _of_a_block(hierarchy, wide)
 
     def carry_out(send: Buffer, recv: Buffer, count: int, root: int) -> None:
@@ -230,7 +231,7 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | No
     return carry_out
 
 
-def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
+def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Run | None:
     """Gather the blocks of each rail along it; then all blocks on each node."""
     dtype = kind.dtype
     assert dtype is not None
@@ -241,7 +242,7 @@ def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
     element, width = datatype(dtype), dtype.itemsize
     step = _of_a_block(hierarchy, dtype)
     fits = INT_MAX // hierarchy.group.size()
-    rest = mpi.build(kind)
+    rest = mpi.build(kind).run
 
     def carry_out(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if count > fits:  # displacements are C ints in most MPIs
@@ -270,7 +271,7 @@ def _of_a_block(hierarchy: Hierarchy, dtype: DType) -> int:
     return max(1, min(CHUNK, TOGETHER // blocks) // dtype.itemsize)
 
 
-_BUILDERS: dict[str, Callable[[Hierarchy, CallKind], Implementation | None]] = {
+_BUILDERS: dict[str, Callable[[Hierarchy, CallKind], Run | None]] = {
     "all_reduce": _reduction,
     "reduce": _reduction,
     "broadcast": _broadcast,
@@ -281,12 +282,9 @@ _BUILDERS: dict[str, Callable[[Hierarchy, CallKind], Implementation | None]] = {
 }
 
 ROUTE = Route(
-    "hierarchical",
+    __name__,
     "node by node, then between them",
-    MemoryKind.HOST,
-    tuple(_BUILDERS),
+    Serves(tuple(_BUILDERS), combines=has_loop),
     _build,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    place="nodes",
-    needs="several nodes, at least one with several ranks, and the C library",
+    Needs("nodes", "several nodes, at least one with several ranks, and the C library"),
 )

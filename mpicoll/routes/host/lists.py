@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicoll.arrays.views import memory_at
 from mpicoll.core.checks import writes
 from mpicoll.core.pickles import Bytes
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Extent, Run
 
 __all__ = ["packed"]
 
@@ -19,11 +19,11 @@ __all__ = ["packed"]
 LISTED = 4 * 1024 * 1024
 
 
-def packed(kind: CallKind, route: Implementation, takes: Callable[[int], bool]) -> Implementation:
-    """Return a route for lists of buffers, on the ranks that have such: packed into one buffer,
-    chunk by chunk, except where the route takes them as they are.
+def packed(kind: CallKind, inner: Run, takes_lists: Callable[[int], bool]) -> Run:
+    """Return ``inner`` for lists of buffers, which are packed into one buffer, chunk by chunk.
 
-    takes: says so for a count of elements of each block; the same on all ranks.
+    takes_lists: returns whether ``inner`` itself takes lists for a count of elements of a block;
+                 the same on all ranks.
     """
     primitive, group, _, dtype = kind
     assert dtype is not None
@@ -32,8 +32,8 @@ def packed(kind: CallKind, route: Implementation, takes: Callable[[int], bool]) 
 
     def run(send: Any, recv: Any, extent: Extent, root: int) -> None:
         if isinstance(extent, int):
-            if takes(extent):
-                route(send, recv, extent, root)
+            if takes_lists(extent):
+                inner(send, recv, extent, root)
                 return
             sends = receives = [extent] * n
         else:
@@ -43,7 +43,7 @@ def packed(kind: CallKind, route: Implementation, takes: Callable[[int], bool]) 
         for size, cut in _chunks(extent, step, itemsize):
             parts = [part[cut] for part in into]
             whole = _whole(parts, lambda parts: np.empty(sum(map(len, parts)), np.uint8))
-            route(_whole([part[cut] for part in out], np.concatenate), whole, size, root)
+            inner(_whole([part[cut] for part in out], np.concatenate), whole, size, root)
             if len(parts) > 1 and writes(primitive, group, root):
                 start = 0
                 for part in parts:

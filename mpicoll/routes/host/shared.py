@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,9 @@ from mpicoll.core.plan import (
     Contiguous,
     Extent,
     Implementation,
-    Short,
-    Table,
-    add_fused,
-    add_short,
-    find_short,
+    NativeCall,
+    Run,
+    SegmentTable,
 )
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
@@ -39,7 +37,17 @@ from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import clusters
 from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
-from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import (
+    EXCHANGES,
+    MOVES,
+    PREFIXES,
+    REDUCTIONS,
+    Needs,
+    Policy,
+    Route,
+    Serves,
+    has_loop,
+)
 from mpicoll.routes.transfers import Get, Transfer, addresses, cut, misfit
 from mpicoll.watch import interruptions, timeouts
 from mpicoll.watch.consistency import describe_by_rank
@@ -183,7 +191,7 @@ class Shared:
             if not run(at, address(recv), count, group.sequence):
                 raise self.failure()
 
-        return self._with_short(kind, shared_all_reduce, ALL_REDUCE, all_reduce)
+        return self._implementation(kind, shared_all_reduce, ALL_REDUCE, all_reduce)
 
     def _build_blocks(self, kind: CallKind) -> Implementation:
         at, group, address = ctypes.addressof(self.described(kind)), self._group, MPI.Get_address
@@ -205,25 +213,29 @@ class Shared:
                 raise self.failure()
 
         if kind.primitive.listed:
-            return self._with_short(kind, shared_blocks, LISTS, lists)
-        return self._with_short(kind, shared_blocks, BLOCKS, blocks)
+            return self._implementation(kind, shared_blocks, LISTS, lists)
+        return self._implementation(kind, shared_blocks, BLOCKS, blocks)
 
-    def _with_short(
-        self, kind: CallKind, route: Implementation, shape: int, function: Callable[..., Any]
+    def _implementation(
+        self, kind: CallKind, run: Run, shape: int, function: Callable[..., Any]
     ) -> Implementation:
-        """Return an implementation with its short way and, if there is no root, those of tables."""
+        """Return an implementation with its native call and, for operations without a root, those
+        on segment tables.
+        """
         at = ctypes.addressof(self.described(kind))
-        shorts = [self.short(shape, function, at)]
+        native_calls = [self.native_call(shape, function, at)]
+        fused = None
         if not kind.primitive.root:
             fused = self._build_fused(at)
-            shorts.append(self.short(FUSED, self.kernels.shared_fused, at))
-            add_fused(route, lambda count: fused)
-        return add_short(route, lambda: shorts)
+            native_calls.append(self.native_call(FUSED, self.kernels.shared_fused, at))
+        return _Native(run, native_calls, fused)
 
-    def _build_fused(self, at: int) -> Implementation:
+    def _build_fused(self, at: int) -> Run:
         function = self.kernels.shared_fused
 
-        def shared_fused(send: Table | None, recv: Table, count: int, root: int) -> None:
+        def shared_fused(
+            send: SegmentTable | None, recv: SegmentTable, count: int, root: int
+        ) -> None:
             ends = recv.ends.copy()  # the C library makes another unit of them
             sent = None if send is None else send.addresses.ctypes.data
             self.call(
@@ -232,16 +244,18 @@ class Shared:
 
         return shared_fused
 
-    def short(self, shape: int, function: Any, argument: int) -> Short:
-        """Return how calls by a function of the C library are made in short."""
-        ask = (_address(self.kernels.shared_ask), self.pointer, round(1e9 * PATIENCE))
-        short = Short(self, shape, _address(function), argument)
-        return short._replace(ask=ask) if self._crowded_beside and shape != AGREE else short
+    def native_call(self, shape: int, function: Any, argument: int) -> NativeCall:
+        """Return the native call by a function of the C library."""
+        check = (_address(self.kernels.shared_ask), self.pointer, round(1e9 * PATIENCE))
+        call = NativeCall(self, shape, _address(function), argument)
+        return (
+            call._replace(inline_check=check) if self._crowded_beside and shape != AGREE else call
+        )
 
     @property
-    def short_agreement(self) -> Short:
-        """What compares a call of no array, in short."""
-        return self.short(AGREE, self.kernels.shared_agree, self.pointer)
+    def native_comparison(self) -> NativeCall:
+        """Return the native call that compares a call without arrays."""
+        return self.native_call(AGREE, self.kernels.shared_agree, self.pointer)
 
     def build_exchange(self, kind: CallKind, large: Implementation | None = None) -> Implementation:
         """Return the implementation of all_to_all, whose first round carries the sizes of all
@@ -249,11 +263,10 @@ class Shared:
 
         large: carries out the others, instead of further rounds.
         """
-        exchange = _Exchange(self, kind, large)
-        return add_short(partial(exchange.carry_out), lambda: (exchange.short,))
+        return _Exchange(self, kind, large)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """Raise why a call that was begun without Python was not carried out; see ``Short``."""
+        """Raise why a call that was begun without Python was not carried out; see NativeCall."""
         raise self.failure()
 
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
@@ -438,25 +451,41 @@ class Shared:
         )
 
 
-class _Exchange:
-    """The calls of all_to_all of one kind: see ``Shared.build_exchange``."""
+class _Native(Implementation):
+    """Calls through slots, with their native calls."""
+
+    def __init__(self, run: Run, native_calls: Sequence[NativeCall], fused: Run | None) -> None:
+        super().__init__(run)
+        self._native_calls, self._fused = native_calls, fused
+
+    def native_calls(self) -> Sequence[NativeCall]:
+        """Return them."""
+        return self._native_calls
+
+    def fused(self, count: int) -> Run | None:
+        """Return the function for segment tables, for any count."""
+        return self._fused
+
+
+class _Exchange(Implementation):
+    """all_to_all: see ``Shared.build_exchange``."""
 
     def __init__(self, memory: Shared, kind: CallKind, large: Implementation | None) -> None:
         self._memory = memory
         self._kind = kind
         self._large = large
 
-    @property
-    def short(self) -> Short:
-        """The first round, in short, and the large calls', if they have a short way."""
-        large = find_short(self._large) if self._large else None
+    def native_calls(self) -> Sequence[NativeCall]:
+        """Return the native call of large calls if they have one, else that of the first round."""
+        large = self._large.native_calls() if self._large else None
         if large:
-            return large[0]._replace(owner=self)
+            return (large[0]._replace(owner=self),)
         at, function = self._memory.described(self._kind), self._memory.kernels.shared_all_to_all
-        return self._memory.short(LISTS, function, ctypes.addressof(at))._replace(owner=self)
+        call = self._memory.native_call(LISTS, function, ctypes.addressof(at))
+        return (call._replace(owner=self),)
 
-    def carry_out(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
-        """Carry a call out; an implementation."""
+    def run(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
+        """Run one call."""
         memory, at = self._memory, ctypes.addressof(self._memory.described(self._kind))
         n, itemsize = self._kind.group.size(), self._itemsize
         blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
@@ -482,7 +511,7 @@ class _Exchange:
             rank = at.misfit
             raise misfit(kind, *((rank, extent.receives[rank], at.found) if rank < n else (None,)))
         if self._large is not None:
-            self._large(send, recv, extent, 0)
+            self._large.run(send, recv, extent, 0)
             return
         me = kind.group.rank()
         puts = list(cut(addresses(send), extent.sends, self._itemsize))
@@ -552,16 +581,16 @@ def create(group: ProcessGroup) -> Shared | None:
 
 
 ROUTE = Route(
-    "shared",
+    __name__,
     "shared memory",
-    MemoryKind.HOST,
-    tuple(_FUNCTIONS),
+    Serves(
+        tuple(_FUNCTIONS),
+        combines=has_loop,
+        reproducible=LEVELS,
+        uneven=EXCHANGES,
+        buffer_lists=True,
+    ),
     _build,
-    reproducible=LEVELS,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    uneven=EXCHANGES,
-    place="node",
-    needs="all ranks on one node, and the C library",
-    compares=True,
-    lists=True,
+    Needs("node", "all ranks on one node, and the C library"),
+    Policy(compares_calls=True),
 )

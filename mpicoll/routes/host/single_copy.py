@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,13 +23,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Short, add_short
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, NativeCall
 from mpicoll.core.signature import encode_kind
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.calls import LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.routes.host import shared
-from mpicoll.routes.route import EXCHANGES, MOVES, MemoryKind, Route
+from mpicoll.routes.route import EXCHANGES, MOVES, Needs, Policy, Route, Serves
 from mpicoll.routes.transfers import Put, addresses, cut, misfit
 
 if TYPE_CHECKING:
@@ -93,13 +92,12 @@ class SingleCopy:
         It raises MismatchError, on all ranks, if they do not agree on primitive, count, dtype and
         root, or if blocks of all_to_all do not have the sizes that their receivers expect.
         """
-        calls = _Calls(self, kind)
-        route = add_short(partial(calls.carry_out), lambda: (calls.short,))
-        return route if kind.primitive.even else self.memory.build_exchange(kind, route)
+        copies = _Copying(self, kind)
+        return copies if kind.primitive.even else self.memory.build_exchange(kind, copies)
 
 
-class _Calls:
-    """Calls of one kind. Those of all_to_all come behind a first round, see ``build_exchange``."""
+class _Copying(Implementation):
+    """One kind of call. all_to_all has a round before, see ``Shared.build_exchange``."""
 
     def __init__(self, copies: SingleCopy, kind: CallKind) -> None:
         primitive, _, _, dtype = kind
@@ -108,7 +106,7 @@ class _Calls:
         self._copies = copies
         self._memory = memory = copies.memory
         self._kernels = memory.kernels
-        self._by_slots = memory.build(kind)
+        self._by_slots = memory.build(kind).run
         self._histories = _make_histories()
         self._described = _Copies(
             ctypes.addressof(copies.processes),
@@ -122,21 +120,20 @@ class _Calls:
         )
         self._at = ctypes.addressof(self._described)
 
-    @property
-    def short(self) -> Short:
-        """How they are made in short."""
+    def native_calls(self) -> tuple[NativeCall]:
+        """Return the native call."""
         lists = self._kernels.single_copy_lists
         function = lists if self._kind.primitive.even else self._kernels.single_copy_all_to_all
-        return self._memory.short(LISTS, function, self._at)._replace(owner=self)
+        return (self._memory.native_call(LISTS, function, self._at)._replace(owner=self),)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """Raise why a call that was begun without Python was not carried out; see ``Short``."""
+        """Raise why a call that was begun without Python was not carried out; see NativeCall."""
         raise self._memory.failure()
 
-    def carry_out(
+    def run(
         self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
     ) -> None:
-        """Carry a call out; an implementation."""
+        """Run one call."""
         kernels, memory, at, address = self._kernels, self._memory, self._at, MPI.Get_address
         if isinstance(extent, int) and list not in (send.__class__, recv.__class__):
             here = None if recv is None else address(recv)
@@ -315,15 +312,13 @@ def _build(kind: CallKind) -> Implementation | None:
 
 
 ROUTE = Route(
-    "single_copy",
+    __name__,
     "one copy by the kernel",
-    MemoryKind.HOST,
-    (*MOVES, *EXCHANGES),
+    Serves((*MOVES, *EXCHANGES), uneven=EXCHANGES, buffer_lists=True),
     _build,
-    uneven=EXCHANGES,
-    place="node",
-    needs="all ranks on one node, allowed to read and write each other's memory, and the C library",
-    compares=True,
-    lists=True,
-    instead="shared",
+    Needs(
+        "node",
+        "all ranks on one node, allowed to read and write each other's memory, and the C library",
+    ),
+    Policy(compares_calls=True, fallback="shared"),
 )

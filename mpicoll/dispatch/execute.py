@@ -1,4 +1,4 @@
-"""The path of every call: from checked arguments to its route and, for an async call, its Work."""
+"""The path of every call, from checked arguments to its route and the Work of an async call."""
 
 from __future__ import annotations
 
@@ -533,7 +533,7 @@ def run_in_order(
     """Run ``task()``, which uses the group's communicator, in the order of its collectives.
 
     root: given if the ranks' calls are to be compared: the root's rank, or -1 without a root.
-    everybody:  all ranks call, if not with the same arguments.
+    everybody:  all ranks call, maybe with different arguments.
     keeps_time: the task checks its own timeout, and may fail on some ranks only.
     Returns the result of the task.
     """
@@ -609,9 +609,9 @@ def find_root(
     """Return the root's rank in the group, given as a global or as a group rank.
 
     default: the global rank if neither is given; None if one must be.
-    Raises ArgumentTypeError (a TypeError) for a rank that is not an int, ArgumentError (a
-    ValueError) for both, for none, and for a rank outside the group. On a rank that is itself
-    outside, only a rank in the group can be given, as in torch.
+    Raises ArgumentTypeError (a TypeError) for a rank that is not an int, and ArgumentError (a
+    ValueError) if both or neither are given, or the rank is not in the group. A rank outside the
+    group can only pass a group rank, as in torch.
     """
     member = resolve(group)
     if group_rank is not None:

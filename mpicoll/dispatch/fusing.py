@@ -68,8 +68,8 @@ class Entries:
     inputs: one per output; None for calls in place.
     held:   the caller leaves the arrays where they are until all calls are over.
     dtype, on_device: of all elements.
-    counts: what all ranks must agree on: the elements of each entry; of an entry whose blocks
-            differ from rank to rank, those of each block.
+    counts: numbers that must be the same on all ranks: the element count of each entry or, if its
+            blocks differ in size, of each block.
     Raises the errors of the calls, UnsupportedError if dtypes or devices differ in the list, and
     ArgumentError if one call writes memory that another call reads or writes.
     """

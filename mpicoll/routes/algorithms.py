@@ -1,18 +1,17 @@
 """Collectives over point-to-point messages, written once for any kind of memory.
 
-Of MPI they use only sends and receives; copying and combining is a `Space`'s. ``n`` is the number
-of ranks, a *latency* the cost of a message however short it is.
+They use MPI only to send and receive; a `Space` copies and combines. ``n`` is the number of ranks;
+a *latency* is the fixed cost of a message.
 
-Which algorithm serves a call is a function of count, dtype, operation and n, which every rank
-knows. All reductions combine the original elements of all ranks in one place, once, in the order of
-the ranks. So all ranks get the same bits, on hosts and devices. They depend neither on the number
-of elements nor on the algorithm, and narrow floats travel as they are and are rounded once. Partial
-sums that travel, as in recursive halving or in a ring of sums, would cost narrow floats twice the
-bytes, and a combination with a wait at each step, which on a device costs more than several
-messages; they win only where many ranks reduce little.
+The algorithm depends on count, dtype, operation and n, which are the same on all ranks. Every
+reduction combines the original elements of all ranks in one place, once, in rank order. So all
+ranks get the same bits, on hosts and devices, for any count and algorithm. Narrow floats are sent
+as they are and rounded once. Algorithms that send partial sums (recursive halving, rings) would
+send narrow floats as float32 and combine at each step, which on a device costs more than several
+messages.
 
-Views passed to a function are ready to be read and written. Its results are there once the caller
-has synchronized. `build` makes implementations: the routes `exchange` on the host and `direct` on a
+Views passed to a function are ready to be read and written. Results are valid after the caller has
+synchronized. `build` makes implementations: the routes `exchange` on the host and `direct` on a
 device.
 """
 

@@ -60,12 +60,12 @@ class Serves:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a group must have for a route.
+    """The requirements of a route.
 
-    placement:      where the ranks must be: see routes/tuning.py, and for device routes
-                    routes/device/eligibility.py; "" anywhere.
-    description:    the requirements in words.
-    missing_reason: for a device route, returns what a rank lacks for it, "" for nothing.
+    placement:      required placement of the ranks: see routes/tuning.py and (device)
+                    routes/device/eligibility.py; "" for any.
+    description:    the requirements, for messages.
+    missing_reason: (device) returns the missing capability of a rank; "" if it has all.
     """
 
     placement: str = ""
@@ -78,18 +78,18 @@ class Policy:
     """When a route is chosen, and how its calls run.
 
     compares_calls: its protocol compares the ranks' calls where the group compares every call.
-    fallback:       for a host route, the route used where the group cannot have this one; "" for
-                    the route of smaller messages.
-    superseded_by:  for a device route, names of routes that serve all its calls better; it is not
-                    negotiated in a group that has one of them.
-    on_request:     for a device route, it is used only if the program asks for it.
-    min_bytes:      for a device route, the minimum size of a call in bytes by operation: the size
-                    of a rank's larger array. Smaller calls use the next route.
-    host_waits_for: for a device route, what the host waits for in a call, in words. "" if a call
-                    only enqueues work on streams: then async calls run inline, and the ranks'
-                    calls are compared only from time to time.
-    capturable:     for a device route, calls may be captured into a CUDA graph after the group's
-                    first call of the kind.
+    fallback:       (host) route to use where the group cannot use this one; "" for the route of
+                    smaller messages.
+    superseded_by:  (device) routes that serve all its calls better; it is not negotiated in a group
+                    that has one of them.
+    on_request:     (device) it is used only if the program requests it.
+    min_bytes:      (device) minimum size in bytes of a rank's larger array, by operation. Smaller
+                    calls use the next route.
+    host_waits_for: (device) description of the host's waits in a call. "" if a call only enqueues
+                    work on streams: then async calls run inline, and the ranks' calls are compared
+                    only from time to time.
+    capturable:     (device) calls may be captured into a CUDA graph after the group's first call of
+                    the kind.
     """
 
     compares_calls: bool = False
@@ -103,17 +103,16 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The declaration of a route. Its module gives it its name and its kind of memory.
+    """The declaration of a route.
 
     module:      ``__name__`` of the module in routes/host or routes/device.
-    description: the route in words, for messages.
-    serves, needs, policy: see there.
-    build:       returns the implementation for a kind of call; None if the group cannot have it.
-                 Takes the CallKind and, for a device route, the group's Agreement. All ranks call.
-    negotiate:   for a device route, returns the group's RouteState for it or, on all ranks, the
-                 reason why there is none. Takes the Agreement. All ranks call.
-    preload:     for a device route, builds an implementation that only loads what captured calls
-                 need, for calls that another route runs outside of captures.
+    description: the route, for messages.
+    build:       returns the implementation for a kind of call; None if it is not available in the
+                 group. Takes the CallKind and (device) the group's Agreement. All ranks call.
+    negotiate:   (device) returns the group's RouteState or, on all ranks, the reason why there is
+                 none. Takes the Agreement. All ranks call.
+    preload:     (device) builds an implementation that only loads the kernels of captured calls, if
+                 another route runs the calls outside of captures.
     """
 
     module: str
@@ -127,12 +126,12 @@ class Route:
 
     @property
     def name(self) -> str:
-        """Return the name in tuning tables, settings and messages: that of the module."""
+        """Return the name in tuning tables, settings and messages: the last part of ``module``."""
         return self.module.rpartition(".")[2]
 
     @property
     def memory(self) -> MemoryKind:
-        """Return the kind of memory that it serves: the package of the module."""
+        """Return the kind of memory that the route serves, from the module's package."""
         return MemoryKind(self.module.split(".")[-2])
 
     def can_run(
@@ -142,9 +141,9 @@ class Route:
         dtype: DType | None,
         level: str | None = None,
     ) -> bool:
-        """Return whether the route runs such calls in a group that can have it.
+        """Return whether the route can run calls with these properties.
 
-        level: of reproducibility; see CallKind.
+        level: level of reproducibility; see CallKind.
         """
         serves = self.serves
         if primitive.name not in serves.primitives:
@@ -156,5 +155,5 @@ class Route:
         return (level is None or level in serves.reproducible) and serves.combines(op, dtype)
 
     def can_run_kind(self, kind: CallKind) -> bool:
-        """Return whether the route runs calls of a kind in a group that can have it."""
+        """Return whether the route can run calls of a kind."""
         return self.can_run(kind.primitive, kind.op, kind.dtype, kind.level)

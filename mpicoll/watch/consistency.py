@@ -120,10 +120,10 @@ def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
     group.unmet = []
     if not shared.compare(encode_comparison(kind, root, 0), calls):
         broken = MismatchError(
-            f"rank {group.rank()} of group {group.group_name}: among the latest {group.stride} "
-            "calls that only put work into streams, some do not belong together. What they gave "
-            "may be wrong on any rank; the group cannot be used any more. MPICOLL_DEBUG=DETAIL "
-            "compares every call before it is carried out"
+            f"rank {group.rank()} of group {group.group_name}: collective mismatch: the "
+            f"ranks made different calls among the latest {group.stride} that only enqueue work on "
+            "streams. Their results may be wrong on any rank; the group cannot be used any more. "
+            "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
         )
         group.break_with(broken)
         shared.leave()

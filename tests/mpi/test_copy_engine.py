@@ -235,8 +235,8 @@ def test_streams(copying, monkeypatch):
 def test_meetings(copying, monkeypatch):
     """Two; three of a broadcast to several ranks."""
     array = copying.array(np.full(LARGE, copying.me, np.float32))
-    works, met = copying.part._meet, []
-    monkeypatch.setattr(copying.part, "_meet", lambda *how: met.append(how) or works(*how))
+    works, met = copying.part._exchange, []
+    monkeypatch.setattr(copying.part, "_exchange", lambda *how: met.append(how) or works(*how))
     copying.gathered()
     assert len(met) == 2
     dist.broadcast(array)
@@ -476,12 +476,12 @@ def test_events_of_others_are_closed_first(copying, monkeypatch, fails):
     group, opened, made, seen = dist.new_group(), weakref.WeakSet(), weakref.WeakSet(), []
     for name, into in (("open_event", opened), ("create_shared_event", made)):
         monkeypatch.setattr(copying.cuda, name, noted(getattr(copying.cuda, name), into))
-    all_come = user_buffers.all_come
+    timed_barrier = user_buffers.timed_barrier
     if fails and copying.me == 0:
         monkeypatch.setattr(user_buffers, "open_memory", lambda *how: 1 / 0)
     monkeypatch.setattr(
-        user_buffers, "all_come",
-        lambda *how: seen.append((len(opened), len(made))) or all_come(*how),
+        user_buffers, "timed_barrier",
+        lambda *how: seen.append((len(opened), len(made))) or timed_barrier(*how),
     )  # fmt: skip
     with warnings.catch_warnings(action="ignore"):
         copying.gathered(LARGE, group)

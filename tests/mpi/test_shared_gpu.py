@@ -145,8 +145,8 @@ def test_two_meetings(shared, monkeypatch, small):
     arrays, me, n, part = shared
     array = uploaded(arrays, np.full(100 if small else LARGE, me, np.float32))
     group, met, agreed = dist.group.WORLD, [], []
-    works = part._meet
-    monkeypatch.setattr(part, "_meet", lambda *how: met.append(how) or works(*how))
+    works = part._exchange
+    monkeypatch.setattr(part, "_exchange", lambda *how: met.append(how) or works(*how))
     seen = watched(monkeypatch, arrays.cuda, "combine_for_all", "record_again")
     dist.all_reduce(array)
     assert len(met) == (1 if small else 2) and bool(seen) is not small

@@ -408,7 +408,7 @@ def test_ranks_in_different_calls(world, one, other):
         return  # MPI would wait
     for odd in range(team.size):
         for _ in range(3):
-            with pytest.raises(MismatchError, match="do not belong together"):
+            with pytest.raises(MismatchError, match="collective mismatch"):
                 make(one if team.me == odd else other)
         for name in (one, other, one):
             make(name)
@@ -526,7 +526,7 @@ def eager(world, monkeypatch):
     """A new group that carries asynchronous calls out at once, once all ranks are there."""
     share_all(monkeypatch)
     monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
-    monkeypatch.setattr(shared, "PATIENCE", 30)
+    monkeypatch.setattr(shared, "INLINE_WAIT_S", 30)
     made = sharing_team("eager", world)
     yield made
     dist.destroy_process_group(made.group)

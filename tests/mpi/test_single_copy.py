@@ -149,7 +149,7 @@ def test_sizes_that_do_not_fit(team):
         words = (
             f"expected {count} elements from rank {n - 1}, which sends {count + 1}"
             if me == 0
-            else "other ranks' block sizes do not fit together"
+            else "other ranks' block sizes differ from the sizes sent"
         )
         with pytest.raises(MismatchError, match=words):
             dist.all_to_all_single(

@@ -30,7 +30,7 @@ from mpicoll.routes.host.mpi import reducible
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no table of routes"),
+        ("{", "not a tuning table"),
         ('{"ranks": {"2": {"gather": {"node": [[0, "mpi_chunked"]]}}}}', "got 'mpi_chunked'"),
         (None, "cannot be read"),
     ],

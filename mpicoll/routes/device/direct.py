@@ -49,8 +49,8 @@ ROUTE = Route(
     ),
     Policy(
         host_waits_for=(
-            "until the device has done what the call comes after, and MPI has moved everything; "
-            "not for the last kernel. Alone in its group a rank waits for nothing"
+            "until the device has done all earlier work, and MPI has moved all data; not for the "
+            "last kernel. In a group of one rank the host does not wait"
         ),
     ),
 )

@@ -44,8 +44,5 @@ ROUTE = Route(
         description="MPI that sends, receives and reduces device memory",
         missing_reason=lambda own: own.lacks_mpi(CudaSupport.FULL),
     ),
-    Policy(
-        host_waits_for="until the device has done what the call comes after, and MPI has done the "
-        "call"
-    ),
+    Policy(host_waits_for="until the device has done all earlier work, and MPI has done the call"),
 )

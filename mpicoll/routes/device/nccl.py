@@ -1,13 +1,12 @@
-"""NVIDIA's NCCL, for programs that request it by ``backend="nccl"``, with a GPU for each rank.
+"""NCCL, for programs that request it by ``backend="nccl"``, with a GPU per rank.
 
-NCCL rounds half types at each addition, in an unspecified order: its sums are not those of the
-other routes to the last bit, and ranks do not compare their calls.
+NCCL rounds half types at each addition, in an unspecified order, so its sums may differ in the last
+bit from other routes. Ranks do not compare their calls.
 
-NCCL's kernels wait for other ranks for ever. So the calls that the device has not done are kept,
-with the time when they were put into the stream. The watchdog, and whoever looks for a result, asks
-NCCL for errors, and whether a call has outlasted the group's timeout. Then the communicator is
-aborted (ncclCommAbort), which ends its kernels, and the group is broken, as torch's
-ProcessGroupNCCL does.
+NCCL's kernels wait for other ranks without a timeout. So the route keeps the pending calls with the
+time when they were enqueued. The watchdog thread and each wait for a result check NCCL for errors
+and calls for the group's timeout. After a failure the communicator is aborted (ncclCommAbort),
+which ends its kernels, and the group fails, as in torch's ProcessGroupNCCL.
 """
 
 from __future__ import annotations
@@ -56,19 +55,18 @@ def asked_for(backend: str) -> bool:
     return any(part in ("nccl", "cuda:nccl") for part in backend.split(","))
 
 
-#: Seconds after which NCCL and the device are asked again, by who does not wait and by who does;
-#: and in which an abort ends.
+#: Seconds between checks for failures, without and with waiting; seconds to wait for an abort.
 _INTERVAL, _PAUSE, _ABORT = 0.1, 1e-3, 10.0
-#: Seconds in which NCCL lets go of all ranks that make a communicator; bytes of a rank's words of
-#: why it has not; and exchanges of these to which some ranks have not come.
-_TOGETHER, _WORDS = 60.0, 512
+#: Seconds for all ranks to return from ncclCommInitRank; size in bytes of a rank's error message.
+_INIT_TIMEOUT_S, _WORDS = 60.0, 512
+#: Buffers of exchanges of these messages that have timed out.
 _left_behind: list[object] = []
-#: Calls that the device has not done, from which on a call looks whether it has done some.
-_MANY = 64
+#: Number of pending calls above which a call removes completed ones.
+_MAX_PENDING_COUNT = 64
 
 
 class _Pending(NamedTuple):
-    """A call that was put into the stream, as number ``number`` of the group, and when."""
+    """An enqueued call, with its call number and time."""
 
     number: int
     signature: tuple[int, int]
@@ -88,37 +86,37 @@ class Nccl(RouteState):
         self._pending: deque[_Pending] = deque()
         self._failure: DistBackendError | None = None
         self._next_look = time.monotonic() + _INTERVAL
-        self._lock = threading.Lock()  # the watchdog looks, too
+        self._lock = threading.Lock()  # the watchdog thread also checks
 
     def enter(self, kind: CallKind, extent: Extent, root: int) -> None:
-        """Note a call that was put into the stream."""
+        """Record an enqueued call."""
         number, signature = self.group.sequence, signature_of(kind, extent, root)
         self._pending.append(_Pending(number, signature, time.monotonic(), self.context.record()))
-        if len(self._pending) > _MANY:
+        if len(self._pending) > _MAX_PENDING_COUNT:
             with self._lock:
                 self._forget_done()
 
     def _forget_done(self) -> None:
-        """Forget the calls that are done."""
+        """Remove completed calls."""
         while self._pending and self.context.runtime.is_done(self._pending[0].done):
             self._pending.popleft()
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        """Return why NCCL's calls have ended without results; None if none has, as far as is known.
-        Aborts the communicator if NCCL says that something is wrong, or a call lasts too long.
+        """Return the failure of NCCL's calls, or None. Abort the communicator after an error of
+        NCCL or a timeout.
 
-        wait: until the calls are done, or the first has outlasted the group's timeout.
+        wait: first wait until the calls are done or one has timed out.
         """
         if self._failure is not None or not (wait or time.monotonic() > self._next_look):
             return self._failure
-        self._look()
+        self._check()
         while wait and self._failure is None and self._pending:
             time.sleep(_PAUSE)
-            self._look()
+            self._check()
         return self._failure
 
-    def _look(self) -> None:
-        """Ask NCCL and the device, and abort the communicator if something is wrong."""
+    def _check(self) -> None:
+        """Check NCCL and the device, and abort the communicator after a failure."""
         self._next_look = time.monotonic() + _INTERVAL
         name, limit = f"rank {self.me} of group {self.group.group_name}", self.group.timeout
         failure: DistBackendError | None = None
@@ -131,22 +129,22 @@ class Nccl(RouteState):
                 for number, signature, since, _ in list(self._pending)[:1]:
                     if limit is not None and time.monotonic() > since + limit:
                         failure = CollectiveTimeoutError(
-                            f"{describe(*signature)}, on {name}, call {number}: NCCL has not done "
-                            f"it within the group's timeout of {limit:g} s; another rank has not "
-                            "made this call, or is still on its way"
+                            f"{describe(*signature)}, on {name}, call {number}: timed out: NCCL "
+                            f"has not done it within the group's timeout of {limit:g} s; another "
+                            "rank has not made this call, or is late"
                         )
-            except Exception as error:  # whatever NCCL or the device says
-                failure = DistBackendError(f"{name}: NCCL has failed: {error}")
+            except Exception as error:
+                failure = DistBackendError(f"{name}: NCCL failed: {error}")
             if failure is not None:
                 (words,) = failure.args
                 self._failure = type(failure)(
-                    f"{words}. NCCL's communicator is aborted, and what that and later calls gave "
-                    "is incomplete; destroy the group, and make another"
+                    f"{words}. NCCL's communicator was aborted, and results of this call and later "
+                    "ones may be incomplete; destroy the group and create a new one"
                 )
                 self._abort()
 
     def _abort(self) -> None:
-        """End NCCL's kernels, which may take its threads a while."""
+        """Abort the communicator on a thread, because it may block."""
 
         def abort() -> None:
             attend()
@@ -157,28 +155,28 @@ class Nccl(RouteState):
         thread.join(_ABORT)
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        """Have the others abort their communicators: this rank has failed on its way to a call."""
+        """Make the other ranks abort their communicators: this rank failed before a call."""
         if not isinstance(error, UsageError):
             timeouts.give_up(self.group, error)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        """Abort the communicator of a group that is broken."""
+        """Abort the communicator of a failed group."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
                 self._abort()
 
     def close(self, limit: float) -> None:
-        """End the communicator, when what was enqueued is done; see find_failure."""
+        """Destroy the communicator after all enqueued work; see find_failure."""
         if self.find_failure(wait=True) is None:
             self.comm.destroy()
 
 
 def _negotiate(agreement: Agreement) -> Nccl | str:
-    """Return the communicator of all ranks, or, on all, why there is none.
+    """Return the communicator of all ranks or, on all of them, the reason why there is none.
 
-    Where NCCL fails on some ranks, and keeps others, which cannot be taken out of it, those on
-    which it has failed raise a DistBackendError after a while.
+    Where NCCL fails on a rank and other ranks stay blocked in it, the failed rank raises
+    DistBackendError after a timeout.
     """
     group, context = agreement.group, agreement.context
     runtime = context.runtime
@@ -195,7 +193,7 @@ def _negotiate(agreement: Agreement) -> Nccl | str:
     if group.rank() == 0:
         try:
             identity = runtime.nccl_unique_id()
-        except Exception as error:  # whatever NCCL says: all ranks take another route then
+        except Exception as error:
             problem = f"rank 0: {error}"
     identity, problem = control_messages.bcast(
         group.inner, (identity, problem), 0, tuple[bytes, str]
@@ -205,30 +203,30 @@ def _negotiate(agreement: Agreement) -> Nccl | str:
     made = None
     try:
         made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
-    except Exception as error:  # whatever NCCL says
+    except Exception as error:
         problem = f"rank {group.rank()}: {error}"
     why = _first_problem(group, problem)
     if made is None or why:
         if made is not None:
-            made.abort()  # which meets nobody
+            made.abort()  # a local operation
         return why
     return Nccl(agreement, made)
 
 
 def _first_problem(group: ProcessGroup, problem: str) -> str:
-    """Return the first problem of a rank, "" for none. All ranks call that NCCL lets go.
+    """Return the first rank's problem, or "". All ranks call after ncclCommInitRank.
 
-    Raises DistBackendError if the others do not, within _TOGETHER seconds.
+    Raises DistBackendError if a rank does not call within _INIT_TIMEOUT_S seconds.
     """
     mine, said = np.zeros(_WORDS, np.uint8), np.zeros((group.size(), _WORDS), np.uint8)
     words = problem.encode()[:_WORDS]
     mine[: len(words)] = np.frombuffer(words, np.uint8)
     request = group.inner.Iallgather(mine, said)
-    if not look_until(request.Test, time.monotonic() + _TOGETHER):
+    if not look_until(request.Test, time.monotonic() + _INIT_TIMEOUT_S):
         _left_behind.append((request, mine, said))
         raise DistBackendError(
-            f"group {group.group_name}: {problem or 'NCCL has made a communicator'}; other ranks "
-            f"are still in ncclCommInitRank after {_TOGETHER:g} s, and nothing takes them out of it"
+            f"group {group.group_name}: {problem or 'NCCL created a communicator'}; timed out: "
+            f"other ranks are still in ncclCommInitRank after {_INIT_TIMEOUT_S:g} s"
         )
     found = (one.tobytes().rstrip(b"\0").decode(errors="replace") for one in said)
     return next(filter(None, found), "")
@@ -252,7 +250,7 @@ def _build(kind: CallKind, agreement: Agreement) -> Implementation:
 
 
 def _combines(op: ReduceOp, dtype: DType) -> bool:
-    """Return whether NCCL computes with such elements; it does not average integers."""
+    """Return whether NCCL supports an operation on a dtype; it does not average integers."""
     if dtype.name not in _DTYPES or op.name not in _OPERATIONS:
         return False
     return op is not ReduceOp.AVG or dtype.kind is not Kind.INTEGER
@@ -262,7 +260,7 @@ def _combines(op: ReduceOp, dtype: DType) -> bool:
 
 
 def _unit(nbytes: int) -> tuple[int, int]:
-    """Return NCCL's dtype for moving ``nbytes`` bytes, and its size: CuPy counts in C's int."""
+    """Return NCCL's dtype for moving ``nbytes`` bytes, and its size; CuPy's counts are C ints."""
     return (_BYTE, 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
 
 
@@ -271,7 +269,7 @@ _Message = tuple[int, int, int]
 
 
 def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message]) -> None:
-    """Send and receive all messages of a call at once; empty ones are none."""
+    """Send and receive all messages of a call in one NCCL group; skip empty ones."""
     stream = nccl.context.work
     with nccl.context.runtime.nccl_group():
         for rank, address, nbytes in sends:
@@ -304,7 +302,7 @@ def _broadcast(nccl: Nccl, kind: CallKind) -> Run:
 
 
 def _all_gather(nccl: Nccl, kind: CallKind) -> Run:
-    """Build all_gather; blocks that differ go by messages."""
+    """Build all_gather; blocks of different sizes are sent as messages."""
 
     def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         if isinstance(extent, Blocks):
@@ -369,7 +367,7 @@ def _reduce(nccl: Nccl, kind: CallKind) -> Run:
 
 
 def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Run:
-    """Build reduce_scatter; blocks that differ are reduced one after another."""
+    """Build reduce_scatter; blocks of different sizes are reduced one after another."""
     dtype, op = _constants(kind)
 
     def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
@@ -384,7 +382,6 @@ def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Run:
     return reduce_scatter
 
 
-#: By the name of the primitive.
 _FUNCTIONS: dict[str, Callable[[Nccl, CallKind], Run]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,

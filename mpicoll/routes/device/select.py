@@ -37,8 +37,8 @@ class Agreement:
 
     names:   the routes of the group, best first.
     missing: the routes that should be among them, with the reason why they are not.
-    states:  what the group keeps for routes, by name.
-    capabilities: those of each rank, as probed; parts of the group do not probe again.
+    states:  RouteState by the name of its route.
+    capabilities: capabilities of each rank, as probed; subgroups do not probe again.
     space:   this rank's device memory.
     """
 
@@ -48,7 +48,7 @@ class Agreement:
         context: DeviceContext,
         known: Sequence[Capabilities] | None = None,
     ) -> None:
-        """All ranks call. known: the capabilities of the ranks, for a part of another group."""
+        """All ranks call. known: capabilities of the ranks, if this is a subgroup of a group."""
         self.group = group
         self.space = DeviceSpace(context)
         self.names: tuple[str, ...] = ()
@@ -85,8 +85,8 @@ class Agreement:
         self._set_names()
 
     def _negotiate(self, wanted: Sequence[str], in_part: bool = False) -> None:
-        """Negotiate the wanted routes, except those that need agreements of parts of the group. All
-        ranks call.
+        """Negotiate the wanted routes, except routes that need agreements of subgroups. All ranks
+        call.
 
         in_part: this is a part of another group, which needs ``ipc`` only without ``peer``.
         """
@@ -243,7 +243,7 @@ class Agreement:
         self.abort_states(alone=True)
 
     def close(self, limit: float) -> None:
-        """Free what the routes have; wait at most ``limit`` seconds for other ranks. All ranks
+        """Close the routes' states; wait at most ``limit`` seconds for other ranks. All ranks
         call.
         """
         for state in self.states.values():
@@ -275,7 +275,7 @@ def choose(kind: CallKind) -> Implementation:
 class _Candidate(NamedTuple):
     """An implementation and its route.
 
-    preload:   loads what a capture needs, if calls may be captured.
+    preload:   loads the kernels that a captured call needs, if calls may be captured.
     min_bytes: minimum size of a call in bytes.
     """
 
@@ -366,8 +366,8 @@ class _DeviceImplementation(Implementation):
 
 
 def _build_candidates(agreement: Agreement, kind: CallKind) -> list[_Candidate]:
-    """Return the first route that serves such calls of any size, and those that serve only large
-    ones, the largest first.
+    """Return the routes for a kind of call by descending minimum size: the first route that serves
+    any size, and all routes for large calls.
     """
     primitive, group, op, dtype = kind
     candidates: list[_Candidate] = []

@@ -59,12 +59,12 @@ class DeviceSpace(Space):
         return blank
 
     def room(self, n: int, count: int) -> int:
-        """Return what ``places`` needs, each array's beginning included."""
+        """Return the number of elements that ``places`` needs, with alignment."""
         return n * (_aligned(count) + PIECE)
 
     def places(self, stack: View, n: int, count: int, beside: View) -> list[View]:
-        """Return arrays at addresses that are those of ``beside`` modulo a piece: kernels read and
-        write such arrays in pieces.
+        """Return arrays with the alignment of ``beside`` (modulo PIECE), as vectorized kernels
+        require.
         """
         shift = (address(beside) - address(stack)) % PIECE // stack.dtype.itemsize
         return [stack.part(shift + place * _aligned(count), count) for place in range(n)]

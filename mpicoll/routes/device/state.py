@@ -1,4 +1,4 @@
-"""What a group keeps for one device route, and helpers of the routes."""
+"""State of one device route in a group, and helpers of the routes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["RouteState", "build_on_home_device", "exception_of", "first_problem"
 
 
 class RouteState:
-    """What a group keeps for one route on one rank, such as mapped memory or a communicator. A
-    route's ``negotiate`` makes it.
+    """State of one route in a group on one rank, such as mapped memory or a communicator. A route's
+    ``negotiate`` creates it.
 
     group:   its ranks.
     n, me:   number of ranks, and this rank.
@@ -51,8 +51,8 @@ class RouteState:
         return None
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        """End calls that wait on devices after the group has failed: this rank's (``alone``) or
-        those of all ranks.
+        """End calls that wait on devices after the group has failed: this rank's (``alone``) or all
+        ranks'.
         """
 
     def close(self, limit: float) -> None:

@@ -1,7 +1,7 @@
 """Exchange and combine: every dtype and operation, rounded once, over any MPI.
 
-The algorithms are those of routes/algorithms.py. Reductions of one chunk, whose time is mostly
-Python's, are written out here for NumPy arrays: the same steps, with the same bits.
+Uses the algorithms of routes/algorithms.py. Reductions of one chunk, whose cost is mostly Python,
+have a faster version for NumPy arrays here, with the same steps and the same bits.
 """
 
 from __future__ import annotations

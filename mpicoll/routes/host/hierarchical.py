@@ -1,27 +1,21 @@
-"""Two levels, for groups on several nodes: shared memory among the ranks of a node, and MPI between
-the nodes.
+"""Hierarchical collectives for groups on several nodes: shared memory inside a node, MPI between.
 
-The first ranks of every node, as many as the smallest node has, each carry a share of a message to
-the other nodes: those at the same place of all nodes form a *rail*, which has a communicator. Every
-chunk of a message
+A *rail* is a communicator of one rank per node: rail i joins the i-th ranks of all nodes. There are
+as many rails as the smallest node has ranks, and each sends a share of the message. Every chunk
 
-1. goes through the memory of each node, where each rail's rank gets its share, combined there;
-2. goes along the rails, all at once;
-3. goes through the memory of each node again, from the rails' ranks to all.
+1. is reduced and scattered in each node: each rail's rank gets its share;
+2. is reduced along the rails, on all rails at once;
+3. is gathered in each node.
 
-So a node sends and receives no more than a single rank there would, and all its ranks combine, copy
-and send. Ranks may lie on nodes in any order, and nodes may have different numbers of ranks, down
-to one; with a single rail this is the usual form with a leader on each node. (Träff, Hunold,
-Decomposing MPI collectives for exploiting multi-lane communication, IEEE Cluster 2020; they call a
-rail a lane and take as many ranks on every node.)
+So a node sends and receives as much as a single rank would, and all its ranks combine, copy and
+send. Ranks may be on nodes in any order, and nodes may have different numbers of ranks. With a
+single rail this is the usual scheme with a leader per node. (Träff, Hunold, Decomposing MPI
+collectives for exploiting multi-lane communication, IEEE Cluster 2020; their lane is a rail.)
 
-A call begins with a check that all ranks make the same: those of a node with step 1, where it costs
-nothing, and the nodes among each other, with a reduction of 16 bytes between 1 and 2. A rank that
-goes on knows that all do.
+The ranks' calls are compared inside a node in step 1, without cost, and between nodes by an MPI
+reduction of 16 bytes before step 2.
 
-Sums and products of narrow floats are float32 from their elements to the result, which is rounded
-once. They travel as float32, up to four times as many bytes an element as in `exchange`; there the
-elements of every rank travel, here those of a node.
+Sums and products of narrow floats are computed and sent as float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -44,19 +38,18 @@ from mpicoll.routes.wire import INT_MAX, datatype
 
 __all__ = ["ROUTE"]
 
-#: Bytes that a rail carries at a time: what MPI reads is still in the cache.
+#: Size in bytes of a rail's chunk, which stays in the cache between the steps.
 CHUNK = 1024 * 1024
-#: Bytes that a node carries at a time: what is scratch where narrow floats are widened.
+#: Maximum size in bytes of a node's chunk, and of its scratch memory for widened floats.
 TOGETHER = 8 * 1024 * 1024
 
 _FLOAT32 = dtypes["float32"]
 
 
 def _build(kind: CallKind) -> Implementation | None:
-    """Return the implementation of such calls. All ranks call.
+    """Return the implementation for calls of this kind. All ranks call.
 
-    None if the group has none, and for primitives that need as many ranks on every node where these
-    differ.
+    None if the group has no hierarchy, or the operation needs equally many ranks on every node.
     """
     hierarchy = get_or_create(kind.group)
     run = None if hierarchy is None else _BUILDERS[kind.primitive.name](hierarchy, kind)
@@ -66,7 +59,7 @@ def _build(kind: CallKind) -> Implementation | None:
 class _Arithmetic:
     """The arithmetic of a dtype on both levels.
 
-    wide: the dtype of what travels.
+    wide: the dtype that is sent.
     op:   the operation that combines it.
     """
 
@@ -83,12 +76,12 @@ class _Arithmetic:
         return self.wide is not self._dtype
 
     def widen(self, source: int, into: int, count: int) -> None:
-        """Write elements at an address to another, as wide ones."""
+        """Convert elements at an address to the wide dtype at another."""
         out = _array(into, self.wide, count)
         scale(self._dtype, _array(source, self._dtype, count), 1, out)
 
     def finish(self, source: int, into: int, count: int) -> None:
-        """Turn what was combined of all ranks into results; without widening, in place."""
+        """Convert a combination of all ranks to results; without widening, in place."""
         combined = _array(source, self.wide, count)
         if self._averages:
             combine(ReduceOp.AVG, self.wide, [combined], combined, self._n)
@@ -101,9 +94,7 @@ def _array(at: int, dtype: DType, count: int) -> Array:
 
 
 def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Run:
-    """Build all_reduce: combine shares on the node, all_reduce them along the rails, gather them on
-    the node. Or reduce: the same for the root; only its array is written.
-    """
+    """Build all_reduce and reduce."""
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
     by, everywhere = _Arithmetic(hierarchy, dtype, op), not primitive.root

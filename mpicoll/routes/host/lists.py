@@ -15,7 +15,7 @@ from mpicoll.core.plan import CallKind, Extent, Run
 
 __all__ = ["packed"]
 
-#: Bytes of the arrays of a list that are packed at a time, all of them together.
+#: Size in bytes of a chunk of all arrays of a list, in total.
 LISTED = 4 * 1024 * 1024
 
 
@@ -66,7 +66,7 @@ def _chunks(extent: Extent, step: int, itemsize: int) -> Iterator[tuple[Extent, 
 
 
 def _bytes(buffers: Any, counts: Sequence[int], me: int, itemsize: int) -> list[Bytes]:
-    """Return the bytes of each buffer of a list, of this rank's alone, or of none."""
+    """Return the bytes of each buffer of a list, or of this rank's single buffer."""
     if buffers is None:
         return []
     listed = isinstance(buffers, list)
@@ -78,5 +78,5 @@ def _bytes(buffers: Any, counts: Sequence[int], me: int, itemsize: int) -> list[
 
 
 def _whole(parts: list[Bytes], join: Callable[[list[Bytes]], Bytes]) -> Any:
-    """Return the buffer of a route: None for no part, the only part, or what is made of several."""
+    """Return one buffer for the parts, which are joined if there are several; None without any."""
     return None if not parts else parts[0] if len(parts) == 1 else join(parts)

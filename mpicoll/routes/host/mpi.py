@@ -1,4 +1,4 @@
-"""MPI's own collectives: all moves, and what MPI reduces rightly."""
+"""MPI's own collectives: all data movement, and the reductions that MPI computes correctly."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _COMBINED = (
     ReduceOp.BOR, ReduceOp.BXOR,
 )  # fmt: skip
 
-#: Elements of one MPI reduction at most: a C int counts them, and bytes of 16 times as many.
+#: Maximum number of elements of one MPI reduction. A C int holds the count, and MPI libraries may
+#: compute sizes in bytes from it.
 MAX_COUNT = 2**28
-#: Bytes of a chunk where a large reduction is cut: what one step leaves in the processor's caches
-#: is there for the next.
+#: Size in bytes of a chunk of a large reduction, which stays in the caches between MPI's steps.
 CHUNK_BYTES = 2 * 1024 * 1024
 
 
 def reducible(op: ReduceOp, dtype: DType) -> bool:
-    """Return whether MPI combines elements of a dtype rightly, with the same bits on every rank.
+    """Return whether MPI combines elements of a dtype correctly, with the same bits on every rank.
 
     Not narrow floats: MPI has no such types, or rounds at every step. Not sums of 8 and 16-bit
     integers: Open MPI's vector code saturates instead of wrapping around (open-mpi/ompi#8045). Not
-    the minimum and maximum of floats: MPI leaves open what becomes of NaN, and libraries compare in
-    an order that differs from rank to rank, so that ranks end with different results.
+    the minimum and maximum of floats: MPI does not define the result for NaN, and libraries compare
+    in an order that differs between ranks, so results may differ.
     """
     if op not in _COMBINED or dtype.kind is Kind.NARROW_FLOAT:
         return False
@@ -44,7 +44,7 @@ def reducible(op: ReduceOp, dtype: DType) -> bool:
 
 
 def build(kind: CallKind, chunk: int = MAX_COUNT * 16) -> Implementation:
-    """Return the implementation by MPI. chunk: bytes of a reduction in place that go at a time."""
+    """Return the implementation by MPI. chunk: size in bytes of a chunk of in-place reductions."""
     return Implementation(_BUILDERS[kind.primitive.name](kind, chunk))
 
 
@@ -203,7 +203,7 @@ def _prefix(kind: CallKind, chunk: int) -> Run:
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
 
     def prefix(send: Buffer, recv: Buffer, count: int, root: int) -> None:
-        if not before:  # MPI leaves open what it writes there, if anything
+        if not before:  # MPI may write undefined values
             recv = np.empty(min(MAX_COUNT, count) * dtype.itemsize, np.uint8)
         for start in range(0, max(count, 1), MAX_COUNT):
             size = min(MAX_COUNT, count - start)

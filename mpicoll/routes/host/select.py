@@ -103,7 +103,7 @@ class _ByPlace(Implementation):
         return chosen
 
     def native_calls(self) -> Sequence[NativeCall] | None:
-        """Return those of the chosen route; None before the first call."""
+        """Return the native calls of the chosen route; None before the first call."""
         return None if self._chosen is None else self._chosen.native_calls()
 
 
@@ -204,7 +204,7 @@ class _BySize(Implementation):
         super().__init__(_with_uneven(kind, run))
 
     def native_calls(self) -> Sequence[NativeCall] | None:
-        """Return those of all steps; None until the placement of the ranks is known."""
+        """Return the native calls of all steps; None until the ranks' placement is known."""
         steps = self._steps.known
         if steps is None:
             return None
@@ -216,7 +216,7 @@ class _BySize(Implementation):
         ]
 
     def fused(self, count: int) -> Run | None:
-        """Return that of the route for this count."""
+        """Return ``fused`` of the route for this count."""
         return self._steps.at(count).implementation.fused(count)
 
     def takes_lists(self, count: int) -> bool:
@@ -251,7 +251,7 @@ def _smallest(steps: list[_Step], end: int) -> tuple[int, Run]:
 
 
 def _named(kind: CallKind) -> str:
-    """Return the name of such calls in tables."""
+    """Return the name in tables for calls of this kind."""
     primitive, _, op, dtype = kind
     assert dtype is not None
     by_mpi = op is None or (mpi.reducible(op, dtype) and kind.level is None)
@@ -267,8 +267,8 @@ def _served(
 ) -> list[tuple[int, str, Implementation]]:
     """Return the available steps, from 0 bytes, each with its implementation. All ranks call.
 
-    A route that does not serve such calls is replaced by ``exchange``, one that the group cannot
-    have by its fallback.
+    A route that does not serve this kind of call is replaced by ``exchange``, and a route that is
+    not available in the group by its fallback.
     """
     found: list[tuple[int, str, Implementation]] = []
     for nbytes, name in row[placement]:
@@ -301,13 +301,13 @@ _NEVER = 1 << 62
 
 def place(group: ProcessGroup) -> str:
     """Return the placement of the group's ranks; see routes/tuning.py. All ranks call."""
-    if group.resources.find("shared"):  # a rank may find out in a call that others do not make
+    if group.resources.find("shared"):
         return "node"
     if hierarchy.get_or_create(group):
         return "nodes"
     if not shared.get_or_create(group):
         return "apart"
-    # While all ranks are here: later they may come in different calls, which the memory compares.
+    # Now, because all ranks are in this function; later their calls may differ.
     single_copy.get_or_create(group)
     return "node"
 
@@ -316,7 +316,7 @@ def place(group: ProcessGroup) -> str:
 
 
 def candidates(kind: CallKind) -> dict[str, Implementation]:
-    """Return the implementations of such calls in this group by route. All ranks call."""
+    """Return the implementations of a kind of call in its group, by route. All ranks call."""
     here = place(kind.group)
     return {
         name: _implementation(kind, {**_row(kind), here: ((0, name),)})
@@ -326,7 +326,7 @@ def candidates(kind: CallKind) -> dict[str, Implementation]:
 
 
 def describe(kind: CallKind) -> str:
-    """Return the routes of such calls in words. All ranks call."""
+    """Describe the routes of a kind of call. All ranks call."""
     if kind.primitive.layout is Layout.EMPTY:
         return registry.HOST["mpi"].description
     (_, first, _), *others = _served(kind, _row(kind), place(kind.group))

@@ -1,14 +1,13 @@
-"""One copy by the kernel from process to process: for what is only moved among the ranks of a node.
+"""Single-copy data movement between the ranks of a node, by the Linux kernel (process_vm_readv).
 
-Linux lets a process read and write the memory of another of the same user (process_vm_readv), if
-nothing forbids it: containers filter the call, and Yama (kernel.yama.ptrace_scope) allows it among
-a process and its descendants only. So each rank tries it with each other before a group takes this
-route. Nothing is done about what forbids it: letting any process of the user in, as
-prctl(PR_SET_PTRACER) would, is not for a library to decide.
+A process may read and write the memory of another process of its user, unless a container filters
+the system call or Yama (kernel.yama.ptrace_scope) restricts it. So each rank tries it with every
+other rank before a group uses this route. The route does not call prctl(PR_SET_PTRACER), which
+would admit any process of the user.
 
-The ranks tell each other through the memory that they share where their arrays are; the algorithm
-is in ``kernels/src/single_copy.c``. What cannot be copied so after all, such as memory of a device
-that a process has mapped, is moved through the slots of that memory, by all ranks.
+The ranks exchange the addresses of their arrays through shared memory; the algorithm is in
+``kernels/src/single_copy.c``. If memory cannot be copied this way, such as mapped device memory,
+all ranks move the data through the slots of the shared memory.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class _Copies(ctypes.Structure):
 class SingleCopy:
     """A group whose ranks can read and write each other's memory.
 
-    memory:    what they share.
-    processes: the C library's description of them.
+    memory:    their shared-memory segment.
+    processes: the C library's description of the ranks' processes.
     """
 
     def __init__(self, group: ProcessGroup, memory: Shared, peers: _Peers) -> None:
@@ -89,15 +88,15 @@ class SingleCopy:
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
 
-        It raises MismatchError, on all ranks, if they do not agree on primitive, count, dtype and
-        root, or if blocks of all_to_all do not have the sizes that their receivers expect.
+        It raises MismatchError on all ranks if primitive, count, dtype or root differ, or if a
+        block of all_to_all has different sizes on its sender and receiver.
         """
         copies = _Copying(self, kind)
         return copies if kind.primitive.even else self.memory.build_exchange(kind, copies)
 
 
 class _Copying(Implementation):
-    """One kind of call. all_to_all has a round before, see ``Shared.build_exchange``."""
+    """Calls of one kind. all_to_all has a round before, see ``Shared.build_exchange``."""
 
     def __init__(self, copies: SingleCopy, kind: CallKind) -> None:
         primitive, _, _, dtype = kind
@@ -160,14 +159,14 @@ class _Copying(Implementation):
 
 
 def _make_histories() -> Any:
-    """Return the memory in which the C library keeps how long calls have taken."""
+    """Return the memory in which the C library stores measured times of calls."""
     assert kernels is not None
     return np.zeros(kernels.single_copy_histories(), np.uint8)
 
 
 def _spans(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Any:
-    """Return addresses and bytes of the blocks that this rank sends, by receiver, and of those that
-    it receives, by sender; 0 for none. Either buffer may be a list of one for each rank.
+    """Return addresses and sizes in bytes of this rank's sent blocks, by receiver, and received
+    blocks, by sender; 0 where there is no block. Either buffer may be a list with one per rank.
     """
     primitive, group, _, dtype = kind
     assert dtype is not None
@@ -192,8 +191,8 @@ def _spans(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> A
 
 
 class _Peers(NamedTuple):
-    """The processes of a group's ranks. By rank: their numbers, the words that they are known by,
-    and where each process has its own; and what this one has: its own, and place for the others'.
+    """The processes of a group's ranks: by rank, process ids, random words and their addresses;
+    and this process's copy of the words.
     """
 
     pids: Any
@@ -203,9 +202,9 @@ class _Peers(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """The outcome on this rank: if one rank has no ``copies``, no rank has.
+    """The result of ``_create``: ``copies`` is None on all ranks or on none.
 
-    why: what keeps this rank from it, "" for nothing.
+    why: the reason why this rank cannot copy; "" if it can.
     """
 
     copies: SingleCopy | None
@@ -213,18 +212,18 @@ class _Attempt(NamedTuple):
 
 
 def find_obstacle(group: ProcessGroup) -> str:
-    """Return what keeps this rank of a group from copying; "" if nothing does, or it is unknown."""
+    """Return the reason why this rank cannot use single copies; "" if it can or has not tried."""
     attempt = group.resources.find("single_copy")
     return "" if attempt is None else attempt.why
 
 
 def _create(group: ProcessGroup) -> _Attempt:
-    """Try it with every other rank. All ranks call."""
+    """Try to copy from and to every other rank. All ranks call."""
     memory = shared.get_or_create(group)
     if memory is None:
         return _Attempt(None, "the ranks share no memory")
     peers = _find_peers(group)
-    # Reads first: nothing must be written into a process that is not the rank that it seems to be.
+    # Reads first, because a process id may belong to another process in another namespace.
     for attempt in (_allow, _read, _write, _compare):
         why = attempt(memory, group.rank(), peers)
         able = np.array([not why], np.uint8)
@@ -246,17 +245,17 @@ def _find_peers(group: ProcessGroup) -> _Peers:
 
 
 def _allow(memory: Shared, me: int, peers: _Peers) -> str:
-    """Return why this rank cannot even try."""
+    """Return why this rank may not try."""
     assert kernels is not None
     if settings.SINGLE_COPY.is_set_to("0"):
         return f"{settings.SINGLE_COPY.name}=0"
     if kernels.single_copy_board(len(peers.pids)) > memory.slot:
-        return "the shared memory has no room for the addresses of so many ranks"
+        return "the shared memory has no room for the addresses of all ranks"
     return ""
 
 
 def _read(memory: Shared, me: int, peers: _Peers) -> str:
-    """Return why this rank cannot read another's word."""
+    """Return why this rank cannot read another rank's word."""
     word = np.zeros(1, np.uint64)
     for rank in _others(me, peers):
         error = _copy(peers.pids[rank], False, word, peers.tokens[rank])

@@ -20,7 +20,7 @@ _FLOAT32 = by_name["float32"]
 
 
 def _combines(op: ReduceOp, dtype: DType) -> bool:
-    """Return whether to widen: not what is exact in the dtype, where nothing is gained."""
+    """Return whether to widen: narrow floats, if MPI combines them as float32."""
     return dtype.kind is Kind.NARROW_FLOAT and mpi.reducible(op, _FLOAT32)
 
 

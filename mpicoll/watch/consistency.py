@@ -172,8 +172,9 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     differing = control_messages.allgather(comm, (mine[0], describe_call(mine)), tuple[int, str])
     number = max(number for number, _ in differing)
     text = (
-        f"rank {group.rank()} of group {group.group_name}: the ranks made calls that do not belong "
-        f"together as call {number} of the group: {describe_by_rank(text for _, text in differing)}"
+        f"rank {group.rank()} of group {group.group_name}: collective mismatch: the ranks made "
+        f"different calls as call {number} of the group: "
+        f"{describe_by_rank(text for _, text in differing)}"
     )
     later = longest - same - 1
     if later > 0:

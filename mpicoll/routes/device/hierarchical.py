@@ -534,7 +534,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
 
 
 def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
-    """Broadcast in the root's cluster, then stripes along the rails; gather them in all other clusters."""
+    """Broadcast in the root's cluster, then stripes along the rails; gather in other clusters."""
     dtype = kind.dtype
     assert dtype is not None
     inside, one_rail, n = levels.inside, levels.rails == 1, len(levels.here)

@@ -375,7 +375,7 @@ def test_ranks_that_nccl_keeps(arrays, cuda, world, monkeypatch, mpi):
     """The one on which it has failed raises why."""
     if world.size == 1:
         pytest.skip("there is nobody to keep")
-    monkeypatch.setattr(nccl, "_TOGETHER", TIMEOUT if world.me else 0.2)
+    monkeypatch.setattr(nccl, "_INIT_TIMEOUT_S", TIMEOUT if world.me else 0.2)
     begun = mpi.Dup()
 
     def keeps(*how):
